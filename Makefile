@@ -1,0 +1,48 @@
+# `make` alone lists the targets.
+SHELL := bash
+.DEFAULT_GOAL := help
+
+WORLD_SIZE ?= 2
+CONFIG ?= configs/countdown_sft.yaml
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEVICE := $(shell bash .ci/setup --device)
+OTHER_DEVICE := $(filter-out $(DEVICE),$(shell cat $(STAMP) 2>/dev/null))
+
+# Passed on when given on the command line: make run PYTHON=python3.12 VECTORLM_DEVICE=cpu
+export PYTHON VECTORLM_DEVICE
+
+.PHONY: help install run test test-all lint bench clean FORCE
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
+
+install: $(STAMP) ## create .venv with the pinned stack, for CPU or CUDA by what the machine has
+
+# The script writes the stamp as its last act, so an interrupted installation is begun again.
+$(STAMP): .ci/setup setup.py requirements/cpu.txt requirements/cuda.txt $(if $(OTHER_DEVICE),FORCE)
+	bash .ci/setup
+
+run: $(STAMP) ## fine-tune a tiny Llama on Countdown with vLLM beside it (WORLD_SIZE=2, CONFIG=...)
+	$(BIN)/python examples/make_countdown.py --output_dir data/countdown --seed 0
+	$(BIN)/python examples/llama_example_mp.py --yaml_path $(CONFIG) --world_size $(WORLD_SIZE)
+
+test: $(STAMP) ## run the tests, without those marked slow (PYTEST_ARGS=...)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(STAMP) ## run every test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP) ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMP) ## run every benchmark
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+
+clean: ## delete caches and build output (.venv, data/ and runs/ stay)
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
