@@ -1,0 +1,31 @@
+"""Train a language model and sample from it with vLLM on the same devices, hot-swapping the weights in between."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vectorlm.config.load import load_config
+    from vectorlm.ranks.launcher import launch
+    from vectorlm.ranks.topology import Topology
+    from vectorlm.sampling.engine import SamplingEngine
+    from vectorlm.types import Completion, UpdateReport
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Completion": "vectorlm.types",
+    "SamplingEngine": "vectorlm.sampling.engine",
+    "Topology": "vectorlm.ranks.topology",
+    "UpdateReport": "vectorlm.types",
+    "launch": "vectorlm.ranks.launcher",
+    "load_config": "vectorlm.config.load",
+}
+
+__all__ = ["Completion", "SamplingEngine", "Topology", "UpdateReport", "launch", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use: importing the package loads neither torch nor vLLM."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
