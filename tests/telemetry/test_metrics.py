@@ -1,0 +1,205 @@
+"""The sinks write what they are given, once, where it belongs."""
+
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from vectorlm.errors import CheckpointError, ConfigError
+from vectorlm.telemetry.metrics import FanOut, JsonlSink, ProgressSink, WandbSink
+
+
+def lines_of(path: Path) -> list[dict[str, float | None]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class RecordingSink:
+    """A sink that remembers its calls and can be told to fail on closing."""
+
+    def __init__(self, close_error: Exception | None = None) -> None:
+        self.written: list[tuple[int, dict[str, float]]] = []
+        self.error_seen: object = "not closed"
+        self._close_error = close_error
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.written.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.error_seen = error
+        if self._close_error:
+            raise self._close_error
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_each_write_is_one_line_on_disk_before_the_sink_closes(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    with JsonlSink(path) as sink:
+        sink.write(10, {"train/loss": 2.5, "eval/accuracy": 0})
+        assert lines_of(path) == [{"step": 10, "train/loss": 2.5, "eval/accuracy": 0.0}]
+        sink.write(20, {"train/loss": 2.25})
+        assert lines_of(path)[1] == {"step": 20, "train/loss": 2.25}
+
+
+def test_numbers_that_json_cannot_hold_become_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with JsonlSink(path) as sink:
+        sink.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
+    assert path.read_text() == '{"step": 1, "a": null, "b": null, "c": null, "d": 1.0}\n'
+
+
+def test_a_fresh_run_replaces_the_file_of_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for loss in (3.0, 2.0):
+        with JsonlSink(path) as sink:
+            sink.write(1, {"train/loss": loss})
+    assert lines_of(path) == [{"step": 1, "train/loss": 2.0}]
+
+
+def test_resuming_drops_the_lines_of_later_steps_and_a_torn_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 10}\n{"step": 20}\n{"step": 30}\n{"step": 4')
+    with JsonlSink(path, resume_step=20) as sink:
+        sink.write(30, {"train/loss": 1.0})
+    assert lines_of(path) == [{"step": 10}, {"step": 20}, {"step": 30, "train/loss": 1.0}]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_resuming_drops_a_last_line_that_lacks_only_its_line_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 10}\n{"step": 20}')
+    with JsonlSink(path, resume_step=20) as sink:
+        sink.write(20, {"a": 1.0})
+    assert lines_of(path) == [{"step": 10}, {"step": 20, "a": 1.0}]
+
+
+def test_resuming_without_a_file_starts_one(tmp_path: Path) -> None:
+    with JsonlSink(tmp_path / "metrics.jsonl", resume_step=5) as sink:
+        sink.write(6, {})
+    assert lines_of(tmp_path / "metrics.jsonl") == [{"step": 6}]
+
+
+@pytest.mark.parametrize("line", ["loss went down", "[1]", '{"train/loss": 1.0}'])
+def test_resuming_refuses_a_file_of_something_else_and_leaves_it_alone(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = f'{{"step": 10}}\n{line}\n{{"step": 20}}\n'
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match=r"line 2 is .* every line must be .* Repair the line"):
+        JsonlSink(path, resume_step=20)
+    assert path.read_text() == text
+
+
+def test_outside_a_terminal_progress_is_plain_lines_at_the_interval() -> None:
+    now = [0.0]
+    stream = io.StringIO()
+    with ProgressSink(100, interval_s=10, stream=stream, clock=lambda: now[0]) as sink:
+        for step in range(1, 6):
+            now[0] = 4.0 * step
+            numbers = {"train/loss": 3 - step / 4, "train/learning_rate": 1e-3, "train/tokens_per_s": 1234}
+            sink.write(step, numbers)
+    assert stream.getvalue() == (
+        "step 1/100: loss 2.7500, lr 1.00e-03, 1,234 tokens/s\n"
+        "step 4/100: loss 2.0000, lr 1.00e-03, 1,234 tokens/s\n"
+    )
+
+
+def test_outside_a_terminal_evaluations_and_the_last_step_are_always_printed() -> None:
+    stream = io.StringIO()
+    with ProgressSink(3, interval_s=10, stream=stream, clock=lambda: 0.0) as sink:
+        sink.write(1, {"train/loss": 2.0})
+        sink.say("a sampled answer")
+        sink.write(2, {"eval/loss": 1.5, "eval/accuracy": 0.125})
+        sink.write(3, {"train/loss": 1.0})
+    assert stream.getvalue().splitlines() == [
+        "step 1/3: loss 2.0000",
+        "a sampled answer",
+        "step 2/3: loss 2.0000, eval loss 1.5000, right 12%",
+        "step 3/3: loss 1.0000, eval loss 1.5000, right 12%",
+    ]
+
+
+def test_in_a_terminal_the_bar_starts_where_the_run_resumes_and_lines_stand_alone() -> None:
+    stream = Terminal()
+    with ProgressSink(40, initial_step=10, stream=stream) as sink:
+        sink.write(30, {"train/loss": 0.5})
+        sink.say("a sampled answer")
+    shown = stream.getvalue()
+    assert "10/40" in shown
+    assert "30/40" in shown
+    assert "loss 0.5000" in shown
+    assert "\ra sampled answer\n" in shown
+
+
+def test_a_fan_out_writes_to_every_sink_and_tells_each_of_the_error() -> None:
+    sinks = [RecordingSink(), RecordingSink()]
+    failure = RuntimeError("rank 1 is gone")
+
+    def run() -> None:
+        with FanOut(sinks) as fan_out:
+            fan_out.write(3, {"train/loss": 1.0})
+            raise failure
+
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        run()
+    for sink in sinks:
+        assert sink.written == [(3, {"train/loss": 1.0})]
+        assert sink.error_seen is failure
+
+
+def test_a_fan_out_closes_the_other_sinks_when_one_fails_to_close() -> None:
+    sinks = [RecordingSink(), RecordingSink(OSError("disk is full")), RecordingSink()]
+    with pytest.raises(OSError, match="disk is full"):
+        FanOut(sinks).close()
+    assert [sink.error_seen for sink in sinks] == [None, None, None]
+
+
+def test_wandb_offline_keeps_settings_config_and_values(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    script = (
+        "import sys; from vectorlm.telemetry.metrics import WandbSink\n"
+        "settings = {'project': 'countdown', 'mode': 'offline', 'dir': sys.argv[1]}\n"
+        "with WandbSink(settings, {'train_parameters': {'seed': 7}}) as sink:\n"
+        "    sink.write(10, {'train/loss': 2.5}); sink.write(10, {'eval/accuracy': 0.5})\n"
+        "    sink.write(20, {'train/loss': 2.25})\n"
+        "    print(sink._run.project, sink._run.config['train_parameters'], dict(sink._run.summary))\n"
+    )
+    # A process of its own: wandb starts a service process and hooks into the interpreter that loads it.
+    run = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "countdown {'seed': 7}" in run.stdout
+    # wandb completes a row when the next step begins: both calls for step 10 are in it.
+    assert "'train/loss': 2.5" in run.stdout
+    assert "'eval/accuracy': 0.5" in run.stdout
+    assert "'_step': 10" in run.stdout
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_a_missing_wandb_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"pip install wandb.*enable_wandb_logging: false"):
+        WandbSink({}, {})
+
+
+def test_importing_telemetry_loads_no_heavy_library() -> None:
+    heavy = {"torch", "wandb", "matplotlib", "vllm"}
+    script = f"import sys, vectorlm.telemetry; print({heavy} & sys.modules.keys())"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"

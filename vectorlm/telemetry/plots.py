@@ -1,0 +1,81 @@
+"""The picture of a run: loss and share of right answers over the steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Series = list[tuple[int, float]]
+
+
+def plot_run(metrics_path: str | Path, output_png: str | Path, title: str | None = None) -> None:
+    """Draw the loss and the share of right answers of one run over its steps.
+
+    A panel without data says so; a value that was not finite leaves a gap.
+
+    Args:
+        metrics_path: The run's ``metrics.jsonl``.
+        output_png: The picture to write; its folder is made.
+        title: Above the picture; the name of the run's folder when None.
+    """
+    from matplotlib.figure import Figure  # a Figure of its own: no global state, no display needed
+
+    metrics_path, output_png = Path(metrics_path), Path(output_png)
+    lines = _read(metrics_path)
+    figure = Figure(figsize=(11, 4.2), dpi=120, layout="constrained")
+    figure.suptitle(title or metrics_path.resolve().parent.name, fontsize=13, fontweight="bold")
+    loss, share = figure.subplots(1, 2, sharex=True)
+    _draw_loss(loss, _series(lines, "train/loss"), _series(lines, "eval/loss"))
+    _draw_share(share, _series(lines, "eval/accuracy"))
+    output_png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output_png)
+
+
+def _read(metrics_path: Path) -> list[dict[str, Any]]:
+    lines = metrics_path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def _series(lines: list[dict[str, Any]], name: str) -> Series:
+    values = {line["step"]: line[name] for line in lines if name in line}
+    return [(step, math.nan if value is None else value) for step, value in sorted(values.items())]
+
+
+def _draw_loss(axes: Axes, train: Series, evaluation: Series) -> None:
+    axes.set(title="Loss", xlabel="optimizer step", ylabel="cross-entropy (nats per token)")
+    _draw_series(axes, train, "train", color="tab:blue", linewidth=1.2, alpha=0.75)
+    _draw_series(axes, evaluation, "held out", color="tab:orange", linewidth=1.8)
+    _finish(axes, has_data=bool(train or evaluation))
+
+
+def _draw_share(axes: Axes, accuracy: Series) -> None:
+    axes.set(title="Right answers", xlabel="optimizer step", ylabel="share of held-out questions")
+    _draw_series(axes, accuracy, "held out", color="tab:green", linewidth=1.8)
+    if accuracy and math.isfinite(accuracy[-1][1]):
+        step, last = accuracy[-1]
+        axes.annotate(f"{last:.0%}", (step, last), (6, 0), textcoords="offset points", va="center")
+    axes.set_ylim(-0.03, 1.03)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    _finish(axes, has_data=bool(accuracy))
+
+
+def _draw_series(axes: Axes, series: Series, label: str, **style: Any) -> None:
+    if series:
+        marker = "o" if len(series) <= 40 else ""  # a single point, or one between two gaps, has no line
+        axes.plot(*zip(*series, strict=True), label=label, marker=marker, markersize=4.5, **style)
+
+
+def _finish(axes: Axes, has_data: bool) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.locator_params(axis="x", integer=True)
+    if has_data:
+        axes.legend(frameon=False)
+    else:
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="grey")
