@@ -1,0 +1,167 @@
+import json
+from pathlib import Path
+
+import pytest
+from example_texts import MINIMAL
+
+from vectorlm.config import check_config, load_config
+from vectorlm.errors import ConfigError
+
+SAMPLER = "train_parameters.sampler={sample_frequency: 2, prompts: p.jsonl}"
+
+
+@pytest.fixture
+def complete(write_config):
+    """A config whose model, datasets and prompts all exist."""
+    Path("models/tiny").mkdir(parents=True)
+    Path("models/tiny/config.json").write_text(json.dumps({"max_position_embeddings": 256}))
+    for split in ("train", "eval"):
+        Path("data", split).mkdir(parents=True)
+        Path("data", split, "dataset_info.json").write_text("{}")
+    Path("p.jsonl").write_text('{"prompt": "a", "answer": 1}\n\n{"prompt": "b"}\n')
+    return write_config()
+
+
+def problems(path, *overrides, world_size=2):
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config(path, overrides), world_size)
+    return str(caught.value)
+
+
+def test_a_complete_config_passes(complete):
+    check_config(load_config(complete, [SAMPLER]), 1)
+    check_config(load_config(complete, [SAMPLER, "train_parameters.sharding_strategy=HYBRID_SHARD"]), 2)
+    check_config(load_config(complete, [SAMPLER, "train_parameters.max_seq_len=256"]), 2)
+    parallel = "train_parameters.sampler.engine.tensor_parallel_size=2"
+    check_config(load_config(complete, [SAMPLER, parallel]), 2)
+
+
+def test_all_problems_are_listed_at_once(write_config):
+    path = write_config()
+    overrides = [SAMPLER, "train_parameters.sharding_strategy=HYBRID_SHARD"]
+    assert problems(path, *overrides, world_size=1) == (
+        "5 problems:\n"
+        "  - train_parameters.sharding_strategy='HYBRID_SHARD' needs at least 2 ranks, and world_size=1. "
+        "Use NO_SHARD, or start more ranks. (--set train_parameters.sharding_strategy=HYBRID_SHARD)\n"
+        "  - model='models/tiny' is not a folder. Download the model and name its folder. (my.yaml:1)\n"
+        "  - dataset.train_ds='data/train' is not a folder. Preprocess the dataset first. (my.yaml:11)\n"
+        "  - dataset.eval_ds='data/eval' is not a folder. Preprocess the dataset first. (my.yaml:12)\n"
+        "  - train_parameters.sampler.prompts='p.jsonl' is not a file. "
+        f"Name a JSONL file, or list the prompts themselves. (--set {SAMPLER})"
+    )
+
+
+@pytest.mark.parametrize("world_size", [0, -1])
+def test_there_must_be_a_rank(complete, world_size):
+    assert problems(complete, world_size=world_size) == (
+        f"world_size={world_size} must be an integer >= 1. Use 1 or more."
+    )
+
+
+@pytest.mark.parametrize("parallel", ["3", "0", "'2'"])
+def test_tensor_parallelism_must_fit_the_ranks(complete, parallel):
+    override = f"train_parameters.sampler.engine.tensor_parallel_size={parallel}"
+    assert problems(complete, SAMPLER, override) == (
+        f"train_parameters.sampler.engine.tensor_parallel_size={parallel} must be an integer from 1 to "
+        f"world_size=2: the engine shares the ranks' devices. Use 2 or less. (--set {override})"
+    )
+
+
+def test_the_model_folder_must_hold_a_description(complete):
+    Path("models/tiny/config.json").unlink()
+    assert problems(complete) == (
+        "model='models/tiny' holds no config.json. Name the folder that `save_pretrained` wrote. (my.yaml:1)"
+    )
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_the_models_description_must_be_readable(complete, text):
+    Path("models/tiny/config.json").write_text(text)
+    assert problems(complete).startswith("model='models/tiny' holds a broken config.json (")
+
+
+def test_sequences_must_fit_the_model(complete):
+    assert problems(complete, "train_parameters.max_seq_len=257") == (
+        "train_parameters.max_seq_len=257 is beyond the model's limit of 256 tokens. Use 256 or less. "
+        "(--set train_parameters.max_seq_len=257)"
+    )
+
+
+def test_a_model_without_a_limit_takes_any_length(complete):
+    Path("models/tiny/config.json").write_text("{}")
+    check_config(load_config(complete, ["train_parameters.max_seq_len=99999"]), 1)
+
+
+def test_a_folder_without_a_dataset_is_refused(complete):
+    Path("data/eval/dataset_info.json").unlink()
+    assert problems(complete) == (
+        "dataset.eval_ds='data/eval' holds no dataset_info.json. "
+        "Name a folder written by `datasets.Dataset.save_to_disk`. (my.yaml:12)"
+    )
+
+
+def test_a_folder_of_several_datasets_is_refused(complete):
+    Path("data/dataset_dict.json").write_text('{"splits": ["train", "eval"]}')
+    assert problems(complete, "dataset.train_ds=data") == (
+        "dataset.train_ds='data' holds several datasets. Name one of: data/eval, data/train. "
+        "(--set dataset.train_ds=data)"
+    )
+
+
+def test_a_dataset_saved_by_datasets_is_accepted(complete):
+    from datasets import Dataset
+
+    Dataset.from_dict({"input_ids": [[1]], "labels": [[1]]}).save_to_disk("data/real")
+    check_config(load_config(complete, ["dataset.train_ds=data/real"]), 1)
+
+
+@pytest.mark.parametrize("line", ["no json", '["prompt"]', '{"text": "a"}', '{"prompt": ""}'])
+def test_every_line_of_the_prompt_file_must_hold_a_prompt(complete, line):
+    Path("p.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
+    assert problems(complete, SAMPLER) == (
+        "train_parameters.sampler.prompts='p.jsonl' must hold JSON objects with a `prompt`, "
+        f'and line 2 is none. Write {{"prompt": "..."}} there. (--set {SAMPLER})'
+    )
+
+
+def test_the_prompt_file_must_hold_a_prompt(complete):
+    Path("p.jsonl").write_text("\n")
+    assert problems(complete, SAMPLER) == (
+        "train_parameters.sampler.prompts='p.jsonl' holds no prompt. "
+        f'Write {{"prompt": "..."}}, one per line. (--set {SAMPLER})'
+    )
+
+
+def test_prompts_in_the_config_need_no_file(complete):
+    check_config(load_config(complete, ["train_parameters.sampler={sample_frequency: 2, prompts: [a]}"]), 1)
+
+
+def test_outputs_must_not_stand_where_something_else_does(complete):
+    Path("runs").mkdir()
+    Path("runs/tiny").write_text("")
+    sampler = "train_parameters.sampler={sample_frequency: 2, prompts: [a], output_jsonl_path: data}"
+    assert problems(complete, sampler) == (
+        "2 problems:\n"
+        "  - train_parameters.output_dir='runs/tiny' exists and is not a folder. "
+        "Name another folder. (my.yaml:3)\n"
+        "  - train_parameters.sampler.output_jsonl_path='data' is a folder. Name a file in it. "
+        f"(--set {sampler})"
+    )
+
+
+def test_contradicting_settings_of_a_config_made_by_hand_are_found(complete):
+    config = load_config(complete, [SAMPLER])
+    config.train_parameters.sampler.engine["dtype"] = "half"
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, 1)
+    assert str(caught.value) == (
+        "train_parameters.sampler.engine.dtype='half' has a setting of its own. "
+        "Set 'train_parameters.sampler.vllm_dtype' instead."
+    )
+
+
+def test_checking_writes_nothing(complete):
+    before = sorted(Path().rglob("*"))
+    check_config(load_config(complete, [SAMPLER]), 1)
+    assert sorted(Path().rglob("*")) == before
+    assert Path(complete).read_text() == MINIMAL

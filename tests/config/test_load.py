@@ -1,0 +1,508 @@
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from example_texts import FULL, MINIMAL
+
+from vectorlm.config import (
+    Config,
+    DatasetSettings,
+    OptimizerSettings,
+    PreprocessSettings,
+    SamplerSettings,
+    TrainSettings,
+    load_config,
+)
+from vectorlm.errors import ConfigError
+
+
+def error_text(path, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def with_train_line(line):
+    """Put one more line at the end of `train_parameters`: line 8 of the minimal file."""
+    return ("dataset:\n", f"  {line}\ndataset:\n")
+
+
+def test_every_key_of_a_full_file_arrives(write_config):
+    assert load_config(write_config(FULL)) == Config(
+        model="models/tiny",
+        enable_wandb_logging=True,
+        wandb_config={"project": "vectorlm", "name": "all-keys", "tags": ["first", "1e-5"]},
+        train_parameters=TrainSettings(
+            output_dir="runs/full",
+            max_seq_len=2048,
+            epochs=1,
+            seed=7,
+            sharding_strategy="HYBRID_SHARD",
+            use_mp=True,
+            use_activation_checkpointing=True,
+            use_flash_attention=True,
+            low_cpu_mem_usage=True,
+            lora_peft_config={"task_type": "CAUSAL_LM", "r": 8, "lora_dropout": 0.1},
+            max_grad_norm=1.0,
+            gradient_accumulation_steps=8,
+            optimizer=OptimizerSettings(lr=2e-5, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5),
+            lr_scheduler_type="plateau-with-warmup",
+            warmup_ratio=0.05,
+            checkpointing_enabled=True,
+            logging_steps=500,
+            save_frequency=0.1,
+            sampler=SamplerSettings(
+                sample_frequency=8,
+                output_jsonl_path="data/samples.jsonl",
+                gpu_memory_utilization=0.5,
+                vllm_dtype="float16",
+                prompts=("The capital of France is", "Two plus two is"),
+                sampling_params={"n": 4, "temperature": 0.1, "logit_bias": {50256: -100}},
+                engine={"max_model_len": 512},
+                reward="countdown",
+                receiver="packed",
+                verify_updates=False,
+                timeout_s=60.0,
+            ),
+        ),
+        dataset=DatasetSettings(
+            ignore_index=-100, eval_bs=8, train_bs=16, train_ds="data/train", eval_ds="data/eval"
+        ),
+        dataset_preprocess=PreprocessSettings(
+            ignore_index=-100,
+            dataset_format="hf",
+            dataset_type="pretrain",
+            data_field="text",
+            packing_type="partial",
+            overlap=16,
+            add_bos_eos_tokens=False,
+            from_disk=False,
+            seperator="### Answer",
+            load_path="some/dataset",
+            split="train",
+            save_path="data/processed",
+            truncate=True,
+            pre_pend="Question: ",
+        ),
+    )
+
+
+def test_a_minimal_file_takes_the_defaults(write_config):
+    config = load_config(write_config())
+    train = config.train_parameters
+    assert config.enable_wandb_logging is False
+    assert config.wandb_config == {}
+    assert config.dataset_preprocess is None
+    assert config.dataset.ignore_index == -100
+    assert (train.sharding_strategy, train.lr_scheduler_type) == ("FULL_SHARD", "cosine")
+    assert (train.low_cpu_mem_usage, train.use_flash_attention, train.checkpointing_enabled) == (False,) * 3
+    assert train.lora_peft_config is None
+    assert train.sampler is None
+    assert train.samples_path == Path("runs/tiny/samples.jsonl")
+
+
+def test_the_sampler_takes_the_defaults(write_config):
+    path = write_config(MINIMAL, with_train_line("sampler: {sample_frequency: 8, prompts: [a]}"))
+    assert load_config(path).train_parameters.sampler == SamplerSettings(
+        sample_frequency=8,
+        prompts=("a",),
+        output_jsonl_path=None,
+        gpu_memory_utilization=0.35,
+        vllm_dtype="auto",
+        sampling_params={},
+        engine={},
+        reward=None,
+        receiver="auto",
+        verify_updates=True,
+        timeout_s=300.0,
+    )
+
+
+def test_the_optimizer_left_out_is_torchs_own(write_config):
+    import torch
+
+    optimizer = load_config(write_config()).train_parameters.optimizer
+    defaults = torch.optim.AdamW([torch.zeros(1)]).defaults
+    assert (optimizer.weight_decay, optimizer.betas, optimizer.eps) == tuple(
+        defaults[name] for name in ("weight_decay", "betas", "eps")
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "value"), [("1e-4", 1e-4), ("1E4", 1e4), ("2.5e3", 2500.0), (".5e-1", 0.05), ("1", 1.0)]
+)
+def test_a_number_needs_neither_dot_nor_signed_exponent(write_config, written, value):
+    lr = load_config(write_config(MINIMAL, ("1e-4", written))).train_parameters.optimizer.lr
+    assert lr == value
+    assert type(lr) is float
+
+
+def test_prompts_may_be_a_path(write_config):
+    path = write_config(MINIMAL, with_train_line("sampler: {sample_frequency: 1, prompts: p.jsonl}"))
+    assert load_config(path).train_parameters.sampler.prompts == "p.jsonl"
+
+
+def test_a_named_samples_file_is_used_as_written(write_config):
+    assert load_config(write_config(FULL)).train_parameters.samples_path == Path("data/samples.jsonl")
+
+
+@pytest.mark.parametrize("key", ["sampler", "lora_peft_config"])
+def test_an_optional_section_that_is_commented_out_is_absent(write_config, key):
+    train = load_config(write_config(MINIMAL, with_train_line(f"{key}:"))).train_parameters
+    assert getattr(train, key) is None
+
+
+def test_an_empty_free_mapping_is_empty(write_config):
+    assert load_config(write_config("wandb_config:\n" + MINIMAL)).wandb_config == {}
+
+
+def test_lora_may_stand_at_the_top(write_config):
+    config = load_config(write_config("lora_peft_config: {r: 8}\n" + MINIMAL))
+    assert config.train_parameters.lora_peft_config == {"r": 8}
+
+
+def test_lora_at_both_places_is_refused(write_config):
+    path = write_config("lora_peft_config: {r: 8}\n" + MINIMAL, with_train_line("lora_peft_config: {r: 4}"))
+    assert error_text(path) == (
+        "'lora_peft_config' (my.yaml:1) and 'train_parameters.lora_peft_config' (my.yaml:9) are the same "
+        "setting. Remove one of the two."
+    )
+
+
+def test_separator_is_the_same_setting_as_seperator(write_config):
+    config = load_config(write_config(FULL, ("seperator", "separator")))
+    assert config.dataset_preprocess.seperator == "### Answer"
+
+
+def test_separator_in_both_spellings_is_refused(write_config):
+    path = write_config(FULL, ("  split: train", "  separator: x\n  split: train"))
+    assert error_text(path) == (
+        "'dataset_preprocess.separator' (my.yaml:69) and 'dataset_preprocess.seperator' (my.yaml:67) are the "
+        "same setting. Remove one of the two."
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "value"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")]
+)
+def test_dtypes_of_vllm_are_understood(write_config, written, value):
+    path = write_config(FULL, ("vllm_dtype: half", f"vllm_dtype: {written}"))
+    assert load_config(path).train_parameters.sampler.vllm_dtype == value
+
+
+def test_schedules_are_those_that_transformers_builds_without_further_arguments(write_config):
+    import torch
+    from transformers import SchedulerType, get_scheduler
+
+    for name in [kind.value for kind in SchedulerType]:
+        try:
+            optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+            get_scheduler(name, optimizer, num_warmup_steps=1, num_training_steps=2)
+        except (TypeError, ValueError):
+            assert "must be one of linear, cosine" in error_text(
+                write_config(), f"train_parameters.lr_scheduler_type={name}"
+            )
+        else:
+            config = load_config(write_config(), [f"train_parameters.lr_scheduler_type={name}"])
+            assert config.train_parameters.lr_scheduler_type == name
+
+
+def test_a_merge_key_is_overridden_by_the_keys_beside_it(write_config):
+    anchor = ("sampling_params:\n", "sampling_params: &p\n")
+    path = write_config(FULL, anchor, ("    engine:\n", "    engine:\n      <<: *p\n      n: 1\n"))
+    engine = load_config(path).train_parameters.sampler.engine
+    assert engine == {"n": 1, "temperature": 0.1, "logit_bias": {50256: -100}, "max_model_len": 512}
+
+
+# --- refusals, each with its whole text
+
+
+def test_an_unknown_key_names_line_and_nearest_name(write_config):
+    path = write_config(MINIMAL, with_train_line("warmup_ration: 0.1"))
+    assert error_text(path) == (
+        "unknown setting 'train_parameters.warmup_ration' (my.yaml:8). "
+        "Did you mean 'train_parameters.warmup_ratio'?"
+    )
+
+
+def test_a_key_in_the_wrong_section_is_sent_to_its_own(write_config):
+    assert error_text(write_config("max_grad_norm: 1\n" + MINIMAL)) == (
+        "unknown setting 'max_grad_norm' (my.yaml:1). Did you mean 'train_parameters.max_grad_norm'?"
+    )
+
+
+def test_a_key_like_no_other_lists_the_section(write_config):
+    assert error_text(write_config(MINIMAL, ("lr: 1e-4", "lr: 1e-4\n    zzz: 1"))) == (
+        "unknown setting 'train_parameters.optimizer.zzz' (my.yaml:8). "
+        "The settings of 'train_parameters.optimizer' are: lr, weight_decay, betas, eps."
+    )
+
+
+def test_a_key_like_no_other_at_the_top_lists_the_top(write_config):
+    assert error_text(write_config(MINIMAL + "7: x\n")) == (
+        "unknown setting '7' (my.yaml:13). The settings of the top level are: model, enable_wandb_logging, "
+        "wandb_config, train_parameters, dataset, dataset_preprocess."
+    )
+
+
+def test_missing_keys_are_all_named_with_their_meaning(write_config):
+    path = write_config(MINIMAL, ("  output_dir: runs/tiny\n", ""), ("  epochs: 2\n", ""))
+    assert error_text(path) == (
+        "missing settings 'train_parameters.output_dir' (Folder for checkpoints, metrics, samples, plots and "
+        "the final model), 'train_parameters.epochs' (Passes over the training dataset) "
+        "(my.yaml:2). Add them."
+    )
+
+
+def test_an_empty_file_misses_everything_required(write_config):
+    assert error_text(write_config("# nothing\n")) == (
+        "missing settings 'model' (Folder of the model with its tokenizer, in Hugging Face layout), "
+        "'train_parameters' (How the model is trained), 'dataset' (The preprocessed datasets) "
+        "(my.yaml:1). Add them."
+    )
+
+
+def test_all_problems_of_a_file_are_listed(write_config):
+    changes = [("max_seq_len", "max_seqlen"), ("epochs: 2", "epochs: 0"), ("  train_bs: 4\n", "")]
+    path = write_config(MINIMAL, *changes)
+    assert error_text(path) == (
+        "4 problems:\n"
+        "  - unknown setting 'train_parameters.max_seqlen' (my.yaml:4). "
+        "Did you mean 'train_parameters.max_seq_len'?\n"
+        "  - train_parameters.epochs=0 must be an integer >= 1. Use 1, for example. (my.yaml:5)\n"
+        "  - missing setting 'train_parameters.max_seq_len' (Longest sequence in tokens; at most the model's "
+        "own limit) (my.yaml:2). Add it.\n"
+        "  - missing setting 'dataset.train_bs' (Sequences per rank in one training micro-batch) "
+        "(my.yaml:8). Add it."
+    )
+
+
+REFUSED = {
+    "train_parameters.epochs": {
+        "true": "=true must be an integer >= 1. Use 1, for example.",
+        "1.0": "=1.0 must be an integer >= 1. Use 1, for example.",
+        "'3'": "='3' must be an integer >= 1. Write 3 without quotes.",
+        "0": "=0 must be an integer >= 1. Use 1, for example.",
+        "null": "=null must be an integer >= 1. Use 1, for example.",
+    },
+    "train_parameters.gradient_accumulation_steps": {"0": "=0 must be an integer >= 1. Use 1, for example."},
+    "train_parameters.max_seq_len": {"0": "=0 must be an integer >= 1. Use 1, for example."},
+    "train_parameters.logging_steps": {"0": "=0 must be an integer >= 1. Use 1, for example."},
+    "train_parameters.seed": {
+        "-1": "=-1 must be an integer from 0 to 4294967295. Use 11, for example.",
+        "4294967296": "=4294967296 must be an integer from 0 to 4294967295. Use 11, for example.",
+    },
+    "train_parameters.use_mp": {
+        "1": "=1 must be true or false.",
+        "'True'": "='True' must be true or false. Write True without quotes.",
+    },
+    "train_parameters.output_dir": {
+        "''": "='' must be text that is not blank.",
+        "2024": "=2024 must be text that is not blank. Put quotes around it.",
+    },
+    "train_parameters.sharding_strategy": {
+        "full_shard": "='full_shard' must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD. "
+        "Did you mean 'FULL_SHARD'?",
+        "zzz": "='zzz' must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD.",
+    },
+    "train_parameters.max_grad_norm": {
+        "0": "=0 must be a number > 0 (.inf turns clipping off). Use 1.0, for example.",
+        ".nan": "=nan must be a number > 0 (.inf turns clipping off). Use 1.0, for example.",
+        "true": "=true must be a number > 0 (.inf turns clipping off). Use 1.0, for example.",
+    },
+    "train_parameters.warmup_ratio": {
+        "1.5": "=1.5 must be a number from 0 to 1. Use 0.05, for example.",
+        "-0.1": "=-0.1 must be a number from 0 to 1. Use 0.05, for example.",
+    },
+    "train_parameters.save_frequency": {"0": "=0 must be a number > 0 and <= 1. Use 0.25, for example."},
+    "train_parameters.optimizer": {"adam": "='adam' must be a section (`key: value` lines)."},
+    "train_parameters.optimizer.lr": {
+        "-1": "=-1 must be a finite number >= 0. Use 0.1, for example.",
+        ".inf": "=inf must be a finite number >= 0. Use 0.1, for example.",
+        "'1e-5'": "='1e-5' must be a finite number >= 0. Write 1e-5 without quotes.",
+    },
+    "train_parameters.optimizer.betas": {
+        "0.9": "=0.9 must be a list of two numbers, each >= 0 and < 1. Use [0.9, 0.95], for example.",
+        "[0.9]": "=[0.9] must be a list of two numbers, each >= 0 and < 1. Use [0.9, 0.95], for example.",
+        "[1, 0]": "=[1, 0] must be a list of two numbers, each >= 0 and < 1. Use [0.9, 0.95], for example.",
+        "[0.9, x]": "[1]='x' must be a number.",
+    },
+    "train_parameters.lora_peft_config": {"8": "=8 must be a mapping, or null."},
+    "train_parameters.sampler": {"true": "=true must be a section (`key: value` lines), or null."},
+    "train_parameters.sampler.sample_frequency": {"0": "=0 must be an integer >= 1. Use 1, for example."},
+    "train_parameters.sampler.prompts": {
+        "[]": "=[] must be a list of texts, none of them empty, or the path of a JSONL file. "
+        "Use data/prompts.jsonl, for example.",
+        "5": "=5 must be a list of texts, none of them empty, or the path of a JSONL file. "
+        "Use data/prompts.jsonl, for example.",
+        "[a, 5]": "[1]=5 must be text. Put quotes around it.",
+        "[a, '']": "=['a', ''] must be a list of texts, none of them empty, or the path of a JSONL file. "
+        "Use data/prompts.jsonl, for example.",
+    },
+    "train_parameters.sampler.gpu_memory_utilization": {
+        "35": "=35 must be a number > 0 and <= 1. Use 0.25, for example."
+    },
+    "train_parameters.sampler.vllm_dtype": {
+        "float23": "='float23' must be one of auto, float32, bfloat16, float16. Did you mean 'float32'?"
+    },
+    "train_parameters.sampler.receiver": {
+        "pack": "='pack' must be one of auto, live, packed. Did you mean 'packed'?"
+    },
+    "train_parameters.sampler.timeout_s": {"0": "=0 must be a finite number > 0. Use 1.0, for example."},
+    "train_parameters.sampler.sampling_params": {"[n, 4]": "=['n', 4] must be a mapping."},
+    "dataset.train_bs": {"0": "=0 must be an integer >= 1. Use 1, for example."},
+    "dataset.ignore_index": {"x": "='x' must be an integer."},
+    "dataset_preprocess.packing_type": {
+        "partially": "='partially' must be one of full, partial, or null. Did you mean 'partial'?"
+    },
+    "dataset_preprocess.overlap": {"-1": "=-1 must be an integer >= 0. Use 0, for example."},
+    "wandb_config": {"x": "='x' must be a mapping."},
+    "model": {"null": "=null must be text that is not blank."},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "written", "rest"),
+    [(path, written, rest) for path, cases in REFUSED.items() for written, rest in cases.items()],
+)
+def test_a_wrong_value_names_value_rule_fix_and_place(write_config, path, written, rest):
+    override = f"{path}={written}"
+    assert error_text(write_config(FULL), override) == f"{path}{rest} (--set {override})"
+
+
+def test_a_wrong_item_of_a_list_is_blamed_on_its_own_line(write_config):
+    path = write_config(FULL, ("'Two plus two is'", "22"))
+    assert error_text(path) == (
+        "train_parameters.sampler.prompts[1]=22 must be text. Put quotes around it. (my.yaml:41)"
+    )
+
+
+def test_a_long_value_is_cut_off(write_config):
+    text = error_text(write_config(), f"train_parameters.use_mp={'x' * 500}")
+    assert text.startswith(f"train_parameters.use_mp='{'x' * 56}... must be true or false.")
+
+
+def test_a_setting_given_twice_is_refused(write_config):
+    path = write_config(MINIMAL, with_train_line("epochs: 3"))
+    assert error_text(path) == (
+        "duplicate setting 'epochs' (my.yaml:8): it was set before at my.yaml:5. Remove one of the two."
+    )
+
+
+def test_a_duplicate_inside_a_free_mapping_is_refused(write_config):
+    path = write_config("wandb_config: {name: a, name: b}\n" + MINIMAL)
+    assert error_text(path) == (
+        "duplicate setting 'name' (my.yaml:1): it was set before at my.yaml:1. Remove one of the two."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [a\n", "not valid YAML: expected ',' or ']', but got '<stream end>' (my.yaml:2)."),
+        ("a: 1\n---\nb: 2\n", "not valid YAML: but found another document (my.yaml:2)."),
+        (
+            "model: !!python/name:os.system x\n",
+            "not valid YAML: could not determine a constructor for the tag "
+            "'tag:yaml.org,2002:python/name:os.system' (my.yaml:1).",
+        ),
+        ("model: 2024-13-01\n", "not valid YAML: month must be in 1..12 (my.yaml:1)."),
+        ("? [a, b]\n: 1\n", "not valid YAML: a key must be a single value, not ['a', 'b'] (my.yaml:1)."),
+        ("wandb_config:\n  <<: 5\n", "not valid YAML: '<<' must be followed by a mapping (my.yaml:2)."),
+        ("wandb_config: &a {b: *a}\n", "not valid YAML: it contains itself (my.yaml:1)."),
+        ("- model\n", "a config file must hold `key: value` lines, not a list (my.yaml)."),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_refused(write_config, text, message):
+    assert error_text(write_config(text)) == message
+
+
+def test_a_file_that_is_not_text_is_refused(write_config):
+    path = write_config()
+    Path(path).write_bytes(b"model: \xff\n")
+    assert error_text(path) == "not valid YAML: invalid start byte (my.yaml:1)."
+
+
+def test_a_missing_file_is_refused():
+    text = error_text("nowhere.yaml")
+    assert text == "cannot read the config file 'nowhere.yaml': No such file or directory."
+
+
+# --- settings that contradict each other
+
+
+def test_ignore_indices_must_agree(write_config):
+    path = write_config(FULL, ("dataset:\n  ignore_index: -100", "dataset:\n  ignore_index: -1"))
+    assert error_text(path) == (
+        "dataset_preprocess.ignore_index=-100 must equal dataset.ignore_index=-1, or the loss would count "
+        "hidden tokens. Use -1. (my.yaml:59)"
+    )
+
+
+def test_overlap_must_be_shorter_than_a_chunk(write_config):
+    base = ["train_parameters.max_seq_len=32", "dataset_preprocess.add_bos_eos_tokens=true"]
+    assert error_text(write_config(FULL), *base, "dataset_preprocess.overlap=30") == (
+        "dataset_preprocess.overlap=30 must be below the chunk length 30 (max_seq_len=32 less BOS and EOS). "
+        "Use 3, for example. (--set dataset_preprocess.overlap=30)"
+    )
+    assert load_config("my.yaml", [*base, "dataset_preprocess.overlap=29"]).dataset_preprocess.overlap == 29
+
+
+def test_a_chunk_must_have_room_beside_bos_and_eos(write_config):
+    overrides = [
+        "train_parameters.max_seq_len=2",
+        "dataset_preprocess.add_bos_eos_tokens=true",
+        "dataset_preprocess.overlap=1",
+    ]
+    assert error_text(write_config(FULL), *overrides) == (
+        "dataset_preprocess.overlap=1 must be below the chunk length 0 (max_seq_len=2 less BOS and EOS). "
+        "Raise max_seq_len. (--set dataset_preprocess.overlap=1)"
+    )
+
+
+def test_overlap_does_not_matter_without_packing(write_config):
+    overrides = ["dataset_preprocess.packing_type=null", "dataset_preprocess.overlap=99999"]
+    assert load_config(write_config(FULL), overrides).dataset_preprocess.overlap == 99999
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("model", "model"),
+        ("dtype", "train_parameters.sampler.vllm_dtype"),
+        ("gpu_memory_utilization", "train_parameters.sampler.gpu_memory_utilization"),
+    ],
+)
+def test_an_engine_argument_with_a_setting_of_its_own_is_refused(write_config, name, place):
+    path = write_config(FULL, ("      max_model_len: 512", f"      {name}: x"))
+    assert error_text(path) == (
+        f"train_parameters.sampler.engine.{name}='x' has a setting of its own. "
+        f"Set '{place}' instead. (my.yaml:47)"
+    )
+
+
+# --- what a config is
+
+
+def test_a_config_is_frozen_and_travels_to_other_processes(write_config):
+    config = load_config(write_config(FULL))
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(AttributeError):
+        config.train_parameters.epochs = 3
+
+
+def test_a_config_knows_where_its_settings_were_written(write_config):
+    config = load_config(write_config(FULL), ["train_parameters.epochs=3"])
+    assert config.origins["train_parameters.seed"] == "my.yaml:11"
+    assert config.origins["train_parameters.epochs"] == "--set train_parameters.epochs=3"
+
+
+def test_reading_a_config_imports_neither_torch_nor_vllm(write_config):
+    path = write_config()
+    code = f"import sys; from vectorlm.config import load_config; load_config({path!r}); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = done.stdout.split()
+    assert "yaml" in modules
+    assert not {"torch", "vllm", "transformers", "datasets"} & set(modules)

@@ -1,0 +1,168 @@
+"""The rules that concern several settings, the number of ranks or the files of this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vectorlm.config.problem import describe_refusal, raise_problems
+from vectorlm.config.schema import Config
+
+_ENGINE_SETTINGS_ELSEWHERE = {
+    "model": "model",
+    "dtype": "train_parameters.sampler.vllm_dtype",
+    "gpu_memory_utilization": "train_parameters.sampler.gpu_memory_utilization",
+}
+
+
+def check_consistency(config: Config) -> None:
+    """Raise `ConfigError` with every pair of settings that contradict each other; reads no file."""
+    raise_problems([*_packing_problems(config), *_engine_problems(config)])
+
+
+def check_config(config: Config, world_size: int) -> None:
+    """Check a config against the machine, before any process or device is touched.
+
+    Args:
+        config: the resolved config.
+        world_size: number of ranks of the run, >= 1.
+
+    Raises:
+        ConfigError: lists every problem found: contradictions, an impossible number of ranks, a missing or
+            wrong model, dataset or prompt file.
+    """
+    problems = [*_packing_problems(config), *_engine_problems(config)]
+    problems += _world_size_problems(config, world_size)
+    problems += _model_problems(config)
+    problems += _dataset_problems(config)
+    problems += _prompt_problems(config)
+    problems += _output_problems(config)
+    raise_problems(problems)
+
+
+def _refuse(config: Config, path: str, value: Any, rule: str, fix: str) -> str:
+    return describe_refusal(path, value, rule, fix, config.origins.get(path, ""))
+
+
+def _packing_problems(config: Config) -> Iterator[str]:
+    preprocess = config.dataset_preprocess
+    if preprocess is None:
+        return
+    if preprocess.ignore_index != config.dataset.ignore_index:
+        index = config.dataset.ignore_index
+        rule = f"must equal dataset.ignore_index={index}, or the loss would count hidden tokens"
+        fix = f"Use {index}."
+        yield _refuse(config, "dataset_preprocess.ignore_index", preprocess.ignore_index, rule, fix)
+    if preprocess.packing_type is None:
+        return
+    num_special = 2 if preprocess.add_bos_eos_tokens else 0
+    chunk = config.train_parameters.max_seq_len - num_special
+    if preprocess.overlap >= max(chunk, 1):
+        length = f"max_seq_len={config.train_parameters.max_seq_len}"
+        special = " less BOS and EOS" if num_special else ""
+        rule = f"must be below the chunk length {chunk} ({length}{special})"
+        fix = f"Use {chunk // 8}, for example." if chunk > 0 else "Raise max_seq_len."
+        yield _refuse(config, "dataset_preprocess.overlap", preprocess.overlap, rule, fix)
+
+
+def _engine_problems(config: Config) -> Iterator[str]:
+    sampler = config.train_parameters.sampler
+    for name, value in (sampler.engine if sampler is not None else {}).items():
+        if name in _ENGINE_SETTINGS_ELSEWHERE:
+            fix = f"Set '{_ENGINE_SETTINGS_ELSEWHERE[name]}' instead."
+            path = f"train_parameters.sampler.engine.{name}"
+            yield _refuse(config, path, value, "has a setting of its own", fix)
+
+
+def _world_size_problems(config: Config, world_size: int) -> Iterator[str]:
+    if world_size < 1:
+        yield describe_refusal("world_size", world_size, "must be an integer >= 1", "Use 1 or more.")
+        return
+    train = config.train_parameters
+    if train.sharding_strategy == "HYBRID_SHARD" and world_size < 2:
+        rule = f"needs at least 2 ranks, and world_size={world_size}"
+        fix = "Use NO_SHARD, or start more ranks."
+        yield _refuse(config, "train_parameters.sharding_strategy", train.sharding_strategy, rule, fix)
+    parallel = train.sampler.engine.get("tensor_parallel_size", 1) if train.sampler is not None else 1
+    if not isinstance(parallel, int) or not 1 <= parallel <= world_size:
+        rule = f"must be an integer from 1 to world_size={world_size}: the engine shares the ranks' devices"
+        path = "train_parameters.sampler.engine.tensor_parallel_size"
+        yield _refuse(config, path, parallel, rule, f"Use {world_size} or less.")
+
+
+def _model_problems(config: Config) -> Iterator[str]:
+    if not Path(config.model).is_dir():
+        fix = "Download the model and name its folder."
+        yield _refuse(config, "model", config.model, "is not a folder", fix)
+        return
+    description = Path(config.model) / "config.json"
+    try:
+        limit = json.loads(description.read_text(encoding="utf-8")).get("max_position_embeddings")
+    except FileNotFoundError:
+        fix = "Name the folder that `save_pretrained` wrote."
+        yield _refuse(config, "model", config.model, "holds no config.json", fix)
+        return
+    except (ValueError, AttributeError) as error:
+        rule = f"holds a broken config.json ({error})"
+        yield _refuse(config, "model", config.model, rule, "Save the model again.")
+        return
+    length = config.train_parameters.max_seq_len
+    if isinstance(limit, int) and length > limit:
+        rule = f"is beyond the model's limit of {limit} tokens"
+        yield _refuse(config, "train_parameters.max_seq_len", length, rule, f"Use {limit} or less.")
+
+
+def _dataset_problems(config: Config) -> Iterator[str]:
+    for name in ("train_ds", "eval_ds"):
+        folder = Path(getattr(config.dataset, name))
+        path = f"dataset.{name}"
+        if not folder.is_dir():
+            yield _refuse(config, path, str(folder), "is not a folder", "Preprocess the dataset first.")
+        elif (folder / "dataset_dict.json").is_file():
+            splits = sorted(child.name for child in folder.iterdir() if child.is_dir())
+            fix = f"Name one of: {', '.join(str(folder / split) for split in splits)}."
+            yield _refuse(config, path, str(folder), "holds several datasets", fix)
+        elif not (folder / "dataset_info.json").is_file():
+            fix = "Name a folder written by `datasets.Dataset.save_to_disk`."
+            yield _refuse(config, path, str(folder), "holds no dataset_info.json", fix)
+
+
+def _prompt_problems(config: Config) -> Iterator[str]:
+    sampler = config.train_parameters.sampler
+    if sampler is None or not isinstance(sampler.prompts, str):
+        return
+    path, file = "train_parameters.sampler.prompts", sampler.prompts
+    if not Path(file).is_file():
+        fix = "Name a JSONL file, or list the prompts themselves."
+        yield _refuse(config, path, file, "is not a file", fix)
+        return
+    num_prompts = 0
+    for number, line in enumerate(Path(file).read_bytes().splitlines(), start=1):
+        if line.strip():
+            num_prompts += 1
+            if not _is_prompt(line):
+                rule = f"must hold JSON objects with a `prompt`, and line {number} is none"
+                yield _refuse(config, path, file, rule, 'Write {"prompt": "..."} there.')
+                return
+    if not num_prompts:
+        yield _refuse(config, path, file, "holds no prompt", 'Write {"prompt": "..."}, one per line.')
+
+
+def _is_prompt(line: bytes) -> bool:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(row, dict) and bool(row.get("prompt"))
+
+
+def _output_problems(config: Config) -> Iterator[str]:
+    train = config.train_parameters
+    if Path(train.output_dir).exists() and not Path(train.output_dir).is_dir():
+        rule = "exists and is not a folder"
+        yield _refuse(config, "train_parameters.output_dir", train.output_dir, rule, "Name another folder.")
+    if train.sampler is not None and train.samples_path.is_dir():
+        path = "train_parameters.sampler.output_jsonl_path"
+        yield _refuse(config, path, str(train.samples_path), "is a folder", "Name a file in it.")
