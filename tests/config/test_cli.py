@@ -1,0 +1,94 @@
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from example_texts import FULL, MINIMAL
+
+from vectorlm.cli import main
+from vectorlm.config import add_config_arguments, config_from_arguments
+
+
+@pytest.fixture
+def complete(write_config):
+    Path("models/tiny").mkdir(parents=True)
+    Path("models/tiny/config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    for split in ("train", "eval"):
+        Path("data", split).mkdir(parents=True)
+        Path("data", split, "dataset_info.json").write_text("{}")
+    return write_config
+
+
+def test_check_says_what_the_run_would_do(complete, capsys):
+    assert main(["check", complete(FULL), "--world_size", "2"]) == 0
+    assert capsys.readouterr().out == (
+        "my.yaml: ok\n"
+        "  model         models/tiny with LoRA adapters\n"
+        "  ranks         2, HYBRID_SHARD, bfloat16\n"
+        "  training      1 epoch of data/train, evaluated on data/eval\n"
+        "  global batch  256 sequences of up to 2048 tokens (2 ranks x train_bs 16 x accumulation 8)\n"
+        "  optimizer     AdamW, lr 2e-05, plateau-with-warmup, warmup 5% of the steps\n"
+        "  sampler       2 prompts every 8 steps, scored by countdown, into data/samples.jsonl\n"
+        "  checkpoints   every 0.1 epoch\n"
+        "  output        runs/full\n"
+    )
+
+
+def test_check_takes_one_rank_and_overrides(complete, capsys):
+    sampler = "train_parameters.sampler={sample_frequency: 1, prompts: p.jsonl}"
+    Path("p.jsonl").write_text('{"prompt": "a"}\n')
+    assert main(["check", complete(MINIMAL), "--set", "train_parameters.epochs=7", "--set", sampler]) == 0
+    out = capsys.readouterr().out
+    assert "ranks         1, FULL_SHARD, float32\n" in out
+    assert "7 epochs of" in out
+    assert "the prompts of p.jsonl every 1 step, into runs/tiny/samples.jsonl\n" in out
+    assert "checkpoints   none\n" in out
+
+
+def test_a_wrong_config_ends_with_code_2_and_no_traceback(write_config):
+    path = write_config(MINIMAL, ("epochs: 2", "epochs: two"))
+    done = subprocess.run([sys.executable, "-m", "vectorlm", "check", path], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "ConfigError: train_parameters.epochs='two' must be an integer >= 1. Use 1, for example. "
+        "(my.yaml:5)\n"
+    )
+
+
+def test_check_looks_at_the_disk_and_the_ranks(complete, capsys):
+    assert main(["check", complete(MINIMAL, ("train_ds: data/train", "train_ds: data/gone"))]) == 2
+    assert capsys.readouterr().err == (
+        "ConfigError: dataset.train_ds='data/gone' is not a folder. Preprocess the dataset first. "
+        "(my.yaml:11)\n"
+    )
+
+
+def test_check_imports_neither_torch_nor_vllm(complete):
+    code = (
+        "import sys; from vectorlm.cli import main; code = main(['check', 'my.yaml']); "
+        "sys.exit(code or bool({'torch', 'vllm', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    complete(MINIMAL)
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_a_command_must_be_named(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+
+
+def test_scripts_share_the_same_arguments(write_config):
+    parser = argparse.ArgumentParser()
+    add_config_arguments(parser)
+    line = ["--yaml_path", write_config(), "--world_size", "3", "--set", "model=a"]
+    line += ["--set", "dataset.eval_bs=1"]
+    args = parser.parse_args(line)
+    config = config_from_arguments(args)
+    assert args.world_size == 3
+    assert (config.model, config.dataset.eval_bs) == ("a", 1)
+    again = parser.parse_args(["--yaml_path", "my.yaml"])
+    assert (again.world_size, again.overrides) == (1, [])
