@@ -1,0 +1,257 @@
+"""A whole fine-tuning run, from its config to the final model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vectorlm.checkpoint.export import export_model
+from vectorlm.checkpoint.state import CheckpointStore
+from vectorlm.config import Config, save_config
+from vectorlm.data.loader import StepLoader, load_dataset
+from vectorlm.errors import ConfigError
+from vectorlm.exam import Exam, read_questions
+from vectorlm.model.load import load_empty_model, load_model, load_tokenizer
+from vectorlm.model.lora import add_lora
+from vectorlm.model.schedule import Schedule
+from vectorlm.model.shard import fill_from_main, shard_model
+from vectorlm.ranks.topology import Topology
+from vectorlm.rewards.registry import get_reward
+from vectorlm.telemetry.metrics import FanOut, JsonlSink, MetricSink, ProgressSink, WandbSink
+from vectorlm.telemetry.plots import plot_run
+from vectorlm.trainer import Trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from vectorlm.types import Engine
+
+
+def finetune(config: Config, topology: Topology | None = None) -> None:
+    """Train as `config` says and leave everything in its ``output_dir``; called on every rank.
+
+    The folder then holds ``final-model``, ``metrics.jsonl``, ``samples.jsonl``, ``run.png``, ``config.yaml``
+    and, with checkpointing, ``checkpoints``. A run that was killed goes on from its latest checkpoint.
+
+    Args:
+        config: The whole run.
+        topology: This rank's place, read from the environment when None.
+
+    Raises:
+        ConfigError: The config cannot be carried out.
+        CheckpointError: The checkpoints in ``output_dir`` are those of another run.
+        NonFiniteLoss: Training diverged.
+    """
+    topology = topology or Topology.from_environment()
+    settings = config.train_parameters
+    if settings.sampler is not None and settings.lora_peft_config is not None:
+        raise ConfigError(
+            "train_parameters.sampler cannot be used with lora_peft_config yet: the engine takes whole models "
+            "only. Set one of the two to null."
+        )
+    with ExitStack() as stack:
+        stack.enter_context(_process_group(topology))
+        # First of all: the engine loads in its own process while the ranks load theirs.
+        engine = _open_engine(config, topology, stack)
+        tokenizer = load_tokenizer(config.model)
+        trainer, resume_step = _build(config, topology, tokenizer, engine, stack)
+        trainer.run(resume_step)
+        output = Path(settings.output_dir)
+        export_model(trainer.model, tokenizer, output / "final-model")
+    if topology.is_main:
+        plot_run(output / "metrics.jsonl", output / "run.png")
+
+
+@contextmanager
+def _process_group(topology: Topology) -> Iterator[None]:
+    """Make sure that the ranks can talk; under `vectorlm.launch` they can already."""
+    if dist.is_initialized():
+        yield
+        return
+    if topology.is_cuda:
+        torch.cuda.set_device(topology.device)
+    backend = "cpu:gloo,cuda:nccl" if topology.is_cuda else "gloo"
+    store = dist.HashStore() if topology.world_size == 1 else None
+    dist.init_process_group(backend, store=store, rank=topology.rank, world_size=topology.world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _open_engine(config: Config, topology: Topology, stack: ExitStack) -> Engine | None:
+    sampler = config.train_parameters.sampler
+    if sampler is None:
+        return None
+    from vectorlm.sampling.engine import SamplingEngine
+
+    engine_args = {
+        "dtype": sampler.vllm_dtype,
+        "gpu_memory_utilization": sampler.gpu_memory_utilization,
+        **sampler.engine,
+    }
+    return stack.enter_context(
+        SamplingEngine(
+            config.model,
+            topology=topology,
+            sampling_params=dict(sampler.sampling_params),
+            receiver=sampler.receiver,
+            verify_updates=sampler.verify_updates,
+            timeout_s=sampler.timeout_s,
+            **engine_args,
+        )
+    )
+
+
+def _build(
+    config: Config,
+    topology: Topology,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: Engine | None,
+    stack: ExitStack,
+) -> tuple[Trainer, int | None]:
+    settings = config.train_parameters
+    train_loader = _loader(config, topology, tokenizer, is_training=True)
+    eval_loader = _loader(config, topology, tokenizer, is_training=False)
+    num_steps = settings.epochs * len(train_loader)
+    model = _sharded_model(config, topology)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, **asdict(settings.optimizer))
+    schedule = Schedule(
+        settings.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=math.ceil(settings.warmup_ratio * num_steps),
+        num_steps=num_steps,
+    )
+    store = _store(config, topology, num_steps) if settings.checkpointing_enabled else None
+    resume_step = store.latest_step() if store else None
+    sink, say = _sinks(config, topology, num_steps, resume_step, stack)
+    if resume_step is not None:
+        say(f"resuming {settings.output_dir} from step {resume_step}; delete its checkpoints to start anew")
+    trainer = Trainer(
+        model,
+        optimizer,
+        schedule,
+        train_loader,
+        eval_loader,
+        topology=topology,
+        sink=sink,
+        num_epochs=settings.epochs,
+        eval_every=settings.logging_steps,
+        max_grad_norm=settings.max_grad_norm,
+        ignore_index=config.dataset.ignore_index,
+        exam=_exam(config, topology, engine, resume_step, say),
+        exam_every=settings.sampler.sample_frequency if settings.sampler else 1,
+        store=store,
+        save_every=max(1, round(settings.save_frequency * len(train_loader))),
+    )
+    return trainer, resume_step
+
+
+def _loader(
+    config: Config, topology: Topology, tokenizer: PreTrainedTokenizerBase, *, is_training: bool
+) -> StepLoader:
+    settings, dataset = config.train_parameters, config.dataset
+    return StepLoader(
+        load_dataset(dataset.train_ds if is_training else dataset.eval_ds),
+        micro_batch_size=dataset.train_bs if is_training else dataset.eval_bs,
+        num_micro_batches=settings.gradient_accumulation_steps if is_training else 1,
+        rank=topology.rank,
+        world_size=topology.world_size,
+        seed=settings.seed,
+        shuffle=is_training,
+        pad_token_id=tokenizer.pad_token_id or 0,
+        ignore_index=dataset.ignore_index,
+        max_seq_len=settings.max_seq_len,
+    )
+
+
+def _sharded_model(config: Config, topology: Topology) -> nn.Module:
+    """Load, adapt and shard the model; afterwards every rank draws its own random numbers."""
+    from transformers import set_seed
+
+    settings = config.train_parameters
+    set_seed(settings.seed)
+    is_empty = settings.low_cpu_mem_usage and not topology.is_main
+    load = load_empty_model if is_empty else load_model
+    model: nn.Module = load(config.model, flash_attention=settings.use_flash_attention)
+    if settings.lora_peft_config is not None:
+        model = add_lora(model, settings.lora_peft_config)
+    weights = model.state_dict() if settings.low_cpu_mem_usage and topology.is_main else {}
+    shard_model(
+        model,
+        topology,
+        strategy=settings.sharding_strategy,
+        mixed_precision=settings.use_mp,
+        activation_checkpointing=settings.use_activation_checkpointing,
+    )
+    if settings.low_cpu_mem_usage:
+        fill_from_main(model, weights, topology.device)
+    set_seed(settings.seed + topology.rank)
+    return model
+
+
+def _store(config: Config, topology: Topology, num_steps: int) -> CheckpointStore:
+    settings, dataset = config.train_parameters, config.dataset
+    identity = {
+        "model": config.model,
+        "train_ds": dataset.train_ds,
+        "num_steps": num_steps,
+        "epochs": settings.epochs,
+        "global_batch_size": topology.world_size * dataset.train_bs * settings.gradient_accumulation_steps,
+        "world_size": topology.world_size,
+        "seed": settings.seed,
+        "max_seq_len": settings.max_seq_len,
+        "optimizer": asdict(settings.optimizer),
+        "lr_scheduler_type": settings.lr_scheduler_type,
+        "warmup_ratio": settings.warmup_ratio,
+        "max_grad_norm": settings.max_grad_norm,
+        "use_mp": settings.use_mp,
+        "lora_peft_config": settings.lora_peft_config and dict(settings.lora_peft_config),
+    }
+    return CheckpointStore(Path(settings.output_dir) / "checkpoints", identity)
+
+
+def _sinks(
+    config: Config, topology: Topology, num_steps: int, resume_step: int | None, stack: ExitStack
+) -> tuple[MetricSink, Callable[[str], None]]:
+    """Open the places that metrics and text go to: nowhere, except on rank 0."""
+    if not topology.is_main:
+        return FanOut([]), lambda text: None
+    output = Path(config.train_parameters.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    save_config(config, output / "config.yaml")
+    progress = ProgressSink(num_steps, initial_step=resume_step or 0)
+    sinks: list[MetricSink] = [JsonlSink(output / "metrics.jsonl", resume_step), progress]
+    if config.enable_wandb_logging:
+        sinks.append(WandbSink(config.wandb_config, asdict(config)))
+    return stack.enter_context(FanOut(sinks)), progress.say
+
+
+def _exam(
+    config: Config,
+    topology: Topology,
+    engine: Engine | None,
+    resume_step: int | None,
+    say: Callable[[str], None],
+) -> Exam | None:
+    settings = config.train_parameters
+    if settings.sampler is None or engine is None:
+        return None
+    reward: Any = get_reward(settings.sampler.reward) if settings.sampler.reward else None
+    return Exam(
+        engine,
+        read_questions(settings.sampler.prompts),
+        samples_path=settings.samples_path if topology.is_main else None,
+        resume_step=resume_step,
+        reward=reward,
+        say=say,
+    )

@@ -1,0 +1,124 @@
+"""A model spread over the ranks with FSDP2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from vectorlm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from vectorlm.ranks.topology import Topology
+
+RESHARD_AFTER_FORWARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False, "HYBRID_SHARD": True}
+"""By strategy: whether a block gives its gathered weights back between forward and backward."""
+
+
+def shard_model(
+    model: nn.Module,
+    topology: Topology,
+    *,
+    strategy: str = "FULL_SHARD",
+    mixed_precision: bool = False,
+    activation_checkpointing: bool = False,
+) -> nn.Module:
+    """Shard `model` in place: one FSDP group per transformer block, and one for the rest.
+
+    ``FULL_SHARD`` gathers a block's weights for its forward and again for its backward; ``SHARD_GRAD_OP``
+    keeps them in between; ``NO_SHARD`` replicates them on every rank; ``HYBRID_SHARD`` shards within each node
+    and replicates over nodes.
+
+    Args:
+        model: The model, on the CPU or with parameters on the meta device.
+        topology: This rank's place; the default process group must be initialised.
+        strategy: A key of `RESHARD_AFTER_FORWARD`.
+        mixed_precision: Compute in bf16; weights, optimizer state and gradient sums stay fp32.
+        activation_checkpointing: Recompute each block's activations in the backward.
+
+    Returns:
+        The same model, its parameters now sharded DTensors on the device of this rank; names are unchanged.
+
+    Raises:
+        ConfigError: The strategy is unknown, or the model's blocks cannot be found.
+    """
+    mesh = _mesh(strategy, topology)
+    dtypes = (torch.bfloat16, torch.float32) if mixed_precision else ()
+    policy = MixedPrecisionPolicy(*dtypes)
+    if activation_checkpointing:
+        # Inside the blocks, so that no wrapper changes a parameter's name.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in (*reversed(transformer_blocks(model)), model):
+        fully_shard(
+            module, mesh=mesh, mp_policy=policy, reshard_after_forward=RESHARD_AFTER_FORWARD[strategy]
+        )
+    return model
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """Find the repeated blocks of `model`: what it declares unsplittable, else its longest module list.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        blocks = list(max(lists, key=len)) if lists else []
+    if not blocks:
+        raise ConfigError(
+            f"model of type {type(model).__name__} cannot be sharded: it declares no _no_split_modules and "
+            "holds no ModuleList of blocks. Use a transformers causal language model."
+        )
+    return blocks
+
+
+def fill_from_main(model: nn.Module, weights: dict[str, torch.Tensor], device: str) -> None:
+    """Give every rank its shards of rank 0's `weights`, one tensor at a time.
+
+    Args:
+        model: The sharded model; on ranks other than 0 its parameters are on the meta device.
+        weights: The full state dict on rank 0, empty elsewhere.
+        device: Where the shards live.
+    """
+    buffers = dict(model.named_buffers())
+    if any(parameter.is_meta for parameter in model.parameters()):
+        kept = {name: buffer.clone() for name, buffer in buffers.items()}
+        model.to_empty(device=device)
+        buffers = dict(model.named_buffers())
+        for name, buffer in buffers.items():
+            buffer.copy_(kept[name])
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+
+
+def reshard(model: nn.Module) -> None:
+    """Give back every gathered weight, so that the parameters of `model` are its shards again.
+
+    After a forward without a backward FSDP keeps some groups gathered; an optimizer, a checkpoint or an
+    engine must never see those.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _mesh(strategy: str, topology: Topology) -> DeviceMesh:
+    if strategy not in RESHARD_AFTER_FORWARD:
+        known = ", ".join(RESHARD_AFTER_FORWARD)
+        raise ConfigError(f"sharding_strategy={strategy!r} is unknown: it must be one of {known}.")
+    assert dist.is_initialized()
+    shape = {
+        "NO_SHARD": (topology.world_size, 1),
+        "HYBRID_SHARD": (topology.world_size // topology.local_world_size, topology.local_world_size),
+    }.get(strategy, (topology.world_size,))
+    names = ("replicate", "shard")[-len(shape) :]
+    return init_device_mesh(torch.device(topology.device).type, shape, mesh_dim_names=names)

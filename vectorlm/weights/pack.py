@@ -1,0 +1,76 @@
+"""vLLM's packed linear layers on CPU: keep the plain weights, and pack again when they change.
+
+vLLM hands every linear weight to a oneDNN matrix product at load time and throws the plain weight away; writing to
+it later changes nothing, silently. `keep_plain_weights` stops that; `pack` does the same work when we say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from vectorlm.errors import ChecksumMismatch
+
+ONEDNN_CACHE_SIZE = 32
+"""Shapes that one layer keeps compiled products for; vLLM's own choice."""
+
+
+def keep_plain_weights() -> None:
+    """Make vLLM leave linear weights as they are when it loads a model; call before the engine is built.
+
+    vllm 0.26 to 0.32: ``dispatch_cpu_unquantized_gemm`` is looked up at each call. Delete when vLLM packs behind a
+    parameter that can still be written to.
+    """
+    from vllm.model_executor.layers import utils
+
+    def leave_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = leave_plain
+
+
+def packable_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the layers whose matrix product oneDNN can do, with their names."""
+    heads = {id(module) for name, module in model.named_modules(remove_duplicate=False) if name.endswith("lm_head")}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "cpu_linear") and weight is not None and weight.ndim == 2:
+            # An embedding table is looked up, not multiplied with, unless it serves as the head too.
+            if type(module).__name__ == "VocabParallelEmbedding" and id(module) not in heads:
+                continue
+            yield name, module
+
+
+def pack(model: torch.nn.Module) -> None:
+    """Give every linear layer of `model` a oneDNN product that holds the weights as they are now."""
+    from vllm import _custom_ops as ops
+
+    for _, layer in packable_layers(model):
+        layer.cpu_linear = _product(ops.create_onednn_mm(layer.weight.t(), ONEDNN_CACHE_SIZE))
+
+
+def _product(handler: object) -> object:
+    from vllm import _custom_ops as ops
+
+    return lambda x, weight, bias: ops.onednn_mm(handler, x, bias)
+
+
+def check_packed(model: torch.nn.Module) -> None:
+    """Compare every packed product with its plain weight, on one random vector.
+
+    Raises:
+        ChecksumMismatch: A product was packed from other weights; the text names the layers.
+    """
+    generator = torch.Generator().manual_seed(0)
+    stale = []
+    for name, layer in packable_layers(model):
+        probe = torch.randn(1, layer.weight.shape[1], generator=generator).to(layer.weight.dtype)
+        packed = layer.cpu_linear(probe, layer.weight, None).double()
+        plain = torch.nn.functional.linear(probe, layer.weight).double()
+        # Rounding grows with the row's own size, so the bound is per row: 16 units in the last place of |W||x|.
+        bound = torch.nn.functional.linear(probe.abs().double(), layer.weight.abs().double())
+        if ((packed - plain).abs() > 16 * torch.finfo(layer.weight.dtype).eps * bound).any():
+            stale.append(name)
+    if stale:
+        raise ChecksumMismatch(f"packed weights of {len(stale)} layers are not those that were sent: {stale}.")

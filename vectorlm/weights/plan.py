@@ -1,0 +1,94 @@
+"""What the trainer sends: the names, shapes and places of its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+"""Name parts that wrappers put into parameter names and that no checkpoint knows."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One trainer parameter, whole."""
+
+    name: str
+    """Its name in the Hugging Face checkpoint."""
+    shape: tuple[int, ...]
+    """Its full, unsharded shape."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one trainer parameter lives in the arena."""
+
+    name: str
+    """Its name in the Hugging Face checkpoint."""
+    shape: tuple[int, ...]
+    """Its full shape; the slot is contiguous, row by row."""
+    dtype: str
+    """The engine's dtype, as torch spells it without the module: the trainer casts while writing."""
+    offset_bytes: int
+    """First byte of the slot in the arena."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the slot."""
+        count = dtype_of(self.dtype).itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The arena's table of contents, made by the engine and the same on every rank."""
+
+    path: str
+    """The file that every process maps."""
+    num_bytes: int
+    """Size of the arena."""
+    slots: tuple[Slot, ...]
+    """One slot per trainer parameter, in the trainer's order."""
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the torch dtype called `name`, such as ``bfloat16``."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of `dtype` without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def trainer_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of `model` under their checkpoint names; tied parameters appear once.
+
+    FSDP2 leaves the root's parameters whole after a forward without backward, so every module is resharded first:
+    the plan must always see the same shards.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return {_clean(name): parameter for name, parameter in model.named_parameters()}
+
+
+def manifest_of(model: torch.nn.Module) -> tuple[TensorSpec, ...]:
+    """List the full shapes of the parameters of `model`, in its order."""
+    return tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in trainer_tensors(model).items())
+
+
+def _clean(name: str) -> str:
+    for part in WRAPPERS:
+        name = name.replace(part, "")
+    return name

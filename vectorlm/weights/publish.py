@@ -1,0 +1,113 @@
+"""The trainer's side of a hot swap: every rank writes its own shard, and nothing is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from vectorlm.errors import WeightMismatch
+from vectorlm.ranks.topology import Topology
+from vectorlm.weights.arena import Arena
+from vectorlm.weights.checksum import checksum
+from vectorlm.weights.plan import Layout, manifest_of, trainer_tensors
+
+
+class Publisher:
+    """Writes one rank's share of the model into the arena."""
+
+    def __init__(self, layout: Layout, topology: Topology) -> None:
+        self._topology = topology
+        self._arena = Arena.open(layout.path, layout.num_bytes)
+        self._slots = {slot.name: self._arena.view(slot) for slot in layout.slots}
+
+    def write(self, model: torch.nn.Module) -> None:
+        """Copy this rank's rows of every parameter into the arena, cast to the engine's dtype.
+
+        Raises:
+            WeightMismatch: The model is not the one that the layout was made for.
+        """
+        for slot, rows, first_row in self._shares(model):
+            slot[first_row : first_row + len(rows)].copy_(rows)
+        if self._topology.is_cuda:
+            torch.cuda.synchronize(self._topology.device)
+
+    def checksums(self, model: torch.nn.Module) -> list[int]:
+        """Sum this rank's rows of every parameter, as the engine's dtype holds them; in the layout's order."""
+        return [checksum(rows.to(slot.dtype), first_row) for slot, rows, first_row in self._shares(model)]
+
+    def close(self) -> None:
+        """Let go of the arena."""
+        self._slots.clear()
+        self._arena.close()
+
+    def _shares(self, model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        tensors = trainer_tensors(model)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if shapes != {name: tuple(slot.shape) for name, slot in self._slots.items()}:
+            raise WeightMismatch(_difference(shapes, {name: tuple(slot.shape) for name, slot in self._slots.items()}))
+        for name, slot in self._slots.items():
+            rows, first_row = owned_rows(tensors[name], self._topology)
+            yield slot.reshape(-1) if slot.ndim == 0 else slot, rows, first_row
+
+
+def owned_rows(parameter: torch.Tensor, topology: Topology) -> tuple[torch.Tensor, int]:
+    """Return the rows of `parameter` that this rank publishes, and where they start in the whole tensor.
+
+    A shard is published by the rank that holds it. Where ranks of one node hold the same rows (no sharding, or
+    replicas), each takes an equal part, so no byte is written twice.
+
+    Args:
+        parameter: A plain tensor, or a DTensor sharded along dimension 0.
+        topology: This rank's place in the run.
+
+    Raises:
+        WeightMismatch: The tensor is sharded along another dimension.
+    """
+    if not isinstance(parameter, DTensor):
+        return _part(parameter.detach(), 0, topology.local_rank, topology.local_world_size)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if not all(isinstance(each, Replicate) or each == Shard(0) for each in placements):
+        raise WeightMismatch(f"a parameter is placed as {placements}: only shards along dimension 0 can be published.")
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    index, count = _twins(parameter, topology)
+    return _part(parameter.to_local().detach(), offset[0] if offset else 0, index, count)
+
+
+def describe(model: torch.nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    """List the names and full shapes of what `model` will send, as plain data for the engine's process."""
+    return [(spec.name, spec.shape) for spec in manifest_of(model)]
+
+
+def _twins(parameter: DTensor, topology: Topology) -> tuple[int, int]:
+    """Return this rank's index among the ranks of its node that hold the same rows, and their number."""
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    place = tuple(
+        slice(None) if isinstance(placement, Replicate) else index
+        for placement, index in zip(parameter.placements, coordinate, strict=True)
+    )
+    holders = mesh.mesh[place].reshape(-1).tolist()
+    near = [rank for rank in holders if rank // topology.local_world_size == topology.node]
+    return near.index(topology.rank), len(near)
+
+
+def _part(rows: torch.Tensor, first_row: int, index: int, count: int) -> tuple[torch.Tensor, int]:
+    if rows.ndim == 0:
+        rows = rows.reshape(1)
+    size = -(-len(rows) // count)
+    start = min(index * size, len(rows))
+    return rows[start : start + size], first_row + start
+
+
+def _difference(sent: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> str:
+    missing = [name for name in expected if name not in sent]
+    surplus = [name for name in sent if name not in expected]
+    reshaped = [f"{name} {sent[name]} for {expected[name]}" for name in sent if expected.get(name, sent[name]) != sent[name]]
+    return (
+        f"the trainer sends {len(sent)} tensors, the engine was connected for {len(expected)}; "
+        f"missing: {missing}; unexpected: {surplus}; other shapes: {reshaped}."
+    )
