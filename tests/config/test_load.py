@@ -163,6 +163,11 @@ def test_lora_may_stand_at_the_top(write_config):
     assert config.train_parameters.lora_peft_config == {"r": 8}
 
 
+def test_an_empty_lora_section_at_the_top_says_nothing(write_config):
+    path = write_config("lora_peft_config:\n" + MINIMAL, with_train_line("lora_peft_config: {r: 4}"))
+    assert load_config(path).train_parameters.lora_peft_config == {"r": 4}
+
+
 def test_lora_at_both_places_is_refused(write_config):
     path = write_config("lora_peft_config: {r: 8}\n" + MINIMAL, with_train_line("lora_peft_config: {r: 4}"))
     assert error_text(path) == (
@@ -350,7 +355,10 @@ REFUSED = {
     "train_parameters.sampler.receiver": {
         "pack": "='pack' must be one of auto, live, packed. Did you mean 'packed'?"
     },
-    "train_parameters.sampler.timeout_s": {"0": "=0 must be a finite number > 0. Use 1.0, for example."},
+    "train_parameters.sampler.timeout_s": {
+        "0": "=0 must be a finite number > 0. Use 1.0, for example.",
+        ".inf": "=inf must be a finite number > 0. Use 1.0, for example.",
+    },
     "train_parameters.sampler.sampling_params": {"[n, 4]": "=['n', 4] must be a mapping."},
     "dataset.train_bs": {"0": "=0 must be an integer >= 1. Use 1, for example."},
     "dataset.ignore_index": {"x": "='x' must be an integer."},
@@ -448,6 +456,15 @@ def test_overlap_must_be_shorter_than_a_chunk(write_config):
         "Use 3, for example. (--set dataset_preprocess.overlap=30)"
     )
     assert load_config("my.yaml", [*base, "dataset_preprocess.overlap=29"]).dataset_preprocess.overlap == 29
+
+
+def test_a_chunk_without_bos_and_eos_is_two_tokens_longer(write_config):
+    overrides = ["train_parameters.max_seq_len=32", "dataset_preprocess.overlap=31"]
+    assert load_config(write_config(FULL), overrides).dataset_preprocess.overlap == 31
+    assert error_text("my.yaml", *overrides, "dataset_preprocess.overlap=32") == (
+        "dataset_preprocess.overlap=32 must be below the chunk length 32 (max_seq_len=32). "
+        "Use 4, for example. (--set dataset_preprocess.overlap=32)"
+    )
 
 
 def test_a_chunk_must_have_room_beside_bos_and_eos(write_config):

@@ -37,6 +37,11 @@ def test_an_override_may_open_a_section(write_config):
     assert (sampler.sample_frequency, sampler.prompts) == (2, "p.jsonl")
 
 
+def test_an_override_may_fill_a_section_that_is_commented_out(write_config):
+    path = write_config("wandb_config:\n" + MINIMAL)
+    assert load_config(path, ["wandb_config.name=x"]).wandb_config == {"name": "x"}
+
+
 def test_null_takes_a_section_out(write_config):
     assert load_config(write_config(FULL), ["train_parameters.sampler=null"]).train_parameters.sampler is None
 

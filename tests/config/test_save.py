@@ -43,6 +43,12 @@ def test_defaults_and_overrides_are_written_out(write_config):
     assert not any(line.startswith("origins") for line in lines)
 
 
+def test_a_saved_config_is_readable_in_any_script(write_config):
+    save_config(load_config(write_config(), ["model=modèle"]), "saved.yaml")
+    with open("saved.yaml", encoding="utf-8") as file:
+        assert file.readline() == "model: modèle\n"
+
+
 def test_values_shared_inside_the_config_are_written_out_each_time(write_config):
     config = load_config(write_config())
     config.wandb_config.update(a=(shared := ["x"]), b=shared)

@@ -23,4 +23,4 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value):
         settings = [entry.name for entry in fields(value) if entry.metadata.get("is_setting", True)]
         return {name: _plain(getattr(value, name)) for name in settings}
-    return list(value) if isinstance(value, tuple) else value
+    return value
