@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from example_texts import MINIMAL
+from config_texts import MINIMAL
 
 
 @pytest.fixture

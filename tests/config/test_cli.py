@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from example_texts import FULL, MINIMAL
+from config_texts import FULL, MINIMAL
 
 from vectorlm.cli import main
 from vectorlm.config import add_config_arguments, config_from_arguments

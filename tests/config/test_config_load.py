@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from example_texts import FULL, MINIMAL
+from config_texts import FULL, MINIMAL
 
 from vectorlm.config import (
     Config,

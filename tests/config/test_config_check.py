@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from example_texts import MINIMAL
+from config_texts import MINIMAL
 
 from vectorlm.config import check_config, load_config
 from vectorlm.errors import ConfigError

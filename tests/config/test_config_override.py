@@ -1,5 +1,5 @@
 import pytest
-from example_texts import FULL, MINIMAL
+from config_texts import FULL, MINIMAL
 
 from vectorlm.config import load_config
 from vectorlm.errors import ConfigError
