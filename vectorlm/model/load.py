@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,12 +46,13 @@ def load_model(path: str | Path, *, flash_attention: bool = False) -> PreTrained
     from transformers import AutoModelForCausalLM
 
     directory = _model_directory(path)
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=torch.float32,
         attn_implementation=_attention(flash_attention),
         output_loading_info=True,
     )
+    model, info = loaded
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:5])
         raise ConfigError(
@@ -96,7 +97,7 @@ def _attention(flash_attention: bool) -> str:
 
     if flash_attention and not is_flash_attn_2_available():
         raise ConfigError(
-            "train_parameters.use_flash_attention=True needs the flash-attn package and a CUDA device, and one "
-            "of them is missing here. Install it, or set use_flash_attention: False."
+            "train_parameters.use_flash_attention=True needs the flash-attn package and a CUDA device, and "
+            "one of them is missing here. Install it, or set use_flash_attention: False."
         )
     return "flash_attention_2" if flash_attention else "sdpa"

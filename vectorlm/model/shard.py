@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ RESHARD_AFTER_FORWARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD":
 
 
 def shard_model(
-    model: nn.Module,
+    model: Any,
     topology: Topology,
     *,
     strategy: str = "FULL_SHARD",
@@ -33,8 +33,8 @@ def shard_model(
     """Shard `model` in place: one FSDP group per transformer block, and one for the rest.
 
     ``FULL_SHARD`` gathers a block's weights for its forward and again for its backward; ``SHARD_GRAD_OP``
-    keeps them in between; ``NO_SHARD`` replicates them on every rank; ``HYBRID_SHARD`` shards within each node
-    and replicates over nodes.
+    keeps them in between; ``NO_SHARD`` replicates them on every rank; ``HYBRID_SHARD`` shards within each
+    node and replicates over nodes.
 
     Args:
         model: The model, on the CPU or with parameters on the meta device.
@@ -71,8 +71,8 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        blocks = list(max(lists, key=len)) if lists else []
+        lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+        blocks = max(lists, key=len, default=[])
     if not blocks:
         raise ConfigError(
             f"model of type {type(model).__name__} cannot be sharded: it declares no _no_split_modules and "
@@ -81,7 +81,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def fill_from_main(model: nn.Module, weights: dict[str, torch.Tensor], device: str) -> None:
+def fill_from_main(model: nn.Module, weights: dict[str, Any], device: str) -> None:
     """Give every rank its shards of rank 0's `weights`, one tensor at a time.
 
     Args:
@@ -89,13 +89,11 @@ def fill_from_main(model: nn.Module, weights: dict[str, torch.Tensor], device: s
         weights: The full state dict on rank 0, empty elsewhere.
         device: Where the shards live.
     """
-    buffers = dict(model.named_buffers())
     if any(parameter.is_meta for parameter in model.parameters()):
-        kept = {name: buffer.clone() for name, buffer in buffers.items()}
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         model.to_empty(device=device)
-        buffers = dict(model.named_buffers())
-        for name, buffer in buffers.items():
-            buffer.copy_(kept[name])
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
 

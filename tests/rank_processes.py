@@ -1,0 +1,99 @@
+"""Run a test's function on several gloo ranks, each a process of its own with one thread."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from vectorlm.ranks.topology import Topology
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# Imported once, in a clean process that the ranks are forked from.
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "transformers", "vectorlm.trainer"])
+
+
+def on_ranks(world_size: int, fn: Callable[..., Any], *args: Any, check: bool = True) -> list[Any]:
+    """Return what ``fn(topology, *args)`` returned on each rank; None for a dead rank, if not `check`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        readers, processes = [], []
+        for rank in range(world_size):
+            reader, writer = _CONTEXT.Pipe(duplex=False)
+            target = (fn, args, rank, world_size, f"{scratch}/store", writer)
+            process = _CONTEXT.Process(target=_main, args=target, daemon=True)
+            process.start()
+            writer.close()
+            readers.append(reader)
+            processes.append(process)
+        try:
+            results = _collect(readers, check)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    return results
+
+
+def _collect(readers: list[Any], check: bool) -> list[Any]:
+    results: list[Any] = [None] * len(readers)
+    pending = list(readers)
+    while pending:
+        for reader in wait(pending):
+            pending.remove(reader)
+            try:
+                error, results[readers.index(reader)] = pickle.loads(reader.recv_bytes())
+            except EOFError:
+                error = "the rank died"
+            if error and check:
+                raise AssertionError(f"rank {readers.index(reader)}: {error}")
+            if error:
+                return results
+    return results
+
+
+def _main(fn: Callable[..., Any], args: tuple, rank: int, world_size: int, store: str, writer: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    # Plain pickle copies tensors; the pipe's own would share their memory with a process that is leaving.
+    try:
+        result = fn(Topology(rank, rank, world_size, world_size, "cpu"), *args)
+        writer.send_bytes(pickle.dumps((None, result)))
+        dist.barrier()
+    except BaseException:
+        writer.send_bytes(pickle.dumps((traceback.format_exc(), None)))
+
+
+def save_tiny_llama(path: Path, *, tied: bool = False, dropout: float = 0.0, vocab_size: int = 48) -> Path:
+    """Save a Llama of three blocks with random weights, and a tokenizer of single letters."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        attention_dropout=dropout,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(path)
+    vocab = {
+        character: index for index, character in enumerate(["</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"])
+    }
+    letters = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>").save_pretrained(path)
+    return path
