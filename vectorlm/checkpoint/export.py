@@ -37,12 +37,18 @@ def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, path: str | Pat
 
 
 def gather_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the trained weights and the saved buffers in full on rank 0's host, nothing elsewhere.
+    """Return what ``save_pretrained`` writes, in full on rank 0's host and nothing elsewhere.
 
-    A parameter that several modules share comes once, under its first name.
+    A parameter that several modules share comes once, under its first name; frozen weights under adapters are
+    left out.
     """
     saved = model.state_dict().keys()
-    tensors = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    has_adapters = hasattr(model, "peft_config")
+    tensors: dict[str, torch.Tensor] = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or not has_adapters
+    }
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():

@@ -29,7 +29,7 @@ class CheckpointStore:
     """The checkpoints under one folder, ``step-00000040/`` and so on, oldest ones deleted.
 
     A checkpoint holds the shards of the weights and of the optimizer's state, and for each rank its random
-    generators and the loop's own state. It takes its name when all ranks have written, and is not seen before.
+    generators and the loop's own state. It takes its name when all ranks have written, nobody sees it before.
     """
 
     def __init__(self, path: str | Path, identity: Mapping[str, Any]) -> None:
@@ -115,6 +115,7 @@ class CheckpointStore:
         ]
         if differences:
             raise CheckpointError(
-                f"cannot resume from {checkpoint}: {'; '.join(differences)}. A run resumes only with the settings "
-                f"it was started with. Restore them, choose another output_dir, or delete {self._path}."
+                f"cannot resume from {checkpoint}: {'; '.join(differences)}. A run resumes only with "
+                "the settings it was started with. Restore them, choose another output_dir, or delete "
+                f"{self._path}."
             )

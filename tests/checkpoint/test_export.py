@@ -1,0 +1,84 @@
+import json
+
+import pytest
+import torch
+from rank_processes import on_ranks, save_tiny_llama
+
+from vectorlm.checkpoint import export, folder
+from vectorlm.checkpoint.export import export_model
+from vectorlm.model.load import load_model, load_tokenizer
+from vectorlm.model.lora import add_lora
+from vectorlm.model.shard import shard_model
+
+
+def change_and_export(topology, model_dir, path):
+    model = shard_model(load_model(model_dir), topology)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.25)
+    export_model(model, load_tokenizer(model_dir), path)
+    return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("tied", "num_tensors"), [(False, 30), (True, 29)])
+def test_the_final_model_loads_with_transformers_and_equals_the_trained_one(tmp_path, tied, num_tensors):
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model_dir, path = save_tiny_llama(tmp_path / "llama", tied=tied), tmp_path / "run" / "final-model"
+    trained = on_ranks(2, change_and_export, model_dir, path)[0]
+    found, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    for name, parameter in found.named_parameters():
+        assert torch.equal(parameter, trained[name]), name
+    assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
+    with safe_open(path / "model.safetensors", "pt") as file:
+        assert len(list(file.keys())) == num_tensors
+    assert json.loads((path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert AutoTokenizer.from_pretrained(path)("abc").input_ids == [2, 3, 4]
+    assert [entry.name for entry in path.parent.iterdir()] == ["final-model"]
+
+
+def fail_while_exporting(topology, model_dir, path):
+    def fail(_):
+        raise RuntimeError("disk full")
+
+    export.folder.finish = fail
+    with pytest.raises(RuntimeError, match="disk full"):
+        change_and_export(topology, model_dir, path)
+    export.folder.finish = folder.finish
+
+
+def test_an_export_that_fails_leaves_the_older_model_whole(tmp_path):
+    model_dir, path = save_tiny_llama(tmp_path / "llama"), tmp_path / "final-model"
+    on_ranks(1, change_and_export, model_dir, path)
+    before = (path / "model.safetensors").read_bytes()
+    on_ranks(1, fail_while_exporting, path, path)
+    assert (path / "model.safetensors").read_bytes() == before
+    on_ranks(1, change_and_export, path, path)
+    assert (path / "model.safetensors").read_bytes() != before
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["final-model", "llama"]
+
+
+def export_adapter(topology, model_dir, path):
+    torch.manual_seed(1)
+    model = shard_model(add_lora(load_model(model_dir), {"r": 2, "target_modules": ["q_proj"]}), topology)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.5)
+    export_model(model, load_tokenizer(model_dir), path)
+    return model(input_ids=torch.arange(8)[None], use_cache=False).logits.detach()
+
+
+def test_of_a_model_with_adapters_the_adapters_alone_are_written(tmp_path):
+    from peft import PeftModel
+
+    model_dir, path = save_tiny_llama(tmp_path / "llama"), tmp_path / "final-model"
+    expected = on_ranks(2, export_adapter, model_dir, path)[0]
+    loaded = PeftModel.from_pretrained(load_model(model_dir), path)
+    # fp32 round-off: the sharded forward runs the same kernels on gathered copies
+    torch.testing.assert_close(loaded(input_ids=torch.arange(8)[None]).logits, expected, rtol=1e-5, atol=1e-6)
+    assert (path / "adapter_model.safetensors").stat().st_size < 10_000
+    assert not (path / "model.safetensors").exists()
