@@ -21,6 +21,8 @@ class Publisher:
     def __init__(self, layout: Layout, topology: Topology) -> None:
         self._topology = topology
         self._arena = Arena.open(layout.path, layout.num_bytes)
+        self.num_bytes = sum(slot.num_bytes for slot in layout.slots)
+        """Bytes of weights that one update replaces."""
         self._slots = {slot.name: self._arena.view(slot) for slot in layout.slots}
 
     def write(self, model: torch.nn.Module) -> None:

@@ -1,0 +1,323 @@
+"""vLLM, usable from every rank of a training loop, with weights that follow the training."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vectorlm.errors import EngineError, RankMismatch, VectorLMError
+from vectorlm.ranks.meeting import Meeting
+from vectorlm.ranks.topology import Topology
+from vectorlm.sampling import messages as say
+from vectorlm.sampling.channel import Channel
+from vectorlm.types import Completion, Prompt, UpdateReport
+
+if TYPE_CHECKING:
+    import torch
+    import vllm
+
+    from vectorlm.weights.publish import Publisher
+
+Result = TypeVar("Result")
+
+RECEIVERS = ("auto", "live", "packed")
+
+
+class SamplingEngine:
+    """A vLLM engine on the training devices, called from all ranks alike.
+
+    Rank 0 starts the engine in a process of its own; the constructor returns at once, so that the ranks load their
+    model meanwhile, and the first call waits for it. Every method is a collective: all ranks call it, in the same
+    order, with the same arguments, and get the same result. With one rank, or none, it is an ordinary object:
+
+    >>> with SamplingEngine("path/to/model", dtype="float32") as engine:  # doctest: +SKIP
+    ...     engine.update(model, train_step=10)
+    ...     print(engine.generate_text(["2 + 2 ="]))
+
+    Args:
+        model: A Hugging Face model folder.
+        topology: This rank's place in the run; read from the environment when omitted.
+        sampling_params: Used where a call gives none: a mapping or ``vllm.SamplingParams``.
+        receiver: How the engine holds weights on CPU. `live`: plain, the fastest to swap; `packed`: in oneDNN's
+            layout, the faster to sample from; `auto` decides by the model's size. On CUDA there is only `live`.
+        verify_updates: Prove after each update, by checksum, that the engine holds what the trainer sent.
+        timeout_s: The longest silence, in seconds, that is tolerated from the engine or from a rank.
+        start_timeout_s: The longest the engine may take to load, in seconds.
+        log_path: A file for the sampler process's output.
+        **engine_args: vLLM's own ``EngineArgs``: ``dtype``, ``max_model_len``, ``gpu_memory_utilization`` …
+
+    Raises:
+        FileNotFoundError: `model` looks like a path and does not exist.
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        topology: Topology | None = None,
+        sampling_params: Any = None,
+        receiver: str = "auto",
+        verify_updates: bool = True,
+        timeout_s: float = 300.0,
+        start_timeout_s: float = 1800.0,
+        log_path: str | Path | None = None,
+        **engine_args: Any,
+    ) -> None:
+        if receiver not in RECEIVERS:
+            raise ValueError(f"receiver={receiver!r} is not known: it must be one of {', '.join(RECEIVERS)}.")
+        if Path(model).is_absolute() and not Path(model).is_dir():
+            raise FileNotFoundError(f"the model folder {model} does not exist.")
+        self._topology = Topology.from_environment() if topology is None else topology
+        self._sampling_params = sampling_params
+        self._verify_updates = verify_updates
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._meeting = Meeting(self._topology, timeout_s, "engine")
+        self._version = -1
+        self._requests = 0
+        self._receiver: str | None = None
+        self._publisher: Publisher | None = None
+        self._closed = False
+        self._channel: Channel | None = None
+        if self._topology.is_main:
+            start = say.Start(str(model), engine_args, receiver)
+            self._channel = Channel(start, self._topology, Path(log_path) if log_path else None)
+
+    @property
+    def version(self) -> int:
+        """The training step whose weights the engine holds; -1 for the checkpoint that it was started from."""
+        return self._version
+
+    @property
+    def receiver(self) -> str:
+        """How the engine holds its weights, `live` or `packed`; waits until the engine is loaded."""
+        self._wait_until_ready()
+        assert self._receiver is not None
+        return self._receiver
+
+    def sample(self, prompts: Sequence[Prompt], sampling_params: Any = None) -> list[list[Completion]]:
+        """Return the completions of each prompt, in the order of the prompts.
+
+        Args:
+            prompts: Text, chat messages or token ids; the same on every rank.
+            sampling_params: A mapping, ``vllm.SamplingParams``, or one of these per prompt; the engine's own when
+                omitted. Log-probabilities are reported if it asks for them (``logprobs=0``: the sampled token's).
+
+        Raises:
+            RankMismatch: A rank passed other prompts or parameters than rank 0.
+            EngineError: The engine raised (the text holds its traceback), died, or fell silent.
+            HandoffTimeout: A rank did not make this call within the deadline.
+        """
+        from vectorlm.sampling.packed import PackedCompletions
+
+        if (payload := self._generate("sample", prompts, sampling_params, as_request_outputs=False)) is None:
+            return []
+        packed = pickle.loads(payload)
+        assert isinstance(packed, PackedCompletions)
+        return packed.unpack()
+
+    def generate(
+        self, prompts: Sequence[Prompt] | str, sampling_params: Any = None, use_tqdm: bool = False
+    ) -> list[vllm.RequestOutput]:
+        """Do what ``vllm.LLM.generate`` does, on every rank.
+
+        Args:
+            prompts: Text, chat messages or token ids; the same on every rank.
+            sampling_params: As for `sample`.
+            use_tqdm: Show on rank 0 that the engine is at work.
+
+        Returns:
+            vLLM's own objects, equal on all ranks. They cost a vLLM import in each rank; `sample` does not.
+
+        Raises:
+            RankMismatch, EngineError, HandoffTimeout: As for `sample`.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        payload = self._generate("generate", prompts, sampling_params, as_request_outputs=True, use_tqdm=use_tqdm)
+        return [] if payload is None else pickle.loads(payload)
+
+    def generate_text(self, prompts: Sequence[Prompt], sampling_params: Any = None) -> list[str]:
+        """Return the first completion of each prompt as text; raises as `sample` does."""
+        return [completions[0].text for completions in self.sample(prompts, sampling_params)]
+
+    def update(self, model: torch.nn.Module, train_step: int) -> UpdateReport:
+        """Hot-swap the weights of `model` into the running engine; nothing moves if it holds `train_step` already.
+
+        Every rank writes its own shard into memory shared with the engine; nothing is gathered. The prefix cache is
+        emptied. Works for plain modules, FSDP2 modules and tied embeddings.
+
+        Args:
+            model: The trained model, on every rank.
+            train_step: The version that its weights are, at least 0.
+
+        Raises:
+            WeightMismatch: Trainer and engine do not hold the same model; no weight has changed.
+            ChecksumMismatch: The engine does not hold what was sent; it generates nothing until an update succeeds.
+            RankMismatch: Ranks passed different steps.
+            EngineError, HandoffTimeout: As for `sample`.
+        """
+        start = time.perf_counter()
+        self._wait_until_ready()
+        self._agree("update", train_step, f"train_step={train_step}")
+        if train_step == self._version:
+            return UpdateReport(train_step, True, 0, 0.0, 0.0, time.perf_counter() - start)
+        publisher = self._connect(model)
+        self._together("begin the update", lambda: self._command(say.BeginUpdate()) if self._channel else None)
+        published_from = time.perf_counter()
+        checksums = self._together("publish weights", lambda: self._publish(publisher, model))
+        publish_s = time.perf_counter() - published_from
+        totals = [sum(parts) % 2**64 for parts in zip(*checksums, strict=True)] if self._verify_updates else None
+        updated = self._on_main("finish the update", lambda: self._command(say.FinishUpdate(train_step, totals)))
+        self._version = train_step
+        return UpdateReport(
+            train_step, False, publisher.num_bytes, publish_s, updated.load_s, time.perf_counter() - start
+        )
+
+    def close(self) -> None:
+        """End the engine; safe to call twice, and not a collective."""
+        self._closed = True
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+        if self._channel is not None:
+            self._channel.close()
+
+    def __enter__(self) -> SamplingEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # A notebook cell that is run again drops the old engine without closing it.
+        with suppress(Exception):
+            self.close()
+
+    def _generate(
+        self,
+        place: str,
+        prompts: Sequence[Prompt],
+        sampling_params: Any,
+        as_request_outputs: bool,
+        use_tqdm: bool = False,
+    ) -> bytes | None:
+        prompts = list(prompts)
+        params = self._sampling_params if sampling_params is None else sampling_params
+        self._wait_until_ready()
+        self._agree(place, (prompts, params), _summary(prompts))
+        if not prompts:
+            return None
+        self._requests += 1
+        command = say.Generate(self._requests, prompts, params, as_request_outputs)
+        return self._on_main(place, lambda: self._answer_to(command, use_tqdm))
+
+    def _answer_to(self, command: say.Generate, use_tqdm: bool) -> bytes:
+        """Rank 0: send the request and wait as long as the engine shows life; forget it when interrupted."""
+        assert self._channel is not None
+        self._channel.send(command)
+        began = time.monotonic()
+        try:
+            while True:
+                message = self._channel.receive(self._timeout_s, f"generating for {len(command.prompts)} prompts")
+                match message:
+                    case say.Generated(request, payload) if request == command.request:
+                        return payload
+                    case say.Failed(error, request) if request == command.request:
+                        raise error
+                    case say.Alive():
+                        self._meeting.show_life()
+                        if use_tqdm:
+                            print(f"\rgenerating: {time.monotonic() - began:.0f} s", end="", flush=True)
+        except KeyboardInterrupt:
+            self._channel.send(say.Abort(command.request))
+            raise
+
+    def _command(self, message: Any) -> Any:
+        """Rank 0: send a command and return its answer; what an interrupted request left behind is dropped."""
+        assert self._channel is not None
+        self._channel.send(message)
+        while True:
+            answer = self._channel.receive(self._timeout_s, f"answering {type(message).__name__}")
+            if isinstance(answer, say.Failed) and answer.request is None:
+                raise answer.error
+            if not isinstance(answer, (say.Alive, say.Generated, say.Failed)):
+                return answer
+
+    def _wait_until_ready(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed.")
+        if self._receiver is None:
+            ready = self._on_main("wait for the engine to load", self._ready)
+            self._receiver = ready.receiver
+
+    def _ready(self) -> say.Ready:
+        assert self._channel is not None
+        deadline = time.monotonic() + self._start_timeout_s
+        message = self._channel.receive(deadline - time.monotonic(), "loading the model")
+        if isinstance(message, say.Failed):
+            raise message.error
+        return message
+
+    def _connect(self, model: torch.nn.Module) -> Publisher:
+        """Agree with the engine, once, on what will be sent and where it lies."""
+        from vectorlm.weights.publish import Publisher, describe
+
+        if self._publisher is None:
+            manifest = describe(model)
+            connected = self._on_main("connect the weights", lambda: self._command(say.Connect(manifest)))
+            self._publisher = Publisher(connected.layout, self._topology)
+        return self._publisher
+
+    def _publish(self, publisher: Publisher, model: torch.nn.Module) -> list[int]:
+        publisher.write(model)
+        return publisher.checksums(model) if self._verify_updates else []
+
+    def _agree(self, place: str, arguments: Any, summary: str) -> None:
+        """Check that every rank came with the same arguments, and name those that did not."""
+        digest = hashlib.blake2b(repr(arguments).encode()).hexdigest()
+        notes = self._meeting.gather(place, (digest, summary))
+        odd = [rank for rank, note in enumerate(notes) if note[0] != notes[0][0]]
+        if odd:
+            others = "; ".join(f"rank {rank}: {notes[rank][1]}" for rank in odd)
+            raise RankMismatch(
+                f"{place} needs the same arguments on every rank, but rank {', '.join(map(str, odd))} differs from "
+                f"rank 0. Rank 0: {notes[0][1]}; {others}."
+            )
+
+    def _on_main(self, place: str, work: Callable[[], Result]) -> Any:
+        """Do `work` on rank 0, and give its result or its error to every rank."""
+        outcome = _outcome(work) if self._topology.is_main else None
+        return _unwrap(pickle.loads(self._meeting.share(place, pickle.dumps(outcome) if outcome else None)))
+
+    def _together(self, place: str, work: Callable[[], Result]) -> list[Any]:
+        """Do `work` on every rank, and give all results, or the first error, to every rank."""
+        return [_unwrap(outcome) for outcome in self._meeting.gather(place, _outcome(work))]
+
+
+def _outcome(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        known = isinstance(error, (VectorLMError, OSError, ValueError))
+        return None, error if known else EngineError(f"{type(error).__name__}: {error}")
+
+
+def _unwrap(outcome: tuple[Any, Exception | None]) -> Any:
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result
+
+
+def _summary(prompts: Sequence[Prompt]) -> str:
+    first = f", the first {str(prompts[0])[:60]!r}" if prompts else ""
+    return f"{len(prompts)} prompts{first}"

@@ -1,0 +1,184 @@
+"""The sampler process: a vLLM engine, its step loop, and the commands that arrive between two steps.
+
+Started by `vectorlm.sampling.channel` as ``python -m vectorlm.sampling.process <descriptor> <parent>``, never imported by a
+trainer. A weight update happens between two engine steps by construction.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vectorlm.errors import EngineError, VectorLMError
+from vectorlm.ranks.watchdog import follow_parent
+from vectorlm.sampling import messages as say
+from vectorlm.sampling.packed import pack_outputs
+from vectorlm.sampling.vllm_shim import build_engine, make_prompt, per_prompt
+from vectorlm.weights.pack import keep_plain_weights
+
+ALIVE_EVERY_S = 1.0
+
+
+@dataclass
+class Group:
+    """The prompts of one generate request, on their way."""
+
+    ids: list[str]
+    as_request_outputs: bool
+    finished: dict[str, Any] = field(default_factory=dict)
+
+
+class Sampler:
+    """Owns the engine; every method runs between two engine steps."""
+
+    def __init__(self, start: say.Start) -> None:
+        import torch
+
+        on_cpu = not torch.cuda.is_available()
+        if on_cpu:
+            keep_plain_weights()
+        self._engine = build_engine(start.model, start.engine_args, on_cpu)
+        self.receiver: str = self._engine.collective_rpc("vectorlm_prepare", args=(start.receiver,))[0]
+        self._groups: dict[int, Group] = {}
+        self._version = -1
+        self._stale: Exception | None = None
+        self.paused = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a step to take."""
+        return not self.paused and bool(self._groups)
+
+    def generate(self, command: say.Generate) -> None:
+        """Queue the prompts of one request; either all of them or none."""
+        if self._stale is not None:
+            raise self._stale
+        params = per_prompt(command.sampling_params, len(command.prompts))
+        group = Group([], command.as_request_outputs)
+        self._groups[command.request] = group
+        try:
+            for index, (prompt, each) in enumerate(zip(command.prompts, params, strict=True)):
+                name = f"{command.request}-{index}"
+                self._engine.add_request(name, make_prompt(self._engine, prompt), each)
+                group.ids.append(name)
+        except BaseException:
+            self.abort(command.request)
+            raise
+
+    def abort(self, request: int) -> None:
+        """Forget a request; unknown ones are gone already."""
+        if group := self._groups.pop(request, None):
+            self._engine.abort_request([name for name in group.ids if name not in group.finished])
+
+    def step(self) -> list[say.Generated]:
+        """Take one engine step; return the requests that it completed."""
+        for output in self._engine.step():
+            group = self._groups.get(int(output.request_id.partition("-")[0]))
+            if output.finished and group is not None:
+                group.finished[output.request_id] = output
+        done = [request for request, group in self._groups.items() if len(group.finished) == len(group.ids)]
+        return [say.Generated(request, self._payload(self._groups.pop(request))) for request in done]
+
+    def connect(self, command: say.Connect) -> say.Connected:
+        """Match the trainer's tensors with the engine's."""
+        return say.Connected(self._engine.collective_rpc("vectorlm_connect", args=(command.manifest,))[0])
+
+    def begin_update(self) -> say.Paused:
+        """Stand still: the ranks write into memory that the engine computes with."""
+        if self._groups:
+            raise EngineError(f"an update began while {len(self._groups)} requests were running; wait for them first.")
+        self.paused = True
+        return say.Paused()
+
+    def finish_update(self, command: say.FinishUpdate) -> say.Updated:
+        """Take the new weights over; until an update succeeds after a failed one, refuse to generate."""
+        self.paused = False
+        try:
+            load_s = self._engine.collective_rpc("vectorlm_load", args=(command.checksums,))[0]
+            if not self._engine.reset_prefix_cache():
+                raise EngineError("the prefix cache still holds blocks of the old weights: requests are running.")
+        except Exception as error:
+            self._stale = error
+            raise
+        self._version, self._stale = command.version, None
+        return say.Updated(load_s)
+
+    def _payload(self, group: Group) -> bytes:
+        outputs = [group.finished[name] for name in group.ids]
+        for index, output in enumerate(outputs):
+            output.request_id = str(index)
+        return pickle.dumps(outputs) if group.as_request_outputs else pack_outputs(outputs, self._version).to_bytes()
+
+
+def serve(connection: Connection) -> None:
+    """Answer commands until `Stop` or the end of the connection."""
+    began = time.perf_counter()
+    start = connection.recv()
+    try:
+        sampler = Sampler(start)
+    except Exception as error:
+        connection.send(say.Failed(_portable(error)))
+        return
+    connection.send(say.Ready(sampler.receiver, time.perf_counter() - began))
+    last_sign = time.monotonic()
+    while True:
+        while not sampler.busy or connection.poll():
+            command = connection.recv()
+            if isinstance(command, say.Stop):
+                return
+            _answer(connection, sampler, command)
+        for finished in sampler.step():
+            connection.send(finished)
+        if time.monotonic() - last_sign > ALIVE_EVERY_S:
+            connection.send(say.Alive())
+            last_sign = time.monotonic()
+
+
+def _answer(connection: Connection, sampler: Sampler, command: Any) -> None:
+    try:
+        match command:
+            case say.Generate():
+                sampler.generate(command)
+            case say.Abort():
+                sampler.abort(command.request)
+            case say.Connect():
+                connection.send(sampler.connect(command))
+            case say.BeginUpdate():
+                connection.send(sampler.begin_update())
+            case say.FinishUpdate():
+                connection.send(sampler.finish_update(command))
+            case _:
+                raise EngineError(f"the sampler knows no command {type(command).__name__}.")
+    except Exception as error:
+        connection.send(say.Failed(_portable(error), getattr(command, "request", None)))
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that unpickles in a process without vLLM, with this process's traceback in its text."""
+    if isinstance(error, VectorLMError):
+        return error
+    return EngineError(f"{type(error).__name__}: {error}\n\nIn the sampler process:\n{traceback.format_exc()}")
+
+
+def main() -> None:
+    """Run the process that `vectorlm.sampling.channel` starts."""
+    follow_parent(int(sys.argv[2]))
+    with Connection(int(sys.argv[1])) as connection:
+        try:
+            serve(connection)
+        except (EOFError, ConnectionError):
+            pass
+    # vLLM's own teardown can take seconds and has nothing to save.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

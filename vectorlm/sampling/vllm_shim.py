@@ -1,0 +1,78 @@
+"""Everything that depends on the vLLM version, from 0.26 to 0.32."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vectorlm.types import Prompt
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+CPU_KV_CACHE_BYTES = 512 << 20
+"""The default on CPU; without one, vLLM takes a share of the host's memory and profiles the model first."""
+
+
+def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> Any:
+    """Build vLLM's synchronous engine, all in this process, with the settings that start fastest.
+
+    Args:
+        model: A Hugging Face model folder.
+        engine_args: The caller's ``vllm.EngineArgs``; they win over the defaults here.
+        on_cpu: Whether the engine computes on CPU.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    if unknown := sorted(set(engine_args) - known):
+        raise ValueError(f"vLLM's engine knows no argument {', '.join(map(repr, unknown))}.")
+    settings = {**_defaults(model, on_cpu), **engine_args}
+    return LLMEngine.from_engine_args(EngineArgs(**settings))
+
+
+def _defaults(model: str, on_cpu: bool) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "model": model,
+        "worker_extension_cls": "vectorlm.weights.extension.WeightExtension",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        # One batch may otherwise be in flight on the device when the weights change.
+        "async_scheduling": False,
+    }
+    if on_cpu:
+        defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+    if Path(model).is_dir() and not any((Path(model) / name).exists() for name in TOKENIZER_FILES):
+        defaults["skip_tokenizer_init"] = True
+    return defaults
+
+
+def make_sampling_params(given: Any) -> Any:
+    """Turn a mapping (or None) into ``vllm.SamplingParams`` that report a request once, when it is finished."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = given.clone() if isinstance(given, SamplingParams) else SamplingParams(**(given or {}))
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params
+
+
+def make_prompt(engine: Any, prompt: Prompt) -> Any:
+    """Turn text, token ids or chat messages into a prompt that the engine takes."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if len(prompt) and isinstance(prompt[0], Mapping):
+        tokenizer = engine.get_tokenizer()
+        text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    return {"prompt_token_ids": list(prompt)}
+
+
+def per_prompt(given: Any, count: int) -> list[Any]:
+    """Give every prompt its own sampling parameters; a sequence must have one for each."""
+    if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+        if len(given) != count:
+            raise ValueError(f"{len(given)} sampling parameters were given for {count} prompts: pass one, or one each.")
+        return [make_sampling_params(each) for each in given]
+    return [make_sampling_params(given) for _ in range(count)]
