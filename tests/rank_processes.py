@@ -71,7 +71,15 @@ def _main(fn: Callable[..., Any], args: tuple, rank: int, world_size: int, store
         writer.send_bytes(pickle.dumps((traceback.format_exc(), None)))
 
 
-def save_tiny_llama(path: Path, *, tied: bool = False, dropout: float = 0.0, vocab_size: int = 48) -> Path:
+def save_tiny_llama(
+    path: Path,
+    *,
+    tied: bool = False,
+    dropout: float = 0.0,
+    vocab_size: int = 48,
+    hidden_size: int = 32,
+    max_length: int = 64,
+) -> Path:
     """Save a Llama of three blocks with random weights, and a tokenizer of single letters."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -79,12 +87,12 @@ def save_tiny_llama(path: Path, *, tied: bool = False, dropout: float = 0.0, voc
 
     config = LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=32,
+        hidden_size=hidden_size,
         intermediate_size=48,
         num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=64,
+        max_position_embeddings=max_length,
         tie_word_embeddings=tied,
         attention_dropout=dropout,
     )
@@ -95,5 +103,7 @@ def save_tiny_llama(path: Path, *, tied: bool = False, dropout: float = 0.0, voc
     }
     letters = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>").save_pretrained(path)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(path)
     return path

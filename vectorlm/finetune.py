@@ -54,12 +54,12 @@ def finetune(config: Config, topology: Topology | None = None) -> None:
     settings = config.train_parameters
     if settings.sampler is not None and settings.lora_peft_config is not None:
         raise ConfigError(
-            "train_parameters.sampler cannot be used with lora_peft_config yet: the engine takes whole models "
-            "only. Set one of the two to null."
+            "train_parameters.sampler cannot be used with lora_peft_config yet: the engine takes whole "
+            "models only. Set one of the two to null."
         )
     with ExitStack() as stack:
         stack.enter_context(_process_group(topology))
-        # First of all: the engine loads in its own process while the ranks load theirs.
+        # First of all: the engine loads in its own process while the ranks load the model.
         engine = _open_engine(config, topology, stack)
         tokenizer = load_tokenizer(config.model)
         trainer, resume_step = _build(config, topology, tokenizer, engine, stack)
@@ -93,6 +93,8 @@ def _open_engine(config: Config, topology: Topology, stack: ExitStack) -> Engine
         return None
     from vectorlm.sampling.engine import SamplingEngine
 
+    output = Path(config.train_parameters.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
     engine_args = {
         "dtype": sampler.vllm_dtype,
         "gpu_memory_utilization": sampler.gpu_memory_utilization,
@@ -106,6 +108,7 @@ def _open_engine(config: Config, topology: Topology, stack: ExitStack) -> Engine
             receiver=sampler.receiver,
             verify_updates=sampler.verify_updates,
             timeout_s=sampler.timeout_s,
+            log_path=output / "sampler.log",
             **engine_args,
         )
     )
@@ -182,7 +185,7 @@ def _sharded_model(config: Config, topology: Topology) -> nn.Module:
     set_seed(settings.seed)
     is_empty = settings.low_cpu_mem_usage and not topology.is_main
     load = load_empty_model if is_empty else load_model
-    model: nn.Module = load(config.model, flash_attention=settings.use_flash_attention)
+    model: Any = load(config.model, flash_attention=settings.use_flash_attention)
     if settings.lora_peft_config is not None:
         model = add_lora(model, settings.lora_peft_config)
     weights = model.state_dict() if settings.low_cpu_mem_usage and topology.is_main else {}

@@ -100,6 +100,6 @@ def test_the_last_two_checkpoints_stay_and_half_written_ones_are_never_seen(tmp_
         CheckpointStore(tmp_path, {"seed": 2, "world_size": 1, "epochs": 3}).latest_step()
     assert str(raised.value) == (
         f"cannot resume from {tmp_path}/step-00000012: epochs was None and is 3; seed was 1 and is 2. A run "
-        "resumes only with the settings it was started with. Restore them, choose another output_dir, or delete "
-        f"{tmp_path}."
+        "resumes only with the settings it was started with. Restore them, choose another output_dir, or "
+        f"delete {tmp_path}."
     )

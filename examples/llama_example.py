@@ -1,0 +1,41 @@
+"""Fine-tune under plain torchrun, without sampling.
+
+torchrun --nproc_per_node 2 examples/llama_example.py --yaml_path configs/countdown_sft.yaml
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+
+from vectorlm.config import add_config_arguments, check_config, config_from_arguments
+from vectorlm.errors import VectorLMError
+from vectorlm.finetune import finetune
+from vectorlm.ranks.topology import Topology
+
+
+def main() -> None:
+    """Check the config, then train as the rank that torchrun made this process."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    add_config_arguments(parser)
+    args = parser.parse_args()
+    topology = Topology.from_environment()
+    try:
+        config = config_from_arguments(args)
+        check_config(config, topology.world_size)
+        if config.train_parameters.sampler is not None:
+            if topology.is_main:
+                print(
+                    f"{args.yaml_path} asks for sampling, which this script leaves out. To sample as well:\n"
+                    f"  python examples/llama_example_mp.py --yaml_path {args.yaml_path} "
+                    f"--world_size {topology.world_size}",
+                    flush=True,
+                )
+            config = replace(config, train_parameters=replace(config.train_parameters, sampler=None))
+        finetune(config, topology)
+    except VectorLMError as error:
+        sys.exit(f"rank {topology.rank}: {type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+import json
+
+import pytest
+import torch
+from plain_engine import PlainEngine
+from rank_processes import on_ranks, save_tiny_llama
+from tiny_runs import build_trainer
+
+from vectorlm.errors import DatasetError
+from vectorlm.exam import Exam, Question, read_questions
+from vectorlm.model.load import load_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_questions_are_listed_prompts_or_lines_with_other_columns_for_the_reward(tmp_path):
+    assert read_questions(["a", "b"]) == [Question("a"), Question("b")]
+    path = tmp_path / "eval.jsonl"
+    path.write_text('{"prompt": "a", "target": 3}\n{"prompt": "b", "target": 4}\n')
+    assert read_questions(str(path)) == [Question("a", {"target": 3}), Question("b", {"target": 4})]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"sampler.prompts='.*eval.jsonl' is not a file"),
+        ("", r"eval.jsonl' is empty: it must hold at least one prompt"),
+        (
+            '{"prompt": "a"}\n{"question": "b"}\n',
+            r"eval.jsonl:2 is '\{\"question\": \"b\"\}', but every line must be",
+        ),
+        ("[1]\n", r"eval.jsonl:1 is '\[1\]', but every line must be"),
+        ("nonsense\n", r"eval.jsonl:1 is 'nonsense', but every line must be"),
+    ],
+)
+def test_a_questions_file_that_cannot_be_read_is_named_with_line_and_rule(tmp_path, text, message):
+    path = tmp_path / "eval.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(DatasetError, match=message):
+        read_questions(str(path))
+
+
+def reward(text, *, first_letter):
+    return 1.0 if text.startswith(first_letter) else 0.1
+
+
+def test_an_exam_asks_with_the_models_weights_marks_first_answers_and_records_all(model_dir, tmp_path):
+    model = load_model(model_dir)
+    with torch.no_grad():
+        # All logits are equal, so that greedy decoding takes token 0, the end token.
+        model.lm_head.weight.zero_()
+    said = []
+    path = tmp_path / "deep" / "samples.jsonl"
+    engine = PlainEngine(model_dir)
+    questions = [Question("abc", {"first_letter": "<"}), Question("xyz", {"first_letter": "q"})]
+    exam = Exam(engine, questions, samples_path=path, reward=reward, say=said.append)
+    metrics = exam.hold(model, 40)
+    assert metrics["eval/accuracy"] == 0.5
+    assert metrics["weights/publish_s"] == 0.1
+    assert metrics["weights/load_s"] == 0.2
+    assert metrics["weights/update_s"] == 0.3
+    assert metrics["sampler/tokens_per_s"] * metrics["sampler/generate_s"] == pytest.approx(2)
+    assert said == ["step 40: 1/2 right\n  right: abc</s>\n  wrong: xyz</s>"]
+    assert lines(path) == [
+        {
+            "train_step": 40,
+            "prompt": prompt,
+            "options": ["</s>"],
+            "time_taken": metrics["sampler/generate_s"],
+            "rewards": [mark],
+        }
+        for prompt, mark in (("abc", 1.0), ("xyz", 0.1))
+    ]
+
+
+def test_a_swap_that_was_skipped_reports_no_times_and_without_a_reward_nothing_is_marked(model_dir, tmp_path):
+    model, said = load_model(model_dir), []
+    exam = Exam(
+        PlainEngine(model_dir), [Question("abc")], samples_path=tmp_path / "samples.jsonl", say=said.append
+    )
+    exam.hold(model, 1)
+    assert set(exam.hold(model, 1)) == {"sampler/generate_s", "sampler/tokens_per_s"}
+    assert said[0].startswith("step 1: 1 prompts sampled\n  abc")
+    assert "rewards" not in lines(tmp_path / "samples.jsonl")[0]
+
+
+def test_a_resumed_exam_keeps_the_lines_up_to_its_step_and_a_new_one_starts_the_file_anew(
+    model_dir, tmp_path
+):
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"train_step": 2}\n{"train_step": 4}\n{"train_step": 6}\n{"train_st')
+    Exam(PlainEngine(model_dir), [Question("abc")], samples_path=path, resume_step=4)
+    assert lines(path) == [{"train_step": 2}, {"train_step": 4}]
+    Exam(PlainEngine(model_dir), [Question("abc")], samples_path=path)
+    assert lines(path) == []
+
+
+def train_with_exams(topology, model_dir, path):
+    exam = Exam(
+        PlainEngine(model_dir),
+        [Question("abc", {"first_letter": "d"})],
+        samples_path=path if topology.is_main else None,
+        reward=reward,
+        say=lambda text: None,
+    )
+    trainer = build_trainer(
+        topology, model_dir, exam=exam, exam_every=4, eval_every=100, strategy="SHARD_GRAD_OP"
+    )
+    trainer.run()
+    return [line["step"] for line in trainer.sink if "eval/accuracy" in line]
+
+
+def test_the_trainer_holds_exams_before_training_every_so_often_and_at_the_end(model_dir, tmp_path):
+    path = tmp_path / "samples.jsonl"
+    assert on_ranks(2, train_with_exams, model_dir, path) == [[0, 4, 6], [0, 4, 6]]
+    assert [line["train_step"] for line in lines(path)] == [0, 4, 6]

@@ -1,0 +1,156 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rank_processes import on_ranks, save_tiny_llama
+from tiny_runs import GLOBAL_BATCH, LEARNING_RATE, NUM_STEPS, build_trainer, loader, rows, whole_weights
+
+from vectorlm.errors import NonFiniteLoss
+from vectorlm.ranks.topology import Topology
+
+SPLITS = {
+    1: [("FULL_SHARD", 1), ("FULL_SHARD", 4)],
+    2: [("FULL_SHARD", 1), ("FULL_SHARD", 4), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 4), ("HYBRID_SHARD", 2)],
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+def sum_loss(model, row):
+    """One row alone, without padding: an account of the loss that shares no code with the library."""
+    logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
+    labels = torch.tensor(row["labels"][1:])
+    kept = labels != -100
+    return F.cross_entropy(logits[kept], labels[kept], reduction="sum"), int(kept.sum())
+
+
+def mean_loss(model, chosen):
+    parts = [sum_loss(model, row) for row in chosen]
+    return sum(loss for loss, _ in parts) / sum(count for _, count in parts)
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir):
+    """One process, plain transformers and torch: the losses, norms and weights that every split must give."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
+    examples, held_out = rows(21), rows(11, seed=1)
+    rates = [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]
+    steps = [step for epoch in (0, 1) for step in loader(Topology(), examples).steps(epoch)]
+    assert [(batch.ids >= 0).sum().item() for step in steps for batch in step] == [8, 8, 5] * 2
+    losses, norms, evals = [], [], {0: mean_loss(model, held_out).item()}
+    for number, (step, rate) in enumerate(zip(steps, rates, strict=True), start=1):
+        optimizer.param_groups[0]["lr"] = rate * LEARNING_RATE
+        loss = mean_loss(model, [examples[index] for index in step[0].ids.tolist() if index >= 0])
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        losses.append(loss.item())
+        if number in (4, 6):
+            evals[number] = mean_loss(model, held_out).item()
+    return losses, norms, evals, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def train_every_split(topology, model_dir):
+    found = {}
+    for strategy, num_micro_batches in SPLITS[topology.world_size]:
+        trainer = build_trainer(topology, model_dir, strategy=strategy, num_micro_batches=num_micro_batches)
+        trainer.run()
+        found[strategy, num_micro_batches] = list(trainer.sink), whole_weights(trainer)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_split_of_the_global_batch_trains_like_one_plain_process(world_size, model_dir, reference):
+    losses, norms, evals, expected = reference
+    for found in on_ranks(world_size, train_every_split, model_dir):
+        assert list(found) == SPLITS[world_size]
+        for split, (lines, weights) in found.items():
+            assert [line["step"] for line in lines] == list(range(NUM_STEPS + 1)), split
+            assert [line["train/loss"] for line in lines[1:]] == pytest.approx(losses, rel=1e-5), split
+            assert [line["train/grad_norm"] for line in lines[1:]] == pytest.approx(norms, rel=1e-4), split
+            found_evals = {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}
+            assert found_evals == pytest.approx(evals, rel=1e-5), split
+            for name, weight in weights.items():
+                # AdamW divides by the root of tiny second moments, which magnifies fp32 round-off
+                torch.testing.assert_close(
+                    weight, expected[name], rtol=1e-3, atol=1e-5, msg=f"{split} {name}"
+                )
+
+
+def test_the_reference_clips_and_learns(reference):
+    losses, norms, evals, _ = reference
+    assert max(norms) > 0.5
+    assert losses[-1] < losses[0]
+    assert evals[6] < evals[0]
+
+
+def one_step_metrics(topology, model_dir):
+    trainer = build_trainer(topology, model_dir)
+    trainer.run()
+    return trainer.sink[1], trainer.sink[3]
+
+
+def test_a_step_reports_its_learning_rate_and_its_tokens(model_dir):
+    first, third = on_ranks(1, one_step_metrics, model_dir)[0]
+    assert (first["train/learning_rate"], third["train/learning_rate"]) == (0.0, LEARNING_RATE)
+    steps = list(loader(Topology(), rows(21)).steps(0))
+    num_tokens = sum(int(batch.attention_mask.sum()) for batch in steps[0])
+    assert first["train/tokens_per_s"] * first["train/step_s"] == pytest.approx(num_tokens)
+    assert num_tokens < GLOBAL_BATCH * 12
+
+
+def meet_nan(topology, model_dir):
+    trainer = build_trainer(topology, model_dir)
+    batches = next(trainer.remaining_steps())
+    my_ids = [index for batch in batches for index in batch.ids.tolist()]
+    if topology.rank == topology.world_size - 1:
+        # Token 47 occurs nowhere else; its embedding is in the last rank's shard.
+        batches[0].input_ids[1, 0] = 47
+        trainer.model.model.embed_tokens.weight.to_local().detach()[-1] = math.nan
+    before = whole_weights(trainer)
+    with pytest.raises(NonFiniteLoss) as raised:
+        trainer.optimize(batches)
+    after = whole_weights(trainer)
+    same = all(torch.equal(before[name], after[name]) for name in before if "embed" not in name)
+    return str(raised.value), my_ids, same
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_that_is_not_finite_stops_every_rank_and_names_step_rank_and_examples(world_size, model_dir):
+    results = on_ranks(world_size, meet_nan, model_dir)
+    ids = results[-1][1]
+    for text, _, weights_are_unchanged in results:
+        assert text == (
+            f"the loss is nan at step 1 on rank {world_size - 1} (examples {ids}): training stops before the "
+            "weights change. Look at these examples, or lower the learning rate."
+        )
+        assert weights_are_unchanged
+
+
+def meet_infinite_gradient(topology, model_dir):
+    trainer = build_trainer(topology, model_dir)
+    embedding = trainer.model.model.embed_tokens
+
+    def spoil(module, inputs, output):
+        output.register_hook(lambda gradient: gradient * math.inf)
+
+    embedding.register_forward_hook(spoil)
+    before = whole_weights(trainer)
+    with pytest.raises(NonFiniteLoss) as raised:
+        trainer.optimize(next(trainer.remaining_steps()))
+    after = whole_weights(trainer)
+    return str(raised.value), all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_gradient_norm_that_is_not_finite_stops_before_the_weights_change(model_dir):
+    for rank, (text, weights_are_unchanged) in enumerate(on_ranks(2, meet_infinite_gradient, model_dir)):
+        assert text.startswith(f"the gradient norm is nan at step 1 (over all ranks, seen on rank {rank})")
+        assert weights_are_unchanged

@@ -1,0 +1,92 @@
+import json
+import os
+import random
+import signal
+
+import pytest
+import torch
+from rank_processes import on_ranks, save_tiny_llama
+from tiny_runs import NUM_STEPS, build_trainer, whole_weights
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    # Dropout makes the result depend on every rank's random generator.
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"), dropout=0.3)
+
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(topology, model_dir, output, death):
+    """Train from where `output` stands; `death` is (what, rank, step) or None."""
+    import vectorlm.checkpoint.state as state
+
+    trainer = build_trainer(topology, model_dir, output=output, num_micro_batches=2)
+    what, rank, step = death or (None, None, None)
+    optimize, save = trainer.optimize, trainer.store.save
+
+    def optimize_or_die(micro_batches):
+        if trainer.step == step - 1:
+            die()
+        return optimize(micro_batches)
+
+    def save_or_die(at, *args):
+        # Rank 0 dies with everything written but the name, another rank with its own part missing.
+        if at == step and rank == 0:
+            state.folder.finish = die
+        elif at == step:
+            state.capture_rng = die
+        save(at, *args)
+
+    if rank == topology.rank:
+        trainer.optimize = optimize_or_die if what == "step" else optimize
+        trainer.store.save = save_or_die if what == "save" else save
+    resume_step = trainer.store.latest_step()
+    trainer.run(resume_step)
+    return resume_step, whole_weights(trainer)
+
+
+def curve(output):
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    exact = ("step", "train/loss", "train/grad_norm", "train/learning_rate", "eval/loss")
+    return [{name: line[name] for name in exact if name in line} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model_dir, tmp_path_factory):
+    found = {}
+    for world_size in (1, 2):
+        output = tmp_path_factory.mktemp(f"straight{world_size}")
+        found[world_size] = on_ranks(world_size, train, model_dir, output, None)[0][1], curve(output)
+    return found
+
+
+DEATHS = [
+    (world_size, ("step", rank, random.Random(f"{world_size}{rank}").randint(2, NUM_STEPS)))
+    for world_size, rank in ((1, 0), (2, 0), (2, 1))
+] + [(1, ("save", 0, 4)), (2, ("save", 0, 4)), (2, ("save", 1, 2))]
+
+
+@pytest.mark.parametrize(("world_size", "death"), DEATHS)
+def test_a_killed_run_started_again_ends_bit_for_bit_where_the_uninterrupted_one_ends(
+    world_size, death, model_dir, uninterrupted, tmp_path
+):
+    expected, expected_curve = uninterrupted[world_size]
+    _, rank, step = death
+    assert on_ranks(world_size, train, model_dir, tmp_path, death, check=False)[rank] is None
+    last_saved = (step - 1) // 2 * 2 or None
+    for resume_step, weights in on_ranks(world_size, train, model_dir, tmp_path, None):
+        assert resume_step == last_saved
+        for name in expected:
+            assert torch.equal(weights[name], expected[name]), name
+    assert curve(tmp_path) == expected_curve
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]
+
+
+def test_dropout_makes_ranks_and_restarts_differ_unless_generators_are_restored(uninterrupted):
+    assert not torch.equal(uninterrupted[1][0]["lm_head.weight"], uninterrupted[2][0]["lm_head.weight"])

@@ -1,0 +1,93 @@
+"""A trainer over a tiny Llama and 21 short rows, for the tests of the training loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from vectorlm.checkpoint.state import CheckpointStore
+from vectorlm.data.loader import StepLoader
+from vectorlm.model.load import load_model
+from vectorlm.model.schedule import Schedule
+from vectorlm.model.shard import shard_model
+from vectorlm.ranks.topology import Topology
+from vectorlm.telemetry.metrics import JsonlSink
+from vectorlm.trainer import Trainer
+
+LEARNING_RATE, NUM_EPOCHS, GLOBAL_BATCH, SEED = 0.01, 2, 8, 7
+NUM_STEPS = 6  # two epochs of 8 + 8 + 5 rows
+
+
+class ListSink(list):
+    """Keeps what is written, step by step."""
+
+    def write(self, step: int, values: Any) -> None:
+        self.append({"step": step, **values})
+
+
+def rows(num_rows: int, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Rows of 4 to 12 tokens that count upwards; the first three labels are outside the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(num_rows):
+        start, length = torch.randint(0, 36, (1,), generator=generator), torch.randint(4, 13, (1,), generator=generator)
+        tokens = list(range(int(start), int(start + length)))
+        found.append({"input_ids": tokens, "labels": [-100] * 3 + tokens[3:]})
+    return found
+
+
+def loader(topology: Topology, examples: list, *, num_micro_batches: int = 1, shuffle: bool = True) -> StepLoader:
+    """Split the global batch of eight rows over ranks and micro-batches."""
+    return StepLoader(
+        Dataset.from_list(examples),
+        micro_batch_size=GLOBAL_BATCH // topology.world_size // num_micro_batches,
+        num_micro_batches=num_micro_batches,
+        rank=topology.rank,
+        world_size=topology.world_size,
+        seed=SEED,
+        shuffle=shuffle,
+        pad_token_id=0,
+        ignore_index=-100,
+        max_seq_len=16,
+    )
+
+
+def build_trainer(
+    topology: Topology,
+    model_dir: Path,
+    *,
+    strategy: str = "FULL_SHARD",
+    num_micro_batches: int = 1,
+    output: Path | None = None,
+    **more: Any,
+) -> Trainer:
+    """Build the trainer that all tests share; with `output` it keeps checkpoints and metrics there."""
+    model = shard_model(load_model(model_dir), topology, strategy=strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
+    store = None
+    sink: Any = ListSink()
+    if output is not None:
+        store = CheckpointStore(output / "checkpoints", {"seed": SEED})
+        if topology.is_main:
+            sink = JsonlSink(output / "metrics.jsonl", store.latest_step())
+    torch.manual_seed(SEED + topology.rank)
+    return Trainer(
+        model,
+        optimizer,
+        Schedule("linear", optimizer, num_warmup_steps=2, num_steps=NUM_STEPS),
+        loader(topology, rows(21), num_micro_batches=num_micro_batches),
+        loader(topology, rows(11, seed=1), shuffle=False),
+        topology=topology,
+        sink=sink,
+        num_epochs=NUM_EPOCHS,
+        store=store,
+        **{"eval_every": 4, "max_grad_norm": 0.5, "save_every": 2} | more,
+    )
+
+
+def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return the full weights, on every rank."""
+    return {name: parameter.full_tensor().clone() for name, parameter in trainer.model.named_parameters()}
