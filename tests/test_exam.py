@@ -67,13 +67,14 @@ def test_an_exam_asks_with_the_models_weights_marks_first_answers_and_records_al
     assert metrics["weights/publish_s"] == 0.1
     assert metrics["weights/load_s"] == 0.2
     assert metrics["weights/update_s"] == 0.3
-    assert metrics["sampler/tokens_per_s"] * metrics["sampler/generate_s"] == pytest.approx(2)
-    assert said == ["step 40: 1/2 right\n  right: abc</s>\n  wrong: xyz</s>"]
+    assert metrics["sampler/tokens_per_s"] * metrics["sampler/generate_s"] == pytest.approx(8)
+    answer = "</s>" * 4
+    assert said == [f"step 40: 1/2 right\n  right: abc{answer}\n  wrong: xyz{answer}"]
     assert lines(path) == [
         {
             "train_step": 40,
             "prompt": prompt,
-            "options": ["</s>"],
+            "options": [answer],
             "time_taken": metrics["sampler/generate_s"],
             "rewards": [mark],
         }
