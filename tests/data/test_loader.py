@@ -1,0 +1,225 @@
+"""The loader: rows per optimizer step, rank and micro-batch."""
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+
+from vectorlm.data.loader import StepLoader, load_dataset
+from vectorlm.errors import DatasetError
+
+IGNORE = -100
+PAD = 0
+
+
+def make_dataset(num_rows, with_id=True):
+    """Rows of 1 to 5 tokens whose tokens tell the row apart; id is 1000 + row."""
+    rows = [
+        {
+            "input_ids": [10 + i] * (1 + i % 5),
+            "labels": [10 + i] * (1 + i % 5),
+            **({"id": 1000 + i} if with_id else {}),
+        }
+        for i in range(num_rows)
+    ]
+    return Dataset.from_list(rows)
+
+
+def make_loader(
+    dataset, *, rank=0, world_size=1, micro_batch_size=4, num_micro_batches=1, shuffle=True, **other
+):
+    arguments = {"seed": 7, "pad_token_id": PAD, "ignore_index": IGNORE, "max_seq_len": 16} | other
+    return StepLoader(
+        dataset,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        rank=rank,
+        world_size=world_size,
+        shuffle=shuffle,
+        **arguments,
+    )
+
+
+def ids_per_step(dataset, epoch, world_size, micro_batch_size, num_micro_batches, start_step=0):
+    """The set of ids that all ranks together see at each step, fillers left out."""
+    ranks = [
+        make_loader(
+            dataset,
+            rank=rank,
+            world_size=world_size,
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
+        ).steps(epoch, start_step)
+        for rank in range(world_size)
+    ]
+    seen = []
+    for batches_of_ranks in zip(*ranks, strict=True):
+        ids = [i for batches in batches_of_ranks for batch in batches for i in batch.ids.tolist() if i != -1]
+        assert len(ids) == len(set(ids))
+        seen.append(set(ids))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_size", "num_micro_batches"), [(2, 4, 1), (1, 2, 4), (2, 1, 4), (4, 2, 1)]
+)
+def test_a_step_holds_the_same_rows_however_the_global_batch_is_split(
+    world_size, micro_batch_size, num_micro_batches
+):
+    dataset = make_dataset(37)
+    expected = ids_per_step(dataset, 3, 1, 8, 1)
+    assert ids_per_step(dataset, 3, world_size, micro_batch_size, num_micro_batches) == expected
+
+
+def test_every_row_is_seen_once_per_epoch_in_another_order():
+    dataset = make_dataset(37)
+    first, second = (ids_per_step(dataset, epoch, 2, 2, 2) for epoch in (0, 1))
+    assert set.union(*first) == set.union(*second) == {1000 + i for i in range(37)}
+    assert sum(map(len, first)) == sum(map(len, second)) == 37
+    assert first != second
+
+
+def test_seed_and_epoch_do_not_stand_in_for_each_other():
+    dataset = make_dataset(37)
+    orders = [
+        tuple(i for batch in make_loader(dataset, seed=seed).steps(epoch) for i in batch[0].ids.tolist())
+        for seed, epoch in [(0, 0), (0, 1), (1, 0), (1, 1)]
+    ]
+    assert len(set(orders)) == 4
+
+
+def test_a_step_can_be_started_from_without_any_state():
+    dataset = make_dataset(37)
+    loader = make_loader(dataset, rank=1, world_size=2, micro_batch_size=2, num_micro_batches=2)
+    assert len(loader) == 5
+    whole = list(loader.steps(2))
+    rest = list(
+        make_loader(dataset, rank=1, world_size=2, micro_batch_size=2, num_micro_batches=2).steps(
+            2, start_step=3
+        )
+    )
+    assert len(whole) == 5
+    for batches, again in zip(whole[3:], rest, strict=True):
+        for batch, same in zip(batches, again, strict=True):
+            assert torch.equal(batch.input_ids, same.input_ids)
+            assert torch.equal(batch.ids, same.ids)
+
+
+def test_the_last_short_step_is_filled_with_rows_that_count_nowhere():
+    loaders = [
+        make_loader(make_dataset(9), rank=rank, world_size=2, micro_batch_size=2, num_micro_batches=2)
+        for rank in (0, 1)
+    ]
+    for loader in loaders:
+        *_, last = loader.steps(0)
+        assert [batch.ids.shape for batch in last] == [(2,), (2,)]
+        for batch in last:
+            for row in range(2):
+                if batch.ids[row] == -1:
+                    assert (batch.labels[row] == IGNORE).all()
+                    assert (batch.input_ids[row] == PAD).all()
+                    assert batch.attention_mask[row].sum() == 1
+    fillers = [
+        sum((batch.ids == -1).sum().item() for batch in list(loader.steps(0))[-1]) for loader in loaders
+    ]
+    assert fillers == [3, 4]
+
+
+def test_without_shuffling_rows_come_in_order():
+    ids = [batch[0].ids.tolist() for batch in make_loader(make_dataset(6), shuffle=False).steps(5)]
+    assert ids == [[1000, 1001, 1002, 1003], [1004, 1005, -1, -1]]
+
+
+def test_ids_are_the_row_numbers_where_the_dataset_has_none():
+    (first, *_) = make_loader(make_dataset(6, with_id=False), shuffle=False).steps(0)
+    assert first[0].ids.tolist() == [0, 1, 2, 3]
+
+
+def test_rows_are_padded_on_the_right_by_their_true_length_even_when_they_hold_the_pad_token():
+    dataset = Dataset.from_list(
+        [{"input_ids": [5, PAD], "labels": [IGNORE, PAD]}, {"input_ids": [6, 7, 8], "labels": [6, 7, 8]}]
+    )
+    ((batch,),) = make_loader(dataset, micro_batch_size=2, shuffle=False).steps(0)
+    assert batch.input_ids.tolist() == [[5, PAD, PAD], [6, 7, 8]]
+    assert batch.attention_mask.tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert batch.labels.tolist() == [[IGNORE, PAD, IGNORE], [6, 7, 8]]
+    assert {tensor.dtype for tensor in vars(batch).values()} == {torch.int64}
+
+
+def test_rows_are_padded_on_the_left_when_asked():
+    dataset = Dataset.from_list(
+        [{"input_ids": [5], "labels": [5]}, {"input_ids": [6, 7, 8], "labels": [6, 7, 8]}]
+    )
+    ((batch,),) = make_loader(dataset, micro_batch_size=2, shuffle=False, padding_side="left").steps(0)
+    assert batch.input_ids.tolist() == [[PAD, PAD, 5], [6, 7, 8]]
+    assert batch.attention_mask.tolist() == [[0, 0, 1], [1, 1, 1]]
+    assert batch.labels.tolist() == [[IGNORE, IGNORE, 5], [6, 7, 8]]
+
+
+def test_the_datasets_own_attention_mask_is_kept():
+    dataset = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "attention_mask": [0, 1, 1]}])
+    ((batch,),) = make_loader(dataset, micro_batch_size=1).steps(0)
+    assert batch.attention_mask.tolist() == [[0, 1, 1]]
+
+
+@pytest.mark.parametrize("padding_side", ["right", "left"])
+def test_long_rows_are_cut_off_at_their_end(padding_side):
+    dataset = Dataset.from_list(
+        [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}, {"input_ids": [9], "labels": [9]}]
+    )
+    loader = make_loader(dataset, micro_batch_size=2, shuffle=False, max_seq_len=3, padding_side=padding_side)
+    ((batch,),) = loader.steps(0)
+    assert batch.input_ids[0].tolist() == batch.labels[0].tolist() == [1, 2, 3]
+    assert batch.input_ids.shape == (2, 3)
+
+
+def test_a_dataset_without_a_needed_column_is_refused():
+    with pytest.raises(DatasetError) as caught:
+        make_loader(Dataset.from_list([{"text": "a", "input_ids": [1]}]))
+    assert str(caught.value) == (
+        "the dataset has the columns text, input_ids, but lacks labels: "
+        "both input_ids and labels are needed. Preprocess it first."
+    )
+
+
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(DatasetError, match="the dataset has 0 rows: at least one is needed"):
+        make_loader(make_dataset(3).select([]))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input_ids": [1, 2], "labels": [1]},
+        {"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1]},
+        {"input_ids": [], "labels": []},
+    ],
+)
+def test_a_row_whose_columns_do_not_belong_together_is_refused_by_its_id(row):
+    dataset = Dataset.from_list([{"id": 41, **row}, {"id": 42, **row}])
+    with pytest.raises(DatasetError, match="the row with id 41 has"):
+        next(make_loader(dataset, shuffle=False).steps(0))
+
+
+def test_an_unknown_padding_side_is_refused():
+    with pytest.raises(DatasetError, match="padding_side='top' must be 'right' or 'left'"):
+        make_loader(make_dataset(3), padding_side="top")
+
+
+def test_a_saved_dataset_is_loaded(tmp_path):
+    make_dataset(5).save_to_disk(tmp_path / "rows")
+    assert load_dataset(tmp_path / "rows")["id"][:] == [1000, 1001, 1002, 1003, 1004]
+
+
+def test_what_is_no_dataset_is_refused(tmp_path):
+    with pytest.raises(DatasetError, match=r"dataset folder '.*nowhere' does not exist"):
+        load_dataset(tmp_path / "nowhere")
+    with pytest.raises(DatasetError, match="holds no dataset that save_to_disk wrote"):
+        load_dataset(tmp_path)
+
+
+def test_several_splits_are_refused_by_name(tmp_path):
+    DatasetDict({"train": make_dataset(3), "test": make_dataset(2)}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(
+        DatasetError, match=r"holds several datasets, but one is needed\. Use one of '.*splits/train', '"
+    ):
+        load_dataset(tmp_path / "splits")

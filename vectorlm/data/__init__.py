@@ -1,0 +1,1 @@
+"""Data: from text to the batches of each optimizer step."""
