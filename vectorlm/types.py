@@ -57,9 +57,7 @@ class Engine(Protocol):
         """The training step whose weights the engine holds."""
         ...
 
-    def sample(
-        self, prompts: Sequence[Prompt], sampling_params: Any = None
-    ) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[Prompt], sampling_params: Any = None) -> list[list[Completion]]:
         """Return the completions of each prompt, in the order of the prompts."""
         ...
 

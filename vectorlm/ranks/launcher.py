@@ -80,7 +80,9 @@ def _run(payload: bytes, world_size: int, timeout_s: float, scratch: str) -> lis
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
-        raise RankFailed(f"the run was ended by {error.sigval.name}; all {world_size} ranks are gone.") from None
+        raise RankFailed(
+            f"the run was ended by {error.sigval.name}; all {world_size} ranks are gone."
+        ) from None
     return [cloudpickle.loads(results[rank]) for rank in range(world_size)]
 
 
@@ -127,7 +129,9 @@ def _first_failure(error: Any, scratch: str, world_size: int) -> RankFailed:
         return RankFailed(f"rank {rank} of {world_size} was ended by {name} (exit code {failure.exitcode}).")
     faults = read_faults(scratch)
     if not faults:
-        return RankFailed(f"rank {rank} of {world_size} ended with exit code {failure.exitcode} and no error.")
+        return RankFailed(
+            f"rank {rank} of {world_size} ended with exit code {failure.exitcode} and no error."
+        )
     first = faults[0]
     return RankFailed(f"rank {first.rank} of {world_size} raised {first.message}\n\n{first.traceback}")
 

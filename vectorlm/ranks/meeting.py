@@ -59,7 +59,7 @@ class Meeting:
             return [note]
         self._count += 1
         self._store.set(f"place/{self._topology.rank}", place)
-        self._store.set(self._key(self._count, self._topology.rank), pickle.dumps(note))
+        self._store.set(self._key(self._count, self._topology.rank), pickle.dumps(note))  # type: ignore[arg-type]
         keys = [self._key(self._count, rank) for rank in range(self._topology.world_size)]
         self._wait(keys, place)
         notes = [pickle.loads(self._store.get(key)) for key in keys]

@@ -40,9 +40,16 @@ class Topology:
         local_rank = int(variables.get("LOCAL_RANK", rank))
         local_world_size = int(variables.get("LOCAL_WORLD_SIZE", world_size))
         if not 0 <= rank < world_size:
-            raise ValueError(f"RANK={rank} lies outside WORLD_SIZE={world_size}: it must be 0 to {world_size - 1}.")
+            raise ValueError(
+                f"RANK={rank} lies outside WORLD_SIZE={world_size}: it must be 0 to {world_size - 1}."
+            )
         return cls(
-            rank, local_rank, world_size, local_world_size, _device(local_rank), variables.get("TORCHELASTIC_ERROR_FILE")
+            rank,
+            local_rank,
+            world_size,
+            local_world_size,
+            _device(local_rank),
+            variables.get("TORCHELASTIC_ERROR_FILE"),
         )
 
     @property

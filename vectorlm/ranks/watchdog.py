@@ -6,8 +6,10 @@ import os
 import shutil
 import threading
 import time
+from pathlib import Path
 
 POLL_S = 0.25
+REMOVE_WITHIN_S = 3.0
 
 
 def follow_parent(parent_pid: int, scratch: str | None = None) -> None:
@@ -27,5 +29,13 @@ def _follow(parent_pid: int, scratch: str | None) -> None:
     while os.getppid() == parent_pid:
         time.sleep(POLL_S)
     if scratch is not None:
-        shutil.rmtree(scratch, ignore_errors=True)
+        _remove(Path(scratch))
     os._exit(1)
+
+
+def _remove(folder: Path) -> None:
+    """Delete `folder` although siblings do the same at this moment, and may still be writing into it."""
+    deadline = time.monotonic() + REMOVE_WITHIN_S
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(POLL_S / 5)

@@ -59,7 +59,9 @@ class Channel:
         )
         theirs.close()
         self._connection = Connection(ours.detach())
-        self._reader = threading.Thread(target=self._keep_output, args=(log_path,), name="sampler-output", daemon=True)
+        self._reader = threading.Thread(
+            target=self._keep_output, args=(log_path,), name="sampler-output", daemon=True
+        )
         self._reader.start()
         if topology.error_file is not None:
             threading.Thread(target=self._end_rank_with_sampler, name="sampler-watch", daemon=True).start()
@@ -129,7 +131,11 @@ class Channel:
         return EngineDied(f"the sampler process (pid {self.pid}) {how}.\n{self._last_output()}")
 
     def _last_output(self) -> str:
-        return "Its last output:\n" + "".join(f"  {line}" for line in self._lines) if self._lines else "It printed nothing."
+        return (
+            "Its last output:\n" + "".join(f"  {line}" for line in self._lines)
+            if self._lines
+            else "It printed nothing."
+        )
 
     def _keep_output(self, log_path: Path | None) -> None:
         assert self._process.stdout is not None
@@ -164,7 +170,11 @@ def sampler_environment(trainer: Mapping[str, str], scratch: str, on_cpu: bool) 
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
     if on_cpu:
         threads = str(len(os.sched_getaffinity(0)))
-        defaults |= {"OMP_NUM_THREADS": threads, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+        defaults |= {
+            "OMP_NUM_THREADS": threads,
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
     library = str(Path(vectorlm.__file__).parent.parent)
     path = os.pathsep.join([library, kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else [library])
     return {**defaults, **kept, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": path, "TMPDIR": scratch}

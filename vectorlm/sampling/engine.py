@@ -140,7 +140,9 @@ class SamplingEngine:
             RankMismatch, EngineError, HandoffTimeout: As for `sample`.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
-        payload = self._generate("generate", prompts, sampling_params, as_request_outputs=True, use_tqdm=use_tqdm)
+        payload = self._generate(
+            "generate", prompts, sampling_params, as_request_outputs=True, use_tqdm=use_tqdm
+        )
         return [] if payload is None else pickle.loads(payload)
 
     def generate_text(self, prompts: Sequence[Prompt], sampling_params: Any = None) -> list[str]:
@@ -169,12 +171,18 @@ class SamplingEngine:
         if train_step == self._version:
             return UpdateReport(train_step, True, 0, 0.0, 0.0, time.perf_counter() - start)
         publisher = self._connect(model)
-        self._together("begin the update", lambda: self._command(say.BeginUpdate()) if self._channel else None)
+        self._together(
+            "begin the update", lambda: self._command(say.BeginUpdate()) if self._channel else None
+        )
         published_from = time.perf_counter()
         checksums = self._together("publish weights", lambda: self._publish(publisher, model))
         publish_s = time.perf_counter() - published_from
-        totals = [sum(parts) % 2**64 for parts in zip(*checksums, strict=True)] if self._verify_updates else None
-        updated = self._on_main("finish the update", lambda: self._command(say.FinishUpdate(train_step, totals)))
+        totals = (
+            [sum(parts) % 2**64 for parts in zip(*checksums, strict=True)] if self._verify_updates else None
+        )
+        updated = self._on_main(
+            "finish the update", lambda: self._command(say.FinishUpdate(train_step, totals))
+        )
         self._version = train_step
         return UpdateReport(
             train_step, False, publisher.num_bytes, publish_s, updated.load_s, time.perf_counter() - start
@@ -227,7 +235,9 @@ class SamplingEngine:
         began = time.monotonic()
         try:
             while True:
-                message = self._channel.receive(self._timeout_s, f"generating for {len(command.prompts)} prompts")
+                message = self._channel.receive(
+                    self._timeout_s, f"generating for {len(command.prompts)} prompts"
+                )
                 match message:
                     case say.Generated(request, payload) if request == command.request:
                         return payload

@@ -1,11 +1,12 @@
 """The sampler process: a vLLM engine, its step loop, and the commands that arrive between two steps.
 
-Started by `vectorlm.sampling.channel` as ``python -m vectorlm.sampling.process <descriptor> <parent>``, never imported by a
-trainer. A weight update happens between two engine steps by construction.
+`vectorlm.sampling.channel` starts it as ``python -m vectorlm.sampling.process <descriptor> <parent>``; no trainer
+imports it. A weight update happens between two engine steps by construction.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
@@ -92,7 +93,9 @@ class Sampler:
     def begin_update(self) -> say.Paused:
         """Stand still: the ranks write into memory that the engine computes with."""
         if self._groups:
-            raise EngineError(f"an update began while {len(self._groups)} requests were running; wait for them first.")
+            raise EngineError(
+                f"an update began while {len(self._groups)} requests were running; wait for them first."
+            )
         self.paused = True
         return say.Paused()
 
@@ -102,7 +105,9 @@ class Sampler:
         try:
             load_s = self._engine.collective_rpc("vectorlm_load", args=(command.checksums,))[0]
             if not self._engine.reset_prefix_cache():
-                raise EngineError("the prefix cache still holds blocks of the old weights: requests are running.")
+                raise EngineError(
+                    "the prefix cache still holds blocks of the old weights: requests are running."
+                )
         except Exception as error:
             self._stale = error
             raise
@@ -113,7 +118,11 @@ class Sampler:
         outputs = [group.finished[name] for name in group.ids]
         for index, output in enumerate(outputs):
             output.request_id = str(index)
-        return pickle.dumps(outputs) if group.as_request_outputs else pack_outputs(outputs, self._version).to_bytes()
+        return (
+            pickle.dumps(outputs)
+            if group.as_request_outputs
+            else pack_outputs(outputs, self._version).to_bytes()
+        )
 
 
 def serve(connection: Connection) -> None:
@@ -163,17 +172,18 @@ def _portable(error: Exception) -> Exception:
     """Return an error that unpickles in a process without vLLM, with this process's traceback in its text."""
     if isinstance(error, VectorLMError):
         return error
-    return EngineError(f"{type(error).__name__}: {error}\n\nIn the sampler process:\n{traceback.format_exc()}")
+    return EngineError(
+        f"{type(error).__name__}: {error}\n\nIn the sampler process:\n{traceback.format_exc()}"
+    )
 
 
 def main() -> None:
     """Run the process that `vectorlm.sampling.channel` starts."""
     follow_parent(int(sys.argv[2]))
     with Connection(int(sys.argv[1])) as connection:
-        try:
+        # The other end is gone: nothing is left to do and nobody to tell.
+        with contextlib.suppress(EOFError, ConnectionError):
             serve(connection)
-        except (EOFError, ConnectionError):
-            pass
     # vLLM's own teardown can take seconds and has nothing to save.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -73,6 +73,8 @@ def per_prompt(given: Any, count: int) -> list[Any]:
     """Give every prompt its own sampling parameters; a sequence must have one for each."""
     if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
         if len(given) != count:
-            raise ValueError(f"{len(given)} sampling parameters were given for {count} prompts: pass one, or one each.")
+            raise ValueError(
+                f"{len(given)} sampling parameters were given for {count} prompts: pass one, or one each."
+            )
         return [make_sampling_params(each) for each in given]
     return [make_sampling_params(given) for _ in range(count)]

@@ -23,7 +23,12 @@ def checksum(rows: torch.Tensor, first_row: int = 0) -> int:
     """
     if rows.numel() == 0:
         return 0
-    words = rows.detach().contiguous().view(_WORDS[rows.element_size()]).reshape(rows.shape[0] if rows.ndim else 1, -1)
+    words = (
+        rows.detach()
+        .contiguous()
+        .view(_WORDS[rows.element_size()])
+        .reshape(rows.shape[0] if rows.ndim else 1, -1)
+    )
     sums = words.sum(dim=1, dtype=torch.int64)
     places = torch.arange(first_row + 1, first_row + 1 + len(sums), device=sums.device)
     return int((sums * places).sum().item()) % 2**64

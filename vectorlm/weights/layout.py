@@ -37,7 +37,11 @@ class ArenaPlan:
 
 
 def plan_arena(
-    manifest: Sequence[TensorSpec], copies: Sequence[Copy], parameters: Mapping[str, torch.Tensor], *, alias: bool
+    manifest: Sequence[TensorSpec],
+    copies: Sequence[Copy],
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    alias: bool,
 ) -> ArenaPlan:
     """Give every checkpoint tensor a slot; put those that make up one parameter side by side, as they lie in it.
 
@@ -65,7 +69,10 @@ def plan_arena(
         if spec.name not in placed:
             placed[spec.name] = end
             end = _aligned(end + torch.Size(spec.shape).numel() * target[spec.name].element_size())
-    slots = [Slot(spec.name, spec.shape, dtype_name(target[spec.name].dtype), placed[spec.name]) for spec in manifest]
+    slots = [
+        Slot(spec.name, spec.shape, dtype_name(target[spec.name].dtype), placed[spec.name])
+        for spec in manifest
+    ]
     aliased = {each.parameter for each in aliases}
     rest = [copy for copy in copies if copy.parameter not in aliased]
     return ArenaPlan(max(end, ALIGNMENT), tuple(slots), tuple(aliases), tuple(rest))

@@ -6,7 +6,8 @@ it later changes nothing, silently. `keep_plain_weights` stops that; `pack` does
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -24,15 +25,17 @@ def keep_plain_weights() -> None:
     """
     from vllm.model_executor.layers import utils
 
-    def leave_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def leave_plain(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = leave_plain
 
 
-def packable_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def packable_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the layers whose matrix product oneDNN can do, with their names."""
-    heads = {id(module) for name, module in model.named_modules(remove_duplicate=False) if name.endswith("lm_head")}
+    heads = {
+        id(module) for name, module in model.named_modules(remove_duplicate=False) if name.endswith("lm_head")
+    }
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if hasattr(module, "cpu_linear") and weight is not None and weight.ndim == 2:
@@ -50,7 +53,7 @@ def pack(model: torch.nn.Module) -> None:
         layer.cpu_linear = _product(ops.create_onednn_mm(layer.weight.t(), ONEDNN_CACHE_SIZE))
 
 
-def _product(handler: object) -> object:
+def _product(handler: Any) -> Callable[..., torch.Tensor]:
     from vllm import _custom_ops as ops
 
     return lambda x, weight, bias: ops.onednn_mm(handler, x, bias)
@@ -74,4 +77,6 @@ def check_packed(model: torch.nn.Module) -> None:
         if ((packed - plain).abs() > bound).any():
             stale.append(name)
     if stale:
-        raise ChecksumMismatch(f"packed weights of {len(stale)} layers are not those that were sent: {stale}.")
+        raise ChecksumMismatch(
+            f"packed weights of {len(stale)} layers are not those that were sent: {stale}."
+        )

@@ -49,7 +49,9 @@ class Publisher:
         tensors = trainer_tensors(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if shapes != {name: tuple(slot.shape) for name, slot in self._slots.items()}:
-            raise WeightMismatch(_difference(shapes, {name: tuple(slot.shape) for name, slot in self._slots.items()}))
+            raise WeightMismatch(
+                _difference(shapes, {name: tuple(slot.shape) for name, slot in self._slots.items()})
+            )
         for name, slot in self._slots.items():
             rows, first_row = owned_rows(tensors[name], self._topology)
             yield slot.reshape(-1) if slot.ndim == 0 else slot, rows, first_row
@@ -72,7 +74,9 @@ def owned_rows(parameter: torch.Tensor, topology: Topology) -> tuple[torch.Tenso
         return _part(parameter.detach(), 0, topology.local_rank, topology.local_world_size)
     mesh, placements = parameter.device_mesh, parameter.placements
     if not all(isinstance(each, Replicate) or each == Shard(0) for each in placements):
-        raise WeightMismatch(f"a parameter is placed as {placements}: only shards along dimension 0 can be published.")
+        raise WeightMismatch(
+            f"a parameter is placed as {placements}: only shards along dimension 0 can be published."
+        )
     _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     index, count = _twins(parameter, topology)
     return _part(parameter.to_local().detach(), offset[0] if offset else 0, index, count)
@@ -108,7 +112,11 @@ def _part(rows: torch.Tensor, first_row: int, index: int, count: int) -> tuple[t
 def _difference(sent: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> str:
     missing = [name for name in expected if name not in sent]
     surplus = [name for name in sent if name not in expected]
-    reshaped = [f"{name} {sent[name]} for {expected[name]}" for name in sent if expected.get(name, sent[name]) != sent[name]]
+    reshaped = [
+        f"{name} {sent[name]} for {expected[name]}"
+        for name in sent
+        if expected.get(name, sent[name]) != sent[name]
+    ]
     return (
         f"the trainer sends {len(sent)} tensors, the engine was connected for {len(expected)}; "
         f"missing: {missing}; unexpected: {surplus}; other shapes: {reshaped}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ class Receiver:
     made again at each update. On CUDA the weights are copied to the device and only `live` exists.
     """
 
-    def __init__(self, model: torch.nn.Module, kind: str) -> None:
+    def __init__(self, model: Any, kind: str) -> None:
         self._model = model
         self._kind = kind
         self._plan: ArenaPlan | None = None
@@ -91,7 +92,9 @@ class Receiver:
             row_stride = self._sources[copy.source].stride(0) if self._sources[copy.source].ndim else 1
             found[copy.source] += checksum(rows, copy.source_view.offset // max(row_stride, 1))
         wrong = [
-            slot.name for slot, total in zip(self._plan.slots, expected, strict=True) if found[slot.name] % 2**64 != total
+            slot.name
+            for slot, total in zip(self._plan.slots, expected, strict=True)
+            if found[slot.name] % 2**64 != total
         ]
         if wrong:
             raise ChecksumMismatch(
@@ -120,8 +123,8 @@ def _require_all_filled(model: torch.nn.Module, copies: Sequence[Copy]) -> None:
 
 def _padding(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> int:
     """Count the elements of a vocabulary table that vLLM adds to round its size up; no checkpoint fills them."""
-    owner = model.get_submodule(name.rpartition(".")[0])
+    owner: Any = model.get_submodule(name.rpartition(".")[0])
     if not hasattr(owner, "shard_indices"):
         return 0
-    rows = owner.shard_indices.org_vocab_end_index - owner.shard_indices.org_vocab_start_index
+    rows: int = owner.shard_indices.org_vocab_end_index - owner.shard_indices.org_vocab_start_index
     return (parameter.shape[0] - rows) * parameter[0].numel()

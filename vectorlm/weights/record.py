@@ -114,7 +114,9 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         target, source = args[0], args[1]
         if source.untyped_storage()._cdata != self._storage:
-            raise WeightMismatch(f"the engine computes with {self._name!r} while loading it: it cannot be swapped directly.")
+            raise WeightMismatch(
+                f"the engine computes with {self._name!r} while loading it: it cannot be swapped directly."
+            )
         owner, offset = self._owner_of(target)
         source_view = View.of(source, source.storage_offset())
         self.copies.append(Copy(self._name, source_view, owner, View.of(target, offset)))
@@ -135,9 +137,9 @@ def _require_all_used(manifest: Sequence[TensorSpec], copies: Sequence[Copy]) ->
     used = dict.fromkeys((spec.name for spec in manifest), 0)
     for copy in copies:
         used[copy.source] += copy.source_view.count
-    unused = [spec.name for spec in manifest if used[spec.name] < torch.Size(spec.shape).numel()]
+    unused = [f"{spec.name} {spec.shape}" for spec in manifest if used[spec.name] < torch.Size(spec.shape).numel()]
     if unused:
         raise WeightMismatch(
             f"the trainer sends {len(manifest)} tensors, but the engine leaves {len(unused)} of them unused, whole or "
-            f"in part: {unused}. The trainer's model and the engine's are not the same architecture."
+            f"in part: {', '.join(unused)}. The trainer's model and the engine's are not the same architecture."
         )

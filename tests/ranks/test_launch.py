@@ -1,0 +1,109 @@
+import os
+import signal
+import tempfile
+import time
+
+import pytest
+
+import vectorlm
+from vectorlm.errors import HandoffTimeout, LaunchError, RankFailed
+from vectorlm.ranks.meeting import Meeting
+
+
+def exchange(number):
+    """Meet, share and reduce; return what this rank saw."""
+    import torch
+    import torch.distributed as dist
+
+    topology = vectorlm.Topology.from_environment()
+    meeting = Meeting(topology, 30.0, "test")
+    notes = [meeting.gather("note", (topology.rank, turn)) for turn in range(5)]
+    shared = meeting.share("share", b"from rank 0" if topology.is_main else None)
+    total = torch.tensor(topology.rank + number)
+    dist.all_reduce(total)
+    return topology.rank, notes[-1], shared, int(total), torch.get_num_threads()
+
+
+def fail_on_rank_1(how):
+    topology = vectorlm.Topology.from_environment()
+    meeting = Meeting(topology, 3.0 if how == "stay away" else 60.0, "test")
+    meeting.gather("the start")
+    if topology.rank == 1 and how == "raise":
+        raise KeyError("lost")
+    if topology.rank == 1 and how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if topology.rank == 1 and how == "exit":
+        os._exit(3)
+    if topology.rank == 1 and how == "stay away":
+        time.sleep(30)
+    meeting.gather("sampling")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_rank_runs_the_function_and_returns_its_result(world_size):
+    results = vectorlm.launch(exchange, 10, world_size=world_size)
+    total = sum(rank + 10 for rank in range(world_size))
+    for rank, (seen_rank, notes, shared, reduced, threads) in enumerate(results):
+        assert seen_rank == rank
+        assert notes == [(each, 4) for each in range(world_size)]
+        assert shared == b"from rank 0"
+        assert reduced == total
+        assert threads == max(1, len(os.sched_getaffinity(0)) // world_size)
+
+
+def test_a_closure_can_be_launched():
+    word = "here"
+    assert vectorlm.launch(lambda: word, world_size=1) == ["here"]
+
+
+def test_the_first_error_is_reported_with_its_own_traceback():
+    with pytest.raises(
+        RankFailed, match=r"(?s)rank 1 of 2 raised KeyError: 'lost'.*fail_on_rank_1.*KeyError"
+    ):
+        vectorlm.launch(fail_on_rank_1, "raise", world_size=2)
+
+
+def test_a_killed_rank_is_named_not_the_peer_that_lost_it():
+    with pytest.raises(RankFailed, match="rank 1 of 2 was ended by SIGKILL"):
+        vectorlm.launch(fail_on_rank_1, "kill", world_size=2)
+
+
+def test_a_rank_that_leaves_without_a_word_is_named():
+    with pytest.raises(RankFailed, match="rank 1 of 2 ended with exit code 3 and no error"):
+        vectorlm.launch(fail_on_rank_1, "exit", world_size=2)
+
+
+def test_a_rank_that_stays_away_is_named_with_its_last_place():
+    with pytest.raises(
+        RankFailed,
+        match=r"HandoffTimeout: rank 0 reached 'sampling' but rank 1 did not within 3 s \(last meeting of rank 1: the start",
+    ):
+        vectorlm.launch(fail_on_rank_1, "stay away", world_size=2)
+
+
+def test_nothing_is_left_in_the_temp_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    vectorlm.launch(exchange, 1, world_size=1)
+    with pytest.raises(RankFailed):
+        vectorlm.launch(fail_on_rank_1, "raise", world_size=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_ranks_are_refused():
+    with pytest.raises(LaunchError, match="world_size=0 cannot run: it must be at least 1"):
+        vectorlm.launch(exchange, 1, world_size=0)
+
+
+def test_importing_the_package_loads_neither_torch_nor_vllm():
+    import subprocess
+    import sys
+
+    code = "import sys, vectorlm; print([name for name in ('torch', 'vllm') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_a_lone_rank_meets_itself():
+    meeting = Meeting(vectorlm.Topology(), 1.0, "alone")
+    assert meeting.gather("here", 7) == [7]
+    assert meeting.share("there", b"x") == b"x"
+    assert issubclass(HandoffTimeout, TimeoutError)

@@ -1,0 +1,210 @@
+"""One engine, no launcher: `SamplingEngine` as a script or a notebook uses it."""
+
+import pickle
+
+import pytest
+import torch
+from rank_processes import save_tiny_llama
+from swap_cases import GREEDY, compare, perturb, reference_greedy
+from transformers import AutoModelForCausalLM
+
+from vectorlm import SamplingEngine
+from vectorlm.errors import ChecksumMismatch, EngineError, WeightMismatch
+
+LONG_PROMPT = list(range(2, 46)) * 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_llama(
+        tmp_path_factory.mktemp("engine") / "model", tied=True, hidden_size=64, max_length=256
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    with SamplingEngine(
+        str(folder),
+        dtype="float32",
+        receiver="packed",
+        max_model_len=256,
+        kv_cache_memory_bytes=16 << 20,
+        sampling_params=GREEDY,
+        timeout_s=120,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture
+def models(folder):
+    return [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
+
+
+@pytest.fixture
+def next_step(engine):
+    return engine.version + 1
+
+
+def test_before_any_update_it_samples_from_the_checkpoint(folder, models):
+    # An engine of its own: the shared one may hold anything by now.
+    with SamplingEngine(
+        str(folder), dtype="float32", max_model_len=64, kv_cache_memory_bytes=16 << 20
+    ) as fresh:
+        assert fresh.version == -1
+        equal, gap, _ = compare(fresh, models[0])
+        assert all(equal)
+        assert gap < 1e-4
+        assert fresh.receiver == "live"  # what `auto` chooses for a tiny model
+
+
+def test_the_same_step_moves_nothing(engine, models, next_step):
+    first = engine.update(models[0], next_step)
+    perturb(*models, seed=1)
+    again = engine.update(models[0], next_step)
+    assert not first.skipped
+    assert again.skipped
+    assert first.num_bytes == sum(parameter.numel() * 4 for parameter in models[0].parameters())
+    assert again.num_bytes == 0
+
+
+def test_the_prefix_cache_never_serves_old_blocks(engine, models, next_step):
+    engine.update(models[0], next_step)
+    cold, warm = (engine.generate([LONG_PROMPT], GREEDY)[0] for _ in range(2))
+    assert warm.num_cached_tokens > 0, "the prompt was not cached, so this test would prove nothing"
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+    perturb(*models, seed=2)
+    engine.update(models[0], next_step + 1)
+    fresh = engine.generate([LONG_PROMPT], GREEDY)[0]
+    assert fresh.num_cached_tokens == 0
+    assert list(fresh.outputs[0].token_ids) == reference_greedy(models[1], LONG_PROMPT)
+
+
+def test_a_parameter_changed_by_hand_is_caught_and_the_engine_stays_shut_until_a_good_update(
+    engine, models, next_step, monkeypatch
+):
+    engine.update(models[0], next_step)
+    write = type(engine._publisher).write
+
+    def write_and_spoil(publisher, model):
+        write(publisher, model)
+        publisher._slots["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
+
+    monkeypatch.setattr(type(engine._publisher), "write", write_and_spoil)
+    with pytest.raises(
+        ChecksumMismatch, match=r"1 of 29 tensors .*: \['model.layers.1.mlp.up_proj.weight'\]"
+    ):
+        engine.update(models[0], next_step + 1)
+    assert engine.version == next_step
+    with pytest.raises(ChecksumMismatch):
+        engine.sample([[2, 3]])
+    monkeypatch.undo()
+    engine.update(models[0], next_step + 1)
+    assert all(compare(engine, models[0])[0])
+
+
+def test_another_architecture_is_refused_and_the_engine_keeps_its_weights(folder, models):
+    with SamplingEngine(
+        str(folder), dtype="float32", max_model_len=64, kv_cache_memory_bytes=16 << 20
+    ) as fresh:
+        shallow, wide = models[0], AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        del shallow.model.layers[2]
+        with pytest.raises(
+            WeightMismatch, match=r"leave 6 of them unfilled.*model.layers.2.self_attn.qkv_proj.weight"
+        ):
+            fresh.update(shallow, 0)
+        wide.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(64, 50))
+        with pytest.raises(
+            WeightMismatch, match=r"1 of them unused.*model.layers.0.mlp.down_proj.weight \(64, 50\)"
+        ):
+            fresh.update(wide, 0)
+        assert fresh.version == -1
+        assert all(compare(fresh, models[1])[0])
+
+
+def test_prompts_may_be_text_token_ids_or_chat_messages(engine, folder):
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(folder)("abc")["input_ids"]
+    by_text, by_ids = engine.sample(["abc", ids])
+    assert by_text[0].prompt_token_ids == tuple(ids)
+    assert by_text[0].token_ids == by_ids[0].token_ids
+    chat = engine.sample([[{"role": "user", "content": "abc"}]])[0][0]
+    assert chat.prompt_token_ids == tuple(ids)
+
+
+def test_generate_returns_vllms_own_objects(engine):
+    outputs = engine.generate(["abc", "d"], {"n": 3, "temperature": 1.0, "max_tokens": 4, "logprobs": 2})
+    assert type(outputs[0]).__module__ == "vllm.outputs"
+    assert [len(output.outputs) for output in outputs] == [3, 3]
+    assert outputs[0].prompt == "abc"
+    assert outputs[1].request_id == "1"
+    assert len(outputs[0].outputs[2].logprobs) == len(outputs[0].outputs[2].token_ids)
+    assert outputs[0].finished
+
+
+def test_parameters_may_be_given_per_prompt_or_as_vllms_own(engine):
+    from vllm import SamplingParams
+
+    short, long = engine.sample(
+        [[2], [3]], [{"max_tokens": 2, "ignore_eos": True}, {"max_tokens": 5, "ignore_eos": True}]
+    )
+    assert (len(short[0].token_ids), len(long[0].token_ids)) == (2, 5)
+    assert short[0].finish_reason == "length"
+    theirs = engine.sample([[2, 3, 4]], SamplingParams(**GREEDY))
+    assert theirs == engine.sample([[2, 3, 4]], GREEDY)
+    with pytest.raises(EngineError, match="2 sampling parameters were given for 1 prompts"):
+        engine.sample([[2]], [{}, {}])
+
+
+def test_no_prompts_give_no_answers(engine):
+    assert engine.sample([]) == []
+    assert engine.generate([]) == []
+    assert engine.generate_text([]) == []
+
+
+def test_every_token_carries_the_version_that_sampled_it(engine, models, next_step):
+    engine.update(models[0], next_step)
+    completion = engine.sample([[2, 3]])[0][0]
+    assert completion.versions == (next_step,) * len(completion.token_ids)
+
+
+def test_an_error_inside_the_engine_arrives_with_its_traceback_and_the_engine_lives_on(engine):
+    with pytest.raises(
+        EngineError,
+        match=r"(?s)Unexpected keyword.*temprature.*In the sampler process:.*make_sampling_params",
+    ):
+        engine.sample([[2]], {"temprature": 1.0})
+    with pytest.raises(EngineError, match="(?s)In the sampler process"):
+        engine.sample([[2], list(range(2, 40)) * 20])
+    assert len(engine.sample([[2]])[0][0].token_ids) == GREEDY["max_tokens"]
+
+
+def test_an_unknown_engine_argument_is_named(folder):
+    with (
+        SamplingEngine(str(folder), max_modle_len=64) as broken,
+        pytest.raises(EngineError, match="knows no argument 'max_modle_len'"),
+    ):
+        broken.sample([[2]])
+
+
+def test_wrong_arguments_of_the_constructor_are_refused_at_once(folder, tmp_path):
+    with pytest.raises(
+        ValueError, match="receiver='frozen' is not known: it must be one of auto, live, packed"
+    ):
+        SamplingEngine(str(folder), receiver="frozen")
+    with pytest.raises(FileNotFoundError, match="absent does not exist"):
+        SamplingEngine(str(tmp_path / "absent"))
+
+
+def test_a_closed_engine_says_so(folder):
+    engine = SamplingEngine(str(folder))
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match="the engine is closed"):
+        engine.sample([[2]])
+
+
+def test_errors_cross_process_borders_unchanged():
+    error = pickle.loads(pickle.dumps(ChecksumMismatch("a text")))
+    assert isinstance(error, ChecksumMismatch)
+    assert str(error) == "a text"

@@ -1,0 +1,127 @@
+"""What a user sees, and what is left behind, when a part of a run dies."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from rank_processes import save_tiny_llama
+
+SCRIPT = Path(__file__).with_name("fault_script.py")
+GONE_WITHIN_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("faults") / "model", hidden_size=64)
+
+
+class Run:
+    """The script in a session of its own, so that a signal can be sent to all of it as a terminal does."""
+
+    def __init__(self, folder, what, world_size, scratch):
+        self.mark = f"VECTORLM_TEST_MARK={uuid.uuid4().hex}"
+        self.scratch = scratch
+        self.shared_before = set(os.listdir("/dev/shm"))
+        name, value = self.mark.split("=")
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder), what, str(world_size)],
+            env={**os.environ, name: value, "TMPDIR": str(scratch)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_until_sampling_works(self):
+        line = self.process.stdout.readline()
+        assert "sampling works" in line, self.process.stderr.read()
+
+    def outcome(self, timeout_s=60):
+        """Return the exit code and the error text, once all is over and nothing is left."""
+        _, error = self.process.communicate(timeout=timeout_s)
+        self.require_nothing_left()
+        return self.process.returncode, error
+
+    def require_nothing_left(self):
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while any(self.leftovers().values()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert self.leftovers() == {"processes": [], "shared memory": [], "temporary files": []}
+
+    def leftovers(self):
+        return {
+            "processes": self.living(),
+            "shared memory": sorted(set(os.listdir("/dev/shm")) - self.shared_before),
+            "temporary files": sorted(path.name for path in self.scratch.rglob("*")),
+        }
+
+    def living(self):
+        """List the processes that carry this run's mark in their environment."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
+            except OSError:
+                continue
+        return found
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("engine killed", r"EngineDied: the sampler process \(pid \d+\) was ended by SIGKILL"),
+        (
+            "engine killed while training",
+            r"rank 0 of 2 raised EngineDied: the sampler process .* was ended by SIGKILL",
+        ),
+        ("rank 1 killed", r"rank 1 of 2 was ended by SIGKILL"),
+        (
+            "rank 1 raises",
+            r"(?s)rank 1 of 2 raised ValueError: a bad batch.*Traceback.*ValueError: a bad batch",
+        ),
+        (
+            "other prompts",
+            r"RankMismatch: sample needs the same arguments on every rank, but rank 1 differs from rank 0. "
+            r"Rank 0: 1 prompts, the first '\[2, 3\]'; rank 1: 2 prompts, the first '\[2, 3\]'",
+        ),
+        ("other step", r"RankMismatch: update .*Rank 0: train_step=1; rank 1: train_step=2"),
+    ],
+)
+def test_the_cause_is_reported_and_nothing_is_left(folder, tmp_path, what, expected):
+    code, error = Run(folder, what, 2, tmp_path).outcome()
+    assert code == 1
+    assert re.search(expected, error), error
+    assert error.count("Traceback (most recent call last)") <= 4, "a wall of tracebacks"
+
+
+def test_a_silent_engine_is_an_error_within_the_deadline(folder, tmp_path):
+    code, error = Run(folder, "engine frozen", 1, tmp_path).outcome()
+    assert code == 1
+    assert re.search(
+        r"EngineTimeout: the sampler process .* said nothing for 20 s while generating", error
+    ), error
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_an_interrupt_ends_everything(folder, tmp_path, number):
+    run = Run(folder, "wait", 2, tmp_path)
+    run.wait_until_sampling_works()
+    os.killpg(run.process.pid, number)
+    code, error = run.outcome(timeout_s=GONE_WITHIN_S)
+    assert code != 0
+    assert "sampler process" not in error
+    assert error.count("Traceback (most recent call last)") <= 1, error
+
+
+def test_a_launcher_killed_outright_takes_everything_with_it(folder, tmp_path):
+    run = Run(folder, "wait", 2, tmp_path)
+    run.wait_until_sampling_works()
+    run.process.kill()
+    run.outcome(timeout_s=GONE_WITHIN_S)

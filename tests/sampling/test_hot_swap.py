@@ -1,0 +1,33 @@
+import pytest
+from rank_processes import save_tiny_llama
+from swap_cases import consecutive_samples_differ, swap_and_compare
+
+import vectorlm
+
+# Two fp32 paths through three layers differ by a few 1e-6; a stale tensor shows as 1e-2 and more.
+FP32_GAP = 1e-4
+# bf16 keeps 8 bits: with logits of a few units, 0.1 is round-off, and a stale tensor shows as 1 and more.
+BF16_GAP = 0.15
+
+
+@pytest.mark.parametrize("receiver", ["live", "packed"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_after_each_update_the_engine_is_the_trainer(tmp_path, world_size, tied, receiver):
+    folder = save_tiny_llama(tmp_path / "model", tied=tied, hidden_size=64)
+    for rank, seen, versions in vectorlm.launch(
+        swap_and_compare, str(folder), receiver, world_size=world_size
+    ):
+        assert versions == [0, 1, 2]
+        for equal, gap, _ in seen:
+            assert all(equal), f"rank {rank}: greedy completions differ"
+            assert gap < FP32_GAP, f"rank {rank}"
+        assert consecutive_samples_differ(seen), "the updates changed nothing, so equality proves nothing"
+
+
+@pytest.mark.parametrize("receiver", ["live", "packed"])
+def test_a_bf16_engine_follows_an_fp32_trainer(tmp_path, receiver):
+    folder = save_tiny_llama(tmp_path / "model", tied=True, hidden_size=64)
+    for _, seen, _ in vectorlm.launch(swap_and_compare, str(folder), receiver, 2, "bfloat16", world_size=2):
+        assert all(gap < BF16_GAP for _, gap, _ in seen)
+        assert consecutive_samples_differ(seen)

@@ -1,0 +1,197 @@
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from rank_processes import on_ranks, save_tiny_llama
+from safetensors.torch import load_file
+from tiny_runs import rows
+
+from vectorlm.config import load_config, save_config
+from vectorlm.errors import ConfigError
+from vectorlm.finetune import finetune
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    path = tmp_path_factory.mktemp("inputs")
+    save_tiny_llama(path / "model", hidden_size=64)
+    Dataset.from_list(rows(21)).save_to_disk(path / "train")
+    Dataset.from_list(rows(11, seed=1)).save_to_disk(path / "eval")
+    return path
+
+
+def make_config(inputs, output, **changes):
+    path = output.with_suffix(".yaml")
+    path.write_text(
+        f"""
+model: {inputs}/model
+train_parameters:
+  output_dir: {output}
+  max_seq_len: 16
+  epochs: 2
+  seed: 3
+  optimizer: {{lr: 0.01}}
+  warmup_ratio: 0.2
+  gradient_accumulation_steps: 2
+  logging_steps: 3
+  save_frequency: 0.5
+dataset: {{train_bs: 2, eval_bs: 4, train_ds: {inputs}/train, eval_ds: {inputs}/eval}}
+"""
+    )
+    config = load_config(path)
+    return replace(config, train_parameters=replace(config.train_parameters, **changes))
+
+
+def run(topology, config):
+    finetune(config, topology)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_leaves_model_metrics_plot_and_a_config_that_loads_again(inputs, tmp_path):
+    output = tmp_path / "run"
+    config = make_config(inputs, output)
+    on_ranks(2, run, config)
+    names = ["config.yaml", "final-model", "metrics.jsonl", "run.png"]
+    assert sorted(path.name for path in output.iterdir()) == names
+    assert load_config(output / "config.yaml") == config
+    metrics = lines(output / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in metrics if "eval/loss" in line] == [0, 3, 6]
+    assert metrics[-1]["eval/loss"] < metrics[0]["eval/loss"]
+    assert (output / "run.png").read_bytes().startswith(b"\x89PNG")
+    # Two of six steps warm up: transformers' first learning rate is 0.
+    rates = [line["train/learning_rate"] for line in metrics[1:4]]
+    assert rates == pytest.approx([0.0, 0.005, 0.01])
+
+
+def test_low_memory_loading_and_activation_checkpointing_change_no_number(inputs, tmp_path):
+    curves = []
+    for name, changes in (
+        ("plain", {}),
+        ("thrifty", {"low_cpu_mem_usage": True, "use_activation_checkpointing": True}),
+    ):
+        on_ranks(2, run, make_config(inputs, tmp_path / name, **changes))
+        curves.append([line.get("train/loss") for line in lines(tmp_path / name / "metrics.jsonl")])
+    assert curves[0] == curves[1]
+
+
+def test_the_same_command_again_goes_on_and_other_settings_are_refused(inputs, tmp_path):
+    output = tmp_path / "run"
+    config = make_config(inputs, output, checkpointing_enabled=True)
+    on_ranks(2, run, config)
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]
+    weights, metrics = (
+        load_file(output / "final-model" / "model.safetensors"),
+        lines(output / "metrics.jsonl"),
+    )
+    (output / "checkpoints" / "step-00000006").rename(output / "checkpoints" / ".step-00000006.unfinished")
+    on_ranks(2, run, config)
+    again = load_file(output / "final-model" / "model.safetensors")
+    assert all((again[name] == weights[name]).all() for name in weights)
+    assert lines(output / "metrics.jsonl")[:5] == metrics[:5]
+    assert [line["train/loss"] for line in lines(output / "metrics.jsonl")[5:]] == [
+        line["train/loss"] for line in metrics[5:]
+    ]
+    other = make_config(inputs, output, checkpointing_enabled=True, seed=4)
+    with pytest.raises(
+        AssertionError, match=r"CheckpointError: cannot resume from .*: seed was 3 and is 4\."
+    ):
+        on_ranks(2, run, other)
+
+
+def test_adapters_are_trained_and_saved_alone_and_cannot_be_sampled_from_yet(inputs, tmp_path):
+    lora = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+    config = make_config(inputs, tmp_path / "run", lora_peft_config=lora, use_activation_checkpointing=True)
+    on_ranks(2, run, config)
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert metrics[-1]["eval/loss"] < metrics[0]["eval/loss"]
+    adapters = load_file(tmp_path / "run" / "final-model" / "adapter_model.safetensors")
+    assert len(adapters) == 3 * 2 * 2
+    assert all("lora_" in name for name in adapters)
+
+    path = tmp_path / "sampled.yaml"
+    save_config(config, path)
+    sampler = "train_parameters.sampler={sample_frequency: 1, prompts: [a]}"
+    with pytest.raises(ConfigError) as raised:
+        finetune(load_config(path, [sampler]))
+    assert str(raised.value) == (
+        "train_parameters.sampler cannot be used with lora_peft_config yet: the engine takes whole models only. "
+        "Set one of the two to null."
+    )
+
+
+def start(*command):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0")
+
+
+@pytest.mark.parametrize(("launcher", "world_size"), [((), 1), (TORCHRUN, 2)])
+def test_the_plain_example_trains_without_the_sampler_and_says_what_samples(
+    launcher, world_size, inputs, tmp_path
+):
+    config = make_config(inputs, tmp_path / "run")
+    path = tmp_path / "run.yaml"
+    sampler = 'train_parameters.sampler={sample_frequency: 1, prompts: ["abc"]}'
+    done = start(*launcher, "examples/llama_example.py", "--yaml_path", str(path), "--set", sampler)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        f"{path} asks for sampling, which this script leaves out. To sample as well:\n"
+        f"  python examples/llama_example_mp.py --yaml_path {path} --world_size {world_size}\n"
+    )
+    output = Path(config.train_parameters.output_dir)
+    assert (output / "final-model" / "model.safetensors").is_file()
+    assert not (output / "samples.jsonl").exists()
+
+
+def test_the_examples_report_a_mistake_in_one_line(inputs, tmp_path):
+    make_config(inputs, tmp_path / "run")
+    for script in ("examples/llama_example.py", "examples/llama_example_mp.py"):
+        done = start(script, "--yaml_path", str(tmp_path / "run.yaml"), "--set", "model=/nowhere")
+        assert done.returncode == 1
+        assert "ConfigError: " in done.stderr
+        assert "/nowhere" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_last_answers_of_the_engine_are_those_of_the_final_model(inputs, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    output = tmp_path / "run"
+    make_config(inputs, output)
+    sampler = (
+        'train_parameters.sampler={sample_frequency: 4, prompts: ["abc", "xyzk"], vllm_dtype: float32, '
+        "sampling_params: {temperature: 0, max_tokens: 6, ignore_eos: true}, "
+        "engine: {max_model_len: 32, kv_cache_memory_bytes: 16777216}}"
+    )
+    arguments = ("--yaml_path", str(tmp_path / "run.yaml"), "--world_size", "2", "--set", sampler)
+    done = start("examples/llama_example_mp.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    samples = lines(output / "samples.jsonl")
+    assert [sample["train_step"] for sample in samples] == [0, 0, 4, 4, 6, 6]
+    model = AutoModelForCausalLM.from_pretrained(output / "final-model")
+    tokenizer = AutoTokenizer.from_pretrained(output / "final-model")
+    for sample in samples[-2:]:
+        inputs_ = tokenizer(sample["prompt"], return_tensors="pt")
+        rest = model.generate(**inputs_, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+        expected = tokenizer.decode(rest[0, inputs_.input_ids.shape[1] :], skip_special_tokens=True)
+        assert sample["options"] == [expected]
+    assert "step 6: 2 prompts sampled" in done.stderr

@@ -1,0 +1,42 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vectorlm.weights.arena import Arena
+from vectorlm.weights.plan import Slot
+
+
+def test_what_one_process_writes_the_other_reads():
+    arena = Arena.create(256)
+    slot = Slot("w", (3, 4), "float32", 64)
+    child = (
+        "import sys; from vectorlm.weights.arena import Arena; from vectorlm.weights.plan import Slot; "
+        "Arena.open(sys.argv[1], 256).view(Slot('w', (3, 4), 'float32', 64)).fill_(2.5)"
+    )
+    subprocess.run([sys.executable, "-c", child, arena.path], check=True)
+    assert torch.equal(arena.view(slot), torch.full((3, 4), 2.5))
+    assert not arena.bytes[:64].any()
+
+
+def test_the_arena_has_no_name_that_a_crash_could_leave_behind():
+    before = set(os.listdir("/dev/shm"))
+    arena = Arena.create(1 << 20)
+    assert set(os.listdir("/dev/shm")) == before
+    assert "memfd" in os.readlink(arena.path)
+
+
+def test_an_arena_that_is_too_small_is_refused():
+    arena = Arena.create(128)
+    with pytest.raises(ValueError, match="holds 128 bytes, the layout needs 256"):
+        Arena.open(arena.path, 256)
+
+
+def test_a_closed_arena_is_gone():
+    arena = Arena.create(128)
+    arena.close()
+    with pytest.raises(FileNotFoundError):
+        Path(arena.path).stat()

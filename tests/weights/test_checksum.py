@@ -1,0 +1,33 @@
+import torch
+
+from vectorlm.weights.checksum import checksum
+
+
+def test_a_hand_worked_sum():
+    # Rows hold the bit patterns 1+2 and 3+4, weighted by 1 and 2.
+    rows = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
+    assert checksum(rows) == (1 + 2) * 1 + (3 + 4) * 2
+
+
+def test_the_sums_of_shards_add_up_to_the_sum_of_the_whole():
+    whole = torch.randn(7, 5)
+    parts = [checksum(whole[:3]), checksum(whole[3:4], 3), checksum(whole[4:], 4), checksum(whole[:0], 7)]
+    assert sum(parts) % 2**64 == checksum(whole)
+
+
+def test_the_smallest_change_of_one_value_changes_the_sum():
+    whole = torch.randn(6, 4, dtype=torch.bfloat16)
+    changed = whole.clone()
+    changed.view(torch.int16)[5, 3] += 1
+    assert checksum(changed) != checksum(whole)
+
+
+def test_exchanged_rows_change_the_sum():
+    whole = torch.arange(8.0).view(2, 4)
+    assert checksum(whole.flip(0)) != checksum(whole)
+
+
+def test_scalars_and_strided_pieces_count_by_value():
+    whole = torch.randn(4, 6)
+    assert checksum(whole[:, 2:4]) == checksum(whole[:, 2:4].clone())
+    assert checksum(torch.tensor(1.5)) == checksum(torch.tensor([1.5]))

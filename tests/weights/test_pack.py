@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+from vectorlm.errors import ChecksumMismatch
+from vectorlm.weights.pack import check_packed, packable_layers
+
+
+class Layer(torch.nn.Module):
+    """A linear layer as vLLM's CPU backend has it: `cpu_linear` may hold other weights than `weight`."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        packed = weight.clone()
+        self.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, packed, bias)
+
+
+class VocabParallelEmbedding(Layer):
+    """vLLM's embedding table goes by this name."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_packed_from_its_own_weights_passes(dtype):
+    check_packed(torch.nn.Sequential(Layer(torch.randn(64, 96).to(dtype))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_packed_before_its_weights_changed_is_named(dtype):
+    model = torch.nn.Sequential(Layer(torch.randn(64, 96).to(dtype)), Layer(torch.randn(8, 64).to(dtype)))
+    model[1].weight.mul_(1.5)
+    with pytest.raises(ChecksumMismatch, match=r"1 layers are not those that were sent: \['1'\]"):
+        check_packed(model)
+
+
+def test_one_changed_value_is_enough():
+    model = torch.nn.Sequential(Layer(torch.randn(64, 96)))
+    model[0].weight[17, 3] += 0.1
+    with pytest.raises(ChecksumMismatch):
+        check_packed(model)
+
+
+def test_an_embedding_table_is_packed_only_where_it_is_the_head():
+    model = torch.nn.Module()
+    model.embed_tokens = VocabParallelEmbedding(torch.randn(8, 4))
+    assert [name for name, _ in packable_layers(model)] == []
+    model.lm_head = model.embed_tokens
+    assert [name for name, _ in packable_layers(model)] == ["embed_tokens"]

@@ -1,0 +1,77 @@
+import pytest
+import torch
+from rank_processes import on_ranks, save_tiny_llama
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+from vectorlm.errors import WeightMismatch
+from vectorlm.ranks.topology import Topology
+from vectorlm.weights.arena import Arena
+from vectorlm.weights.checksum import checksum
+from vectorlm.weights.plan import Layout, Slot, manifest_of
+from vectorlm.weights.publish import Publisher
+
+
+def layout_for(model, arena_path, dtype="float32"):
+    slots, end = [], 0
+    for spec in manifest_of(model):
+        slots.append(Slot(spec.name, spec.shape, dtype, end))
+        end += -(-slots[-1].num_bytes // 64) * 64
+    return Layout(arena_path, end, tuple(slots))
+
+
+def publish(topology, folder, mesh_shape, path, num_bytes, dtype):
+    """Shard the model, leave its root unsharded by a forward, publish; return this rank's checksums."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    layout = layout_for(model, path, dtype)
+    assert layout.num_bytes <= num_bytes
+    if mesh_shape is not None:
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicas", "shards")[-len(mesh_shape) :])
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        with torch.no_grad():
+            model(torch.tensor([[1, 2, 3]]))
+    publisher = Publisher(layout, topology)
+    publisher.write(model)
+    return publisher.checksums(model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "mesh_shape", [(2,), (2, 1), (1, 2), None], ids=["shards", "replicas", "both", "plain"]
+)
+def test_two_ranks_fill_the_arena_exactly_whatever_the_sharding(tmp_path, mesh_shape, dtype):
+    # 47 rows do not divide by two, so the last shard is a short one.
+    folder = save_tiny_llama(tmp_path / "model", vocab_size=47)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    layout = layout_for(model, "", dtype)
+    arena = Arena.create(layout.num_bytes)
+    sums = on_ranks(2, publish, str(folder), mesh_shape, arena.path, layout.num_bytes, dtype)
+    for slot, tensor, parts in zip(layout.slots, model.parameters(), zip(*sums, strict=True), strict=True):
+        expected = tensor.detach().to(getattr(torch, dtype))
+        assert torch.equal(arena.view(slot), expected), slot.name
+        assert sum(parts) % 2**64 == checksum(expected), slot.name
+
+
+def test_no_two_ranks_write_the_same_row(tmp_path):
+    folder = save_tiny_llama(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole = [checksum(parameter) for parameter in model.parameters()]
+    arena = Arena.create(layout_for(model, "").num_bytes)
+    first, second = on_ranks(2, publish, str(folder), None, arena.path, len(arena.bytes), "float32")
+    # Were both to publish everything, the sums would be twice the whole.
+    assert [(a + b) % 2**64 for a, b in zip(first, second, strict=True)] == whole
+
+
+def test_another_model_is_refused_before_anything_is_written(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path / "a"), dtype=torch.float32)
+    arena = Arena.create(layout_for(model, "").num_bytes)
+    publisher = Publisher(layout_for(model, arena.path), Topology())
+    del model.model.layers[2]
+    with pytest.raises(
+        WeightMismatch, match=r"sends 21 tensors, the engine was connected for 30; missing: \['model.layers.2"
+    ):
+        publisher.write(model)
+    assert not arena.bytes.any()

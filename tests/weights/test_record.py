@@ -1,0 +1,116 @@
+import pytest
+import torch
+
+from vectorlm.errors import WeightMismatch
+from vectorlm.weights.layout import plan_arena
+from vectorlm.weights.plan import TensorSpec
+from vectorlm.weights.record import Copy, View, record_loading
+
+HIDDEN, Q, KV = 4, 6, 2
+
+
+def fused_model():
+    """Parameters as an engine holds them: fused q, k, v; a vocabulary rounded up from 5 rows to 8."""
+    return {
+        "qkv": torch.zeros(Q + 2 * KV, HIDDEN),
+        "embed": torch.zeros(8, HIDDEN),
+        "columns": torch.zeros(3, HIDDEN // 2),
+    }
+
+
+def loader_of(parameters):
+    starts = {"q": (0, Q), "k": (Q, KV), "v": (Q + KV, KV)}
+
+    def load(weights):
+        for name, tensor in weights:
+            if name in starts:
+                start, rows = starts[name]
+                assert tensor.shape == (rows, HIDDEN)
+                parameters["qkv"].narrow(0, start, rows).copy_(tensor)
+            elif name == "embed":
+                parameters["embed"][: len(tensor)].data.copy_(tensor)
+                parameters["embed"][len(tensor) :].data.fill_(0)
+            elif name == "columns":
+                parameters["columns"].copy_(tensor.narrow(1, 2, 2))
+            elif name == "scaled":
+                parameters["columns"].copy_(tensor + 1)
+            else:
+                raise KeyError(name)
+
+    return load
+
+
+MANIFEST = [
+    TensorSpec("k", (KV, HIDDEN)),
+    TensorSpec("q", (Q, HIDDEN)),
+    TensorSpec("embed", (5, HIDDEN)),
+    TensorSpec("v", (KV, HIDDEN)),
+]
+
+
+def test_the_loaders_own_slices_are_recorded_and_no_weight_changes():
+    parameters = fused_model()
+    copies = record_loading(loader_of(parameters), parameters, MANIFEST)
+    assert copies[0] == Copy(
+        "k", View((KV, HIDDEN), (HIDDEN, 1), 0), "qkv", View((KV, HIDDEN), (HIDDEN, 1), Q * HIDDEN)
+    )
+    assert [copy.source for copy in copies] == ["k", "q", "embed", "v"]
+    assert all(bool((parameter == 0).all()) for parameter in parameters.values())
+
+
+def test_recorded_copies_do_what_the_loader_does():
+    loaded, replayed = fused_model(), fused_model()
+    sources = {spec.name: torch.randn(spec.shape) for spec in MANIFEST}
+    loader_of(loaded)(sources.items())
+    for copy in record_loading(loader_of(replayed), replayed, MANIFEST):
+        copy.parameter_view.on(replayed[copy.parameter]).copy_(copy.source_view.on(sources[copy.source]))
+    assert all(torch.equal(loaded[name], replayed[name]) for name in loaded)
+
+
+def test_a_fused_parameter_becomes_one_block_of_the_arena():
+    parameters = fused_model()
+    plan = plan_arena(
+        MANIFEST, record_loading(loader_of(parameters), parameters, MANIFEST), parameters, alias=True
+    )
+    offsets = {slot.name: slot.offset_bytes for slot in plan.slots}
+    assert offsets["k"] - offsets["q"] == Q * HIDDEN * 4
+    assert offsets["v"] - offsets["k"] == KV * HIDDEN * 4
+    assert {alias.parameter for alias in plan.aliases} == {"qkv", "embed"}
+    assert plan.copies == ()
+
+
+def test_a_parameter_made_of_columns_is_copied_not_aliased():
+    parameters = fused_model()
+    # The loader keeps two of four columns, so half of the tensor has nowhere to go: refused in a plan for one rank.
+    with pytest.raises(WeightMismatch, match=r"leaves 1 of them unused, whole or in part: columns \(3, 4\)"):
+        record_loading(loader_of(parameters), parameters, [TensorSpec("columns", (3, HIDDEN))])
+
+
+def test_without_aliasing_every_tensor_has_a_block_of_its_own():
+    parameters = fused_model()
+    copies = record_loading(loader_of(parameters), parameters, MANIFEST)
+    plan = plan_arena(MANIFEST, copies, parameters, alias=False)
+    assert plan.aliases == ()
+    assert list(plan.copies) == copies
+    ends = sorted((slot.offset_bytes, slot.offset_bytes + slot.num_bytes) for slot in plan.slots)
+    assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
+
+
+def test_an_unknown_name_is_an_error_that_says_which():
+    parameters = fused_model()
+    with pytest.raises(
+        WeightMismatch, match=r"'nobody' with shape \(1,\), which the engine's loader rejects: KeyError"
+    ):
+        record_loading(loader_of(parameters), parameters, [TensorSpec("nobody", (1,))])
+
+
+def test_a_wrong_shape_is_an_error_that_says_which():
+    parameters = fused_model()
+    with pytest.raises(WeightMismatch, match=r"'q' with shape \(5, 4\), which the engine's loader rejects"):
+        record_loading(loader_of(parameters), parameters, [TensorSpec("q", (5, HIDDEN))])
+
+
+def test_a_tensor_that_the_loader_computes_with_is_refused():
+    parameters = fused_model()
+    with pytest.raises(WeightMismatch, match="computes with 'scaled' while loading it"):
+        record_loading(loader_of(parameters), parameters, [TensorSpec("scaled", (3, 2))])
