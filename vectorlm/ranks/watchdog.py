@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import threading
 import time
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1
 POLL_S = 0.25
 REMOVE_WITHIN_S = 3.0
 
@@ -22,6 +24,8 @@ def follow_parent(parent_pid: int, scratch: str | None = None) -> None:
         parent_pid: The process to follow, as its child knew it at the start.
         scratch: A folder to delete on the way out, for a parent that was killed could not.
     """
+    # torch's spawn asks the kernel for a signal at the parent's death, which would end us before we tidied up.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
     threading.Thread(target=_follow, args=(parent_pid, scratch), name="follow-parent", daemon=True).start()
 
 
