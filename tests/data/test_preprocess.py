@@ -1,0 +1,223 @@
+"""Preprocessing: from text to rows."""
+
+from itertools import product
+
+import pytest
+from datasets import Dataset, DatasetDict
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from vectorlm.data.loader import StepLoader, load_dataset
+from vectorlm.data.preprocess import load_text, preprocess
+from vectorlm.errors import ConfigError, DatasetError
+
+TEXTS = ["abc", "defgh", "", "ijklmnopq", "r"]
+BOS, EOS, IGNORE = 1, 2, -100
+
+
+def letter_tokenizer(with_special_tokens=True):
+    """A tokenizer of single letters, whose ids are code points."""
+    vocabulary = {"<unk>": 0, "<s>": BOS, "</s>": EOS} | {chr(code): code for code in range(32, 127)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    names = {"bos_token": "<s>", "eos_token": "</s>"} if with_special_tokens else {}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **names)
+
+
+def rows_of(texts, **options):
+    """Preprocess and write each row as letters: ``^`` BOS, ``$`` EOS, ``.`` a label that does not count."""
+    arguments = {"data_field": "text", "max_seq_len": 6} | options
+    dataset = preprocess(Dataset.from_dict({"text": texts}), letter_tokenizer(), **arguments)
+    names = {BOS: "^", EOS: "$", arguments.get("ignore_index", IGNORE): "."}
+
+    def spell(ids):
+        return "".join(names.get(i) or chr(i) for i in ids)
+
+    assert dataset["id"][:] == list(range(len(dataset)))
+    for row in dataset:
+        assert row["attention_mask"] == [1] * len(row["input_ids"])
+    return [(spell(row["input_ids"]), spell(row["labels"])) for row in dataset]
+
+
+def test_without_packing_each_text_is_a_row():
+    assert rows_of(TEXTS[:3]) == [("^abc$", ".abc$"), ("^defgh$", ".defgh$")]
+    assert rows_of(TEXTS[:3], add_bos_eos_tokens=False) == [("abc", "abc"), ("defgh", "defgh")]
+
+
+def test_truncation_cuts_tokens_and_labels_alike():
+    assert rows_of(["abc", "defghij"], truncate=True) == [("^abc$", ".abc$"), ("^defgh", ".defgh")]
+    assert rows_of(["a:bcdefgh"], truncate=True, seperator=":") == [("^a:bcd", "...bcd")]
+
+
+def test_partial_packing_cuts_each_text_by_itself():
+    assert rows_of(TEXTS, packing_type="partial") == [
+        ("^abc$", ".abc$"),
+        ("^defg$", ".defg."),
+        ("^h$", ".h$"),
+        ("^ijkl$", ".ijkl."),
+        ("^mnop$", ".mnop."),
+        ("^q$", ".q$"),
+        ("^r$", ".r$"),
+    ]
+
+
+def test_a_text_that_just_fits_is_one_chunk_with_its_end():
+    for packing_type in ("partial", "full"):
+        assert rows_of(["abcd"], packing_type=packing_type) == [("^abcd$", ".abcd$")]
+        assert rows_of(["abcd", "e"], packing_type=packing_type) == [("^abcd$", ".abcd$"), ("^e$", ".e$")]
+
+
+def test_full_packing_joins_texts_and_leaves_no_room_but_at_the_very_end():
+    assert rows_of(TEXTS, packing_type="full", add_bos_eos_tokens=False) == [
+        ("abcdef", "abcdef"),
+        ("ghijkl", "ghijkl"),
+        ("mnopqr", "mnopqr"),
+    ]
+    assert rows_of(TEXTS, packing_type="full", max_seq_len=8) == [
+        ("^abc$de$", ".abc$de."),
+        ("^fgh$ij$", ".fgh$ij."),
+        ("^klmnop$", ".klmnop."),
+        ("^q$r$", ".q$r$"),
+    ]
+
+
+def test_an_overlap_is_shown_again_but_counts_once():
+    assert rows_of(["abcdefgh", "xy"], packing_type="partial", overlap=2) == [
+        ("^abcd$", ".abcd."),
+        ("^cdef$", "...ef."),
+        ("^efgh$", "...gh$"),
+        ("^xy$", ".xy$"),
+    ]
+    assert rows_of(["abcdefgh", "xy"], packing_type="full", overlap=2, add_bos_eos_tokens=False) == [
+        ("abcdef", "abcdef"),
+        ("efghxy", "..ghxy"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("packing_type", "overlap", "with_special_tokens", "max_seq_len"),
+    list(product(["partial", "full"], [0, 1, 3], [True, False], [6, 7, 11, 50])),
+)
+def test_packing_neither_loses_nor_repeats_a_token_in_the_loss(
+    packing_type, overlap, with_special_tokens, max_seq_len
+):
+    texts = ["p:" + "abcdefghijklmnopqrstuvwxyz"[:length] for length in [1, 9, 4, 0, 26, 5, 3]]
+    options = {"packing_type": packing_type, "overlap": overlap, "add_bos_eos_tokens": with_special_tokens}
+    rows = rows_of(texts, seperator=":", max_seq_len=max_seq_len, **options)
+    end = "$" if with_special_tokens else ""
+    counted = "".join(label for _, labels in rows for label in labels if label != ".")
+    assert counted == "".join(text[2:] + end for text in texts)
+    assert max(len(tokens) for tokens, _ in rows) <= max_seq_len
+    for tokens, labels in rows:
+        assert all(label in (token, ".") for token, label in zip(tokens, labels, strict=True))
+        assert not with_special_tokens or (tokens[0] == "^" and tokens[-1] == "$" and "^" not in tokens[1:])
+
+
+def test_the_prompt_up_to_the_first_separator_is_left_out_of_the_loss():
+    assert rows_of(["ab:c:d"], seperator=":", max_seq_len=20) == [("^ab:c:d$", "....c:d$")]
+    assert rows_of(["cd"], seperator=":", pre_pend="ab:", max_seq_len=20) == [("^ab:cd$", "....cd$")]
+
+
+def test_the_prompt_is_left_out_across_chunks_too():
+    assert rows_of(["abcdef:gh"], seperator=":", packing_type="partial") == [
+        ("^abcd$", "......"),
+        ("^ef:g$", "....g."),
+        ("^h$", ".h$"),
+    ]
+
+
+def test_pre_pended_text_counts_like_the_text_itself_without_a_separator():
+    assert rows_of(["b"], pre_pend="a") == [("^ab$", ".ab$")]
+
+
+def test_the_ignore_index_is_the_one_asked_for():
+    dataset = preprocess(
+        Dataset.from_dict({"text": ["a:b"]}),
+        letter_tokenizer(),
+        data_field="text",
+        max_seq_len=9,
+        seperator=":",
+        ignore_index=-1,
+    )
+    assert dataset[0]["labels"] == [-1, -1, -1, ord("b"), EOS]
+
+
+def test_a_text_without_the_separator_is_refused_by_its_row():
+    with pytest.raises(DatasetError) as caught:
+        rows_of(["a:b", "cd"], seperator=":")
+    assert str(caught.value) == (
+        "row 1 ('cd') does not contain the separator ':': every text must. Correct `seperator`, or remove the row."
+    )
+
+
+def test_a_row_without_text_is_refused():
+    with pytest.raises(DatasetError, match="row 1 holds None: it must be text"):
+        rows_of(["a", None])
+
+
+def test_a_missing_column_is_refused_with_those_there_are():
+    with pytest.raises(DatasetError) as caught:
+        rows_of(["a"], data_field="txet")
+    assert str(caught.value) == "the dataset has no column 'txet': data_field must be one of text."
+
+
+def test_a_dataset_of_nothing_but_empty_texts_is_refused():
+    with pytest.raises(DatasetError, match="no row is left after preprocessing"):
+        rows_of(["", ""])
+
+
+def test_special_tokens_that_the_tokenizer_lacks_are_refused_unless_not_asked_for():
+    dataset, tokenizer = Dataset.from_dict({"text": ["ab"]}), letter_tokenizer(with_special_tokens=False)
+    with pytest.raises(ConfigError, match="the tokenizer has no bos_token and no eos_token"):
+        preprocess(dataset, tokenizer, data_field="text", max_seq_len=6)
+    rows = preprocess(dataset, tokenizer, data_field="text", max_seq_len=6, add_bos_eos_tokens=False)
+    assert rows[0]["input_ids"] == [ord("a"), ord("b")]
+
+
+@pytest.mark.parametrize("overlap", [4, 5, -1])
+def test_an_overlap_that_leaves_no_room_is_refused(overlap):
+    with pytest.raises(ConfigError, match=f"overlap={overlap} leaves no room .* between 0 and 3"):
+        rows_of(["abc"], packing_type="full", overlap=overlap)
+
+
+def test_what_is_saved_can_be_trained_on(tmp_path):
+    dataset = preprocess(
+        Dataset.from_dict({"text": TEXTS}),
+        letter_tokenizer(),
+        data_field="text",
+        max_seq_len=6,
+        packing_type="full",
+    )
+    dataset.save_to_disk(tmp_path / "rows")
+    loader = StepLoader(
+        load_dataset(tmp_path / "rows"),
+        micro_batch_size=4,
+        num_micro_batches=1,
+        rank=0,
+        world_size=1,
+        seed=0,
+        shuffle=False,
+        pad_token_id=0,
+        ignore_index=IGNORE,
+        max_seq_len=6,
+    )
+    (batch,) = next(loader.steps(0))
+    for row, input_ids, labels in zip(dataset, batch.input_ids.tolist(), batch.labels.tolist(), strict=False):
+        length = len(row["input_ids"])
+        assert (input_ids[:length], labels[:length]) == (row["input_ids"], row["labels"])
+    assert batch.ids.tolist() == [0, 1, 2, 3]
+
+
+def test_text_is_loaded_from_disk_with_its_split(tmp_path):
+    dataset = Dataset.from_dict({"text": ["a"]})
+    dataset.save_to_disk(tmp_path / "one")
+    DatasetDict({"train": dataset, "test": dataset}).save_to_disk(tmp_path / "two")
+    assert load_text(str(tmp_path / "one"))["text"][:] == ["a"]
+    assert load_text(str(tmp_path / "two"), split="test")["text"][:] == ["a"]
+    with pytest.raises(
+        DatasetError, match=r"holds several splits, and split=None is none of them\. Use one of train, test"
+    ):
+        load_text(str(tmp_path / "two"))
+    with pytest.raises(DatasetError, match="with from_disk it must be one that save_to_disk wrote"):
+        load_text(str(tmp_path / "three"))
