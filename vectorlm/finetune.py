@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import set_seed
+from transformers.utils.logging import disable_progress_bar
 
 from vectorlm.checkpoint.export import export_model
 from vectorlm.checkpoint.state import CheckpointStore
@@ -57,6 +59,8 @@ def finetune(config: Config, topology: Topology | None = None) -> None:
             "train_parameters.sampler cannot be used with lora_peft_config yet: the engine takes whole "
             "models only. Set one of the two to null."
         )
+    # The run has one progress bar, its own.
+    disable_progress_bar()
     with ExitStack() as stack:
         stack.enter_context(_process_group(topology))
         # First of all: the engine loads in its own process while the ranks load the model.
@@ -179,8 +183,6 @@ def _loader(
 
 def _sharded_model(config: Config, topology: Topology) -> nn.Module:
     """Load, adapt and shard the model; afterwards every rank draws its own random numbers."""
-    from transformers import set_seed
-
     settings = config.train_parameters
     set_seed(settings.seed)
     is_empty = settings.low_cpu_mem_usage and not topology.is_main
