@@ -16,7 +16,7 @@ def exchange(number):
     import torch.distributed as dist
 
     topology = vectorlm.Topology.from_environment()
-    meeting = Meeting(topology, 30.0, "test")
+    meeting = Meeting(topology, 30.0)
     notes = [meeting.gather("note", (topology.rank, turn)) for turn in range(5)]
     shared = meeting.share("share", b"from rank 0" if topology.is_main else None)
     total = torch.tensor(topology.rank + number)
@@ -24,9 +24,21 @@ def exchange(number):
     return topology.rank, notes[-1], shared, int(total), torch.get_num_threads()
 
 
+def meet_in_turn():
+    """Hold one meeting after another, as engines that follow each other do; return what the last one gathered."""
+    topology = vectorlm.Topology.from_environment()
+    for turn in range(3):
+        meeting = Meeting(topology, 30.0)
+        for number in range(7):
+            meeting.share("share", bytes([turn, number]) if topology.is_main else None)
+            notes = meeting.gather("note", (turn, number, topology.rank))
+            assert notes == [(turn, number, rank) for rank in range(topology.world_size)]
+    return notes, meeting._store.num_keys()
+
+
 def fail_on_rank_1(how):
     topology = vectorlm.Topology.from_environment()
-    meeting = Meeting(topology, 3.0 if how == "stay away" else 60.0, "test")
+    meeting = Meeting(topology, 3.0 if how == "stay away" else 60.0)
     meeting.gather("the start")
     if topology.rank == 1 and how == "raise":
         raise KeyError("lost")
@@ -49,6 +61,13 @@ def test_every_rank_runs_the_function_and_returns_its_result(world_size):
         assert shared == b"from rank 0"
         assert reduced == total
         assert threads == max(1, len(os.sched_getaffinity(0)) // world_size)
+
+
+def test_meetings_do_not_hear_each_other_and_leave_no_keys_behind():
+    results = vectorlm.launch(meet_in_turn, world_size=2)
+    assert [notes for notes, _ in results] == [[(2, 6, 0), (2, 6, 1)]] * 2
+    # Three meetings of 14 exchanges; only the last of each, the places and torch's own keys may remain.
+    assert all(num_keys < 40 for _, num_keys in results)
 
 
 def test_a_closure_can_be_launched():
@@ -103,7 +122,7 @@ def test_importing_the_package_loads_neither_torch_nor_vllm():
 
 
 def test_a_lone_rank_meets_itself():
-    meeting = Meeting(vectorlm.Topology(), 1.0, "alone")
+    meeting = Meeting(vectorlm.Topology(), 1.0)
     assert meeting.gather("here", 7) == [7]
     assert meeting.share("there", b"x") == b"x"
     assert issubclass(HandoffTimeout, TimeoutError)

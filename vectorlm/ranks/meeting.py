@@ -26,21 +26,24 @@ class Meeting:
     did last. The gloo group is the meeting's own, so traffic here never mixes with the trainer's collectives.
     """
 
-    def __init__(self, topology: Topology, timeout_s: float, name: str) -> None:
+    def __init__(self, topology: Topology, timeout_s: float) -> None:
         self._topology = topology
         self._timeout_s = timeout_s
         self._count = 0
+        self._posted: list[str] = []
         self._store: dist.Store | None = None
         self._group: dist.ProcessGroup | None = None
         if topology.world_size > 1:
-            self._connect(name)
+            self._connect()
 
-    def _connect(self, name: str) -> None:
+    def _connect(self) -> None:
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
-        self._store = dist.PrefixStore(f"vectorlm/{name}", _get_default_store())
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+        # torch numbers groups alike on every rank, so no two meetings of a run share keys.
+        name = self._group.group_name
+        self._store = dist.PrefixStore(f"vectorlm/{name}", _get_default_store())
 
     def gather(self, place: str, note: Any = None) -> list[Any]:
         """Wait until every rank is at `place`, and return what each of them brought.
@@ -57,15 +60,15 @@ class Meeting:
         """
         if self._store is None:
             return [note]
-        self._count += 1
-        self._store.set(f"place/{self._topology.rank}", place)
-        self._store.set(self._key(self._count, self._topology.rank), pickle.dumps(note))  # type: ignore[arg-type]
-        keys = [self._key(self._count, rank) for rank in range(self._topology.world_size)]
+        keys = self._open(place)
+        self._post(keys[self._topology.rank], pickle.dumps(note))
         self._wait(keys, place)
         notes = [pickle.loads(self._store.get(key)) for key in keys]
-        # Everybody has read the meeting before last, or would not have come to this one.
-        if self._count > 2:
-            self._store.delete_key(self._key(self._count - 2, self._topology.rank))
+        # Everybody is here, so everybody has read what was posted before.
+        *read, now = self._posted
+        for key in read:
+            self._store.delete_key(key)
+        self._posted = [now]
         return notes
 
     def share(self, place: str, message: bytes | None = None) -> bytes:
@@ -80,12 +83,10 @@ class Meeting:
         import torch
         import torch.distributed as dist
 
-        self._count += 1
-        self._store.set(f"place/{self._topology.rank}", place)
-        key = self._key(self._count, 0)
+        key = self._open(place)[0]
         if self._topology.is_main:
             assert message is not None
-            self._store.set(key, str(len(message)))
+            self._post(key, str(len(message)))
             payload = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         else:
             self._wait_for_main(key, place)
@@ -97,6 +98,18 @@ class Meeting:
         """Tell the ranks that wait in `share` that rank 0 is alive and making progress."""
         if self._store is not None:
             self._store.add("life", 1)
+
+    def _open(self, place: str) -> list[str]:
+        """Say where this rank is, and return the keys of the next meeting, by rank."""
+        assert self._store is not None
+        self._count += 1
+        self._store.set(f"place/{self._topology.rank}", place)
+        return [f"{self._count}/{rank}" for rank in range(self._topology.world_size)]
+
+    def _post(self, key: str, value: str | bytes) -> None:
+        assert self._store is not None
+        self._store.set(key, value)  # type: ignore[arg-type]
+        self._posted.append(key)
 
     def _wait(self, keys: list[str], place: str) -> None:
         assert self._store is not None
@@ -135,10 +148,6 @@ class Meeting:
                     f"rank {self._topology.rank} waited for rank 0 at {place!r}, which has shown no life "
                     f"for {self._timeout_s:g} s."
                 )
-
-    @staticmethod
-    def _key(count: int, rank: int) -> str:
-        return f"{count}/{rank}"
 
 
 def _ranks(ranks: list[int]) -> str:

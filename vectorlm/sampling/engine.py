@@ -79,7 +79,7 @@ class SamplingEngine:
         self._verify_updates = verify_updates
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
-        self._meeting = Meeting(self._topology, timeout_s, "engine")
+        self._meeting = Meeting(self._topology, timeout_s)
         self._version = -1
         self._requests = 0
         self._receiver: str | None = None

@@ -1,0 +1,98 @@
+"""vLLM as it comes, in a process of its own: the baseline of the swap and sampling benchmarks.
+
+Started by them with the sampler's environment, as ``bare_vllm.py MODEL TASK``; answers each line on stdin with a
+line of JSON on stdout. TASK is `load_weights` (plain weights), `reload_weights` (packed, vLLM's default) or
+`generate`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
+
+
+class BareVLLM:
+    """The benchmark's end of the line."""
+
+    def __init__(self, model: Path, task: str) -> None:
+        from vectorlm.sampling.channel import sampler_environment
+
+        environment = sampler_environment(os.environ, tempfile.gettempdir(), on_cpu=True)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(model), task],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        self.start_s = self._answer()
+
+    def ask(self, **question: Any) -> Any:
+        """Send one question and return the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.wait()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("ANSWER "):
+                return json.loads(line.removeprefix("ANSWER "))
+        raise RuntimeError("bare vLLM died; run it by hand to see why")
+
+
+def _serve(model: str, task: str) -> None:
+    start = time.perf_counter()
+    if task == "load_weights":
+        from vectorlm.weights.pack import keep_plain_weights
+
+        keep_plain_weights()
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model, skip_tokenizer_init=True, disable_log_stats=True, **ENGINE)
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    if task != "generate":
+        from transformers import AutoModelForCausalLM
+
+        weights = [
+            (name, each.detach())
+            for name, each in AutoModelForCausalLM.from_pretrained(model).named_parameters()
+        ]
+    _tell(time.perf_counter() - start)
+    for line in sys.stdin:
+        question = json.loads(line)
+        prompts = [{"prompt_token_ids": ids} for ids in question.get("prompts", [])]
+        began = time.perf_counter()
+        if task == "load_weights":
+            for pair in weights:
+                runner.get_model().load_weights([pair])
+        elif task == "reload_weights":
+            runner.reload_weights(weights_iterator=iter(weights))
+        else:
+            llm.generate(
+                prompts, SamplingParams(detokenize=False, **question["sampling_params"]), use_tqdm=False
+            )
+        _tell(time.perf_counter() - began)
+
+
+def _tell(value: Any) -> None:
+    print("ANSWER " + json.dumps(value), flush=True)
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])

