@@ -6,25 +6,25 @@ and a gathering trainer would need. Run: python benchmarks/hot_swap.py
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bare_vllm import BareVLLM
 from bench_model import save_bench_model
-from report import median_s, write_result
+from report import write_result
 
 import vectorlm
 
-REPEATS = 15
+REPEATS, WARMUP = 25, 3
 
 
-def on_rank(folder: str) -> dict[str, float]:
-    """Measure everything that needs the ranks; every rank runs this."""
+def on_rank(folder: str) -> dict[str, tuple[float, float]]:
+    """Measure everything that needs the ranks; return (seconds, seconds of a memcpy in the same loop) by name."""
     import torch
-    import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -35,7 +35,8 @@ def on_rank(folder: str) -> dict[str, float]:
         fully_shard(block)
     fully_shard(model)
     num_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
-    measured = {"num_bytes": num_bytes, "memcpy": _memcpy_s(num_bytes)}
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
+    measured: dict[str, tuple[float, float]] = {}
     for receiver in ("live", "packed"):
         for verify in (False, True):
             name = f"{receiver}, verified" if verify else receiver
@@ -43,26 +44,34 @@ def on_rank(folder: str) -> dict[str, float]:
                 folder, receiver=receiver, verify_updates=verify, dtype="float32", max_model_len=512,
                 kv_cache_memory_bytes=64 << 20,
             ) as engine:  # fmt: skip
-                reports = [engine.update(model, step) for step in range(REPEATS + 3)][3:]
-            measured[name] = statistics.median(report.publish_s + report.load_s for report in reports)
-            measured[f"{name}, as the caller waits"] = statistics.median(report.total_s for report in reports)
-    dist.barrier()
-    measured["full_tensor() per parameter (gather only)"] = median_s(
-        lambda: [parameter.full_tensor() for parameter in model.parameters()], REPEATS
+                reports, memcpy_s = alternate(lambda step: engine.update(model, step), source, target)
+            measured[name] = median(report.publish_s + report.load_s for report in reports), memcpy_s
+            measured[f"{name}, as the caller waits"] = median(report.total_s for report in reports), memcpy_s
+    times, memcpy_s = alternate(
+        lambda step: timed(lambda: [each.full_tensor() for each in model.parameters()]), source, target
     )
-    measured["memcpy again"] = _memcpy_s(num_bytes)
+    measured["full_tensor() per parameter (gather only)"] = median(times), memcpy_s
     return measured
 
 
-def _memcpy_s(num_bytes: int) -> float:
-    """Return the seconds of one copy by one thread of rank 0, while the other rank waits."""
-    import torch
+def alternate(work: Callable[[int], Any], source: Any, target: Any) -> tuple[list[Any], float]:
+    """Call `work(step)` on all ranks in turn with one memcpy by one thread of rank 0; return results and its median."""
     import torch.distributed as dist
 
-    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
-    seconds = median_s(lambda: target.copy_(source), REPEATS) if dist.get_rank() == 0 else 0.0
-    dist.barrier()
-    return seconds
+    results, copies = [], []
+    for step in range(REPEATS + WARMUP):
+        dist.barrier()
+        copies.append(timed(lambda: target.copy_(source)) if dist.get_rank() == 0 else 0.0)
+        dist.barrier()
+        results.append(work(step))
+    return results[WARMUP:], median(copies[WARMUP:])
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Return the seconds that `work` takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def restart_s(folder: Path, scratch: Path) -> float:
@@ -84,16 +93,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = save_bench_model(Path(scratch) / "model")
         measured = vectorlm.launch(on_rank, str(folder), world_size=2)[0]
+        memcpy_s = median(copy for _, copy in measured.values())
         for task in ("load_weights", "reload_weights"):
             bare = BareVLLM(folder, task)
-            times = [bare.ask() for _ in range(REPEATS + 3)][3:]
+            times = [bare.ask() for _ in range(REPEATS + WARMUP)][WARMUP:]
             bare.close()
-            measured[f"vLLM {task}, tensors in its own process"] = statistics.median(times)
-        measured["engine restart"] = restart_s(folder, Path(scratch) / "saved")
-    num_bytes, memcpy = measured.pop("num_bytes"), (measured["memcpy"] + measured["memcpy again"]) / 2
-    rows = [
-        {"what": name, "ms": round(1000 * seconds, 1), "x memcpy": round(seconds / memcpy, 2)}
-        for name, seconds in measured.items()
+            measured[f"vLLM {task}, tensors in its own process"] = median(times), memcpy_s
+        measured["engine restart"] = restart_s(folder, Path(scratch) / "saved"), memcpy_s
+        num_bytes = (folder / "model.safetensors").stat().st_size
+    rows = [{"what": "memcpy", "ms": round(1000 * memcpy_s, 1), "x memcpy": 1.0}]
+    rows += [
+        {"what": name, "ms": round(1000 * seconds, 1), "x memcpy": round(seconds / copy, 2)}
+        for name, (seconds, copy) in measured.items()
     ]
     setting = {
         "world_size": 2,

@@ -6,11 +6,9 @@ import json
 import os
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -54,17 +52,6 @@ def write_result(name: str, setting: dict[str, Any], rows: list[dict[str, Any]])
     for row in [dict(zip(columns, columns, strict=True)), *rows]:
         cells = (str(row.get(column, "")).ljust(width) for column, width in zip(columns, widths, strict=True))
         print("  ".join(cells).rstrip())
-
-
-def median_s(work: Callable[[], Any], repeats: int, warmup: int = 3) -> float:
-    """Return the median of the seconds that `work` takes, after some unmeasured runs."""
-    times = []
-    for turn in range(warmup + repeats):
-        start = time.perf_counter()
-        work()
-        if turn >= warmup:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def _processor() -> str:

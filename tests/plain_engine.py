@@ -38,7 +38,9 @@ class PlainEngine:
 
     def _complete(self, prompt: str) -> Completion:
         inputs = self._tokenizer(prompt, return_tensors="pt")
-        rest = self._model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs.input_ids.shape[1] :]
+        rest = self._model.generate(**inputs, max_new_tokens=4, do_sample=False)[
+            0, inputs.input_ids.shape[1] :
+        ]
         ids, prompt_ids = rest.tolist(), inputs.input_ids[0].tolist()
         text = self._tokenizer.decode(ids).replace(" ", "")
         return Completion(tuple(prompt_ids), tuple(ids), (), (self.version,) * len(ids), text, "length")

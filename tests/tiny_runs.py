@@ -33,13 +33,18 @@ def rows(num_rows: int, seed: int = 0) -> list[dict[str, list[int]]]:
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(num_rows):
-        start, length = torch.randint(0, 36, (1,), generator=generator), torch.randint(4, 13, (1,), generator=generator)
+        start, length = (
+            torch.randint(0, 36, (1,), generator=generator),
+            torch.randint(4, 13, (1,), generator=generator),
+        )
         tokens = list(range(int(start), int(start + length)))
         found.append({"input_ids": tokens, "labels": [-100] * 3 + tokens[3:]})
     return found
 
 
-def loader(topology: Topology, examples: list, *, num_micro_batches: int = 1, shuffle: bool = True) -> StepLoader:
+def loader(
+    topology: Topology, examples: list, *, num_micro_batches: int = 1, shuffle: bool = True
+) -> StepLoader:
     """Split the global batch of eight rows over ranks and micro-batches."""
     return StepLoader(
         Dataset.from_list(examples),

@@ -4,9 +4,13 @@ from vectorlm.weights.checksum import checksum
 
 
 def test_a_hand_worked_sum():
-    # Rows hold the bit patterns 1+2 and 3+4, weighted by 1 and 2.
+    # Two int32 values make one 64-bit word, the second one its upper half; the rows weigh 1 and 2.
     rows = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
-    assert checksum(rows) == (1 + 2) * 1 + (3 + 4) * 2
+    assert checksum(rows) == (1 + 2 * 2**32) * 1 + (3 + 4 * 2**32) * 2
+    # An odd row is read in its own words.
+    assert (
+        checksum(torch.tensor([[1, 2, 4], [3, 4, 5]], dtype=torch.int32)) == (1 + 2 + 4) * 1 + (3 + 4 + 5) * 2
+    )
 
 
 def test_the_sums_of_shards_add_up_to_the_sum_of_the_whole():

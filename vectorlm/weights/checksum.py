@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import torch
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
 
 
 def checksum(rows: torch.Tensor, first_row: int = 0) -> int:
     r"""Sum the bit patterns of `rows`, each row weighted by its place in the whole tensor.
 
-    :math:`\sum_i (i + 1) \sum_j \mathrm{bits}(w_{ij}) \bmod 2^{64}` with :math:`i` the row in the whole tensor, so
-    the sums of disjoint shards add up to the sum of the whole. A changed bit always changes the sum; rows that
-    changed places do too; two values swapped within a row do not.
+    :math:`\sum_i (i + 1) \sum_j \mathrm{word}_{ij} \bmod 2^{64}` with :math:`i` the row in the whole tensor and the
+    row's bytes read as the widest integers that divide it. The sums of disjoint shards add up to the sum of the
+    whole. A changed bit always changes the sum; rows that changed places do too; words swapped within a row do not.
+    It reads memory once: half the time of a copy.
 
     Args:
-        rows: Any dtype of 1, 2, 4 or 8 bytes, any shape; rows along dimension 0. A scalar is one row.
+        rows: Any dtype, any shape; rows along dimension 0. A scalar is one row.
         first_row: Where `rows` start in the whole tensor.
 
     Returns:
@@ -23,12 +24,9 @@ def checksum(rows: torch.Tensor, first_row: int = 0) -> int:
     """
     if rows.numel() == 0:
         return 0
-    words = (
-        rows.detach()
-        .contiguous()
-        .view(_WORDS[rows.element_size()])
-        .reshape(rows.shape[0] if rows.ndim else 1, -1)
-    )
-    sums = words.sum(dim=1, dtype=torch.int64)
+    table = rows.detach().contiguous().reshape(rows.shape[0] if rows.ndim else 1, -1)
+    row_bytes = table.shape[1] * table.element_size()
+    word = next(dtype for size, dtype in _WORDS if row_bytes % size == 0)
+    sums = table.view(word).sum(dim=1, dtype=torch.int64)
     places = torch.arange(first_row + 1, first_row + 1 + len(sums), device=sums.device)
     return int((sums * places).sum().item()) % 2**64

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from vectorlm.errors import WeightMismatch
@@ -23,6 +25,7 @@ class Publisher:
         self._arena = Arena.open(layout.path, layout.num_bytes)
         self.num_bytes = sum(slot.num_bytes for slot in layout.slots)
         """Bytes of weights that one update replaces."""
+        self._shapes = {slot.name: slot.shape for slot in layout.slots}
         self._slots = {slot.name: self._arena.view(slot) for slot in layout.slots}
 
     def write(self, model: torch.nn.Module) -> None:
@@ -48,10 +51,8 @@ class Publisher:
     def _shares(self, model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
         tensors = trainer_tensors(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if shapes != {name: tuple(slot.shape) for name, slot in self._slots.items()}:
-            raise WeightMismatch(
-                _difference(shapes, {name: tuple(slot.shape) for name, slot in self._slots.items()})
-            )
+        if shapes != self._shapes:
+            raise WeightMismatch(_difference(shapes, self._shapes))
         for name, slot in self._slots.items():
             rows, first_row = owned_rows(tensors[name], self._topology)
             yield slot.reshape(-1) if slot.ndim == 0 else slot, rows, first_row
@@ -70,16 +71,10 @@ def owned_rows(parameter: torch.Tensor, topology: Topology) -> tuple[torch.Tenso
     Raises:
         WeightMismatch: The tensor is sharded along another dimension.
     """
-    if not isinstance(parameter, DTensor):
-        return _part(parameter.detach(), 0, topology.local_rank, topology.local_world_size)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    if not all(isinstance(each, Replicate) or each == Shard(0) for each in placements):
-        raise WeightMismatch(
-            f"a parameter is placed as {placements}: only shards along dimension 0 can be published."
-        )
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    index, count = _twins(parameter, topology)
-    return _part(parameter.to_local().detach(), offset[0] if offset else 0, index, count)
+    if isinstance(parameter, DTensor):
+        place = _shard_place(parameter.shape, parameter.device_mesh, parameter.placements, topology)
+        return _part(parameter.to_local().detach(), *place)
+    return _part(parameter.detach(), 0, topology.local_rank, topology.local_world_size)
 
 
 def describe(model: torch.nn.Module) -> list[tuple[str, tuple[int, ...]]]:
@@ -87,18 +82,26 @@ def describe(model: torch.nn.Module) -> list[tuple[str, tuple[int, ...]]]:
     return [(spec.name, spec.shape) for spec in manifest_of(model)]
 
 
-def _twins(parameter: DTensor, topology: Topology) -> tuple[int, int]:
-    """Return this rank's index among the ranks of its node that hold the same rows, and their number."""
-    mesh = parameter.device_mesh
+# A model has few distinct shapes, and this arithmetic would cost as much as copying the weights.
+@functools.lru_cache(maxsize=4096)
+def _shard_place(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], topology: Topology
+) -> tuple[int, int, int]:
+    """Return where this rank's shard starts, its index among the near ranks that hold the same, and their number."""
+    if not all(isinstance(each, Replicate) or each == Shard(0) for each in placements):
+        raise WeightMismatch(
+            f"a parameter is placed as {placements}: only shards along dimension 0 can be published."
+        )
+    _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     place = tuple(
         slice(None) if isinstance(placement, Replicate) else index
-        for placement, index in zip(parameter.placements, coordinate, strict=True)
+        for placement, index in zip(placements, coordinate, strict=True)
     )
     holders = mesh.mesh[place].reshape(-1).tolist()
     near = [rank for rank in holders if rank // topology.local_world_size == topology.node]
-    return near.index(topology.rank), len(near)
+    return offset[0] if offset else 0, near.index(topology.rank), len(near)
 
 
 def _part(rows: torch.Tensor, first_row: int, index: int, count: int) -> tuple[torch.Tensor, int]:

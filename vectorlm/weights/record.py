@@ -137,7 +137,9 @@ def _require_all_used(manifest: Sequence[TensorSpec], copies: Sequence[Copy]) ->
     used = dict.fromkeys((spec.name for spec in manifest), 0)
     for copy in copies:
         used[copy.source] += copy.source_view.count
-    unused = [f"{spec.name} {spec.shape}" for spec in manifest if used[spec.name] < torch.Size(spec.shape).numel()]
+    unused = [
+        f"{spec.name} {spec.shape}" for spec in manifest if used[spec.name] < torch.Size(spec.shape).numel()
+    ]
     if unused:
         raise WeightMismatch(
             f"the trainer sends {len(manifest)} tensors, but the engine leaves {len(unused)} of them unused, whole or "
