@@ -5,6 +5,9 @@ SHELL := bash
 WORLD_SIZE ?= 2
 CONFIG ?= configs/countdown_sft.yaml
 PYTEST_ARGS ?=
+ARGS ?=
+
+BENCHMARKS := hot_swap sampling
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,9 +29,9 @@ install: $(STAMP) ## create .venv with the pinned stack, for CPU or CUDA by what
 $(STAMP): .ci/setup setup.py requirements/cpu.txt requirements/cuda.txt $(if $(OTHER_DEVICE),FORCE)
 	bash .ci/setup
 
-run: $(STAMP) ## fine-tune a tiny Llama on Countdown with vLLM beside it (WORLD_SIZE=2, CONFIG=...)
+run: $(STAMP) ## fine-tune a tiny Llama on Countdown with vLLM beside it (WORLD_SIZE=2 CONFIG=... ARGS=...)
 	$(BIN)/python examples/make_countdown.py --output_dir data/countdown --seed 0
-	$(BIN)/python examples/llama_example_mp.py --yaml_path $(CONFIG) --world_size $(WORLD_SIZE)
+	$(BIN)/python examples/llama_example_mp.py --yaml_path $(CONFIG) --world_size $(WORLD_SIZE) $(ARGS)
 
 test: $(STAMP) ## run the tests, without those marked slow (PYTEST_ARGS=...)
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
@@ -41,7 +44,7 @@ lint: $(STAMP) ## check style and types
 	$(BIN)/mypy
 
 bench: $(STAMP) ## run every benchmark
-	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 
 clean: ## delete caches and build output (.venv, data/ and runs/ stay)
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -37,9 +37,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
     One token per number spares a tiny model from learning to read digits, and short sequences are cheap.
     """
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *PHRASES, *CHARACTERS, *NUMBERS))}
+    vocabulary = {
+        token: index for index, token in enumerate((*SPECIAL_TOKENS, *PHRASES, *CHARACTERS, *NUMBERS))
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join((*PHRASES, r"[1-9]\d", r"[\s\S]"))), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(
+        Regex("|".join((*PHRASES, r"[1-9]\d", r"[\s\S]"))), "isolated"
+    )
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", vocabulary["<s>"])]
@@ -101,19 +105,27 @@ def write_questions(problems: Sequence[CountdownProblem], path: Path) -> None:
 
 def main() -> None:
     """Parse the arguments and write the folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("data/countdown"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_train", type=int, default=16_384, help="training problems")
     parser.add_argument("--num_eval", type=int, default=512, help="held-out problems for the evaluation loss")
-    parser.add_argument("--num_questions", type=int, default=128, help="held-out problems to sample answers for")
+    parser.add_argument(
+        "--num_questions", type=int, default=128, help="held-out problems to sample answers for"
+    )
     parser.add_argument("--num_numbers", type=int, default=CountdownRules.num_numbers)
-    parser.add_argument("--highest", type=int, default=CountdownRules.highest, help="largest number of a problem")
+    parser.add_argument(
+        "--highest", type=int, default=CountdownRules.highest, help="largest number of a problem"
+    )
     parser.add_argument("--operators", default=CountdownRules.operators, help="some of +-*/")
     arguments = parser.parse_args()
 
     rules = CountdownRules(arguments.num_numbers, highest=arguments.highest, operators=arguments.operators)
-    training, held_out = generate_problems(arguments.num_train, arguments.num_eval, rules=rules, seed=arguments.seed)
+    training, held_out = generate_problems(
+        arguments.num_train, arguments.num_eval, rules=rules, seed=arguments.seed
+    )
     tokenizer = build_tokenizer()
     disable_progress_bars()
     folder: Path = arguments.output_dir

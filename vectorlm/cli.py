@@ -28,9 +28,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vectorlm", description=description)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="check a config file without starting anything")
-    check.add_argument("yaml_path", metavar="my.yaml", help="the config file")
-    add_override_arguments(check)
     check.set_defaults(run_command=run_check)
+    preprocess = commands.add_parser("preprocess", help="make a dataset as dataset_preprocess says")
+    preprocess.set_defaults(run_command=run_preprocess)
+    for command in (check, preprocess):
+        command.add_argument("yaml_path", metavar="my.yaml", help="the config file")
+        add_override_arguments(command)
     return parser
 
 
@@ -40,4 +43,36 @@ def run_check(args: argparse.Namespace) -> int:
     check_config(config, args.world_size)
     print(f"{args.yaml_path}: ok")
     print(summarise(config, args.world_size))
+    return 0
+
+
+def run_preprocess(args: argparse.Namespace) -> int:
+    """Tokenise and pack a text dataset, and save it where training will look for it."""
+    config = config_from_arguments(args)
+    settings = config.dataset_preprocess
+    if settings is None:
+        raise ConfigError(
+            f"{args.yaml_path} has no section dataset_preprocess: it says what to make, and from what."
+        )
+    # Heavy imports: `vectorlm check` must not wait for them.
+    from vectorlm.data.preprocess import load_text, preprocess
+    from vectorlm.model.load import load_tokenizer
+
+    dataset = preprocess(
+        load_text(settings.load_path, from_disk=settings.from_disk, split=settings.split),
+        load_tokenizer(config.model),
+        data_field=settings.data_field,
+        max_seq_len=config.train_parameters.max_seq_len,
+        packing_type=settings.packing_type,
+        overlap=settings.overlap,
+        add_bos_eos_tokens=settings.add_bos_eos_tokens,
+        seperator=settings.seperator,
+        truncate=settings.truncate,
+        pre_pend=settings.pre_pend,
+        ignore_index=settings.ignore_index,
+    )
+    dataset.save_to_disk(settings.save_path)
+    print(
+        f"{settings.save_path}: {len(dataset)} rows of at most {config.train_parameters.max_seq_len} tokens"
+    )
     return 0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import set_seed
 from transformers.utils.logging import disable_progress_bar
@@ -25,6 +24,7 @@ from vectorlm.model.load import load_empty_model, load_model, load_tokenizer
 from vectorlm.model.lora import add_lora
 from vectorlm.model.schedule import Schedule
 from vectorlm.model.shard import fill_from_main, shard_model
+from vectorlm.ranks.group import process_group
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.registry import get_reward
 from vectorlm.telemetry.metrics import FanOut, JsonlSink, MetricSink, ProgressSink, WandbSink
@@ -62,7 +62,7 @@ def finetune(config: Config, topology: Topology | None = None) -> None:
     # The run has one progress bar, its own.
     disable_progress_bar()
     with ExitStack() as stack:
-        stack.enter_context(_process_group(topology))
+        stack.enter_context(process_group(topology))
         # First of all: the engine loads in its own process while the ranks load the model.
         engine = _open_engine(config, topology, stack)
         tokenizer = load_tokenizer(config.model)
@@ -72,23 +72,6 @@ def finetune(config: Config, topology: Topology | None = None) -> None:
         export_model(trainer.model, tokenizer, output / "final-model")
     if topology.is_main:
         plot_run(output / "metrics.jsonl", output / "run.png")
-
-
-@contextmanager
-def _process_group(topology: Topology) -> Iterator[None]:
-    """Make sure that the ranks can talk; under `vectorlm.launch` they can already."""
-    if dist.is_initialized():
-        yield
-        return
-    if topology.is_cuda:
-        torch.cuda.set_device(topology.device)
-    backend = "cpu:gloo,cuda:nccl" if topology.is_cuda else "gloo"
-    store = dist.HashStore() if topology.world_size == 1 else None
-    dist.init_process_group(backend, store=store, rank=topology.rank, world_size=topology.world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _open_engine(config: Config, topology: Topology, stack: ExitStack) -> Engine | None:

@@ -46,7 +46,7 @@ class UpdateReport:
     load_s: float
     """Seconds that the engine spent taking the weights over, checks included."""
     total_s: float
-    """Seconds that the caller waited for the whole update."""
+    """Seconds that the caller waited for the whole update, not counting an engine that was still loading."""
 
 
 class Engine(Protocol):

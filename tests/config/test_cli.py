@@ -92,3 +92,27 @@ def test_scripts_share_the_same_arguments(write_config):
     assert (config.model, config.dataset.eval_bs) == ("a", 1)
     again = parser.parse_args(["--yaml_path", "my.yaml"])
     assert (again.world_size, again.overrides) == (1, [])
+
+
+def test_preprocess_makes_a_dataset_that_training_reads(write_config, capsys):
+    from datasets import Dataset, load_from_disk
+    from rank_processes import save_tiny_llama
+    from transformers import AutoTokenizer
+
+    save_tiny_llama(Path("models/tiny"))
+    Dataset.from_dict({"text": ["abc=de", "f=g"]}).save_to_disk("raw")
+    section = (
+        "dataset_preprocess:\n  load_path: raw\n  save_path: made\n  data_field: text\n"
+        "  add_bos_eos_tokens: False\n  seperator: '='\n"
+    )
+    assert main(["preprocess", write_config(MINIMAL + section)]) == 0
+    assert "made: 2 rows of at most 128 tokens" in capsys.readouterr().out
+    row = load_from_disk("made")[0]
+    tokenizer = AutoTokenizer.from_pretrained("models/tiny")
+    assert row["input_ids"] == tokenizer("abc=de")["input_ids"]
+    assert row["labels"] == [-100] * 4 + tokenizer("de")["input_ids"]
+
+
+def test_preprocess_without_its_section_says_what_is_missing(write_config, capsys):
+    assert main(["preprocess", write_config(MINIMAL)]) == 2
+    assert "my.yaml has no section dataset_preprocess" in capsys.readouterr().err

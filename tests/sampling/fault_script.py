@@ -23,7 +23,7 @@ def run(model_path, what):
         dtype="float32",
         max_model_len=64,
         kv_cache_memory_bytes=16 << 20,
-        timeout_s=20,
+        timeout_s=12,
         sampling_params={"max_tokens": 4},
     ) as engine:
         engine.update(model, 0)

@@ -1,6 +1,8 @@
 """One engine, no launcher: `SamplingEngine` as a script or a notebook uses it."""
 
 import pickle
+import signal
+import threading
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from vectorlm import SamplingEngine
 from vectorlm.errors import ChecksumMismatch, EngineError, WeightMismatch
+from vectorlm.sampling.messages import BeginUpdate
 
 LONG_PROMPT = list(range(2, 46)) * 4
 
@@ -174,9 +177,32 @@ def test_an_error_inside_the_engine_arrives_with_its_traceback_and_the_engine_li
         match=r"(?s)Unexpected keyword.*temprature.*In the sampler process:.*make_sampling_params",
     ):
         engine.sample([[2]], {"temprature": 1.0})
-    with pytest.raises(EngineError, match="(?s)In the sampler process"):
+    with pytest.raises(EngineError, match="In the sampler process"):
         engine.sample([[2], list(range(2, 40)) * 20])
     assert len(engine.sample([[2]])[0][0].token_ids) == GREEDY["max_tokens"]
+
+
+def test_an_interrupted_generate_leaves_the_engine_usable(engine, models, next_step):
+    engine.update(models[0], next_step)
+    endless = {"max_tokens": 250, "ignore_eos": True, "n": 64}
+    threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.sample([[2, 3]] * 4, endless)
+    assert all(compare(engine, models[0])[0])
+    perturb(*models, seed=3)
+    engine.update(models[0], next_step + 1)
+    assert all(compare(engine, models[1])[0])
+
+
+def test_an_update_that_was_begun_and_never_finished_shuts_the_engine(engine, models, next_step):
+    engine.update(models[0], next_step)
+    engine._call(BeginUpdate())
+    with pytest.raises(
+        EngineError, match="an update was begun and never finished: update again before sampling"
+    ):
+        engine.sample([[2, 3]])
+    engine.update(models[0], next_step + 1)
+    assert all(compare(engine, models[0])[0])
 
 
 def test_an_unknown_engine_argument_is_named(folder):

@@ -105,7 +105,7 @@ def test_a_silent_engine_is_an_error_within_the_deadline(folder, tmp_path):
     code, error = Run(folder, "engine frozen", 1, tmp_path).outcome()
     assert code == 1
     assert re.search(
-        r"EngineTimeout: the sampler process .* said nothing for 20 s while generating", error
+        r"EngineTimeout: the sampler process .* said nothing for 12 s while answering Generate", error
     ), error
 
 

@@ -11,13 +11,13 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import cloudpickle
 
 from vectorlm.errors import LaunchError, RankFailed
 from vectorlm.ranks.fault import read_faults, write_fault
+from vectorlm.ranks.group import process_group
 from vectorlm.ranks.topology import Topology
 from vectorlm.ranks.watchdog import follow_parent
 
@@ -94,31 +94,13 @@ def _rank_main(payload: bytes, supervisor_pid: int, scratch: str, timeout_s: flo
     topology = Topology.from_environment()
     try:
         fn, args = cloudpickle.loads(payload)
-        with _process_group(topology, timeout_s):
+        with process_group(topology, timeout_s):
             return cloudpickle.dumps(fn(*args))
     except BaseException as error:
         if topology.error_file is not None:
             write_fault(topology.error_file, topology.rank, error)
         time.sleep(LINGER_S if topology.world_size > 1 else 0.0)
         raise SystemExit(1) from error
-
-
-@contextlib.contextmanager
-def _process_group(topology: Topology, timeout_s: float) -> Iterator[None]:
-    import torch
-    import torch.distributed as dist
-
-    if topology.is_cuda:
-        torch.cuda.set_device(topology.device)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // topology.local_world_size))
-    dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if topology.is_cuda else "gloo",
-        timeout=timedelta(seconds=timeout_s),
-        device_id=torch.device(topology.device) if topology.is_cuda else None,
-    )
-    yield
-    dist.destroy_process_group()
 
 
 def _first_failure(error: Any, scratch: str, world_size: int) -> RankFailed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,25 @@ class Channel:
     imported again, and nothing that vLLM does to its process reaches the trainer.
     """
 
-    def __init__(self, start: say.Start, topology: Topology, log_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        start: say.Start,
+        topology: Topology,
+        *,
+        log_path: Path | None = None,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the process and send it `start`; its answer, `Ready`, has the number 0.
+
+        Args:
+            start: What engine to build.
+            topology: Rank 0's place in the run.
+            log_path: A file for the process's output.
+            while_waiting: Called every half second while an answer is awaited.
+        """
         self._topology = topology
+        self._while_waiting = while_waiting
+        self._count = itertools.count()
         self._closing = threading.Event()
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._scratch = tempfile.mkdtemp(prefix="vectorlm-sampler-")
@@ -72,39 +90,43 @@ class Channel:
         """The sampler's process id."""
         return self._process.pid
 
-    def send(self, message: Any) -> None:
-        """Send one message.
+    def send(self, command: Any) -> int:
+        """Send a command and return its number.
 
         Raises:
             EngineDied: The sampler is gone.
         """
+        number = next(self._count)
         try:
-            self._connection.send(message)
+            self._connection.send((number, command))
         except OSError as error:
             raise self._death() from error
+        return number
 
-    def receive(self, timeout_s: float, waiting_for: str) -> Any:
-        """Return the sampler's next message.
+    def answer(self, number: int, timeout_s: float, waiting_for: str) -> Any:
+        """Wait for the answer to command `number`; those to earlier, interrupted ones are dropped.
 
         Raises:
             EngineDied: The sampler is gone.
-            EngineTimeout: It said nothing for `timeout_s`.
+            EngineTimeout: It said nothing at all for `timeout_s`.
+            Exception: What the sampler raised.
         """
-        deadline = time.monotonic() + timeout_s
+        while True:
+            seen, message = self._receive(timeout_s, waiting_for)
+            if seen == number:
+                if isinstance(message, say.Failed):
+                    raise message.error
+                return message
+
+    def call(self, command: Any, timeout_s: float) -> Any:
+        """Send a command and return its answer; an interrupted `Generate` is taken back."""
+        number = self.send(command)
         try:
-            while not self._connection.poll(min(POLL_S, max(deadline - time.monotonic(), 0.0))):
-                if self._process.poll() is not None and not self._connection.poll():
-                    raise self._death()
-                if time.monotonic() > deadline:
-                    raise EngineTimeout(
-                        f"the sampler process (pid {self.pid}) said nothing for {timeout_s:g} s while {waiting_for}.\n"
-                        f"{self._last_output()}"
-                    )
-            return self._connection.recv()
-        except (EOFError, ConnectionError) as error:
-            if isinstance(error, EngineDied):
-                raise
-            raise self._death() from error
+            return self.answer(number, timeout_s, f"answering {type(command).__name__}")
+        except KeyboardInterrupt:
+            if isinstance(command, say.Generate):
+                self.send(say.Abort(number))
+            raise
 
     def close(self) -> None:
         """End the sampler process and remove what it left; safe to call twice."""
@@ -112,7 +134,7 @@ class Channel:
             return
         self._closing.set()
         with contextlib.suppress(OSError):
-            self._connection.send(say.Stop())
+            self._connection.send((None, say.Stop()))
         try:
             self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
@@ -121,6 +143,24 @@ class Channel:
         self._reader.join(timeout=1.0)
         self._connection.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _receive(self, timeout_s: float, waiting_for: str) -> Any:
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not self._connection.poll(min(POLL_S, max(deadline - time.monotonic(), 0.0))):
+                self._while_waiting()
+                if self._process.poll() is not None and not self._connection.poll():
+                    raise self._death()
+                if time.monotonic() > deadline:
+                    raise EngineTimeout(
+                        f"the sampler process (pid {self.pid}) said nothing for {timeout_s:g} s while "
+                        f"{waiting_for}.\n{self._last_output()}"
+                    )
+            return self._connection.recv()
+        except (EOFError, ConnectionError) as error:
+            if isinstance(error, EngineDied):
+                raise
+            raise self._death() from error
 
     def _death(self) -> EngineDied:
         with contextlib.suppress(subprocess.TimeoutExpired):

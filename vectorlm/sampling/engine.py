@@ -81,14 +81,18 @@ class SamplingEngine:
         self._start_timeout_s = start_timeout_s
         self._meeting = Meeting(self._topology, timeout_s)
         self._version = -1
-        self._requests = 0
         self._receiver: str | None = None
         self._publisher: Publisher | None = None
         self._closed = False
         self._channel: Channel | None = None
         if self._topology.is_main:
             start = say.Start(str(model), engine_args, receiver)
-            self._channel = Channel(start, self._topology, Path(log_path) if log_path else None)
+            self._channel = Channel(
+                start,
+                self._topology,
+                log_path=Path(log_path) if log_path else None,
+                while_waiting=self._meeting.show_life,
+            )
 
     @property
     def version(self) -> int:
@@ -131,7 +135,7 @@ class SamplingEngine:
         Args:
             prompts: Text, chat messages or token ids; the same on every rank.
             sampling_params: As for `sample`.
-            use_tqdm: Show on rank 0 that the engine is at work.
+            use_tqdm: Print on rank 0 how long it took; the engine is another process, so there is no bar.
 
         Returns:
             vLLM's own objects, equal on all ranks. They cost a vLLM import in each rank; `sample` does not.
@@ -140,9 +144,10 @@ class SamplingEngine:
             RankMismatch, EngineError, HandoffTimeout: As for `sample`.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
-        payload = self._generate(
-            "generate", prompts, sampling_params, as_request_outputs=True, use_tqdm=use_tqdm
-        )
+        start = time.perf_counter()
+        payload = self._generate("generate", prompts, sampling_params, as_request_outputs=True)
+        if use_tqdm and self._topology.is_main:
+            print(f"generated for {len(prompts)} prompts in {time.perf_counter() - start:.1f} s", flush=True)
         return [] if payload is None else pickle.loads(payload)
 
     def generate_text(self, prompts: Sequence[Prompt], sampling_params: Any = None) -> list[str]:
@@ -165,24 +170,20 @@ class SamplingEngine:
             RankMismatch: Ranks passed different steps.
             EngineError, HandoffTimeout: As for `sample`.
         """
-        start = time.perf_counter()
         self._wait_until_ready()
+        start = time.perf_counter()
         self._agree("update", train_step, f"train_step={train_step}")
         if train_step == self._version:
             return UpdateReport(train_step, True, 0, 0.0, 0.0, time.perf_counter() - start)
         publisher = self._connect(model)
-        self._together(
-            "begin the update", lambda: self._command(say.BeginUpdate()) if self._channel else None
-        )
+        self._together("begin the update", lambda: self._call(say.BeginUpdate()) if self._channel else None)
         published_from = time.perf_counter()
         checksums = self._together("publish weights", lambda: self._publish(publisher, model))
         publish_s = time.perf_counter() - published_from
         totals = (
             [sum(parts) % 2**64 for parts in zip(*checksums, strict=True)] if self._verify_updates else None
         )
-        updated = self._on_main(
-            "finish the update", lambda: self._command(say.FinishUpdate(train_step, totals))
-        )
+        updated = self._on_main("finish the update", lambda: self._call(say.FinishUpdate(train_step, totals)))
         self._version = train_step
         return UpdateReport(
             train_step, False, publisher.num_bytes, publish_s, updated.load_s, time.perf_counter() - start
@@ -216,7 +217,6 @@ class SamplingEngine:
         prompts: Sequence[Prompt],
         sampling_params: Any,
         as_request_outputs: bool,
-        use_tqdm: bool = False,
     ) -> bytes | None:
         prompts = list(prompts)
         params = self._sampling_params if sampling_params is None else sampling_params
@@ -224,43 +224,12 @@ class SamplingEngine:
         self._agree(place, (prompts, params), _summary(prompts))
         if not prompts:
             return None
-        self._requests += 1
-        command = say.Generate(self._requests, prompts, params, as_request_outputs)
-        return self._on_main(place, lambda: self._answer_to(command, use_tqdm))
+        command = say.Generate(prompts, params, as_request_outputs)
+        return self._on_main(place, lambda: self._call(command).payload)
 
-    def _answer_to(self, command: say.Generate, use_tqdm: bool) -> bytes:
-        """Rank 0: send the request and wait as long as the engine shows life; forget it when interrupted."""
+    def _call(self, command: Any) -> Any:
         assert self._channel is not None
-        self._channel.send(command)
-        began = time.monotonic()
-        try:
-            while True:
-                message = self._channel.receive(
-                    self._timeout_s, f"generating for {len(command.prompts)} prompts"
-                )
-                match message:
-                    case say.Generated(request, payload) if request == command.request:
-                        return payload
-                    case say.Failed(error, request) if request == command.request:
-                        raise error
-                    case say.Alive():
-                        self._meeting.show_life()
-                        if use_tqdm:
-                            print(f"\rgenerating: {time.monotonic() - began:.0f} s", end="", flush=True)
-        except KeyboardInterrupt:
-            self._channel.send(say.Abort(command.request))
-            raise
-
-    def _command(self, message: Any) -> Any:
-        """Rank 0: send a command and return its answer; what an interrupted request left behind is dropped."""
-        assert self._channel is not None
-        self._channel.send(message)
-        while True:
-            answer = self._channel.receive(self._timeout_s, f"answering {type(message).__name__}")
-            if isinstance(answer, say.Failed) and answer.request is None:
-                raise answer.error
-            if not isinstance(answer, (say.Alive, say.Generated, say.Failed)):
-                return answer
+        return self._channel.call(command, self._timeout_s)
 
     def _wait_until_ready(self) -> None:
         if self._closed:
@@ -271,11 +240,7 @@ class SamplingEngine:
 
     def _ready(self) -> say.Ready:
         assert self._channel is not None
-        deadline = time.monotonic() + self._start_timeout_s
-        message = self._channel.receive(deadline - time.monotonic(), "loading the model")
-        if isinstance(message, say.Failed):
-            raise message.error
-        return message
+        return self._channel.answer(0, self._start_timeout_s, "loading the model")
 
     def _connect(self, model: torch.nn.Module) -> Publisher:
         """Agree with the engine, once, on what will be sent and where it lies."""
@@ -283,7 +248,7 @@ class SamplingEngine:
 
         if self._publisher is None:
             manifest = describe(model)
-            connected = self._on_main("connect the weights", lambda: self._command(say.Connect(manifest)))
+            connected = self._on_main("connect the weights", lambda: self._call(say.Connect(manifest)))
             self._publisher = Publisher(connected.layout, self._topology)
         return self._publisher
 

@@ -1,4 +1,8 @@
-"""What rank 0 and the sampler process say to each other."""
+"""What rank 0 and the sampler process say to each other.
+
+Every message travels as ``(number, message)``. Rank 0 numbers its commands, and an answer bears the number of its
+command; so the answer to a command that was interrupted is never taken for the answer to a later one.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,6 @@ class Ready:
 class Generate:
     """Continue these prompts."""
 
-    request: int
     prompts: Sequence[Prompt]
     sampling_params: Any
     """A mapping, a vllm.SamplingParams, or one of these per prompt."""
@@ -43,17 +46,17 @@ class Generate:
 
 @dataclass(frozen=True)
 class Generated:
-    """All completions of one request."""
+    """All completions of one `Generate`."""
 
-    request: int
     payload: bytes
 
 
 @dataclass(frozen=True)
 class Abort:
-    """Forget this request; nobody waits for it any more."""
+    """Forget this `Generate`; nobody waits for it any more. Has no answer."""
 
-    request: int
+    generate: int
+    """The number of the command to forget."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Updated:
 
 @dataclass(frozen=True)
 class Alive:
-    """Sent about once a second while the engine steps: the work goes on."""
+    """Sent about once a second while the engine steps, without a number: the work goes on."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,6 @@ class Failed:
 
     error: Exception
     """Carries the sampler's own traceback in its text."""
-    request: int | None = None
-    """The generate request that failed, if it was one."""
 
 
 @dataclass(frozen=True)

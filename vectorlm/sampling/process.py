@@ -28,7 +28,7 @@ ALIVE_EVERY_S = 1.0
 
 @dataclass
 class Group:
-    """The prompts of one generate request, on their way."""
+    """The prompts of one `Generate`, on their way."""
 
     ids: list[str]
     as_request_outputs: bool
@@ -56,35 +56,36 @@ class Sampler:
         """Whether there is a step to take."""
         return not self.paused and bool(self._groups)
 
-    def generate(self, command: say.Generate) -> None:
-        """Queue the prompts of one request; either all of them or none."""
+    def generate(self, number: int, command: say.Generate) -> None:
+        """Queue the prompts of one command; either all of them or none."""
         if self._stale is not None:
             raise self._stale
+        if self.paused:
+            raise EngineError("an update was begun and never finished: update again before sampling.")
         params = per_prompt(command.sampling_params, len(command.prompts))
-        group = Group([], command.as_request_outputs)
-        self._groups[command.request] = group
+        group = self._groups[number] = Group([], command.as_request_outputs)
         try:
             for index, (prompt, each) in enumerate(zip(command.prompts, params, strict=True)):
-                name = f"{command.request}-{index}"
+                name = f"{number}-{index}"
                 self._engine.add_request(name, make_prompt(self._engine, prompt), each)
                 group.ids.append(name)
         except BaseException:
-            self.abort(command.request)
+            self.abort(number)
             raise
 
-    def abort(self, request: int) -> None:
-        """Forget a request; unknown ones are gone already."""
-        if group := self._groups.pop(request, None):
+    def abort(self, number: int) -> None:
+        """Forget the prompts of one command; unknown ones are gone already."""
+        if group := self._groups.pop(number, None):
             self._engine.abort_request([name for name in group.ids if name not in group.finished])
 
-    def step(self) -> list[say.Generated]:
-        """Take one engine step; return the requests that it completed."""
+    def step(self) -> list[tuple[int, say.Generated]]:
+        """Take one engine step; return the answers that it completed."""
         for output in self._engine.step():
             group = self._groups.get(int(output.request_id.partition("-")[0]))
             if output.finished and group is not None:
                 group.finished[output.request_id] = output
-        done = [request for request, group in self._groups.items() if len(group.finished) == len(group.ids)]
-        return [say.Generated(request, self._payload(self._groups.pop(request))) for request in done]
+        done = [number for number, group in self._groups.items() if len(group.finished) == len(group.ids)]
+        return [(number, say.Generated(self._payload(self._groups.pop(number)))) for number in done]
 
     def connect(self, command: say.Connect) -> say.Connected:
         """Match the trainer's tensors with the engine's."""
@@ -128,44 +129,45 @@ class Sampler:
 def serve(connection: Connection) -> None:
     """Answer commands until `Stop` or the end of the connection."""
     began = time.perf_counter()
-    start = connection.recv()
+    number, start = connection.recv()
     try:
         sampler = Sampler(start)
     except Exception as error:
-        connection.send(say.Failed(_portable(error)))
+        connection.send((number, say.Failed(_portable(error))))
         return
-    connection.send(say.Ready(sampler.receiver, time.perf_counter() - began))
+    connection.send((number, say.Ready(sampler.receiver, time.perf_counter() - began)))
     last_sign = time.monotonic()
     while True:
         while not sampler.busy or connection.poll():
-            command = connection.recv()
+            number, command = connection.recv()
             if isinstance(command, say.Stop):
                 return
-            _answer(connection, sampler, command)
-        for finished in sampler.step():
-            connection.send(finished)
+            if (answer := _answer(sampler, number, command)) is not None:
+                connection.send((number, answer))
+        for numbered in sampler.step():
+            connection.send(numbered)
         if time.monotonic() - last_sign > ALIVE_EVERY_S:
-            connection.send(say.Alive())
+            connection.send((None, say.Alive()))
             last_sign = time.monotonic()
 
 
-def _answer(connection: Connection, sampler: Sampler, command: Any) -> None:
+def _answer(sampler: Sampler, number: int, command: Any) -> Any:
+    """Carry out one command; return its answer, or None where it comes later or never."""
     try:
         match command:
             case say.Generate():
-                sampler.generate(command)
+                return sampler.generate(number, command)
             case say.Abort():
-                sampler.abort(command.request)
+                return sampler.abort(command.generate)
             case say.Connect():
-                connection.send(sampler.connect(command))
+                return sampler.connect(command)
             case say.BeginUpdate():
-                connection.send(sampler.begin_update())
+                return sampler.begin_update()
             case say.FinishUpdate():
-                connection.send(sampler.finish_update(command))
-            case _:
-                raise EngineError(f"the sampler knows no command {type(command).__name__}.")
+                return sampler.finish_update(command)
+        raise EngineError(f"the sampler knows no command {type(command).__name__}.")
     except Exception as error:
-        connection.send(say.Failed(_portable(error), getattr(command, "request", None)))
+        return say.Failed(_portable(error))
 
 
 def _portable(error: Exception) -> Exception:
@@ -180,10 +182,9 @@ def _portable(error: Exception) -> Exception:
 def main() -> None:
     """Run the process that `vectorlm.sampling.channel` starts."""
     follow_parent(int(sys.argv[2]))
-    with Connection(int(sys.argv[1])) as connection:
-        # The other end is gone: nothing is left to do and nobody to tell.
-        with contextlib.suppress(EOFError, ConnectionError):
-            serve(connection)
+    # Where the other end is gone, nothing is left to do and nobody to tell.
+    with Connection(int(sys.argv[1])) as connection, contextlib.suppress(EOFError, ConnectionError):
+        serve(connection)
     # vLLM's own teardown can take seconds and has nothing to save.
     sys.stdout.flush()
     sys.stderr.flush()

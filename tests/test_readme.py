@@ -1,0 +1,121 @@
+"""What the README says exists and runs."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+QUICK = [
+    "--set", "train_parameters.epochs=1", "--set", "dataset.train_ds=data/countdown/eval",
+    "--set", "train_parameters.sampler.sample_frequency=4",
+]  # fmt: skip
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands():
+    return [line for block in blocks("bash") for line in block.splitlines() if line]
+
+
+def run(command, folder, **kwargs):
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, **kwargs)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A folder that looks like a clone after `make run` made the data."""
+    folder = tmp_path_factory.mktemp("readme")
+    for name in ("configs", "examples", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
+    run(
+        [sys.executable, "examples/make_countdown.py", "--output_dir", "data/countdown", "--seed", "0"],
+        folder,
+    )
+    return folder
+
+
+def test_every_command_is_known_to_this_test():
+    assert [command.split()[0] for command in commands()] == [
+        "make",
+        "make",
+        "python",
+        "vectorlm",
+        "torchrun",
+    ]
+
+
+def test_the_make_targets_do_what_the_readme_says():
+    steps = subprocess.run(["make", "-n", "run"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    python = next(command for command in commands() if command.startswith("python"))
+    assert f".venv/bin/{python}" in steps
+    assert "examples/make_countdown.py --output_dir data/countdown --seed 0" in steps
+    tests = subprocess.run(
+        ["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert '-m pytest -m "not slow"' in tests
+
+
+def test_the_check_command_runs(checkout):
+    command = next(command for command in commands() if command.startswith("vectorlm"))
+    assert "my.yaml: ok" in run([sys.executable, "-m", *shlex.split(command)], checkout).replace(
+        "configs/countdown_sft.yaml", "my.yaml"
+    )
+
+
+def test_the_ten_lines_run_on_one_rank_and_on_two(checkout):
+    (code,) = blocks("python")
+    (checkout / "loop.py").write_text(code)
+    run([sys.executable, "loop.py"], checkout)
+    (checkout / "loop.py").write_text(code.replace("world_size=2", "world_size=1"))
+    run([sys.executable, "loop.py"], checkout)
+
+
+@pytest.mark.slow
+def test_the_main_command_leaves_what_the_readme_lists(checkout):
+    command = next(command for command in commands() if command.startswith("python"))
+    printed = run([sys.executable, *shlex.split(command)[1:], *QUICK], checkout)
+    assert "step 0: 0/128 right" in printed
+    made = {path.name for path in (checkout / "runs/countdown_sft").iterdir()}
+    listed = [
+        "final-model",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "run.png",
+        "config.yaml",
+        "sampler.log",
+        "checkpoints",
+    ]
+    assert made == set(listed)
+    assert all(f"`{name}`" in README for name in listed)
+
+
+@pytest.mark.slow
+def test_the_plain_torchrun_command_trains_without_a_sampler(checkout):
+    command = next(command for command in commands() if command.startswith("torchrun"))
+    words = ["-m", "torch.distributed.run", "--standalone", *shlex.split(command)[1:]]
+    printed = run(
+        [sys.executable, *words, *QUICK, "--set", "train_parameters.output_dir=runs/plain"], checkout
+    )
+    assert "examples/llama_example_mp.py" in printed, (
+        "a config that asks for sampling must be told what samples"
+    )
+    assert (checkout / "runs/plain/final-model").is_dir()
+
+
+def test_every_path_and_link_exists():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+    tree = blocks("text")[-1]
+    for name in re.findall(r"^  ([\w./]+)", tree, re.MULTILINE):
+        assert (ROOT / "vectorlm" / name).exists(), name
+    for name in tree.splitlines()[-1].split():
+        assert (ROOT / name).is_dir(), name
