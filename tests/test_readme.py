@@ -119,3 +119,10 @@ def test_every_path_and_link_exists():
         assert (ROOT / "vectorlm" / name).exists(), name
     for name in tree.splitlines()[-1].split():
         assert (ROOT / name).is_dir(), name
+
+
+def test_the_tables_are_those_of_the_result_files(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from table import with_tables
+
+    assert with_tables(README) == README, "run: python benchmarks/table.py"

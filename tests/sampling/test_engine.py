@@ -88,9 +88,10 @@ def test_a_parameter_changed_by_hand_is_caught_and_the_engine_stays_shut_until_a
     engine.update(models[0], next_step)
     write = type(engine._publisher).write
 
-    def write_and_spoil(publisher, model):
-        write(publisher, model)
+    def write_and_spoil(publisher, *args):
+        sums = write(publisher, *args)
         publisher._slots["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
+        return sums
 
     monkeypatch.setattr(type(engine._publisher), "write", write_and_spoil)
     with pytest.raises(

@@ -178,7 +178,7 @@ class SamplingEngine:
         publisher = self._connect(model)
         self._together("begin the update", lambda: self._call(say.BeginUpdate()) if self._channel else None)
         published_from = time.perf_counter()
-        checksums = self._together("publish weights", lambda: self._publish(publisher, model))
+        checksums = self._together("publish weights", lambda: publisher.write(model, self._verify_updates))
         publish_s = time.perf_counter() - published_from
         totals = (
             [sum(parts) % 2**64 for parts in zip(*checksums, strict=True)] if self._verify_updates else None
@@ -251,10 +251,6 @@ class SamplingEngine:
             connected = self._on_main("connect the weights", lambda: self._call(say.Connect(manifest)))
             self._publisher = Publisher(connected.layout, self._topology)
         return self._publisher
-
-    def _publish(self, publisher: Publisher, model: torch.nn.Module) -> list[int]:
-        publisher.write(model)
-        return publisher.checksums(model) if self._verify_updates else []
 
     def _agree(self, place: str, arguments: Any, summary: str) -> None:
         """Check that every rank came with the same arguments, and name those that did not."""

@@ -28,20 +28,27 @@ class Publisher:
         self._shapes = {slot.name: slot.shape for slot in layout.slots}
         self._slots = {slot.name: self._arena.view(slot) for slot in layout.slots}
 
-    def write(self, model: torch.nn.Module) -> None:
+    def write(self, model: torch.nn.Module, with_checksums: bool = False) -> list[int]:
         """Copy this rank's rows of every parameter into the arena, cast to the engine's dtype.
+
+        Args:
+            model: The trainer's model, sharded or not.
+            with_checksums: Whether to sum the rows too, while they are in the cache.
+
+        Returns:
+            The checksum of this rank's rows of every parameter, in the layout's order; empty if not asked for.
 
         Raises:
             WeightMismatch: The model is not the one that the layout was made for.
         """
+        sums = []
         for slot, rows, first_row in self._shares(model):
             slot[first_row : first_row + len(rows)].copy_(rows)
+            if with_checksums:
+                sums.append(checksum(rows.to(slot.dtype), first_row))
         if self._topology.is_cuda:
             torch.cuda.synchronize(self._topology.device)
-
-    def checksums(self, model: torch.nn.Module) -> list[int]:
-        """Sum this rank's rows of every parameter, as the engine's dtype holds them; in the layout's order."""
-        return [checksum(rows.to(slot.dtype), first_row) for slot, rows, first_row in self._shares(model)]
+        return sums
 
     def close(self) -> None:
         """Let go of the arena."""

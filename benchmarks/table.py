@@ -1,0 +1,38 @@
+"""The README's tables, made from the result files. Run: python benchmarks/table.py"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+TITLES = {
+    "hot_swap": "One hot swap of 142 MB, beside one memcpy of the same bytes (median of 25, taken in turn)",
+    "sampling": "Sampling for 64 prompts of 32 tokens, 64 new tokens each (median of 7, taken in turn)",
+}
+
+
+def render() -> str:
+    """Return the tables as Markdown, each with its commit and command."""
+    return "\n\n".join(_table(name, title) for name, title in TITLES.items())
+
+
+def with_tables(readme: str) -> str:
+    """Return the text of a README with its tables made anew."""
+    return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{render()}\n{END}", readme, flags=re.DOTALL)
+
+
+def _table(name: str, title: str) -> str:
+    result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    columns = list(result["rows"][0])
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)]]
+    lines += [[str(row[column]) for column in columns] for row in result["rows"]]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{title}; `{result['command']}` at {result['commit']}:\n\n{table}"
+
+
+if __name__ == "__main__":
+    path = ROOT / "README.md"
+    path.write_text(with_tables(path.read_text()))
