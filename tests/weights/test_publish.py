@@ -75,3 +75,15 @@ def test_another_model_is_refused_before_anything_is_written(tmp_path):
     ):
         publisher.write(model)
     assert not arena.bytes.any()
+
+
+def test_wrappers_leave_no_trace_in_the_names(tmp_path):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path / "a"), dtype=torch.float32)
+    plain = manifest_of(model)
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    wrapped = torch.nn.Module()
+    wrapped.module = torch.compile(model)
+    assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_parameters())
+    assert manifest_of(wrapped) == plain

@@ -91,4 +91,5 @@ def manifest_of(model: torch.nn.Module) -> tuple[TensorSpec, ...]:
 def _clean(name: str) -> str:
     for part in WRAPPERS:
         name = name.replace(part, "")
-    return name
+    # DistributedDataParallel wraps the whole model, and no checkpoint's names begin like this.
+    return name.removeprefix("module.")
