@@ -13,7 +13,7 @@ exception that it refines, so ``except ValueError`` keeps working::
      ├─ EngineError (RuntimeError)          the engine raised; carries the engine's own traceback
      │   ├─ EngineDied (ConnectionError)    the sampler process is gone
      │   └─ EngineTimeout (TimeoutError)    the sampler process is silent past the deadline
-     ├─ WeightMismatch (ValueError)         trainer and engine disagree on names, shapes or dtypes
+     ├─ WeightMismatch (ValueError)         trainer and engine disagree on parameter names or shapes
      │   └─ ChecksumMismatch                the engine does not hold the weights that were sent
      ├─ NonFiniteLoss (ArithmeticError)     the loss or the gradient norm is NaN or infinite
      └─ CheckpointError (RuntimeError)      a checkpoint is incomplete or of another run
@@ -63,7 +63,7 @@ class EngineTimeout(EngineError, TimeoutError):
 
 
 class WeightMismatch(VectorLMError, ValueError):
-    """Trainer and engine disagree on parameter names, shapes or dtypes."""
+    """Trainer and engine disagree on parameter names or shapes."""
 
 
 class ChecksumMismatch(WeightMismatch):

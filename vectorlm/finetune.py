@@ -34,6 +34,7 @@ from vectorlm.trainer import Trainer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from vectorlm.sampling.engine import SamplingEngine
     from vectorlm.types import Engine
 
 
@@ -65,6 +66,9 @@ def finetune(config: Config, topology: Topology | None = None) -> None:
         stack.enter_context(process_group(topology))
         # First of all: the engine loads in its own process while the ranks load the model.
         engine = _open_engine(config, topology, stack)
+        if topology.is_cuda and engine is not None:
+            # vLLM sizes its cache by the memory that is free, so the trainer takes its own afterwards.
+            engine.wait_until_ready()
         tokenizer = load_tokenizer(config.model)
         trainer, resume_step = _build(config, topology, tokenizer, engine, stack)
         trainer.run(resume_step)
@@ -74,7 +78,7 @@ def finetune(config: Config, topology: Topology | None = None) -> None:
         plot_run(output / "metrics.jsonl", output / "run.png")
 
 
-def _open_engine(config: Config, topology: Topology, stack: ExitStack) -> Engine | None:
+def _open_engine(config: Config, topology: Topology, stack: ExitStack) -> SamplingEngine | None:
     sampler = config.train_parameters.sampler
     if sampler is None:
         return None
@@ -183,7 +187,7 @@ def _sharded_model(config: Config, topology: Topology) -> nn.Module:
     )
     if settings.low_cpu_mem_usage:
         fill_from_main(model, weights, topology.device)
-    set_seed(settings.seed + topology.rank)
+    set_seed((settings.seed + topology.rank) % 2**32)
     return model
 
 

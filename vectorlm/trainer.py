@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from vectorlm.errors import NonFiniteLoss
 from vectorlm.model.loss import next_tokens, token_losses
-from vectorlm.model.shard import reshard
+from vectorlm.weights.plan import reshard
 
 if TYPE_CHECKING:
     from vectorlm.checkpoint.state import CheckpointStore

@@ -8,7 +8,8 @@ from vectorlm.errors import ConfigError
 from vectorlm.model.load import load_empty_model, load_model
 from vectorlm.model.lora import add_lora
 from vectorlm.model.loss import next_tokens, token_losses
-from vectorlm.model.shard import fill_from_main, reshard, shard_model, transformer_blocks
+from vectorlm.model.shard import fill_from_main, shard_model, transformer_blocks
+from vectorlm.weights.plan import reshard
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 

@@ -1,15 +1,16 @@
+import pytest
 import torch
 
 from vectorlm.weights.checksum import checksum
 
 
 def test_a_hand_worked_sum():
-    # Two int32 values make one 64-bit word, the second one its upper half; the rows weigh 1 and 2.
+    # Two int32 values make one 64-bit word, the second one its upper half; the rows weigh 1 and 3.
     rows = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
-    assert checksum(rows) == (1 + 2 * 2**32) * 1 + (3 + 4 * 2**32) * 2
+    assert checksum(rows) == (1 + 2 * 2**32) * 1 + (3 + 4 * 2**32) * 3
     # An odd row is read in its own words.
     assert (
-        checksum(torch.tensor([[1, 2, 4], [3, 4, 5]], dtype=torch.int32)) == (1 + 2 + 4) * 1 + (3 + 4 + 5) * 2
+        checksum(torch.tensor([[1, 2, 4], [3, 4, 5]], dtype=torch.int32)) == (1 + 2 + 4) * 1 + (3 + 4 + 5) * 3
     )
 
 
@@ -19,11 +20,21 @@ def test_the_sums_of_shards_add_up_to_the_sum_of_the_whole():
     assert sum(parts) % 2**64 == checksum(whole)
 
 
-def test_the_smallest_change_of_one_value_changes_the_sum():
-    whole = torch.randn(6, 4, dtype=torch.bfloat16)
-    changed = whole.clone()
-    changed.view(torch.int16)[5, 3] += 1
-    assert checksum(changed) != checksum(whole)
+@pytest.mark.parametrize("row", [0, 1, 3, 255])
+def test_every_single_bit_of_a_word_counts(row):
+    whole = torch.randn(256, 4)
+    for bit in range(64):
+        changed = whole.clone()
+        changed.view(torch.int64)[row, 1] ^= -(2**63) if bit == 63 else 1 << bit
+        assert checksum(changed) != checksum(whole), bit
+
+
+def test_a_changed_sign_counts_in_every_row():
+    whole = torch.randn(64, 8, dtype=torch.bfloat16)
+    for row in range(64):
+        changed = whole.clone()
+        changed[row, 5] *= -1
+        assert checksum(changed) != checksum(whole), row
 
 
 def test_exchanged_rows_change_the_sum():

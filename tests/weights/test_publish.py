@@ -34,8 +34,9 @@ def publish(topology, folder, mesh_shape, path, num_bytes, dtype):
         with torch.no_grad():
             model(torch.tensor([[1, 2, 3]]))
     publisher = Publisher(layout, topology)
-    assert publisher.write(model) == []
-    return publisher.write(model, with_checksums=True)
+    shares = publisher.shares(model)
+    assert publisher.write(shares) == []
+    return publisher.write(shares, with_checksums=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -73,7 +74,7 @@ def test_another_model_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(
         WeightMismatch, match=r"sends 21 tensors, the engine was connected for 30; missing: \['model.layers.2"
     ):
-        publisher.write(model)
+        publisher.shares(model)
     assert not arena.bytes.any()
 
 

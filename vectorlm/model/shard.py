@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from vectorlm.errors import ConfigError
 
@@ -96,17 +96,6 @@ def fill_from_main(model: nn.Module, weights: dict[str, Any], device: str) -> No
             buffer.copy_(buffers[name])
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
-
-
-def reshard(model: nn.Module) -> None:
-    """Give back every gathered weight, so that the parameters of `model` are its shards again.
-
-    After a forward without a backward FSDP keeps some groups gathered; an optimizer, a checkpoint or an
-    engine must never see those.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _mesh(strategy: str, topology: Topology) -> DeviceMesh:

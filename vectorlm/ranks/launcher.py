@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from vectorlm.ranks.fault import read_faults, write_fault
 from vectorlm.ranks.group import process_group
 from vectorlm.ranks.topology import Topology
 from vectorlm.ranks.watchdog import follow_parent
+
+AGENT_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 LINGER_S = 1.0
 """A rank that raised stays this long: a peer that was killed is then what the supervisor sees first."""
@@ -73,7 +76,7 @@ def _run(payload: bytes, world_size: int, timeout_s: float, scratch: str) -> lis
         shutdown_timeout=3,
     )
     try:
-        with _quiet_agent():
+        with _quiet_agent(), _own_signals():
             results = elastic_launch(config, _rank_main)(payload, os.getpid(), scratch, timeout_s)
     except ChildFailedError as error:
         raise _first_failure(error, scratch, world_size) from None
@@ -116,6 +119,24 @@ def _first_failure(error: Any, scratch: str, world_size: int) -> RankFailed:
         )
     first = faults[0]
     return RankFailed(f"rank {first.rank} of {world_size} raised {first.message}\n\n{first.traceback}")
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Put back what the agent changes and leaves: signal handlers, of which Ctrl-C's matters in a notebook."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    variable = os.environ.get(AGENT_VARIABLE)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if variable is None:
+            os.environ.pop(AGENT_VARIABLE, None)
 
 
 @contextlib.contextmanager

@@ -99,6 +99,15 @@ class Meeting:
         if self._store is not None:
             self._store.add("life", 1)
 
+    def close(self) -> None:
+        """Let go of the group; not a collective."""
+        if self._group is not None:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group(self._group)
+            self._group = None
+
     def _open(self, place: str) -> list[str]:
         """Say where this rank is, and return the keys of the next meeting, by rank."""
         assert self._store is not None

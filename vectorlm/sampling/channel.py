@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import vectorlm
 from vectorlm.errors import EngineDied, EngineTimeout
@@ -56,12 +56,16 @@ class Channel:
             topology: Rank 0's place in the run.
             log_path: A file for the process's output.
             while_waiting: Called every half second while an answer is awaited.
+
+        Raises:
+            OSError: `log_path` cannot be written.
         """
         self._topology = topology
         self._while_waiting = while_waiting
         self._count = itertools.count()
         self._closing = threading.Event()
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        log = open(log_path, "a") if log_path else None  # noqa: SIM115 (the reader thread closes it)
         self._scratch = tempfile.mkdtemp(prefix="vectorlm-sampler-")
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "vectorlm.sampling.process", str(theirs.fileno()), str(os.getpid())]
@@ -78,7 +82,7 @@ class Channel:
         theirs.close()
         self._connection = Connection(ours.detach())
         self._reader = threading.Thread(
-            target=self._keep_output, args=(log_path,), name="sampler-output", daemon=True
+            target=self._keep_output, args=(log,), name="sampler-output", daemon=True
         )
         self._reader.start()
         if topology.error_file is not None:
@@ -119,11 +123,11 @@ class Channel:
                 return message
 
     def call(self, command: Any, timeout_s: float) -> Any:
-        """Send a command and return its answer; an interrupted `Generate` is taken back."""
+        """Send a command and return its answer; a `Generate` that nobody waits for any more is taken back."""
         number = self.send(command)
         try:
             return self.answer(number, timeout_s, f"answering {type(command).__name__}")
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, EngineTimeout):
             if isinstance(command, say.Generate):
                 self.send(say.Abort(number))
             raise
@@ -177,15 +181,17 @@ class Channel:
             else "It printed nothing."
         )
 
-    def _keep_output(self, log_path: Path | None) -> None:
+    def _keep_output(self, log: TextIO | None) -> None:
+        """Read what the sampler prints to its end, or its pipe would fill up and stop it."""
         assert self._process.stdout is not None
-        with open(log_path, "a") if log_path else contextlib.nullcontext() as log:
+        with log or contextlib.nullcontext():
             for line in self._process.stdout:
                 text = line.decode(errors="replace")
                 self._lines.append(text)
-                if log is not None:
-                    log.write(text)
-                    log.flush()
+                with contextlib.suppress(OSError):
+                    if log is not None:
+                        log.write(text)
+                        log.flush()
 
     def _end_rank_with_sampler(self) -> None:
         """End a supervised rank whose sampler died while it was busy elsewhere: nobody else would notice."""
@@ -200,13 +206,16 @@ class Channel:
 def sampler_environment(trainer: Mapping[str, str], scratch: str, on_cpu: bool) -> dict[str, str]:
     """Return the sampler's variables: the trainer's without its place in the run, plus what starts vLLM fast.
 
-    Whatever the user has set wins, except where vLLM would then not run in one process.
+    Whatever the user has set wins, except where vLLM would then not run in one process, and except the number of
+    threads under a launcher: torchrun gives each rank one, but while the sampler works the ranks wait.
     """
     kept = {
         name: value
         for name, value in trainer.items()
         if name not in TRAINER_VARIABLES and not name.startswith(TRAINER_PREFIXES)
     }
+    if "TORCHELASTIC_RUN_ID" in trainer:
+        kept.pop("OMP_NUM_THREADS", None)
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
     if on_cpu:
         threads = str(len(os.sched_getaffinity(0)))

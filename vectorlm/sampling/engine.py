@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import pickle
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     import vllm
 
-    from vectorlm.weights.publish import Publisher
+    from vectorlm.weights.publish import Publisher, Share
 
 Result = TypeVar("Result")
 
@@ -75,12 +75,22 @@ class SamplingEngine:
         if Path(model).is_absolute() and not Path(model).is_dir():
             raise FileNotFoundError(f"the model folder {model} does not exist.")
         self._topology = Topology.from_environment() if topology is None else topology
+        if self._topology.local_world_size != self._topology.world_size:
+            raise ValueError(
+                f"the run has {self._topology.world_size} ranks and this node {self._topology.local_world_size}: the "
+                "engine shares memory with its ranks, so all of them must be on one node."
+            )
+        if engine_args.get("tensor_parallel_size", 1) != 1:
+            raise ValueError(
+                f"tensor_parallel_size={engine_args['tensor_parallel_size']} cannot be swapped yet: it must be 1."
+            )
         self._sampling_params = sampling_params
         self._verify_updates = verify_updates
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
         self._meeting = Meeting(self._topology, timeout_s)
         self._version = -1
+        self._held_step: int | None = None
         self._receiver: str | None = None
         self._publisher: Publisher | None = None
         self._closed = False
@@ -102,11 +112,23 @@ class SamplingEngine:
     @property
     def receiver(self) -> str:
         """How the engine holds its weights, `live` or `packed`; waits until the engine is loaded."""
-        self._wait_until_ready()
+        self.wait_until_ready()
         assert self._receiver is not None
         return self._receiver
 
-    def sample(self, prompts: Sequence[Prompt], sampling_params: Any = None) -> list[list[Completion]]:
+    def wait_until_ready(self) -> None:
+        """Wait until the engine has loaded; every other call does so by itself.
+
+        Raises:
+            EngineError: The engine is closed, could not be built (the text says why), or died.
+        """
+        if self._closed:
+            raise EngineError("the engine is closed.")
+        if self._receiver is None:
+            ready = self._on_main("wait for the engine to load", self._ready)
+            self._receiver = ready.receiver
+
+    def sample(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[list[Completion]]:
         """Return the completions of each prompt, in the order of the prompts.
 
         Args:
@@ -143,14 +165,13 @@ class SamplingEngine:
         Raises:
             RankMismatch, EngineError, HandoffTimeout: As for `sample`.
         """
-        prompts = [prompts] if isinstance(prompts, str) else prompts
         start = time.perf_counter()
         payload = self._generate("generate", prompts, sampling_params, as_request_outputs=True)
         if use_tqdm and self._topology.is_main:
-            print(f"generated for {len(prompts)} prompts in {time.perf_counter() - start:.1f} s", flush=True)
+            print(f"generated in {time.perf_counter() - start:.1f} s", flush=True)
         return [] if payload is None else pickle.loads(payload)
 
-    def generate_text(self, prompts: Sequence[Prompt], sampling_params: Any = None) -> list[str]:
+    def generate_text(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[str]:
         """Return the first completion of each prompt as text; raises as `sample` does."""
         return [completions[0].text for completions in self.sample(prompts, sampling_params)]
 
@@ -166,28 +187,34 @@ class SamplingEngine:
 
         Raises:
             WeightMismatch: Trainer and engine do not hold the same model; no weight has changed.
+            ValueError: `train_step` is negative.
             ChecksumMismatch: The engine does not hold what was sent; it generates nothing until an update succeeds.
             RankMismatch: Ranks passed different steps.
             EngineError, HandoffTimeout: As for `sample`.
         """
-        self._wait_until_ready()
+        if train_step < 0:
+            raise ValueError(f"train_step={train_step} is not a version: it must be at least 0.")
+        self.wait_until_ready()
         start = time.perf_counter()
         self._agree("update", train_step, f"train_step={train_step}")
-        if train_step == self._version:
+        if train_step == self._held_step:
             return UpdateReport(train_step, True, 0, 0.0, 0.0, time.perf_counter() - start)
         publisher = self._connect(model)
-        self._together("begin the update", lambda: self._call(say.BeginUpdate()) if self._channel else None)
+        # Every rank finds out whether its part can be sent before any rank writes a byte.
+        shares: list[Share] = []
+        self._together("prepare the update", lambda: shares.extend(publisher.shares(model)))
+        # From here until the engine has proven the new weights, nobody knows what it holds.
+        self._held_step = None
+        self._on_main("begin the update", lambda: self._call(say.BeginUpdate()))
         published_from = time.perf_counter()
-        checksums = self._together("publish weights", lambda: publisher.write(model, self._verify_updates))
+        checksums = self._together("publish weights", lambda: publisher.write(shares, self._verify_updates))
         publish_s = time.perf_counter() - published_from
-        totals = (
-            [sum(parts) % 2**64 for parts in zip(*checksums, strict=True)] if self._verify_updates else None
-        )
-        updated = self._on_main("finish the update", lambda: self._call(say.FinishUpdate(train_step, totals)))
-        self._version = train_step
-        return UpdateReport(
-            train_step, False, publisher.num_bytes, publish_s, updated.load_s, time.perf_counter() - start
-        )
+        totals = [sum(parts) % 2**64 for parts in zip(*checksums, strict=True)]
+        finish = say.FinishUpdate(train_step, totals if self._verify_updates else None)
+        updated = self._on_main("finish the update", lambda: self._call(finish))
+        self._version = self._held_step = train_step
+        total_s = time.perf_counter() - start
+        return UpdateReport(train_step, False, publisher.num_bytes, publish_s, updated.load_s, total_s)
 
     def close(self) -> None:
         """End the engine; safe to call twice, and not a collective."""
@@ -197,6 +224,7 @@ class SamplingEngine:
             self._publisher = None
         if self._channel is not None:
             self._channel.close()
+        self._meeting.close()
 
     def __enter__(self) -> SamplingEngine:
         return self
@@ -207,20 +235,23 @@ class SamplingEngine:
         self.close()
 
     def __del__(self) -> None:
-        # A notebook cell that is run again drops the old engine without closing it.
-        with suppress(Exception):
+        # A notebook cell that is run again drops the old engine without closing it. Written out, because at the
+        # end of the interpreter `contextlib.suppress` may be gone already.
+        try:  # noqa: SIM105
             self.close()
+        except Exception:
+            pass
 
     def _generate(
         self,
         place: str,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | str,
         sampling_params: Any,
         as_request_outputs: bool,
     ) -> bytes | None:
-        prompts = list(prompts)
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         params = self._sampling_params if sampling_params is None else sampling_params
-        self._wait_until_ready()
+        self.wait_until_ready()
         self._agree(place, (prompts, params), _summary(prompts))
         if not prompts:
             return None
@@ -231,25 +262,24 @@ class SamplingEngine:
         assert self._channel is not None
         return self._channel.call(command, self._timeout_s)
 
-    def _wait_until_ready(self) -> None:
-        if self._closed:
-            raise EngineError("the engine is closed.")
-        if self._receiver is None:
-            ready = self._on_main("wait for the engine to load", self._ready)
-            self._receiver = ready.receiver
-
     def _ready(self) -> say.Ready:
         assert self._channel is not None
         return self._channel.answer(0, self._start_timeout_s, "loading the model")
 
     def _connect(self, model: torch.nn.Module) -> Publisher:
         """Agree with the engine, once, on what will be sent and where it lies."""
-        from vectorlm.weights.publish import Publisher, describe
+        from vectorlm.weights.plan import manifest_of
+        from vectorlm.weights.publish import Publisher
 
         if self._publisher is None:
-            manifest = describe(model)
+            manifest = manifest_of(model)
             connected = self._on_main("connect the weights", lambda: self._call(say.Connect(manifest)))
-            self._publisher = Publisher(connected.layout, self._topology)
+
+            def attach() -> None:
+                self._publisher = Publisher(connected.layout, self._topology)
+
+            self._together("map the arena", attach)
+        assert self._publisher is not None
         return self._publisher
 
     def _agree(self, place: str, arguments: Any, summary: str) -> None:
@@ -278,8 +308,9 @@ def _outcome(work: Callable[[], Result]) -> tuple[Result | None, Exception | Non
     try:
         return work(), None
     except Exception as error:
-        known = isinstance(error, (VectorLMError, OSError, ValueError))
-        return None, error if known else EngineError(f"{type(error).__name__}: {error}")
+        if isinstance(error, VectorLMError):
+            return None, error
+        return None, EngineError(f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}")
 
 
 def _unwrap(outcome: tuple[Any, Exception | None]) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vectorlm.types import Prompt
-from vectorlm.weights.plan import Layout
+from vectorlm.weights.plan import Layout, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Abort:
 
 @dataclass(frozen=True)
 class Connect:
-    """Match these trainer tensors (name, shape) with the engine's."""
+    """Match these trainer tensors with the engine's."""
 
-    manifest: Sequence[tuple[str, tuple[int, ...]]]
+    manifest: Sequence[TensorSpec]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,9 @@ class PackedCompletions:
     token_ids: np.ndarray
     """int32 [N]."""
     logprobs: np.ndarray
-    """float32 [N], or empty where none were asked for."""
+    """float32, the sampled tokens' log-probabilities of the completions that asked for them, end to end."""
+    logprob_lengths: np.ndarray
+    """int32 [C]: the completion's length, or 0 where none were asked for."""
     version: int
     """The weight version that sampled the tokens."""
     texts: tuple[str, ...]
@@ -42,9 +44,8 @@ class PackedCompletions:
     def unpack(self) -> list[list[Completion]]:
         """Return the completions of each prompt."""
         prompts = np.split(self.prompt_token_ids, np.cumsum(self.prompt_lengths)[:-1])
-        cuts = np.cumsum(self.lengths)[:-1]
-        tokens = np.split(self.token_ids, cuts)
-        logprobs = np.split(self.logprobs, cuts) if len(self.logprobs) else [self.logprobs] * len(tokens)
+        tokens = np.split(self.token_ids, np.cumsum(self.lengths)[:-1])
+        logprobs = np.split(self.logprobs, np.cumsum(self.logprob_lengths)[:-1])
         answers: list[list[Completion]] = []
         first = 0
         for prompt, count in zip(prompts, self.completions_per_prompt, strict=True):
@@ -69,14 +70,15 @@ class PackedCompletions:
 def pack_outputs(outputs: Sequence[Any], version: int) -> PackedCompletions:
     """Pack vLLM's finished ``RequestOutput`` objects, in the order of the prompts."""
     completions = [completion for output in outputs for completion in output.outputs]
-    with_logprobs = all(completion.logprobs is not None for completion in completions)
+    with_logprobs = [completion for completion in completions if completion.logprobs is not None]
     return PackedCompletions(
         completions_per_prompt=_ints(len(output.outputs) for output in outputs),
         prompt_lengths=_ints(len(output.prompt_token_ids) for output in outputs),
         prompt_token_ids=_ints(token for output in outputs for token in output.prompt_token_ids),
         lengths=_ints(len(completion.token_ids) for completion in completions),
         token_ids=_ints(token for completion in completions for token in completion.token_ids),
-        logprobs=np.fromiter(_sampled_logprobs(completions) if with_logprobs else (), dtype=np.float32),
+        logprobs=np.fromiter(_sampled_logprobs(with_logprobs), dtype=np.float32),
+        logprob_lengths=_ints(len(completion.logprobs or ()) for completion in completions),
         version=version,
         texts=tuple(completion.text for completion in completions),
         finish_reasons=tuple(completion.finish_reason for completion in completions),

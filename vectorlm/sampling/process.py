@@ -104,7 +104,9 @@ class Sampler:
         """Take the new weights over; until an update succeeds after a failed one, refuse to generate."""
         self.paused = False
         try:
-            load_s = self._engine.collective_rpc("vectorlm_load", args=(command.checksums,))[0]
+            load_s = self._engine.collective_rpc("vectorlm_load", args=(command.version, command.checksums))[
+                0
+            ]
             if not self._engine.reset_prefix_cache():
                 raise EngineError(
                     "the prefix cache still holds blocks of the old weights: requests are running."
@@ -133,7 +135,11 @@ def serve(connection: Connection) -> None:
     try:
         sampler = Sampler(start)
     except Exception as error:
+        traceback.print_exc()
         connection.send((number, say.Failed(_portable(error))))
+        # A process that is gone would be news of its own, and might be read first: stay until rank 0 lets go.
+        while not isinstance(connection.recv()[1], say.Stop):
+            pass
         return
     connection.send((number, say.Ready(sampler.receiver, time.perf_counter() - began)))
     last_sign = time.monotonic()
@@ -181,7 +187,7 @@ def _portable(error: Exception) -> Exception:
 
 def main() -> None:
     """Run the process that `vectorlm.sampling.channel` starts."""
-    follow_parent(int(sys.argv[2]))
+    follow_parent(int(sys.argv[2]), os.environ.get("TMPDIR"))
     # Where the other end is gone, nothing is left to do and nobody to tell.
     with Connection(int(sys.argv[1])) as connection, contextlib.suppress(EOFError, ConnectionError):
         serve(connection)

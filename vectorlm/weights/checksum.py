@@ -10,10 +10,10 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
 def checksum(rows: torch.Tensor, first_row: int = 0) -> int:
     r"""Sum the bit patterns of `rows`, each row weighted by its place in the whole tensor.
 
-    :math:`\sum_i (i + 1) \sum_j \mathrm{word}_{ij} \bmod 2^{64}` with :math:`i` the row in the whole tensor and the
+    :math:`\sum_i (2i + 1) \sum_j \mathrm{word}_{ij} \bmod 2^{64}` with :math:`i` the row in the whole tensor and the
     row's bytes read as the widest integers that divide it. The sums of disjoint shards add up to the sum of the
-    whole. A changed bit always changes the sum; rows that changed places do too; words swapped within a row do not.
-    It reads memory once: half the time of a copy.
+    whole. The weights are odd, so that no change of a single word, in any bit, can vanish modulo :math:`2^{64}`;
+    rows that changed places show too, words swapped within a row do not. It reads memory once.
 
     Args:
         rows: Any dtype, any shape; rows along dimension 0. A scalar is one row.
@@ -28,5 +28,5 @@ def checksum(rows: torch.Tensor, first_row: int = 0) -> int:
     row_bytes = table.shape[1] * table.element_size()
     word = next(dtype for size, dtype in _WORDS if row_bytes % size == 0)
     sums = table.view(word).sum(dim=1, dtype=torch.int64)
-    places = torch.arange(first_row + 1, first_row + 1 + len(sums), device=sums.device)
-    return int((sums * places).sum().item()) % 2**64
+    weights = 2 * torch.arange(first_row, first_row + len(sums), device=sums.device) + 1
+    return int((sums * weights).sum().item()) % 2**64

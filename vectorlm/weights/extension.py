@@ -24,13 +24,13 @@ class WeightExtension:
         self._vectorlm_receiver = Receiver(model, chosen)
         return chosen
 
-    def vectorlm_connect(self, manifest: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
+    def vectorlm_connect(self, manifest: Sequence[TensorSpec]) -> Layout:
         """Match the trainer's tensors with the model's and return the arena's layout."""
-        return self._vectorlm_receiver.connect([TensorSpec(name, shape) for name, shape in manifest])
+        return self._vectorlm_receiver.connect(manifest)
 
-    def vectorlm_load(self, expected: Sequence[int] | None) -> float:
+    def vectorlm_load(self, version: int, expected: Sequence[int] | None) -> float:
         """Take the arena's weights over; return the seconds it took."""
-        return self._vectorlm_receiver.load(expected)
+        return self._vectorlm_receiver.load(version, expected)
 
 
 PACKED_FROM_PARAMETERS = 4_000_000

@@ -69,17 +69,22 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def trainer_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of `model` under their checkpoint names; tied parameters appear once.
+def reshard(model: torch.nn.Module) -> None:
+    """Give the shards back to a model of which FSDP2 left parts whole.
 
-    FSDP2 leaves the root's parameters whole after a forward without backward, so every module is resharded first:
-    the plan must always see the same shards.
+    FSDP2 leaves the root's parameters whole after a forward without backward; whoever looks at the parameters must
+    always see the same shards.
     """
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def trainer_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of `model` under their checkpoint names, resharded; tied parameters appear once."""
+    reshard(model)
     return {_clean(name): parameter for name, parameter in model.named_parameters()}
 
 

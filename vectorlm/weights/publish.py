@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +15,19 @@ from vectorlm.errors import WeightMismatch
 from vectorlm.ranks.topology import Topology
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
-from vectorlm.weights.plan import Layout, manifest_of, trainer_tensors
+from vectorlm.weights.plan import Layout, trainer_tensors
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank publishes of one parameter."""
+
+    target: torch.Tensor
+    """The rows' place in the arena, in the engine's dtype."""
+    rows: torch.Tensor
+    """The rows of this rank's shard."""
+    first_row: int
+    """Where the rows start in the whole tensor."""
 
 
 class Publisher:
@@ -28,24 +41,45 @@ class Publisher:
         self._shapes = {slot.name: slot.shape for slot in layout.slots}
         self._slots = {slot.name: self._arena.view(slot) for slot in layout.slots}
 
-    def write(self, model: torch.nn.Module, with_checksums: bool = False) -> list[int]:
-        """Copy this rank's rows of every parameter into the arena, cast to the engine's dtype.
+    def shares(self, model: torch.nn.Module) -> list[Share]:
+        """Work out what this rank publishes of `model`; nothing is written yet.
 
         Args:
             model: The trainer's model, sharded or not.
+
+        Returns:
+            One share per parameter, in the layout's order.
+
+        Raises:
+            WeightMismatch: The model is not the one that the layout was made for, or is sharded in an unknown way.
+        """
+        tensors = trainer_tensors(model)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if shapes != self._shapes:
+            raise WeightMismatch(_difference(shapes, self._shapes))
+        shares = []
+        for name, slot in self._slots.items():
+            rows, first_row = owned_rows(tensors[name], self._topology)
+            table = slot.reshape(1) if slot.ndim == 0 else slot
+            shares.append(Share(table[first_row : first_row + len(rows)], rows, first_row))
+        return shares
+
+    def write(self, shares: Sequence[Share], with_checksums: bool = False) -> list[int]:
+        """Copy `shares` into the arena, cast to the engine's dtype.
+
+        Args:
+            shares: From `shares`.
             with_checksums: Whether to sum the rows too, while they are in the cache.
 
         Returns:
-            The checksum of this rank's rows of every parameter, in the layout's order; empty if not asked for.
-
-        Raises:
-            WeightMismatch: The model is not the one that the layout was made for.
+            The checksum of each share, if asked for; else nothing.
         """
         sums = []
-        for slot, rows, first_row in self._shares(model):
-            slot[first_row : first_row + len(rows)].copy_(rows)
+        for share in shares:
+            rows = share.rows.to(share.target.dtype)
+            share.target.copy_(rows)
             if with_checksums:
-                sums.append(checksum(rows.to(slot.dtype), first_row))
+                sums.append(checksum(rows, share.first_row))
         if self._topology.is_cuda:
             torch.cuda.synchronize(self._topology.device)
         return sums
@@ -54,15 +88,6 @@ class Publisher:
         """Let go of the arena."""
         self._slots.clear()
         self._arena.close()
-
-    def _shares(self, model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        tensors = trainer_tensors(model)
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if shapes != self._shapes:
-            raise WeightMismatch(_difference(shapes, self._shapes))
-        for name, slot in self._slots.items():
-            rows, first_row = owned_rows(tensors[name], self._topology)
-            yield slot.reshape(-1) if slot.ndim == 0 else slot, rows, first_row
 
 
 def owned_rows(parameter: torch.Tensor, topology: Topology) -> tuple[torch.Tensor, int]:
@@ -82,11 +107,6 @@ def owned_rows(parameter: torch.Tensor, topology: Topology) -> tuple[torch.Tenso
         place = _shard_place(parameter.shape, parameter.device_mesh, parameter.placements, topology)
         return _part(parameter.to_local().detach(), *place)
     return _part(parameter.detach(), 0, topology.local_rank, topology.local_world_size)
-
-
-def describe(model: torch.nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """List the names and full shapes of what `model` will send, as plain data for the engine's process."""
-    return [(spec.name, spec.shape) for spec in manifest_of(model)]
 
 
 # A model has few distinct shapes, and this arithmetic would cost as much as copying the weights.

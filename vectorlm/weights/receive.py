@@ -30,6 +30,7 @@ class Receiver:
         self._kind = kind
         self._plan: ArenaPlan | None = None
         self._all_copies: list[Copy] = []
+        _require_plain_layers(model)
         if kind == "packed":
             pack(model)
 
@@ -56,10 +57,11 @@ class Receiver:
         self._sources = {slot.name: arena.view(slot) for slot in plan.slots}
         return Layout(arena.path, plan.num_bytes, plan.slots)
 
-    def load(self, expected: Sequence[int] | None = None) -> float:
+    def load(self, version: int, expected: Sequence[int] | None = None) -> float:
         """Make the engine compute with what the arena holds now.
 
         Args:
+            version: The training step of these weights.
             expected: The checksum of every slot as the trainer counts it; None skips the proof.
 
         Returns:
@@ -79,18 +81,19 @@ class Receiver:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         if expected is not None:
-            self._verify(expected)
+            self._verify(version, expected)
         return time.perf_counter() - start
 
-    def _verify(self, expected: Sequence[int]) -> None:
+    def _verify(self, version: int, expected: Sequence[int]) -> None:
         """Sum the parameters themselves, not the arena: a parameter that lost its alias must not pass."""
         assert self._plan is not None
         parameters = dict(self._model.named_parameters())
         found: dict[str, int] = defaultdict(int)
         for copy in self._all_copies:
-            rows = copy.parameter_view.on(parameters[copy.parameter].data)
-            row_stride = self._sources[copy.source].stride(0) if self._sources[copy.source].ndim else 1
-            found[copy.source] += checksum(rows, copy.source_view.offset // max(row_stride, 1))
+            rows, first_row = _as_source_rows(
+                copy, parameters[copy.parameter].data, self._sources[copy.source]
+            )
+            found[copy.source] += checksum(rows, first_row)
         wrong = [
             slot.name
             for slot, total in zip(self._plan.slots, expected, strict=True)
@@ -102,7 +105,35 @@ class Receiver:
                 f"trainer sent: {wrong[:8]}{' and more' if len(wrong) > 8 else ''}."
             )
         if self._kind == "packed":
-            check_packed(self._model)
+            check_packed(self._model, seed=version)
+
+
+def _as_source_rows(copy: Copy, parameter: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the piece of the parameter that `copy` filled as rows of its source, and the first row's index.
+
+    A loader may transpose (GPT-2's Conv1D): the piece's dimensions are put back into the source's order.
+    """
+    piece, strides = copy.parameter_view.on(parameter), copy.source_view.stride
+    piece = piece.permute(sorted(range(piece.ndim), key=lambda dim: -strides[dim]))
+    return piece, copy.source_view.offset // source.stride(0) if source.ndim else 0
+
+
+PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType")
+"""How vLLM keeps weights that lie in memory as the checkpoint has them."""
+
+
+def _require_plain_layers(model: torch.nn.Module) -> None:
+    """Refuse layers whose weights vLLM rearranges after loading: bytes written to them would mean something else."""
+    odd = {
+        f"{type(module).__name__} ({method})"
+        for module in model.modules()
+        if (method := type(getattr(module, "quant_method", None)).__name__) not in PLAIN_METHODS
+    }
+    if odd:
+        raise WeightMismatch(
+            f"this engine cannot take new weights: vLLM rearranges those of {', '.join(sorted(odd))} when it loads "
+            "them. Use an unquantised dense model."
+        )
 
 
 def _require_all_filled(model: torch.nn.Module, copies: Sequence[Copy]) -> None:
