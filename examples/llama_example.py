@@ -11,6 +11,7 @@ from vectorlm.config import add_config_arguments, check_config, config_from_argu
 from vectorlm.errors import VectorLMError
 from vectorlm.finetune import finetune
 from vectorlm.ranks.topology import Topology
+from vectorlm.rewards.registry import reward_names
 
 
 def main() -> None:
@@ -20,9 +21,13 @@ def main() -> None:
     add_config_arguments(parser)
     args = parser.parse_args()
     topology = Topology.from_environment()
+    if args.world_size not in (1, topology.world_size):
+        parser.error(
+            f"--world_size {args.world_size} is torchrun's to set: torchrun --nproc_per_node {args.world_size}"
+        )
     try:
         config = config_from_arguments(args)
-        check_config(config, topology.world_size)
+        check_config(config, topology.world_size, reward_names())
         if config.train_parameters.sampler is not None:
             if topology.is_main:
                 print(

@@ -10,6 +10,7 @@ import vectorlm
 from vectorlm.config import add_config_arguments, check_config, config_from_arguments
 from vectorlm.errors import VectorLMError
 from vectorlm.finetune import finetune
+from vectorlm.rewards.registry import reward_names
 
 
 def main() -> None:
@@ -20,7 +21,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         config = config_from_arguments(args)
-        check_config(config, args.world_size)
+        check_config(config, args.world_size, reward_names())
         vectorlm.launch(finetune, config, world_size=args.world_size)
     except VectorLMError as error:
         sys.exit(f"{type(error).__name__}: {error}")

@@ -10,6 +10,7 @@ from vectorlm.config.arguments import add_override_arguments, config_from_argume
 from vectorlm.config.check import check_config
 from vectorlm.config.summary import summarise
 from vectorlm.errors import ConfigError, VectorLMError
+from vectorlm.rewards.registry import reward_names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
 def run_check(args: argparse.Namespace) -> int:
     """Check a config file and say what the run would do."""
     config = config_from_arguments(args)
-    check_config(config, args.world_size)
+    check_config(config, args.world_size, reward_names())
     print(f"{args.yaml_path}: ok")
     print(summarise(config, args.world_size))
     return 0

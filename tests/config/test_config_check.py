@@ -7,6 +7,7 @@ from config_texts import MINIMAL
 from vectorlm.config import check_config, load_config
 from vectorlm.errors import ConfigError
 
+REWARDS = ["countdown", "length"]
 SAMPLER = "train_parameters.sampler={sample_frequency: 2, prompts: p.jsonl}"
 
 
@@ -24,16 +25,18 @@ def complete(write_config):
 
 def problems(path, *overrides, world_size=2):
     with pytest.raises(ConfigError) as caught:
-        check_config(load_config(path, overrides), world_size)
+        check_config(load_config(path, overrides), world_size, REWARDS)
     return str(caught.value)
 
 
 def test_a_complete_config_passes(complete):
-    check_config(load_config(complete, [SAMPLER]), 1)
-    check_config(load_config(complete, [SAMPLER, "train_parameters.sharding_strategy=HYBRID_SHARD"]), 2)
-    check_config(load_config(complete, [SAMPLER, "train_parameters.max_seq_len=256"]), 2)
-    parallel = "train_parameters.sampler.engine.tensor_parallel_size=2"
-    check_config(load_config(complete, [SAMPLER, parallel]), 2)
+    check_config(load_config(complete, [SAMPLER]), 1, REWARDS)
+    check_config(
+        load_config(complete, [SAMPLER, "train_parameters.sharding_strategy=HYBRID_SHARD"]), 2, REWARDS
+    )
+    check_config(load_config(complete, [SAMPLER, "train_parameters.max_seq_len=256"]), 2, REWARDS)
+    reward = "train_parameters.sampler.reward=countdown"
+    check_config(load_config(complete, [SAMPLER, reward]), 2, REWARDS)
 
 
 def test_all_problems_are_listed_at_once(write_config):
@@ -58,12 +61,29 @@ def test_there_must_be_a_rank(complete, world_size):
     )
 
 
-@pytest.mark.parametrize("parallel", ["3", "0", "'2'"])
-def test_tensor_parallelism_must_fit_the_ranks(complete, parallel):
+@pytest.mark.parametrize("parallel", ["2", "0", "'1'"])
+def test_the_engine_is_not_parallel_yet(complete, parallel):
     override = f"train_parameters.sampler.engine.tensor_parallel_size={parallel}"
     assert problems(complete, SAMPLER, override) == (
-        f"train_parameters.sampler.engine.tensor_parallel_size={parallel} must be an integer from 1 to "
-        f"world_size=2: the engine shares the ranks' devices. Use 2 or less. (--set {override})"
+        f"train_parameters.sampler.engine.tensor_parallel_size={parallel} must be 1: a parallel engine cannot be "
+        f"hot-swapped yet. Use 1. (--set {override})"
+    )
+
+
+def test_a_reward_must_exist(complete):
+    override = "train_parameters.sampler.reward=countdwn"
+    assert problems(complete, SAMPLER, override) == (
+        "train_parameters.sampler.reward='countdwn' is not a reward that exists. Did you mean 'countdown'? "
+        f"(--set {override})"
+    )
+    assert "Use one of countdown, length." in problems(
+        complete, SAMPLER, "train_parameters.sampler.reward=xyz"
+    )
+
+
+def test_lora_and_a_sampler_exclude_each_other(complete):
+    assert "cannot be used together with a sampler yet" in problems(
+        complete, SAMPLER, "train_parameters.lora_peft_config={r: 4}"
     )
 
 
@@ -89,7 +109,7 @@ def test_sequences_must_fit_the_model(complete):
 
 def test_a_model_without_a_limit_takes_any_length(complete):
     Path("models/tiny/config.json").write_text("{}")
-    check_config(load_config(complete, ["train_parameters.max_seq_len=99999"]), 1)
+    check_config(load_config(complete, ["train_parameters.max_seq_len=99999"]), 1, REWARDS)
 
 
 def test_a_folder_without_a_dataset_is_refused(complete):
@@ -112,7 +132,7 @@ def test_a_dataset_saved_by_datasets_is_accepted(complete):
     from datasets import Dataset
 
     Dataset.from_dict({"input_ids": [[1]], "labels": [[1]]}).save_to_disk("data/real")
-    check_config(load_config(complete, ["dataset.train_ds=data/real"]), 1)
+    check_config(load_config(complete, ["dataset.train_ds=data/real"]), 1, REWARDS)
 
 
 @pytest.mark.parametrize("line", ["no json", '["prompt"]', '{"text": "a"}', '{"prompt": ""}'])
@@ -133,7 +153,9 @@ def test_the_prompt_file_must_hold_a_prompt(complete):
 
 
 def test_prompts_in_the_config_need_no_file(complete):
-    check_config(load_config(complete, ["train_parameters.sampler={sample_frequency: 2, prompts: [a]}"]), 1)
+    check_config(
+        load_config(complete, ["train_parameters.sampler={sample_frequency: 2, prompts: [a]}"]), 1, REWARDS
+    )
 
 
 def test_outputs_must_not_stand_where_something_else_does(complete):
@@ -153,7 +175,7 @@ def test_contradicting_settings_of_a_config_made_by_hand_are_found(complete):
     config = load_config(complete, [SAMPLER])
     config.train_parameters.sampler.engine["dtype"] = "half"
     with pytest.raises(ConfigError) as caught:
-        check_config(config, 1)
+        check_config(config, 1, REWARDS)
     assert str(caught.value) == (
         "train_parameters.sampler.engine.dtype='half' has a setting of its own. "
         "Set 'train_parameters.sampler.vllm_dtype' instead."
@@ -162,6 +184,6 @@ def test_contradicting_settings_of_a_config_made_by_hand_are_found(complete):
 
 def test_checking_writes_nothing(complete):
     before = sorted(Path().rglob("*"))
-    check_config(load_config(complete, [SAMPLER]), 1)
+    check_config(load_config(complete, [SAMPLER]), 1, REWARDS)
     assert sorted(Path().rglob("*")) == before
     assert Path(complete).read_text() == MINIMAL

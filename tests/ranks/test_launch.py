@@ -108,6 +108,14 @@ def test_nothing_is_left_in_the_temp_folder(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_callers_signal_handlers_are_put_back():
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    vectorlm.launch(exchange, 1, world_size=1)
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in os.environ
+
+
 def test_no_ranks_are_refused():
     with pytest.raises(LaunchError, match="world_size=0 cannot run: it must be at least 1"):
         vectorlm.launch(exchange, 1, world_size=0)

@@ -17,15 +17,20 @@ def run(model_path, what):
     from transformers import AutoModelForCausalLM
 
     topology = vectorlm.Topology.from_environment()
-    model = AutoModelForCausalLM.from_pretrained(model_path)
+    wrong = {"max_modle_len": 64} if what == "engine cannot start" else {}
     with vectorlm.SamplingEngine(
         model_path,
+        **wrong,
         dtype="float32",
         max_model_len=64,
         kv_cache_memory_bytes=16 << 20,
         timeout_s=12,
         sampling_params={"max_tokens": 4},
     ) as engine:
+        if what == "engine cannot start":
+            # By now the engine has failed, and this rank comes late.
+            time.sleep(15)
+        model = AutoModelForCausalLM.from_pretrained(model_path)
         engine.update(model, 0)
         engine.sample([[2, 3]])
         if topology.is_main:
@@ -52,6 +57,8 @@ def run(model_path, what):
 if __name__ == "__main__":
     os.environ["FAULT_LAUNCHER"] = str(os.getpid())
     try:
+        if int(sys.argv[3]) == 0:
+            run(str(Path(sys.argv[1])), sys.argv[2])
         vectorlm.launch(run, str(Path(sys.argv[1])), sys.argv[2], world_size=int(sys.argv[3]))
     except VectorLMError as error:
         sys.exit(f"{type(error).__name__}: {error}")

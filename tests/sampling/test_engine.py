@@ -10,7 +10,7 @@ from rank_processes import save_tiny_llama
 from swap_cases import GREEDY, compare, perturb, reference_greedy
 from transformers import AutoModelForCausalLM
 
-from vectorlm import SamplingEngine
+from vectorlm import SamplingEngine, Topology
 from vectorlm.errors import ChecksumMismatch, EngineError, WeightMismatch
 from vectorlm.sampling.messages import BeginUpdate
 
@@ -106,6 +106,32 @@ def test_a_parameter_changed_by_hand_is_caught_and_the_engine_stays_shut_until_a
     assert all(compare(engine, models[0])[0])
 
 
+def test_after_a_failed_update_the_step_before_may_be_loaded_again(engine, models, next_step, monkeypatch):
+    engine.update(models[0], next_step)
+    monkeypatch.setattr(type(engine._publisher), "write", lambda publisher, shares, summed: [1] * len(shares))
+    with pytest.raises(ChecksumMismatch):
+        engine.update(models[0], next_step + 1)
+    monkeypatch.undo()
+    perturb(*models, seed=4)
+    assert not engine.update(models[0], next_step).skipped
+    assert all(compare(engine, models[1])[0])
+
+
+def test_an_update_that_a_rank_cannot_make_leaves_the_engine_as_it_was(engine, models, next_step):
+    engine.update(models[0], next_step)
+    wrong = AutoModelForCausalLM.from_pretrained(models[0].config.name_or_path)
+    del wrong.model.layers[2]
+    with pytest.raises(WeightMismatch, match="sends 20 tensors, the engine was connected for 29; missing"):
+        engine.update(wrong, next_step + 1)
+    assert engine.version == next_step
+    assert all(compare(engine, models[0])[0])
+
+
+def test_a_version_is_not_negative(engine, models):
+    with pytest.raises(ValueError, match="train_step=-1 is not a version: it must be at least 0"):
+        engine.update(models[0], -1)
+
+
 def test_another_architecture_is_refused_and_the_engine_keeps_its_weights(folder, models):
     with SamplingEngine(
         str(folder), dtype="float32", max_model_len=64, kv_cache_memory_bytes=16 << 20
@@ -131,6 +157,7 @@ def test_prompts_may_be_text_token_ids_or_chat_messages(engine, folder):
     ids = AutoTokenizer.from_pretrained(folder)("abc")["input_ids"]
     by_text, by_ids = engine.sample(["abc", ids])
     assert by_text[0].prompt_token_ids == tuple(ids)
+    assert engine.generate_text("abc") == [by_text[0].text]  # one string is one prompt, not three
     assert by_text[0].token_ids == by_ids[0].token_ids
     chat = engine.sample([[{"role": "user", "content": "abc"}]])[0][0]
     assert chat.prompt_token_ids == tuple(ids)
@@ -153,6 +180,9 @@ def test_parameters_may_be_given_per_prompt_or_as_vllms_own(engine):
         [[2], [3]], [{"max_tokens": 2, "ignore_eos": True}, {"max_tokens": 5, "ignore_eos": True}]
     )
     assert (len(short[0].token_ids), len(long[0].token_ids)) == (2, 5)
+    scored, bare = engine.sample([[2], [3]], [{"logprobs": 0, "max_tokens": 3}, {"max_tokens": 3}])
+    assert len(scored[0].sampler_logprobs) == len(scored[0].token_ids)
+    assert bare[0].sampler_logprobs == ()
     assert short[0].finish_reason == "length"
     theirs = engine.sample([[2, 3, 4]], SamplingParams(**GREEDY))
     assert theirs == engine.sample([[2, 3, 4]], GREEDY)
@@ -219,6 +249,13 @@ def test_wrong_arguments_of_the_constructor_are_refused_at_once(folder, tmp_path
         ValueError, match="receiver='frozen' is not known: it must be one of auto, live, packed"
     ):
         SamplingEngine(str(folder), receiver="frozen")
+    elsewhere = Topology(world_size=4, local_world_size=2)
+    with pytest.raises(ValueError, match=r"has 4 ranks and this node 2: .* all of them must be on one node"):
+        SamplingEngine(str(folder), topology=elsewhere)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 cannot be swapped yet: it must be 1"):
+        SamplingEngine(str(folder), tensor_parallel_size=2)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        SamplingEngine(str(folder), log_path=tmp_path / "nowhere" / "log")
     with pytest.raises(FileNotFoundError, match="absent does not exist"):
         SamplingEngine(str(tmp_path / "absent"))
 

@@ -81,6 +81,10 @@ class Run:
             "engine killed while training",
             r"rank 0 of 2 raised EngineDied: the sampler process .* was ended by SIGKILL",
         ),
+        (
+            "engine cannot start",
+            r"(?s)EngineError: ValueError: vLLM's engine knows no argument 'max_modle_len'",
+        ),
         ("rank 1 killed", r"rank 1 of 2 was ended by SIGKILL"),
         (
             "rank 1 raises",
@@ -101,8 +105,9 @@ def test_the_cause_is_reported_and_nothing_is_left(folder, tmp_path, what, expec
     assert error.count("Traceback (most recent call last)") <= 4, "a wall of tracebacks"
 
 
-def test_a_silent_engine_is_an_error_within_the_deadline(folder, tmp_path):
-    code, error = Run(folder, "engine frozen", 1, tmp_path).outcome()
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_silent_engine_is_an_error_within_the_deadline(folder, tmp_path, world_size):
+    code, error = Run(folder, "engine frozen", world_size, tmp_path).outcome()
     assert code == 1
     assert re.search(
         r"EngineTimeout: the sampler process .* said nothing for 12 s while answering Generate", error
@@ -118,6 +123,13 @@ def test_an_interrupt_ends_everything(folder, tmp_path, number):
     assert code != 0
     assert "sampler process" not in error
     assert error.count("Traceback (most recent call last)") <= 1, error
+
+
+def test_a_script_killed_without_a_launcher_leaves_nothing(folder, tmp_path):
+    run = Run(folder, "wait", 0, tmp_path)
+    run.wait_until_sampling_works()
+    run.process.kill()
+    run.outcome(timeout_s=GONE_WITHIN_S)
 
 
 def test_a_launcher_killed_outright_takes_everything_with_it(folder, tmp_path):

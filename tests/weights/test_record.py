@@ -3,9 +3,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from vectorlm.errors import WeightMismatch
+from vectorlm.errors import ChecksumMismatch, WeightMismatch
+from vectorlm.weights.arena import Arena
+from vectorlm.weights.checksum import checksum
 from vectorlm.weights.layout import plan_arena
 from vectorlm.weights.plan import TensorSpec
+from vectorlm.weights.receive import Receiver
 from vectorlm.weights.record import Copy, View, record_loading
 
 HIDDEN, Q, KV = 4, 6, 2
@@ -116,3 +119,33 @@ def test_a_tensor_that_the_loader_computes_with_is_refused():
     parameters = fused_model()
     with pytest.raises(WeightMismatch, match="computes with 'scaled' while loading it"):
         record_loading(loader_of(parameters), parameters, [TensorSpec("scaled", (3, 2))])
+
+
+def test_a_transposing_loader_passes_the_proof_and_a_swap_that_did_not_arrive_does_not():
+    class Transposing(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(6, 4), requires_grad=False)
+
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                self.weight.data.copy_(tensor.t())
+
+    model, sent = Transposing(), torch.randn(4, 6)
+    receiver = Receiver(model, "live")
+    layout = receiver.connect([TensorSpec("weight", (4, 6))])
+    Arena.open(layout.path, layout.num_bytes).view(layout.slots[0]).copy_(sent)
+    receiver.load(0, [checksum(sent)])
+    assert torch.equal(model.weight, sent.t())
+    with pytest.raises(ChecksumMismatch, match=r"1 of 1 tensors .*: \['weight'\]"):
+        receiver.load(1, [checksum(sent + 1)])
+
+
+def test_a_layer_that_the_engine_rearranges_is_refused():
+    class Fp8LinearMethod:
+        pass
+
+    model = torch.nn.Linear(2, 2)
+    model.quant_method = Fp8LinearMethod()
+    with pytest.raises(WeightMismatch, match=r"vLLM rearranges those of Linear \(Fp8LinearMethod\)"):
+        Receiver(model, "live")

@@ -21,7 +21,12 @@ def begin(path: Path) -> Path:
 
 
 def finish(path: Path) -> None:
-    """Give the folder put together for `path` its name, in place of an older one of that name."""
+    """Give the folder put together for `path` its name, in place of an older one of that name.
+
+    Everything in it is on disk by then: a folder with a name is complete even after a power cut.
+    """
+    for each in unfinished(path).rglob("*"):
+        _sync(each)
     _sync(unfinished(path))
     retire(path)
     os.replace(unfinished(path), path)
@@ -36,8 +41,8 @@ def retire(path: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -103,7 +103,8 @@ class CheckpointStore:
         return self._path / f"step-{step:08d}"
 
     def _steps(self) -> list[int]:
-        return sorted(int(path.name.removeprefix("step-")) for path in self._path.glob("step-*"))
+        numbers = (path.name.removeprefix("step-") for path in self._path.glob("step-*"))
+        return sorted(int(number) for number in numbers if number.isdigit())
 
     def _check_identity(self, checkpoint: Path) -> None:
         saved = json.loads((checkpoint / "identity.json").read_text())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ def check_consistency(config: Config) -> None:
     raise_problems([*_packing_problems(config), *_engine_problems(config)])
 
 
-def check_config(config: Config, world_size: int) -> None:
+def check_config(config: Config, world_size: int, reward_names: Collection[str]) -> None:
     """Check a config against the machine, before any process or device is touched.
 
     Args:
         config: the resolved config.
         world_size: number of ranks of the run, >= 1.
+        reward_names: the rewards that exist.
 
     Raises:
         ConfigError: lists every problem found: contradictions, an impossible number of ranks, a missing or
@@ -35,6 +37,7 @@ def check_config(config: Config, world_size: int) -> None:
     """
     problems = [*_packing_problems(config), *_engine_problems(config)]
     problems += _world_size_problems(config, world_size)
+    problems += _sampler_problems(config, reward_names)
     problems += _model_problems(config)
     problems += _dataset_problems(config)
     problems += _prompt_problems(config)
@@ -85,11 +88,27 @@ def _world_size_problems(config: Config, world_size: int) -> Iterator[str]:
         rule = f"needs at least 2 ranks, and world_size={world_size}"
         fix = "Use NO_SHARD, or start more ranks."
         yield _refuse(config, "train_parameters.sharding_strategy", train.sharding_strategy, rule, fix)
-    parallel = train.sampler.engine.get("tensor_parallel_size", 1) if train.sampler is not None else 1
-    if not isinstance(parallel, int) or not 1 <= parallel <= world_size:
-        rule = f"must be an integer from 1 to world_size={world_size}: the engine shares the ranks' devices"
+
+
+def _sampler_problems(config: Config, reward_names: Collection[str]) -> Iterator[str]:
+    sampler = config.train_parameters.sampler
+    if sampler is None:
+        return
+    if sampler.reward is not None and sampler.reward not in reward_names:
+        near = difflib.get_close_matches(sampler.reward, reward_names, n=1)
+        fix = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(sorted(reward_names))}."
+        path = "train_parameters.sampler.reward"
+        yield _refuse(config, path, sampler.reward, "is not a reward that exists", fix)
+    parallel = sampler.engine.get("tensor_parallel_size", 1)
+    if parallel != 1:
         path = "train_parameters.sampler.engine.tensor_parallel_size"
-        yield _refuse(config, path, parallel, rule, f"Use {world_size} or less.")
+        yield _refuse(
+            config, path, parallel, "must be 1: a parallel engine cannot be hot-swapped yet", "Use 1."
+        )
+    if config.train_parameters.lora_peft_config is not None:
+        path = "train_parameters.lora_peft_config"
+        rule = "cannot be used together with a sampler yet: the engine takes whole models only"
+        yield _refuse(config, path, "a mapping", rule, "Set it or train_parameters.sampler to null.")
 
 
 def _model_problems(config: Config) -> Iterator[str]:
