@@ -21,6 +21,17 @@ def folder(tmp_path_factory):
     return save_tiny_llama(tmp_path_factory.mktemp("faults") / "model", hidden_size=64)
 
 
+def mapped_by_others():
+    """List the names in /dev/shm that living processes use: other programs of this machine."""
+    names = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            names |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
+        except OSError:
+            continue
+    return names
+
+
 class Run:
     """The script in a session of its own, so that a signal can be sent to all of it as a terminal does."""
 
@@ -57,7 +68,7 @@ class Run:
     def leftovers(self):
         return {
             "processes": self.living(),
-            "shared memory": sorted(set(os.listdir("/dev/shm")) - self.shared_before),
+            "shared memory": sorted(set(os.listdir("/dev/shm")) - self.shared_before - mapped_by_others()),
             "temporary files": sorted(path.name for path in self.scratch.rglob("*")),
         }
 

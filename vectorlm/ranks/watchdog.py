@@ -33,11 +33,11 @@ def _follow(parent_pid: int, scratch: str | None) -> None:
     while os.getppid() == parent_pid:
         time.sleep(POLL_S)
     if scratch is not None:
-        _remove(Path(scratch))
+        remove_folder(Path(scratch))
     os._exit(1)
 
 
-def _remove(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Delete `folder` although siblings do the same at this moment, and may still be writing into it."""
     deadline = time.monotonic() + REMOVE_WITHIN_S
     while folder.exists() and time.monotonic() < deadline:

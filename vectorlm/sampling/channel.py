@@ -69,6 +69,7 @@ class Channel:
         self._scratch = tempfile.mkdtemp(prefix="vectorlm-sampler-")
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "vectorlm.sampling.process", str(theirs.fileno()), str(os.getpid())]
+        command.append(self._scratch)
         self._process = subprocess.Popen(
             command,
             env=sampler_environment(os.environ, self._scratch, on_cpu=not topology.is_cuda),

@@ -1,7 +1,7 @@
 """The sampler process: a vLLM engine, its step loop, and the commands that arrive between two steps.
 
-`vectorlm.sampling.channel` starts it as ``python -m vectorlm.sampling.process <descriptor> <parent>``; no trainer
-imports it. A weight update happens between two engine steps by construction.
+`vectorlm.sampling.channel` starts it as ``python -m vectorlm.sampling.process <descriptor> <parent> <scratch>``; no
+trainer imports it. A weight update happens between two engine steps by construction.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from vectorlm.errors import EngineError, VectorLMError
-from vectorlm.ranks.watchdog import follow_parent
+from vectorlm.ranks.watchdog import follow_parent, remove_folder
 from vectorlm.sampling import messages as say
 from vectorlm.sampling.packed import pack_outputs
 from vectorlm.sampling.vllm_shim import build_engine, make_prompt, per_prompt
@@ -187,10 +188,13 @@ def _portable(error: Exception) -> Exception:
 
 def main() -> None:
     """Run the process that `vectorlm.sampling.channel` starts."""
-    follow_parent(int(sys.argv[2]), os.environ.get("TMPDIR"))
+    descriptor, parent, scratch = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    follow_parent(parent, scratch)
     # Where the other end is gone, nothing is left to do and nobody to tell.
-    with Connection(int(sys.argv[1])) as connection, contextlib.suppress(EOFError, ConnectionError):
+    with Connection(descriptor) as connection, contextlib.suppress(EOFError, ConnectionError):
         serve(connection)
+    # Rank 0 removes this too, unless it was killed.
+    remove_folder(Path(scratch))
     # vLLM's own teardown can take seconds and has nothing to save.
     sys.stdout.flush()
     sys.stderr.flush()
