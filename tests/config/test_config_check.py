@@ -120,6 +120,14 @@ def test_a_folder_without_a_dataset_is_refused(complete):
     )
 
 
+def test_a_dataset_needs_the_columns_that_training_reads(complete):
+    Path("data/train/dataset_info.json").write_text('{"features": {"text": {}, "input_ids": {}}}')
+    assert problems(complete) == (
+        "dataset.train_ds='data/train' has no column 'labels'. Preprocess it: training reads token ids and labels. "
+        "(my.yaml:11)"
+    )
+
+
 def test_a_folder_of_several_datasets_is_refused(complete):
     Path("data/dataset_dict.json").write_text('{"splits": ["train", "eval"]}')
     assert problems(complete, "dataset.train_ds=data") == (

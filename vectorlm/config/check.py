@@ -146,6 +146,17 @@ def _dataset_problems(config: Config) -> Iterator[str]:
         elif not (folder / "dataset_info.json").is_file():
             fix = "Name a folder written by `datasets.Dataset.save_to_disk`."
             yield _refuse(config, path, str(folder), "holds no dataset_info.json", fix)
+        elif missing := _missing_columns(folder / "dataset_info.json"):
+            rule = f"has no column {' and no column '.join(map(repr, missing))}"
+            yield _refuse(
+                config, path, str(folder), rule, "Preprocess it: training reads token ids and labels."
+            )
+
+
+def _missing_columns(description: Path) -> list[str]:
+    """Return the columns that training reads and the dataset does not describe; none if it describes nothing."""
+    columns = json.loads(description.read_text(encoding="utf-8")).get("features")
+    return [name for name in ("input_ids", "labels") if columns and name not in columns]
 
 
 def _prompt_problems(config: Config) -> Iterator[str]:
