@@ -53,7 +53,7 @@ class Run:
         line = self.process.stdout.readline()
         assert "sampling works" in line, self.process.stderr.read()
 
-    def outcome(self, timeout_s=60):
+    def outcome(self, timeout_s=150):
         """Return the exit code and the error text, once all is over and nothing is left."""
         _, error = self.process.communicate(timeout=timeout_s)
         self.require_nothing_left()
