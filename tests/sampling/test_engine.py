@@ -213,6 +213,27 @@ def test_an_error_inside_the_engine_arrives_with_its_traceback_and_the_engine_li
     assert len(engine.sample([[2]])[0][0].token_ids) == GREEDY["max_tokens"]
 
 
+def test_a_step_that_raises_arrives_with_its_traceback(tmp_path):
+    # vLLM's CPU attention has no heads of 16 dimensions, and says so at the first step only.
+    narrow = save_tiny_llama(tmp_path / "narrow", hidden_size=32)
+    with SamplingEngine(
+        str(narrow), dtype="float32", max_model_len=64, kv_cache_memory_bytes=16 << 20
+    ) as broken:
+        with pytest.raises(EngineError, match=r"(?s)head_dim=16.*In the sampler process:.*Traceback"):
+            broken.sample([[2, 3]])
+        with pytest.raises(EngineError, match="failed in an earlier step and must be built anew"):
+            broken.sample([[2, 3]])
+
+
+def test_float16_samples_where_onednn_cannot_pack_it(folder, models):
+    with SamplingEngine(
+        str(folder), dtype="float16", receiver="packed", max_model_len=64, kv_cache_memory_bytes=16 << 20
+    ) as half:
+        perturb(*models, seed=5)
+        half.update(models[0], 0)
+        assert compare(half, models[1])[1] < 0.15
+
+
 def test_an_interrupted_generate_leaves_the_engine_usable(engine, models, next_step):
     engine.update(models[0], next_step)
     endless = {"max_tokens": 250, "ignore_eos": True, "n": 64}

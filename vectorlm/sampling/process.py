@@ -50,6 +50,7 @@ class Sampler:
         self._groups: dict[int, Group] = {}
         self._version = -1
         self._stale: Exception | None = None
+        self._broken: Exception | None = None
         self.paused = False
 
     @property
@@ -59,8 +60,9 @@ class Sampler:
 
     def generate(self, number: int, command: say.Generate) -> None:
         """Queue the prompts of one command; either all of them or none."""
-        if self._stale is not None:
-            raise self._stale
+        for obstacle in (self._broken, self._stale):
+            if obstacle is not None:
+                raise obstacle
         if self.paused:
             raise EngineError("an update was begun and never finished: update again before sampling.")
         params = per_prompt(command.sampling_params, len(command.prompts))
@@ -87,6 +89,13 @@ class Sampler:
                 group.finished[output.request_id] = output
         done = [number for number, group in self._groups.items() if len(group.finished) == len(group.ids)]
         return [(number, say.Generated(self._payload(self._groups.pop(number)))) for number in done]
+
+    def give_up(self, error: Exception) -> list[int]:
+        """Forget every request after a step that raised: the engine's own state is unknown from here on."""
+        self._broken = EngineError(f"the engine failed in an earlier step and must be built anew: {error}")
+        numbers = list(self._groups)
+        self._groups.clear()
+        return numbers
 
     def connect(self, command: say.Connect) -> say.Connected:
         """Match the trainer's tensors with the engine's."""
@@ -151,11 +160,19 @@ def serve(connection: Connection) -> None:
                 return
             if (answer := _answer(sampler, number, command)) is not None:
                 connection.send((number, answer))
-        for numbered in sampler.step():
+        for numbered in _step(sampler):
             connection.send(numbered)
         if time.monotonic() - last_sign > ALIVE_EVERY_S:
             connection.send((None, say.Alive()))
             last_sign = time.monotonic()
+
+
+def _step(sampler: Sampler) -> list[tuple[int, Any]]:
+    """Take one engine step; one that raises answers every request under way, and there is no next one."""
+    try:
+        return list(sampler.step())
+    except Exception as error:
+        return [(number, say.Failed(_portable(error))) for number in sampler.give_up(error)]
 
 
 def _answer(sampler: Sampler, number: int, command: Any) -> Any:

@@ -49,11 +49,17 @@ def packable_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def pack(model: torch.nn.Module) -> None:
-    """Give every linear layer of `model` a oneDNN product that holds the weights as they are now."""
+    """Give every linear layer of `model` a oneDNN product that holds the weights as they are now.
+
+    Layers that oneDNN has no product for on this processor (float16 without AVX512-FP16) stay plain.
+    """
     from vllm import _custom_ops as ops
 
     for _, layer in packable_layers(model):
-        layer.cpu_linear = _product(ops.create_onednn_mm(layer.weight.t(), ONEDNN_CACHE_SIZE))
+        try:
+            layer.cpu_linear = _product(ops.create_onednn_mm(layer.weight.t(), ONEDNN_CACHE_SIZE))
+        except RuntimeError:
+            layer.cpu_linear = torch.nn.functional.linear
 
 
 def _product(handler: Any) -> Callable[..., torch.Tensor]:
