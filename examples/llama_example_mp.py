@@ -25,6 +25,9 @@ def main() -> None:
         vectorlm.launch(finetune, config, world_size=args.world_size)
     except VectorLMError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        print("interrupted; with checkpoints, the same command goes on from the last one", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":
