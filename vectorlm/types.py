@@ -49,18 +49,72 @@ class UpdateReport:
     """Seconds that the caller waited for the whole update, not counting an engine that was still loading."""
 
 
+class Handle(Protocol):
+    """Requests under way in an engine, as `Engine.submit` returned them; its calls are made on all ranks."""
+
+    def done(self) -> bool:
+        """Return whether every completion is finished, so that `result` would not wait."""
+        ...
+
+    def result(self, timeout_s: float | None = None) -> list[list[Completion]]:
+        """Wait for the completions of each prompt, in the order of the prompts; a second call returns the same.
+
+        Raises:
+            EngineTimeout: They were not finished within `timeout_s`; they go on, and `result` may be called again.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Take the requests back; `result` then raises. Does nothing to those that have finished."""
+        ...
+
+
 class Engine(Protocol):
-    """What a training loop needs of an engine; every call is made on all ranks."""
+    """What a training loop needs of an engine.
+
+    Every call is collective: all ranks make it, in the same order, with the same arguments (but for the prompts of
+    `sample_sharded`), and get the same result. `vectorlm.testing` holds the suite that an implementation must pass.
+    """
 
     @property
     def version(self) -> int:
-        """The training step whose weights the engine holds."""
+        """The training step whose weights the engine holds; -1 before the first update."""
         ...
 
-    def sample(self, prompts: Sequence[Prompt], sampling_params: Any = None) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[list[Completion]]:
         """Return the completions of each prompt, in the order of the prompts."""
+        ...
+
+    def sample_sharded(
+        self, local_prompts: Sequence[Prompt], sampling_params: Any = None
+    ) -> list[list[Completion]]:
+        """Return the completions of this rank's own prompts, of which there may be any number on each rank."""
+        ...
+
+    def generate_text(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[str]:
+        """Return the first completion of each prompt as text."""
+        ...
+
+    def submit(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> Handle:
+        """Start sampling and return at once."""
+        ...
+
+    def poll(self) -> list[Handle]:
+        """Return the handles that have finished since the last call, in the order of their submission."""
         ...
 
     def update(self, model: torch.nn.Module, train_step: int) -> UpdateReport:
         """Hot-swap the weights of `model` into the engine as version `train_step`."""
+        ...
+
+    def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> None:
+        """Give device memory back to the trainer; until `wake_up` the engine samples nothing."""
+        ...
+
+    def wake_up(self, *, weights: bool = True, kv_cache: bool = True) -> None:
+        """Take back what `sleep` gave away; weights that slept hold nothing until the next `update`."""
+        ...
+
+    def close(self) -> None:
+        """End the engine; safe to call twice, and not a collective."""
         ...
