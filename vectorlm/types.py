@@ -100,7 +100,10 @@ class Engine(Protocol):
         ...
 
     def poll(self) -> list[Handle]:
-        """Return the handles that have finished since the last call, in the order of their submission."""
+        """Return the handles that have finished, in the order of their submission, each of them once.
+
+        Those that were cancelled or asked for their result are not among them.
+        """
         ...
 
     def update(self, model: torch.nn.Module, train_step: int) -> UpdateReport:

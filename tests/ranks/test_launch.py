@@ -3,6 +3,7 @@ import signal
 import tempfile
 import time
 
+import numpy as np
 import pytest
 
 import vectorlm
@@ -18,7 +19,7 @@ def exchange(number):
     topology = vectorlm.Topology.from_environment()
     meeting = Meeting(topology, 30.0)
     notes = [meeting.gather("note", (topology.rank, turn)) for turn in range(5)]
-    shared = meeting.share("share", b"from rank 0" if topology.is_main else None)
+    shared = meeting.share("share", b"from rank 0" if topology.is_main else None)[0]
     total = torch.tensor(topology.rank + number)
     dist.all_reduce(total)
     return topology.rank, notes[-1], shared, int(total), torch.get_num_threads()
@@ -49,6 +50,41 @@ def fail_on_rank_1(how):
     if topology.rank == 1 and how == "stay away":
         time.sleep(30)
     meeting.gather("sampling")
+
+
+def share_arrays_from_the_last_rank():
+    """Share arrays of several kinds, empty ones too; return what this rank got, and the tickets it drew."""
+    topology = vectorlm.Topology.from_environment()
+    meeting, root = Meeting(topology, 30.0), topology.world_size - 1
+    arrays = [
+        np.arange(6, dtype=np.int32).reshape(2, 3),
+        np.zeros(0, np.float32),
+        np.array(2.5),
+        np.array([7], np.int8),
+    ]
+    at_root = topology.rank == root
+    note, received = meeting.share(
+        "arrays", "a note" if at_root else None, arrays if at_root else (), root=root
+    )
+    nothing = meeting.share("nothing", 1 if at_root else None, root=root)
+    tickets = [meeting.ticket("first") for _ in range(3)] + [meeting.ticket("second")]
+    meeting.gather("the end")
+    same = [
+        np.array_equal(a, b) and a.dtype == b.dtype and a.shape == b.shape
+        for a, b in zip(arrays, received, strict=True)
+    ]
+    return note, same, nothing, tickets
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_any_rank_may_share_arrays_and_tickets_are_drawn_once(world_size):
+    results = vectorlm.launch(share_arrays_from_the_last_rank, world_size=world_size)
+    for note, same, nothing, _ in results:
+        assert note == "a note"
+        assert all(same)
+        assert nothing == (1, [])
+    drawn = [ticket for *_, tickets in results for ticket in tickets[:3]]
+    assert sorted(drawn) == list(range(3 * world_size))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -132,5 +168,5 @@ def test_importing_the_package_loads_neither_torch_nor_vllm():
 def test_a_lone_rank_meets_itself():
     meeting = Meeting(vectorlm.Topology(), 1.0)
     assert meeting.gather("here", 7) == [7]
-    assert meeting.share("there", b"x") == b"x"
+    assert meeting.share("there", b"x") == (b"x", [])
     assert issubclass(HandoffTimeout, TimeoutError)

@@ -10,9 +10,10 @@ from rank_processes import save_tiny_llama
 from swap_cases import GREEDY, compare, perturb, reference_greedy
 from transformers import AutoModelForCausalLM
 
-from vectorlm import SamplingEngine, Topology
+from vectorlm import SamplingEngine
 from vectorlm.errors import ChecksumMismatch, EngineError, WeightMismatch
 from vectorlm.sampling.messages import BeginUpdate
+from vectorlm.weights.publish import Publisher
 
 LONG_PROMPT = list(range(2, 46)) * 4
 
@@ -86,14 +87,14 @@ def test_a_parameter_changed_by_hand_is_caught_and_the_engine_stays_shut_until_a
     engine, models, next_step, monkeypatch
 ):
     engine.update(models[0], next_step)
-    write = type(engine._publisher).write
+    write = Publisher.write
 
     def write_and_spoil(publisher, *args):
         sums = write(publisher, *args)
         publisher._slots["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
         return sums
 
-    monkeypatch.setattr(type(engine._publisher), "write", write_and_spoil)
+    monkeypatch.setattr(Publisher, "write", write_and_spoil)
     with pytest.raises(
         ChecksumMismatch, match=r"1 of 29 tensors .*: \['model.layers.1.mlp.up_proj.weight'\]"
     ):
@@ -108,7 +109,7 @@ def test_a_parameter_changed_by_hand_is_caught_and_the_engine_stays_shut_until_a
 
 def test_after_a_failed_update_the_step_before_may_be_loaded_again(engine, models, next_step, monkeypatch):
     engine.update(models[0], next_step)
-    monkeypatch.setattr(type(engine._publisher), "write", lambda publisher, shares, summed: [1] * len(shares))
+    monkeypatch.setattr(Publisher, "write", lambda publisher, shares, summed: [1] * len(shares))
     with pytest.raises(ChecksumMismatch):
         engine.update(models[0], next_step + 1)
     monkeypatch.undo()
@@ -270,9 +271,6 @@ def test_wrong_arguments_of_the_constructor_are_refused_at_once(folder, tmp_path
         ValueError, match="receiver='frozen' is not known: it must be one of auto, live, packed"
     ):
         SamplingEngine(str(folder), receiver="frozen")
-    elsewhere = Topology(world_size=4, local_world_size=2)
-    with pytest.raises(ValueError, match=r"has 4 ranks and this node 2: .* all of them must be on one node"):
-        SamplingEngine(str(folder), topology=elsewhere)
     with pytest.raises(ValueError, match="tensor_parallel_size=2 cannot be swapped yet: it must be 1"):
         SamplingEngine(str(folder), tensor_parallel_size=2)
     with pytest.raises(FileNotFoundError, match="nowhere"):

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from vectorlm.errors import HandoffTimeout
 from vectorlm.ranks.topology import Topology
@@ -13,7 +17,7 @@ from vectorlm.ranks.topology import Topology
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-# Ranks look for rank 0's answer themselves: a blocking wait would log a warning at each of its time-outs, and a
+# Ranks look for a root's answer themselves: a blocking wait would log a warning at each of its time-outs, and a
 # busy one would take a core from the engine.
 SHORTEST_PAUSE_S = 0.0005
 LONGEST_PAUSE_S = 0.02
@@ -31,6 +35,7 @@ class Meeting:
         self._timeout_s = timeout_s
         self._count = 0
         self._posted: list[str] = []
+        self._tickets: Counter[str] = Counter()
         self._store: dist.Store | None = None
         self._group: dist.ProcessGroup | None = None
         if topology.world_size > 1:
@@ -71,33 +76,63 @@ class Meeting:
         self._posted = [now]
         return notes
 
-    def share(self, place: str, message: bytes | None = None) -> bytes:
-        """Give rank 0's `message` to every rank; the others pass nothing and wait as long as rank 0 shows life.
+    def share(
+        self, place: str, note: Any = None, arrays: Sequence[np.ndarray] = (), *, root: int = 0
+    ) -> tuple[Any, list[np.ndarray]]:
+        """Give what `root` brought to every rank; the others bring nothing and wait as long as it shows life.
+
+        Args:
+            place: What the ranks are about to do, for the error text.
+            note: Small picklable value.
+            arrays: Numbers of any dtype and shape; they travel as one tensor.
+            root: The rank that knows.
+
+        Returns:
+            The root's note and arrays.
 
         Raises:
-            HandoffTimeout: Rank 0 has shown no life for the deadline.
+            HandoffTimeout: The root has shown no life for the deadline.
         """
         if self._store is None:
-            assert message is not None
-            return message
+            return note, list(arrays)
+        key = self._open(place)[root]
+        if self._topology.rank == root:
+            sizes = [(array.dtype.str, array.shape) for array in arrays]
+            self._post(key, pickle.dumps((note, sizes)))
+            self._broadcast([np.ascontiguousarray(array) for array in arrays], root)
+            return note, list(arrays)
+        self._wait_for(root, key, place)
+        note, sizes = pickle.loads(self._store.get(key))
+        received = [np.empty(shape, dtype) for dtype, shape in sizes]
+        self._broadcast(received, root)
+        return note, received
+
+    def _broadcast(self, arrays: Sequence[np.ndarray], root: int) -> None:
+        """Fill the arrays of every rank with the root's, in one message."""
         import torch
         import torch.distributed as dist
 
-        key = self._open(place)[0]
-        if self._topology.is_main:
-            assert message is not None
-            self._post(key, str(len(message)))
-            payload = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        else:
-            self._wait_for_main(key, place)
-            payload = torch.empty(int(self._store.get(key)), dtype=torch.uint8)
-        dist.broadcast(payload, src=0, group=self._group)
-        return payload.numpy().tobytes()
+        raw = [array.reshape(-1).view(np.uint8) for array in arrays]
+        if not any(piece.size for piece in raw):
+            return
+        together = torch.from_numpy(np.concatenate(raw))
+        dist.broadcast(together, src=root, group=self._group)
+        first = 0
+        for piece in raw:
+            piece[:] = together[first : first + piece.size].numpy()
+            first += piece.size
+
+    def ticket(self, name: str) -> int:
+        """Draw the next number, from 0, of the series `name`; every rank draws from the same series."""
+        if self._store is None:
+            self._tickets[name] += 1
+            return self._tickets[name] - 1
+        return self._store.add(f"ticket/{name}", 1) - 1
 
     def show_life(self) -> None:
-        """Tell the ranks that wait in `share` that rank 0 is alive and making progress."""
+        """Tell the ranks that wait in `share` that this one is alive and making progress."""
         if self._store is not None:
-            self._store.add("life", 1)
+            self._store.add(f"life/{self._topology.rank}", 1)
 
     def close(self) -> None:
         """Let go of the group; not a collective."""
@@ -143,18 +178,18 @@ class Meeting:
             f"(last meeting of {places}). Every rank must make the same engine calls in the same order."
         )
 
-    def _wait_for_main(self, key: str, place: str) -> None:
+    def _wait_for(self, root: int, key: str, place: str) -> None:
         assert self._store is not None
         life, since, pause_s = -1, time.monotonic(), SHORTEST_PAUSE_S
         while not self._store.check([key]):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            seen = self._store.add("life", 0)
+            seen = self._store.add(f"life/{root}", 0)
             if seen != life:
                 life, since = seen, time.monotonic()
             if time.monotonic() - since > self._timeout_s:
                 raise HandoffTimeout(
-                    f"rank {self._topology.rank} waited for rank 0 at {place!r}, which has shown no life "
+                    f"rank {self._topology.rank} waited for rank {root} at {place!r}, which has shown no life "
                     f"for {self._timeout_s:g} s."
                 )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pickle
+import queue
 import shutil
 import signal
 import socket
@@ -38,7 +40,8 @@ class Channel:
     """A running sampler process and the connection to it.
 
     The process is a fresh interpreter, not a fork and not a multiprocessing child: the trainer's ``__main__`` is not
-    imported again, and nothing that vLLM does to its process reaches the trainer.
+    imported again, and nothing that vLLM does to its process reaches the trainer. Two threads move the messages, so
+    that a Ctrl-C, which only the main thread gets, never leaves half a message in the line.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Channel:
         start: say.Start,
         topology: Topology,
         *,
+        ranks_per_engine: int | None = None,
         log_path: Path | None = None,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
@@ -53,7 +57,9 @@ class Channel:
 
         Args:
             start: What engine to build.
-            topology: Rank 0's place in the run.
+            topology: This rank's place in the run.
+            ranks_per_engine: Ranks whose devices and cores the engine may count as its own; all of the node's when
+                omitted.
             log_path: A file for the process's output.
             while_waiting: Called every half second while an answer is awaited.
 
@@ -65,6 +71,12 @@ class Channel:
         self._count = itertools.count()
         self._closing = threading.Event()
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._news = threading.Condition()
+        self._answers: dict[int, Any] = {}
+        self._awaited: set[int] = set()
+        self._heard_at = time.monotonic()
+        self._is_cut = False
         log = open(log_path, "a") if log_path else None  # noqa: SIM115 (the reader thread closes it)
         self._scratch = tempfile.mkdtemp(prefix="vectorlm-sampler-")
         ours, theirs = socket.socketpair()
@@ -72,7 +84,7 @@ class Channel:
         command.append(self._scratch)
         self._process = subprocess.Popen(
             command,
-            env=sampler_environment(os.environ, self._scratch, on_cpu=not topology.is_cuda),
+            env=sampler_environment(os.environ, self._scratch, topology, ranks_per_engine),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -82,12 +94,11 @@ class Channel:
         )
         theirs.close()
         self._connection = Connection(ours.detach())
-        self._reader = threading.Thread(
-            target=self._keep_output, args=(log,), name="sampler-output", daemon=True
-        )
-        self._reader.start()
+        self._reader = self._thread("sampler-output", self._keep_output, log)
+        self._receiver = self._thread("sampler-receive", self._receive_all)
+        self._sender = self._thread("sampler-send", self._send_all)
         if topology.error_file is not None:
-            threading.Thread(target=self._end_rank_with_sampler, name="sampler-watch", daemon=True).start()
+            self._thread("sampler-watch", self._end_rank_with_sampler)
         self.send(start)
 
     @property
@@ -96,76 +107,127 @@ class Channel:
         return self._process.pid
 
     def send(self, command: Any) -> int:
-        """Send a command and return its number.
+        """Send a command and return its number, under which `answer` waits.
 
         Raises:
             EngineDied: The sampler is gone.
         """
+        if self._is_cut:
+            raise self._death()
         number = next(self._count)
-        try:
-            self._connection.send((number, command))
-        except OSError as error:
-            raise self._death() from error
+        # Here, and not in the sending thread: what cannot be pickled is the caller's error.
+        message = pickle.dumps((number, command))
+        self._awaited.add(number)
+        self._outbox.put(message)
         return number
 
-    def answer(self, number: int, timeout_s: float, waiting_for: str) -> Any:
-        """Wait for the answer to command `number`; those to earlier, interrupted ones are dropped.
+    def has_answer(self, number: int) -> bool:
+        """Return whether `answer` would not wait.
 
         Raises:
             EngineDied: The sampler is gone.
-            EngineTimeout: It said nothing at all for `timeout_s`.
+        """
+        if number not in self._answers and self._is_cut:
+            raise self._death()
+        return number in self._answers
+
+    def answer(self, number: int, silence_s: float, waiting_for: str, deadline_s: float | None = None) -> Any:
+        """Wait for the answer to command `number`.
+
+        Args:
+            number: From `send`; its answer can be had once.
+            silence_s: The longest that the sampler may say nothing at all.
+            waiting_for: What it is doing, for the error text.
+            deadline_s: When to stop waiting although it works, as ``time.monotonic`` counts.
+
+        Raises:
+            EngineDied: The sampler is gone.
+            EngineTimeout: One of the two limits has passed; the command goes on.
             Exception: What the sampler raised.
         """
-        while True:
-            seen, message = self._receive(timeout_s, waiting_for)
-            if seen == number:
-                if isinstance(message, say.Failed):
-                    raise message.error
-                return message
+        since = time.monotonic()
+        with self._news:
+            while number not in self._answers:
+                if self._is_cut:
+                    raise self._death()
+                now = time.monotonic()
+                if deadline_s is not None and now >= deadline_s:
+                    raise EngineTimeout(f"the sampler process (pid {self.pid}) is still {waiting_for}.")
+                if now - max(since, self._heard_at) > silence_s:
+                    raise EngineTimeout(
+                        f"the sampler process (pid {self.pid}) said nothing for {silence_s:g} s while "
+                        f"{waiting_for}.\n{self._last_output()}"
+                    )
+                left = POLL_S if deadline_s is None else min(POLL_S, deadline_s - now)
+                if not self._news.wait(left):
+                    self._while_waiting()
+            message = self._answers.pop(number)
+            self._awaited.discard(number)
+        if isinstance(message, say.Failed):
+            raise message.error
+        return message
 
-    def call(self, command: Any, timeout_s: float) -> Any:
-        """Send a command and return its answer; a `Generate` that nobody waits for any more is taken back."""
+    def call(self, command: Any, silence_s: float) -> Any:
+        """Send a command and return its answer; raises as `answer` does."""
         number = self.send(command)
         try:
-            return self.answer(number, timeout_s, f"answering {type(command).__name__}")
+            return self.answer(number, silence_s, f"answering {type(command).__name__}")
         except (KeyboardInterrupt, EngineTimeout):
-            if isinstance(command, say.Generate):
-                self.send(say.Abort(number))
+            self._awaited.discard(number)
             raise
+
+    def take_back(self, number: int) -> None:
+        """Abort the `Generate` with this number; its answer will not be kept."""
+        with self._news:
+            self._awaited.discard(number)
+            self._answers.pop(number, None)
+        if not self._is_cut:
+            self.send(say.Abort(number))
 
     def close(self) -> None:
         """End the sampler process and remove what it left; safe to call twice."""
         if self._closing.is_set():
             return
         self._closing.set()
-        with contextlib.suppress(OSError):
-            self._connection.send((None, say.Stop()))
+        self._outbox.put(pickle.dumps((None, say.Stop())))
+        self._outbox.put(None)
         try:
             self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._reader.join(timeout=1.0)
+        for thread in (self._reader, self._receiver, self._sender):
+            thread.join(timeout=1.0)
         self._connection.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _receive(self, timeout_s: float, waiting_for: str) -> Any:
-        deadline = time.monotonic() + timeout_s
+    def _thread(self, name: str, work: Callable[..., None], *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _send_all(self) -> None:
+        # The receiver notices a line that is cut; here there is nobody to tell.
+        with contextlib.suppress(OSError):
+            while (message := self._outbox.get()) is not None:
+                self._connection.send_bytes(message)
+
+    def _receive_all(self) -> None:
+        """Keep every answer that somebody still waits for."""
         try:
-            while not self._connection.poll(min(POLL_S, max(deadline - time.monotonic(), 0.0))):
-                self._while_waiting()
-                if self._process.poll() is not None and not self._connection.poll():
-                    raise self._death()
-                if time.monotonic() > deadline:
-                    raise EngineTimeout(
-                        f"the sampler process (pid {self.pid}) said nothing for {timeout_s:g} s while "
-                        f"{waiting_for}.\n{self._last_output()}"
-                    )
-            return self._connection.recv()
-        except (EOFError, ConnectionError) as error:
-            if isinstance(error, EngineDied):
-                raise
-            raise self._death() from error
+            while True:
+                number, message = self._connection.recv()
+                with self._news:
+                    self._heard_at = time.monotonic()
+                    if number in self._awaited:
+                        self._answers[number] = message
+                    self._news.notify_all()
+        except (EOFError, OSError):
+            pass
+        finally:
+            with self._news:
+                self._is_cut = True
+                self._news.notify_all()
 
     def _death(self) -> EngineDied:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -204,11 +266,14 @@ class Channel:
         os._exit(1)
 
 
-def sampler_environment(trainer: Mapping[str, str], scratch: str, on_cpu: bool) -> dict[str, str]:
+def sampler_environment(
+    trainer: Mapping[str, str], scratch: str, topology: Topology, ranks_per_engine: int | None = None
+) -> dict[str, str]:
     """Return the sampler's variables: the trainer's without its place in the run, plus what starts vLLM fast.
 
     Whatever the user has set wins, except where vLLM would then not run in one process, and except the number of
-    threads under a launcher: torchrun gives each rank one, but while the sampler works the ranks wait.
+    threads under a launcher: torchrun gives each rank one, but while the sampler works the ranks wait. Engines that
+    share a node share its cores, or see their own devices only.
     """
     kept = {
         name: value
@@ -218,16 +283,30 @@ def sampler_environment(trainer: Mapping[str, str], scratch: str, on_cpu: bool) 
     if "TORCHELASTIC_RUN_ID" in trainer:
         kept.pop("OMP_NUM_THREADS", None)
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-    if on_cpu:
-        threads = str(len(os.sched_getaffinity(0)))
+    of_engine = ranks_per_engine or topology.local_world_size
+    if topology.is_cuda:
+        kept["CUDA_VISIBLE_DEVICES"] = _devices(
+            kept.get("CUDA_VISIBLE_DEVICES"), topology.local_rank, of_engine
+        )
+    else:
+        num_engines = topology.local_world_size // of_engine
         defaults |= {
-            "OMP_NUM_THREADS": threads,
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_engines)),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCHDYNAMO_DISABLE": "1",
         }
     library = str(Path(vectorlm.__file__).parent.parent)
     path = os.pathsep.join([library, kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else [library])
     return {**defaults, **kept, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": path, "TMPDIR": scratch}
+
+
+def _devices(visible: str | None, first: int, count: int) -> str:
+    """Return the `count` devices from the `first` of those that the trainer sees."""
+    places = range(first, first + count)
+    if visible is None:
+        return ",".join(map(str, places))
+    names = visible.split(",")
+    return ",".join(names[place] for place in places)
 
 
 def _ending(code: int) -> str:

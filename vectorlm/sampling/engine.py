@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import pickle
+import itertools
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from vectorlm.errors import EngineError, RankMismatch, VectorLMError
+from vectorlm.errors import EngineError
 from vectorlm.ranks.meeting import Meeting
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling import messages as say
 from vectorlm.sampling.channel import Channel
+from vectorlm.sampling.hosts import Hosts
+from vectorlm.sampling.request_outputs import PackedOutputs
+from vectorlm.sampling.submission import Submission
+from vectorlm.sampling.swap import HotSwap
 from vectorlm.types import Completion, Prompt, UpdateReport
 
 if TYPE_CHECKING:
     import torch
     import vllm
-
-    from vectorlm.weights.publish import Publisher, Share
-
-Result = TypeVar("Result")
 
 RECEIVERS = ("auto", "live", "packed")
 
@@ -32,9 +30,10 @@ RECEIVERS = ("auto", "live", "packed")
 class SamplingEngine:
     """A vLLM engine on the training devices, called from all ranks alike.
 
-    Rank 0 starts the engine in a process of its own; the constructor returns at once, so that the ranks load their
-    model meanwhile, and the first call waits for it. Every method is a collective: all ranks call it, in the same
-    order, with the same arguments, and get the same result. With one rank, or none, it is an ordinary object:
+    Rank 0 starts the engine in a process of its own (on several nodes the first rank of each does); the constructor
+    returns at once, so that the ranks load their model meanwhile, and the first call waits for it. Every method is a
+    collective: all ranks call it, in the same order, with the same arguments (but for the prompts of the sharded
+    ones), and get the same result. With one rank, or none, it is an ordinary object:
 
     >>> with SamplingEngine("path/to/model", dtype="float32") as engine:  # doctest: +SKIP
     ...     engine.update(model, train_step=10)
@@ -47,6 +46,8 @@ class SamplingEngine:
         receiver: How the engine holds weights on CPU. `live`: plain, the fastest to swap; `packed`: in oneDNN's
             layout, the faster to sample from; `auto` decides by the model's size. On CUDA there is only `live`.
         verify_updates: Prove after each update, by checksum, that the engine holds what the trainer sent.
+        data_parallel_size: Engines per node, each on its own part of the node's devices; it divides the node's
+            ranks. They take prompts from a common queue and swap weights together.
         timeout_s: The longest silence, in seconds, that is tolerated from the engine or from a rank.
         start_timeout_s: The longest the engine may take to load, in seconds.
         log_path: A file for the sampler process's output.
@@ -65,6 +66,7 @@ class SamplingEngine:
         sampling_params: Any = None,
         receiver: str = "auto",
         verify_updates: bool = True,
+        data_parallel_size: int = 1,
         timeout_s: float = 300.0,
         start_timeout_s: float = 1800.0,
         log_path: str | Path | None = None,
@@ -74,59 +76,55 @@ class SamplingEngine:
             raise ValueError(f"receiver={receiver!r} is not known: it must be one of {', '.join(RECEIVERS)}.")
         if Path(model).is_absolute() and not Path(model).is_dir():
             raise FileNotFoundError(f"the model folder {model} does not exist.")
-        self._topology = Topology.from_environment() if topology is None else topology
-        if self._topology.local_world_size != self._topology.world_size:
-            raise ValueError(
-                f"the run has {self._topology.world_size} ranks and this node {self._topology.local_world_size}: the "
-                "engine shares memory with its ranks, so all of them must be on one node."
-            )
         if engine_args.get("tensor_parallel_size", 1) != 1:
             raise ValueError(
                 f"tensor_parallel_size={engine_args['tensor_parallel_size']} cannot be swapped yet: it must be 1."
             )
+        self._topology = Topology.from_environment() if topology is None else topology
         self._sampling_params = sampling_params
-        self._verify_updates = verify_updates
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
         self._meeting = Meeting(self._topology, timeout_s)
-        self._version = -1
-        self._held_step: int | None = None
-        self._receiver: str | None = None
-        self._publisher: Publisher | None = None
+        self._hosts = Hosts(self._topology, self._meeting, data_parallel_size)
+        self._swap = HotSwap(self._topology, self._hosts, self._call, verify_updates)
+        self._ready: say.Ready | None = None
         self._closed = False
+        self._names = itertools.count()
+        self._open: list[Submission] = []
         self._channel: Channel | None = None
-        if self._topology.is_main:
-            start = say.Start(str(model), engine_args, receiver)
+        if self._hosts.own_a_sampler:
             self._channel = Channel(
-                start,
+                say.Start(str(model), engine_args, receiver),
                 self._topology,
-                log_path=Path(log_path) if log_path else None,
+                ranks_per_engine=self._hosts.ranks_per_engine,
+                log_path=self._log_path(log_path),
                 while_waiting=self._meeting.show_life,
             )
 
     @property
     def version(self) -> int:
         """The training step whose weights the engine holds; -1 for the checkpoint that it was started from."""
-        return self._version
+        return self._swap.version
 
     @property
     def receiver(self) -> str:
         """How the engine holds its weights, `live` or `packed`; waits until the engine is loaded."""
-        self.wait_until_ready()
-        assert self._receiver is not None
-        return self._receiver
+        return self.wait_until_ready().receiver
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self) -> say.Ready:
         """Wait until the engine has loaded; every other call does so by itself.
+
+        Returns:
+            What the first engine says of itself.
 
         Raises:
             EngineError: The engine is closed, could not be built (the text says why), or died.
         """
         if self._closed:
             raise EngineError("the engine is closed.")
-        if self._receiver is None:
-            ready = self._on_main("wait for the engine to load", self._ready)
-            self._receiver = ready.receiver
+        if self._ready is None:
+            self._ready = self._hosts.each("wait for the engine to load", self._loaded)[0]
+        return self._ready
 
     def sample(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[list[Completion]]:
         """Return the completions of each prompt, in the order of the prompts.
@@ -141,13 +139,25 @@ class SamplingEngine:
             EngineError: The engine raised (the text holds its traceback), died, or fell silent.
             HandoffTimeout: A rank did not make this call within the deadline.
         """
-        from vectorlm.sampling.packed import PackedCompletions
+        batch = self._submit("sample", _as_list(prompts), sampling_params)
+        with _TakenBackOnInterrupt(batch):
+            return batch.result()
 
-        if (payload := self._generate("sample", prompts, sampling_params, as_request_outputs=False)) is None:
-            return []
-        packed = pickle.loads(payload)
-        assert isinstance(packed, PackedCompletions)
-        return packed.unpack()
+    def sample_sharded(
+        self, local_prompts: Sequence[Prompt], sampling_params: Any = None
+    ) -> list[list[Completion]]:
+        """Return the completions of this rank's own prompts; the engine sees those of all ranks as one batch.
+
+        Args:
+            local_prompts: This rank's prompts: any number, none included.
+            sampling_params: As for `sample`, for this rank's prompts; may differ between ranks.
+
+        Raises:
+            EngineError, HandoffTimeout: As for `sample`; all ranks raise.
+        """
+        batch, first, last = self._submit_sharded(local_prompts, sampling_params, as_request_outputs=False)
+        with _TakenBackOnInterrupt(batch):
+            return batch.part(first, last)
 
     def generate(
         self, prompts: Sequence[Prompt] | str, sampling_params: Any = None, use_tqdm: bool = False
@@ -166,14 +176,51 @@ class SamplingEngine:
             RankMismatch, EngineError, HandoffTimeout: As for `sample`.
         """
         start = time.perf_counter()
-        payload = self._generate("generate", prompts, sampling_params, as_request_outputs=True)
+        batch = self._submit("generate", _as_list(prompts), sampling_params, as_request_outputs=True)
+        outputs = _request_outputs(batch)
         if use_tqdm and self._topology.is_main:
             print(f"generated in {time.perf_counter() - start:.1f} s", flush=True)
-        return [] if payload is None else pickle.loads(payload)
+        return outputs
+
+    def generate_sharded(
+        self, local_prompts: Sequence[Prompt], sampling_params: Any = None
+    ) -> list[vllm.RequestOutput]:
+        """Do what `sample_sharded` does, and return vLLM's own objects."""
+        batch, first, last = self._submit_sharded(local_prompts, sampling_params, as_request_outputs=True)
+        return _request_outputs(batch)[first:last]
 
     def generate_text(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[str]:
         """Return the first completion of each prompt as text; raises as `sample` does."""
         return [completions[0].text for completions in self.sample(prompts, sampling_params)]
+
+    def submit(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> Submission:
+        """Start sampling and return at once; the engine works on while the ranks do something else.
+
+        Args:
+            prompts: As for `sample`.
+            sampling_params: As for `sample`.
+
+        Returns:
+            The batch: `done()`, `result(timeout_s)` and `cancel()`. Until it is done, `update` is refused.
+
+        Raises:
+            RankMismatch, HandoffTimeout: As for `sample`. What the engine raises comes with the result.
+        """
+        batch = self._submit("submit", _as_list(prompts), sampling_params)
+        self._open = [each for each in self._open if not each.is_settled] + [batch]
+        return batch
+
+    def poll(self) -> list[Submission]:
+        """Return the batches that have finished, in the order of their submission, each of them once.
+
+        Those that were cancelled or asked for their result are not among them.
+        """
+        self.wait_until_ready()
+        self._open = [each for each in self._open if not each.is_settled]
+        flags = self._hosts.together("poll", lambda: [batch.is_finished_here() for batch in self._open])
+        finished = [batch for batch, *here in zip(self._open, *flags, strict=True) if all(here)]
+        self._open = [batch for batch in self._open if batch not in finished]
+        return finished
 
     def update(self, model: torch.nn.Module, train_step: int) -> UpdateReport:
         """Hot-swap the weights of `model` into the running engine; nothing moves if it holds `train_step` already.
@@ -195,33 +242,12 @@ class SamplingEngine:
         if train_step < 0:
             raise ValueError(f"train_step={train_step} is not a version: it must be at least 0.")
         self.wait_until_ready()
-        start = time.perf_counter()
-        self._agree("update", train_step, f"train_step={train_step}")
-        if train_step == self._held_step:
-            return UpdateReport(train_step, True, 0, 0.0, 0.0, time.perf_counter() - start)
-        publisher = self._connect(model)
-        # Every rank finds out whether its part can be sent before any rank writes a byte.
-        shares: list[Share] = []
-        self._together("prepare the update", lambda: shares.extend(publisher.shares(model)))
-        # From here until the engine has proven the new weights, nobody knows what it holds.
-        self._held_step = None
-        self._on_main("begin the update", lambda: self._call(say.BeginUpdate()))
-        published_from = time.perf_counter()
-        checksums = self._together("publish weights", lambda: publisher.write(shares, self._verify_updates))
-        publish_s = time.perf_counter() - published_from
-        totals = [sum(parts) % 2**64 for parts in zip(*checksums, strict=True)]
-        finish = say.FinishUpdate(train_step, totals if self._verify_updates else None)
-        updated = self._on_main("finish the update", lambda: self._call(finish))
-        self._version = self._held_step = train_step
-        total_s = time.perf_counter() - start
-        return UpdateReport(train_step, False, publisher.num_bytes, publish_s, updated.load_s, total_s)
+        return self._swap.update(model, train_step)
 
     def close(self) -> None:
         """End the engine; safe to call twice, and not a collective."""
         self._closed = True
-        if self._publisher is not None:
-            self._publisher.close()
-            self._publisher = None
+        self._swap.close()
         if self._channel is not None:
             self._channel.close()
         self._meeting.close()
@@ -242,82 +268,95 @@ class SamplingEngine:
         except Exception:
             pass
 
-    def _generate(
-        self,
-        place: str,
-        prompts: Sequence[Prompt] | str,
-        sampling_params: Any,
-        as_request_outputs: bool,
-    ) -> bytes | None:
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    def _submit(
+        self, place: str, prompts: list[Prompt], sampling_params: Any, as_request_outputs: bool = False
+    ) -> Submission:
         params = self._sampling_params if sampling_params is None else sampling_params
         self.wait_until_ready()
-        self._agree(place, (prompts, params), _summary(prompts))
-        if not prompts:
-            return None
-        command = say.Generate(prompts, params, as_request_outputs)
-        return self._on_main(place, lambda: self._call(command).payload)
+        self._hosts.agree(place, (prompts, params), _summary(prompts))
+        return self._begin(prompts, params, as_request_outputs)
+
+    def _submit_sharded(
+        self, local_prompts: Sequence[Prompt], sampling_params: Any, as_request_outputs: bool
+    ) -> tuple[Submission, int, int]:
+        """Make one batch of all ranks' prompts; return it with the place of this rank's own."""
+        prompts = list(local_prompts)
+        params = self._sampling_params if sampling_params is None else sampling_params
+        self.wait_until_ready()
+        notes = self._hosts.together("sample sharded", lambda: (prompts, _one_each(params, len(prompts))))
+        batch = self._begin(
+            [prompt for theirs, _ in notes for prompt in theirs],
+            [each for _, theirs in notes for each in theirs],
+            as_request_outputs,
+        )
+        first = sum(len(theirs) for theirs, _ in notes[: self._topology.rank])
+        return batch, first, first + len(prompts)
+
+    def _begin(self, prompts: list[Prompt], params: Any, as_request_outputs: bool) -> Submission:
+        return Submission(
+            str(next(self._names)),
+            prompts,
+            params,
+            as_request_outputs=as_request_outputs,
+            hosts=self._hosts,
+            meeting=self._meeting,
+            channel=self._channel,
+            capacity=self.wait_until_ready().max_num_seqs,
+            silence_s=self._timeout_s,
+        )
 
     def _call(self, command: Any) -> Any:
         assert self._channel is not None
         return self._channel.call(command, self._timeout_s)
 
-    def _ready(self) -> say.Ready:
+    def _loaded(self) -> say.Ready:
         assert self._channel is not None
         return self._channel.answer(0, self._start_timeout_s, "loading the model")
 
-    def _connect(self, model: torch.nn.Module) -> Publisher:
-        """Agree with the engine, once, on what will be sent and where it lies."""
-        from vectorlm.weights.plan import manifest_of
-        from vectorlm.weights.publish import Publisher
+    def _log_path(self, log_path: str | Path | None) -> Path | None:
+        """Return this host's own log: engines that share a folder must not write into one file."""
+        if log_path is None or self._topology.is_main:
+            return Path(log_path) if log_path else None
+        return Path(log_path).with_suffix(f".{self._topology.rank}{Path(log_path).suffix}")
 
-        if self._publisher is None:
-            manifest = manifest_of(model)
-            connected = self._on_main("connect the weights", lambda: self._call(say.Connect(manifest)))
 
-            def attach() -> None:
-                self._publisher = Publisher(connected.layout, self._topology)
+class _TakenBackOnInterrupt:
+    """Aborts a batch whose caller stopped waiting: nobody could ask for its result any more."""
 
-            self._together("map the arena", attach)
-        assert self._publisher is not None
-        return self._publisher
+    def __init__(self, batch: Submission) -> None:
+        self._batch = batch
 
-    def _agree(self, place: str, arguments: Any, summary: str) -> None:
-        """Check that every rank came with the same arguments, and name those that did not."""
-        digest = hashlib.blake2b(repr(arguments).encode()).hexdigest()
-        notes = self._meeting.gather(place, (digest, summary))
-        odd = [rank for rank, note in enumerate(notes) if note[0] != notes[0][0]]
-        if odd:
-            others = "; ".join(f"rank {rank}: {notes[rank][1]}" for rank in odd)
-            raise RankMismatch(
-                f"{place} needs the same arguments on every rank, but rank {', '.join(map(str, odd))} differs from "
-                f"rank 0. Rank 0: {notes[0][1]}; {others}."
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
+        if error is not None:
+            self._batch.take_back()
+
+
+def _as_list(prompts: Sequence[Prompt] | str) -> list[Prompt]:
+    return [prompts] if isinstance(prompts, str) else list(prompts)
+
+
+def _one_each(params: Any, count: int) -> list[Any]:
+    """Give every prompt its own sampling parameters, so that those of several ranks can be put end to end."""
+    if isinstance(params, Sequence):
+        if len(params) != count:
+            raise ValueError(
+                f"{len(params)} sampling parameters were given for {count} prompts: pass one, or one each."
             )
-
-    def _on_main(self, place: str, work: Callable[[], Result]) -> Any:
-        """Do `work` on rank 0, and give its result or its error to every rank."""
-        outcome = _outcome(work) if self._topology.is_main else None
-        return _unwrap(pickle.loads(self._meeting.share(place, pickle.dumps(outcome) if outcome else None)))
-
-    def _together(self, place: str, work: Callable[[], Result]) -> list[Any]:
-        """Do `work` on every rank, and give all results, or the first error, to every rank."""
-        return [_unwrap(outcome) for outcome in self._meeting.gather(place, _outcome(work))]
+        return list(params)
+    return [params] * count
 
 
-def _outcome(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    try:
-        return work(), None
-    except Exception as error:
-        if isinstance(error, VectorLMError):
-            return None, error
-        return None, EngineError(f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}")
-
-
-def _unwrap(outcome: tuple[Any, Exception | None]) -> Any:
-    result, error = outcome
-    if error is not None:
-        raise error
-    return result
+def _request_outputs(batch: Submission) -> list[Any]:
+    with _TakenBackOnInterrupt(batch):
+        answers = batch.arrays()
+    chunks = [PackedOutputs.from_arrays(arrays).unpack() for _, arrays in sorted(answers.items())]
+    outputs = [output for chunk in chunks for output in chunk]
+    for index, output in enumerate(outputs):
+        output.request_id = str(index)
+    return outputs
 
 
 def _summary(prompts: Sequence[Prompt]) -> str:

@@ -1,6 +1,6 @@
-"""What rank 0 and the sampler process say to each other.
+"""What a host rank and its sampler process say to each other.
 
-Every message travels as ``(number, message)``. Rank 0 numbers its commands, and an answer bears the number of its
+Every message travels as ``(number, message)``. The host numbers its commands, and an answer bears the number of its
 command; so the answer to a command that was interrupted is never taken for the answer to a later one.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from vectorlm.types import Prompt
 from vectorlm.weights.plan import Layout, TensorSpec
@@ -31,6 +33,8 @@ class Ready:
     """The receiver in use: `live` or `packed`."""
     load_s: float
     """Seconds from the process's start to here."""
+    max_num_seqs: int
+    """Sequences that the engine samples from at a time."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +45,15 @@ class Generate:
     sampling_params: Any
     """A mapping, a vllm.SamplingParams, or one of these per prompt."""
     as_request_outputs: bool
-    """Whether to answer with vLLM's own objects instead of packed completions."""
+    """Whether to answer with `PackedOutputs`, which hold all that vLLM says, instead of `PackedCompletions`."""
 
 
 @dataclass(frozen=True)
 class Generated:
     """All completions of one `Generate`."""
 
-    payload: bytes
+    arrays: Sequence[np.ndarray]
+    """Of `PackedCompletions` or `PackedOutputs`."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class Connect:
     """Match these trainer tensors with the engine's."""
 
     manifest: Sequence[TensorSpec]
+    arena_path: str | None
+    """The arena of another engine of this node, to be shared; None makes one."""
 
 
 @dataclass(frozen=True)

@@ -2,94 +2,105 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from vectorlm.sampling.ragged import Ragged, ints
 from vectorlm.types import Completion
+
+FINISH_REASONS = (None, "stop", "length", "abort", "error", "repetition")
+"""vLLM's, in the order of their codes."""
 
 
 @dataclass(frozen=True)
 class PackedCompletions:
-    """P prompts with C completions of N tokens in all; ragged rows lie end to end."""
+    """P prompts with C completions of N tokens in all."""
 
-    completions_per_prompt: np.ndarray
-    """int32 [P]."""
-    prompt_lengths: np.ndarray
-    """int32 [P]."""
-    prompt_token_ids: np.ndarray
-    """int32, all prompts end to end."""
-    lengths: np.ndarray
-    """int32 [C]."""
-    token_ids: np.ndarray
-    """int32 [N]."""
-    logprobs: np.ndarray
-    """float32, the sampled tokens' log-probabilities of the completions that asked for them, end to end."""
-    logprob_lengths: np.ndarray
-    """int32 [C]: the completion's length, or 0 where none were asked for."""
-    version: int
-    """The weight version that sampled the tokens."""
-    texts: tuple[str, ...]
-    """C texts."""
-    finish_reasons: tuple[str | None, ...]
-    """C reasons."""
+    counts: np.ndarray
+    """int32 [P], completions of each prompt."""
+    prompts: Ragged
+    """int32 token ids [P rows]."""
+    tokens: Ragged
+    """int32 token ids [C rows]."""
+    logprobs: Ragged
+    """float32, the sampled tokens' log-probabilities [C rows]; a row is empty where none were asked for."""
+    texts: Ragged
+    """UTF-8 [C rows]."""
+    finish_codes: np.ndarray
+    """int8 [C], places in `FINISH_REASONS`."""
+    versions: np.ndarray
+    """int32 [C], the weight version that sampled the completion."""
 
-    def to_bytes(self) -> bytes:
-        """Serialise; numpy arrays go as raw memory."""
-        return pickle.dumps(self, protocol=5)
+    def arrays(self) -> list[np.ndarray]:
+        """Return all that this holds as plain arrays; `from_arrays` turns them back."""
+        ragged = (self.prompts, self.tokens, self.logprobs, self.texts)
+        flat = [array for each in ragged for array in (each.lengths, each.values)]
+        return [self.counts, *flat, self.finish_codes, self.versions]
 
-    def unpack(self) -> list[list[Completion]]:
-        """Return the completions of each prompt."""
-        prompts = np.split(self.prompt_token_ids, np.cumsum(self.prompt_lengths)[:-1])
-        tokens = np.split(self.token_ids, np.cumsum(self.lengths)[:-1])
-        logprobs = np.split(self.logprobs, np.cumsum(self.logprob_lengths)[:-1])
-        answers: list[list[Completion]] = []
-        first = 0
-        for prompt, count in zip(prompts, self.completions_per_prompt, strict=True):
-            prompt_ids = tuple(prompt.tolist())
-            answers.append(
-                [
-                    Completion(
-                        prompt_token_ids=prompt_ids,
-                        token_ids=tuple(tokens[row].tolist()),
-                        sampler_logprobs=tuple(logprobs[row].tolist()),
-                        versions=(self.version,) * len(tokens[row]),
-                        text=self.texts[row],
-                        finish_reason=self.finish_reasons[row],
-                    )
-                    for row in range(first, first + int(count))
-                ]
-            )
-            first += int(count)
-        return answers
+    @classmethod
+    def from_arrays(cls, arrays: Sequence[np.ndarray]) -> PackedCompletions:
+        """Rebuild from what `arrays` returned."""
+        counts, *flat, finish_codes, versions = arrays
+        prompts, tokens, logprobs, texts = (
+            Ragged(*flat[place : place + 2]) for place in range(0, len(flat), 2)
+        )
+        return cls(counts, prompts, tokens, logprobs, texts, finish_codes, versions)
+
+    def unpack(self, first: int = 0, last: int | None = None) -> list[list[Completion]]:
+        """Return the completions of prompts `first` to `last` (exclusive)."""
+        ends = np.cumsum(self.counts)
+        counts = self.counts[first:last].tolist()
+        if not counts:
+            return []
+        start, stop = int(ends[first]) - counts[0], int(ends[first + len(counts) - 1])
+        prompts = [tuple(row.tolist()) for row in self.prompts.rows(first, last) if row is not None]
+        owners = [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
+        columns = zip(
+            owners,
+            self.tokens.rows(start, stop),
+            self.logprobs.rows(start, stop),
+            self.versions[start:stop].tolist(),
+            self.texts.texts(start, stop),
+            self.finish_codes[start:stop].tolist(),
+            strict=True,
+        )
+        flat = [_completion(*column) for column in columns]
+        bounds = np.cumsum([0, *counts]).tolist()
+        return [flat[begin:end] for begin, end in pairwise(bounds)]
+
+
+def _completion(prompt: Any, tokens: Any, logprobs: Any, version: int, text: Any, code: int) -> Completion:
+    token_ids = tuple(tokens.tolist())
+    return Completion(
+        prompt_token_ids=prompt,
+        token_ids=token_ids,
+        sampler_logprobs=tuple(logprobs.tolist()),
+        versions=(version,) * len(token_ids),
+        text=text,
+        finish_reason=FINISH_REASONS[code],
+    )
 
 
 def pack_outputs(outputs: Sequence[Any], version: int) -> PackedCompletions:
     """Pack vLLM's finished ``RequestOutput`` objects, in the order of the prompts."""
     completions = [completion for output in outputs for completion in output.outputs]
-    with_logprobs = [completion for completion in completions if completion.logprobs is not None]
     return PackedCompletions(
-        completions_per_prompt=_ints(len(output.outputs) for output in outputs),
-        prompt_lengths=_ints(len(output.prompt_token_ids) for output in outputs),
-        prompt_token_ids=_ints(token for output in outputs for token in output.prompt_token_ids),
-        lengths=_ints(len(completion.token_ids) for completion in completions),
-        token_ids=_ints(token for completion in completions for token in completion.token_ids),
-        logprobs=np.fromiter(_sampled_logprobs(with_logprobs), dtype=np.float32),
-        logprob_lengths=_ints(len(completion.logprobs or ()) for completion in completions),
-        version=version,
-        texts=tuple(completion.text for completion in completions),
-        finish_reasons=tuple(completion.finish_reason for completion in completions),
+        counts=ints(len(output.outputs) for output in outputs),
+        prompts=Ragged.of((output.prompt_token_ids for output in outputs), np.int32),
+        tokens=Ragged.of((completion.token_ids for completion in completions), np.int32),
+        logprobs=Ragged.of((_sampled_logprobs(completion) for completion in completions), np.float32),
+        texts=Ragged.of_texts(completion.text for completion in completions),
+        finish_codes=np.array([FINISH_REASONS.index(each.finish_reason) for each in completions], np.int8),
+        versions=np.full(len(completions), version, np.int32),
     )
 
 
-def _ints(values: Any) -> np.ndarray:
-    return np.fromiter(values, dtype=np.int32)
-
-
-def _sampled_logprobs(completions: Sequence[Any]) -> Any:
-    for completion in completions:
-        for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True):
-            yield candidates[token].logprob
+def _sampled_logprobs(completion: Any) -> list[float]:
+    if completion.logprobs is None:
+        return []
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [candidates[token].logprob for token, candidates in pairs]

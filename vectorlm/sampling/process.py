@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.ranks.watchdog import follow_parent, remove_folder
 from vectorlm.sampling import messages as say
 from vectorlm.sampling.packed import pack_outputs
+from vectorlm.sampling.request_outputs import pack_request_outputs
 from vectorlm.sampling.vllm_shim import build_engine, make_prompt, per_prompt
 from vectorlm.weights.pack import keep_plain_weights
 
@@ -52,6 +52,11 @@ class Sampler:
         self._stale: Exception | None = None
         self._broken: Exception | None = None
         self.paused = False
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that the engine samples from at a time."""
+        return self._engine.vllm_config.scheduler_config.max_num_seqs
 
     @property
     def busy(self) -> bool:
@@ -88,7 +93,7 @@ class Sampler:
             if output.finished and group is not None:
                 group.finished[output.request_id] = output
         done = [number for number, group in self._groups.items() if len(group.finished) == len(group.ids)]
-        return [(number, say.Generated(self._payload(self._groups.pop(number)))) for number in done]
+        return [(number, self._answer(self._groups.pop(number))) for number in done]
 
     def give_up(self, error: Exception) -> list[int]:
         """Forget every request after a step that raised: the engine's own state is unknown from here on."""
@@ -99,7 +104,8 @@ class Sampler:
 
     def connect(self, command: say.Connect) -> say.Connected:
         """Match the trainer's tensors with the engine's."""
-        return say.Connected(self._engine.collective_rpc("vectorlm_connect", args=(command.manifest,))[0])
+        arguments = (command.manifest, command.arena_path)
+        return say.Connected(self._engine.collective_rpc("vectorlm_connect", args=arguments)[0])
 
     def begin_update(self) -> say.Paused:
         """Stand still: the ranks write into memory that the engine computes with."""
@@ -127,15 +133,13 @@ class Sampler:
         self._version, self._stale = command.version, None
         return say.Updated(load_s)
 
-    def _payload(self, group: Group) -> bytes:
+    def _answer(self, group: Group) -> say.Generated:
         outputs = [group.finished[name] for name in group.ids]
+        if not group.as_request_outputs:
+            return say.Generated(pack_outputs(outputs, self._version).arrays())
         for index, output in enumerate(outputs):
             output.request_id = str(index)
-        return (
-            pickle.dumps(outputs)
-            if group.as_request_outputs
-            else pack_outputs(outputs, self._version).to_bytes()
-        )
+        return say.Generated(pack_request_outputs(outputs).arrays())
 
 
 def serve(connection: Connection) -> None:
@@ -151,7 +155,8 @@ def serve(connection: Connection) -> None:
         while not isinstance(connection.recv()[1], say.Stop):
             pass
         return
-    connection.send((number, say.Ready(sampler.receiver, time.perf_counter() - began)))
+    ready = say.Ready(sampler.receiver, time.perf_counter() - began, sampler.max_num_seqs)
+    connection.send((number, ready))
     last_sign = time.monotonic()
     while True:
         while not sampler.busy or connection.poll():

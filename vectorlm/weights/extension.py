@@ -24,9 +24,9 @@ class WeightExtension:
         self._vectorlm_receiver = Receiver(model, chosen)
         return chosen
 
-    def vectorlm_connect(self, manifest: Sequence[TensorSpec]) -> Layout:
+    def vectorlm_connect(self, manifest: Sequence[TensorSpec], arena_path: str | None) -> Layout:
         """Match the trainer's tensors with the model's and return the arena's layout."""
-        return self._vectorlm_receiver.connect(manifest)
+        return self._vectorlm_receiver.connect(manifest, arena_path)
 
     def vectorlm_load(self, version: int, expected: Sequence[int] | None) -> float:
         """Take the arena's weights over; return the seconds it took."""

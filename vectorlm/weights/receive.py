@@ -34,10 +34,14 @@ class Receiver:
         if kind == "packed":
             pack(model)
 
-    def connect(self, manifest: Sequence[TensorSpec]) -> Layout:
+    def connect(self, manifest: Sequence[TensorSpec], arena_path: str | None = None) -> Layout:
         """Match the trainer's tensors with the engine's, and make the arena that they will travel through.
 
         Parameters that can become views of the arena do so now, holding the values that they had.
+
+        Args:
+            manifest: What the trainer sends.
+            arena_path: The arena of another engine of this node, which is then shared; None makes one.
 
         Raises:
             WeightMismatch: The two sides do not hold the same model.
@@ -47,7 +51,7 @@ class Receiver:
         _require_all_filled(self._model, copies)
         on_host = all(parameter.device.type == "cpu" for parameter in parameters.values())
         plan = plan_arena(manifest, copies, parameters, alias=on_host)
-        arena = Arena.create(plan.num_bytes)
+        arena = Arena.open(arena_path, plan.num_bytes) if arena_path else Arena.create(plan.num_bytes)
         for alias in plan.aliases:
             parameter = parameters[alias.parameter]
             size = parameter.numel() * parameter.element_size()

@@ -1,0 +1,148 @@
+"""Requests under way: `submit`, `poll`, and the handles that they return."""
+
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from rank_processes import save_tiny_llama
+from swap_cases import GREEDY, compare, perturb
+from transformers import AutoModelForCausalLM
+
+from vectorlm import SamplingEngine
+from vectorlm.errors import EngineError, EngineTimeout
+
+LONG = {"temperature": 0.0, "max_tokens": 250, "ignore_eos": True, "n": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("engine") / "model", hidden_size=64, max_length=256)
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    with SamplingEngine(
+        str(folder), dtype="float32", max_model_len=256, kv_cache_memory_bytes=16 << 20, timeout_s=120
+    ) as engine:
+        yield engine
+
+
+def wait_for(engine, count):
+    finished = []
+    while len(finished) < count:
+        finished += engine.poll()
+        time.sleep(0.01)
+    return finished
+
+
+def submit_for_ever(engine, prompts):
+    while True:
+        engine.submit(prompts, {"max_tokens": 1}).cancel()
+
+
+def test_a_result_is_what_sample_returns_and_may_be_read_twice(engine):
+    handle = engine.submit([[2, 3], "abc"], GREEDY)
+    answers = handle.result()
+    assert handle.done()
+    assert handle.result() == answers
+    assert answers == engine.sample([[2, 3], "abc"], GREEDY)
+
+
+def test_batches_run_at_the_same_time_and_a_short_one_overtakes(engine):
+    long, short = engine.submit([[2, 3]], LONG), engine.submit([[4]], {**GREEDY, "max_tokens": 2})
+    first, second = wait_for(engine, 2)
+    assert (first, second) == (short, long)
+    assert engine.poll() == []
+    assert len(long.result()[0][0].token_ids) == 250
+
+
+def test_poll_reports_each_batch_once_in_the_order_of_submission(engine):
+    handles = [engine.submit([[2 + index]], GREEDY) for index in range(3)]
+    assert wait_for(engine, 3) == handles
+    assert engine.poll() == []
+
+
+def test_poll_leaves_out_what_was_asked_for_or_cancelled(engine):
+    read, cancelled = engine.submit([[2]], GREEDY), engine.submit([[3]], GREEDY)
+    read.result()
+    cancelled.cancel()
+    assert engine.poll() == []
+
+
+def test_a_result_that_takes_too_long_times_out_and_can_still_be_had(engine):
+    handle = engine.submit([[2, 3]] * 8, LONG)
+    with pytest.raises(EngineTimeout, match="is still generating"):
+        handle.result(timeout_s=0.01)
+    assert len(handle.result()) == 8
+
+
+def test_a_cancelled_batch_says_so_and_the_engine_goes_on(engine):
+    handle = engine.submit([[2, 3]] * 8, LONG)
+    handle.cancel()
+    with pytest.raises(EngineError, match="these requests were cancelled"):
+        handle.result()
+    assert handle.done()
+    finished = engine.submit([[5]], GREEDY)
+    answers = finished.result()
+    finished.cancel()
+    assert finished.result() == answers
+
+
+def test_an_error_of_the_engine_arrives_with_the_result_and_again(engine):
+    handle = engine.submit([[2]], {"temprature": 1.0})
+    for _ in range(2):
+        with pytest.raises(EngineError, match="temprature"):
+            handle.result()
+    assert len(engine.sample([[2]], GREEDY)) == 1
+
+
+def test_what_cannot_be_sent_is_the_callers_error_and_harms_nothing(engine):
+    with pytest.raises(EngineError, match="pickle"):
+        engine.sample([[2]], {"extra_args": {"lock": threading.Lock()}})
+    assert len(engine.sample([[2]], GREEDY)) == 1
+
+
+def test_the_engine_works_while_the_caller_does_something_else(engine):
+    handle = engine.submit([[2, 3]], {**LONG, "max_tokens": 100})
+    deadline = time.monotonic() + 60
+    while not handle.done() and time.monotonic() < deadline:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+        time.sleep(0.01)
+    assert handle.done()
+
+
+def test_weights_do_not_change_under_a_running_batch(engine, folder):
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
+    handle = engine.submit([[2, 3]], LONG)
+    perturb(*models, seed=1)
+    with pytest.raises(EngineError, match="an update began while 1 requests were running; wait for them"):
+        engine.update(models[0], engine.version + 1)
+    assert handle.result()
+    engine.update(models[0], engine.version + 1)
+    assert all(compare(engine, models[1])[0])
+
+
+def test_an_interrupted_result_can_be_asked_for_again(engine):
+    handle = engine.submit([[2, 3]] * 16, LONG)
+    threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        handle.result()
+    assert [len(answers[0].token_ids) for answers in handle.result()] == [250] * 16
+
+
+def test_an_interrupt_while_a_large_batch_is_being_sent_leaves_the_line_whole(engine):
+    prompts = [list(range(2, 44)) * 5] * 300
+    threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        submit_for_ever(engine, prompts)
+    assert len(engine.sample([[2]], GREEDY)) == 1
+
+
+def test_sharded_prompts_of_a_lone_rank_are_all_prompts(engine):
+    prompts = [[2, 3], [4]]
+    assert engine.sample_sharded(prompts, GREEDY) == engine.sample(prompts, GREEDY)
+    assert engine.sample_sharded([], GREEDY) == []
+    (output,) = engine.generate_sharded([[4]], GREEDY)
+    assert tuple(output.outputs[0].token_ids) == engine.sample([[4]], GREEDY)[0][0].token_ids

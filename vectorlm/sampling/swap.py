@@ -1,0 +1,91 @@
+"""The ranks' side of a hot swap: agree, stand still, publish, take over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vectorlm.sampling import messages as say
+from vectorlm.types import UpdateReport
+
+if TYPE_CHECKING:
+    import torch
+
+    from vectorlm.ranks.topology import Topology
+    from vectorlm.sampling.hosts import Hosts
+    from vectorlm.weights.publish import Publisher, Share
+
+Call = Callable[[Any], Any]
+"""Sends a command to this host's engine and returns its answer."""
+
+
+class HotSwap:
+    """Brings the trainer's weights into the engines, and knows which they hold."""
+
+    def __init__(self, topology: Topology, hosts: Hosts, call: Call, verify: bool) -> None:
+        self._topology = topology
+        self._hosts = hosts
+        self._call = call
+        self._verify = verify
+        self._publisher: Publisher | None = None
+        self._held_step: int | None = None
+        self.version = -1
+        """The training step of the last update that succeeded; -1 before the first."""
+
+    def update(self, model: torch.nn.Module, train_step: int) -> UpdateReport:
+        """Do what `SamplingEngine.update` says, on engines that are ready."""
+        start = time.perf_counter()
+        self._hosts.agree("update", train_step, f"train_step={train_step}")
+        if train_step == self._held_step:
+            return UpdateReport(train_step, True, 0, 0.0, 0.0, time.perf_counter() - start)
+        publisher = self._connect(model)
+        # Every rank finds out whether its part can be sent before any rank writes a byte.
+        shares: list[Share] = []
+        self._hosts.together("prepare the update", lambda: shares.extend(publisher.shares(model)))
+        # From here until the engines have proven the new weights, nobody knows what they hold.
+        self._held_step = None
+        self._hosts.each("begin the update", lambda: self._call(say.BeginUpdate()))
+        published_from = time.perf_counter()
+        sums = self._hosts.together("publish weights", lambda: publisher.write(shares, self._verify))
+        publish_s = time.perf_counter() - published_from
+        finish = say.FinishUpdate(train_step, self._of_node(sums) if self._verify else None)
+        updated = self._hosts.each("finish the update", lambda: self._call(finish))
+        self.version = self._held_step = train_step
+        load_s = max(answer.load_s for answer in updated)
+        total_s = time.perf_counter() - start
+        return UpdateReport(train_step, False, publisher.num_bytes, publish_s, load_s, total_s)
+
+    def close(self) -> None:
+        """Let go of the arena."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+    def _connect(self, model: torch.nn.Module) -> Publisher:
+        """Agree with the engines, once, on what will be sent and where it lies."""
+        from vectorlm.weights.plan import manifest_of
+        from vectorlm.weights.publish import Publisher
+
+        if self._publisher is None:
+            manifest, first = manifest_of(model), self._hosts.first_of_node
+            made = self._hosts.each(
+                "connect the weights", lambda: self._call(say.Connect(manifest, None)), first
+            )
+            layout = made[self._topology.node].layout
+            join = say.Connect(manifest, layout.path)
+            others = tuple(host for host in self._hosts.ranks if host not in first)
+            self._hosts.each("share the arena", lambda: self._call(join), others)
+
+            def attach() -> None:
+                self._publisher = Publisher(layout, self._topology)
+
+            self._hosts.together("map the arena", attach)
+        assert self._publisher is not None
+        return self._publisher
+
+    def _of_node(self, sums: Sequence[Sequence[int]]) -> list[int]:
+        """Add up what the ranks of this node wrote: together they wrote the whole model into the node's arena."""
+        per_node = self._topology.local_world_size
+        near = sums[self._topology.node * per_node :][:per_node]
+        return [sum(parts) % 2**64 for parts in zip(*near, strict=True)]
