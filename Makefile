@@ -7,7 +7,7 @@ CONFIG ?= configs/countdown_sft.yaml
 PYTEST_ARGS ?=
 ARGS ?=
 
-BENCHMARKS := hot_swap sampling
+BENCHMARKS := hot_swap sampling broadcast startup
 
 VENV := .venv
 BIN := $(VENV)/bin

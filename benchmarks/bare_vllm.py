@@ -23,9 +23,10 @@ class BareVLLM:
     """The benchmark's end of the line."""
 
     def __init__(self, model: Path, task: str) -> None:
+        from vectorlm.ranks.topology import Topology
         from vectorlm.sampling.channel import sampler_environment
 
-        environment = sampler_environment(os.environ, tempfile.gettempdir(), on_cpu=True)
+        environment = sampler_environment(os.environ, tempfile.gettempdir(), Topology())
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(model), task],
             stdin=subprocess.PIPE,

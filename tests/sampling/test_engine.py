@@ -249,7 +249,7 @@ def test_an_interrupted_generate_leaves_the_engine_usable(engine, models, next_s
 
 def test_an_update_that_was_begun_and_never_finished_shuts_the_engine(engine, models, next_step):
     engine.update(models[0], next_step)
-    engine._call(BeginUpdate())
+    engine._swap._call(BeginUpdate())
     with pytest.raises(
         EngineError, match="an update was begun and never finished: update again before sampling"
     ):

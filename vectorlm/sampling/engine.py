@@ -86,7 +86,6 @@ class SamplingEngine:
         self._start_timeout_s = start_timeout_s
         self._meeting = Meeting(self._topology, timeout_s)
         self._hosts = Hosts(self._topology, self._meeting, data_parallel_size)
-        self._swap = HotSwap(self._topology, self._hosts, self._call, verify_updates)
         self._ready: say.Ready | None = None
         self._closed = False
         self._names = itertools.count()
@@ -100,6 +99,10 @@ class SamplingEngine:
                 log_path=self._log_path(log_path),
                 while_waiting=self._meeting.show_life,
             )
+        # Nothing here may point back to the engine: dropped by a notebook cell, it must end at once.
+        self._swap = HotSwap(
+            self._topology, self._hosts, self._channel, silence_s=timeout_s, verify=verify_updates
+        )
 
     @property
     def version(self) -> int:
@@ -304,10 +307,6 @@ class SamplingEngine:
             capacity=self.wait_until_ready().max_num_seqs,
             silence_s=self._timeout_s,
         )
-
-    def _call(self, command: Any) -> Any:
-        assert self._channel is not None
-        return self._channel.call(command, self._timeout_s)
 
     def _loaded(self) -> say.Ready:
         assert self._channel is not None

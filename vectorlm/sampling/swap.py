@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.sampling import messages as say
@@ -13,20 +13,21 @@ if TYPE_CHECKING:
     import torch
 
     from vectorlm.ranks.topology import Topology
+    from vectorlm.sampling.channel import Channel
     from vectorlm.sampling.hosts import Hosts
     from vectorlm.weights.publish import Publisher, Share
-
-Call = Callable[[Any], Any]
-"""Sends a command to this host's engine and returns its answer."""
 
 
 class HotSwap:
     """Brings the trainer's weights into the engines, and knows which they hold."""
 
-    def __init__(self, topology: Topology, hosts: Hosts, call: Call, verify: bool) -> None:
+    def __init__(
+        self, topology: Topology, hosts: Hosts, channel: Channel | None, *, silence_s: float, verify: bool
+    ) -> None:
         self._topology = topology
         self._hosts = hosts
-        self._call = call
+        self._channel = channel
+        self._silence_s = silence_s
         self._verify = verify
         self._publisher: Publisher | None = None
         self._held_step: int | None = None
@@ -83,6 +84,10 @@ class HotSwap:
             self._hosts.together("map the arena", attach)
         assert self._publisher is not None
         return self._publisher
+
+    def _call(self, command: Any) -> Any:
+        assert self._channel is not None
+        return self._channel.call(command, self._silence_s)
 
     def _of_node(self, sums: Sequence[Sequence[int]]) -> list[int]:
         """Add up what the ranks of this node wrote: together they wrote the whole model into the node's arena."""

@@ -1,0 +1,81 @@
+"""What it costs to give completions to all ranks, beside generating them. Run: python benchmarks/broadcast.py
+
+512 completions of 256 tokens with log-probabilities, two ranks. Timed from rank 0 holding the engine's answer to every
+rank holding `Completion` records; the pickled vLLM objects that they replace are timed in the same run.
+"""
+
+from __future__ import annotations
+
+import pickle
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from bare_vllm import ENGINE
+from bench_model import save_bench_model
+from report import write_result
+
+import vectorlm
+from vectorlm.ranks.meeting import Meeting
+from vectorlm.sampling.packed import PackedCompletions
+
+COMPLETIONS, NEW_TOKENS, ROUNDS = 512, 256, 9
+PARAMS = {"temperature": 1.0, "seed": 1, "max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 0}
+
+
+def on_rank(folder: str) -> dict[str, list[float]]:
+    """Generate once, then hand the same answer over again and again, each way in turn."""
+    import torch.distributed as dist
+
+    topology = vectorlm.Topology.from_environment()
+    meeting = Meeting(topology, 600.0)
+    asked = [[3 + index % 900] for index in range(COMPLETIONS)]
+    with vectorlm.SamplingEngine(folder, sampling_params=PARAMS, **ENGINE) as engine:
+        engine.sample(asked[:8], {**PARAMS, "max_tokens": 4})
+        start = time.perf_counter()
+        batch = engine.submit(asked)
+        arrays = batch.arrays()[0]
+        generate_s = time.perf_counter() - start
+        outputs = engine.generate(asked[:64])
+    times: dict[str, list[float]] = {"generate": [generate_s], "arrays": [], "records": [], "pickled": []}
+    whole = outputs * (COMPLETIONS // 64)
+    for _ in range(ROUNDS):
+        dist.barrier()
+        start = time.perf_counter()
+        _, received = meeting.share("arrays", None, arrays if topology.is_main else ())
+        times["arrays"].append(time.perf_counter() - start)
+        PackedCompletions.from_arrays(received).unpack()
+        times["records"].append(time.perf_counter() - start)
+        dist.barrier()
+        start = time.perf_counter()
+        # Copies, for pickle would write a shared object once.
+        note = pickle.dumps([pickle.dumps(each) for each in whole]) if topology.is_main else None
+        [pickle.loads(each) for each in pickle.loads(meeting.share("pickled", note)[0])]
+        times["pickled"].append(time.perf_counter() - start)
+    return times
+
+
+def main() -> None:
+    """Measure, print and save."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = save_bench_model(Path(scratch) / "model")
+        by_rank = vectorlm.launch(on_rank, str(folder), world_size=2)
+    generate_s = by_rank[0]["generate"][0]
+    titles = {
+        "generate": "generate (once)",
+        "arrays": "arrays to both ranks",
+        "records": "arrays to both ranks, as Completion records",
+        "pickled": "vLLM's objects pickled to both ranks",
+    }
+    rows = []
+    for key, title in titles.items():
+        seconds = max(statistics.median(times[key]) for times in by_rank)
+        share = round(100 * seconds / generate_s, 3)
+        rows.append({"what": title, "ms": round(1000 * seconds, 1), "% of generate": share})
+    setting = {"world_size": 2, "completions": COMPLETIONS, "new_tokens": NEW_TOKENS, "rounds": ROUNDS}
+    write_result("broadcast", setting, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Rejection-sampling fine-tuning: sample answers, keep the right ones, train on them, again with the new weights.
+
+python examples/custom_loop.py --world_size 2      (first: python examples/make_countdown.py)
+
+`loop` is written as for one process, and every rank runs it. A question that nobody answered right is learned from its
+reference answer, as in STaR (Zelikman et al. 2022, arXiv 2203.14465), so that a random model has where to begin.
+"""
+
+import argparse
+import random
+
+import torch
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import vectorlm
+from vectorlm.rewards import countdown_reward, generate_problems
+
+BATCH, SAMPLES = 256, 4
+EXPLORE = {"n": SAMPLES, "temperature": 1.0, "max_tokens": 12}
+GREEDY = {"temperature": 0.0, "max_tokens": 12}
+
+
+def loop(path: str, num_steps: int, lr: float) -> list[float]:
+    """Return the share of right held-out answers at the start, at every tenth step and at the end."""
+    problems, held_out = generate_problems(256 * 64, 128, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    with vectorlm.SamplingEngine(path, dtype="float32", max_model_len=64) as engine:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98))
+        here = vectorlm.Topology.from_environment()
+        shares = []
+        for step in range(num_steps + 1):
+            engine.update(model, step)
+            if step % 10 == 0 or step == num_steps:
+                texts = engine.generate_text([problem.prompt for problem in held_out], GREEDY)
+                shares.append(sum(map(is_right, texts, held_out)) / len(held_out))
+                if here.is_main:
+                    print(f"step {step}: {shares[-1]:.0%} of the held-out answers are right", flush=True)
+            batch = random.Random(step).sample(problems, BATCH)
+            answers = engine.sample([problem.prompt for problem in batch], EXPLORE)
+            kept = [choose(problem, options) for problem, options in zip(batch, answers, strict=True)]
+            mine = slice(here.rank, None, here.world_size)
+            loss_of(model, tokenizer, batch[mine], kept[mine]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return shares
+
+
+def is_right(text, problem) -> bool:
+    """Mark one answer."""
+    return countdown_reward(text, numbers=problem.numbers, target=problem.target) == 1.0
+
+
+def choose(problem, options) -> str:
+    """Return a right answer: a sampled one where there is one, else the reference."""
+    return next((each.text for each in options if is_right(each.text, problem)), problem.completion)
+
+
+def loss_of(model, tokenizer, problems, texts) -> torch.Tensor:
+    """Return the mean cross-entropy of the answers, their prompts left out."""
+    pairs = zip(problems, texts, strict=True)
+    rows = [tokenizer(problem.prompt + text + tokenizer.eos_token)["input_ids"] for problem, text in pairs]
+    starts = [len(tokenizer(problem.prompt)["input_ids"]) for problem in problems]
+    tokens = torch.full((len(rows), max(map(len, rows))), tokenizer.pad_token_id)
+    labels = torch.full_like(tokens, -100)
+    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        tokens[index, : len(row)] = torch.tensor(row)
+        labels[index, start : len(row)] = torch.tensor(row[start:])
+    return model(tokens.to(model.device), labels=labels.to(model.device)).loss
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="data/countdown/model")
+    parser.add_argument("--num_steps", type=int, default=300)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--world_size", type=int, default=1)
+    args = parser.parse_args()
+    vectorlm.launch(loop, args.model, args.num_steps, args.lr, world_size=args.world_size)
