@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vectorlm
-from vectorlm.rewards import countdown_reward, generate_problems
+from vectorlm.rewards import CountdownRules, countdown_reward, generate_problems
 
 BATCH, SAMPLES = 256, 4
 EXPLORE = {"n": SAMPLES, "temperature": 1.0, "max_tokens": 12}
@@ -23,7 +23,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 12}
 
 def loop(path: str, num_steps: int, lr: float) -> list[float]:
     """Return the share of right held-out answers at the start, at every tenth step and at the end."""
-    problems, held_out = generate_problems(256 * 64, 128, seed=0)
+    problems, held_out = generate_problems(256 * 64, 128, rules=CountdownRules(), seed=0)
     tokenizer = AutoTokenizer.from_pretrained(path)
     with vectorlm.SamplingEngine(path, dtype="float32", max_model_len=64) as engine:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -1,0 +1,139 @@
+"""The notebooks run from top to bottom, and a notebook's habits (interrupt, run again) do no harm."""
+
+import base64
+import os
+import queue
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from jupyter_client.manager import start_new_kernel
+from nbclient import NotebookClient
+from rank_processes import save_tiny_llama
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.ipynb"))
+TIMEOUT_S = 600
+
+
+@pytest.fixture
+def examples(tmp_path):
+    """A copy, so that no run changes what is committed."""
+    return Path(shutil.copytree(EXAMPLES, tmp_path / "examples"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [path.name for path in NOTEBOOKS])
+def test_a_notebook_runs_and_says_what_its_committed_outputs_say(examples, name):
+    folder = examples / "notebooks"
+    notebook = nbformat.read(folder / name, as_version=4)
+    NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(folder)}}).execute()
+    kinds = [
+        [sorted(output.get("data", {})) for output in cell.get("outputs", ())] for cell in notebook.cells
+    ]
+    committed = nbformat.read(EXAMPLES / "notebooks" / name, as_version=4)
+    assert kinds == [
+        [sorted(output.get("data", {})) for output in cell.get("outputs", ())] for cell in committed.cells
+    ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_is_committed_with_its_pictures(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run it from the top"
+    pictures = [
+        base64.b64decode(output.data["image/png"])
+        for cell in code
+        for output in cell.outputs
+        if "image/png" in output.get("data", {})
+    ]
+    assert pictures
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
+    assert str(Path.home()) not in path.read_text()
+    assert "/tmp/" not in path.read_text()
+
+
+class Kernel:
+    """A notebook's kernel, driven by hand."""
+
+    def __init__(self):
+        self.manager, self.client = start_new_kernel(kernel_name="python3")
+
+    def run(self, code, interrupt_after_s=None):
+        """Run a cell; return what it printed and the name of the error that it raised."""
+        if interrupt_after_s is not None:
+            threading.Timer(interrupt_after_s, self.manager.interrupt_kernel).start()
+        request = self.client.execute(code)
+        text, error, deadline = "", None, time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            try:
+                message = self.client.get_iopub_msg(timeout=1)
+            except queue.Empty:
+                continue
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            content = message["content"]
+            match message["msg_type"]:
+                case "stream":
+                    text += content["text"]
+                case "error":
+                    error = content["ename"]
+                case "status" if content["execution_state"] == "idle":
+                    return text, error
+        raise TimeoutError(code)
+
+    def samplers(self):
+        """Return the pids of the sampler processes under the kernel."""
+        kernel = self.manager.provisioner.pid
+        found = []
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                    if parent == kernel and b"vectorlm.sampling.process" in (folder / "cmdline").read_bytes():
+                        found.append(int(folder.name))
+                except OSError:
+                    continue
+        return found
+
+
+@pytest.fixture
+def kernel():
+    kernel = Kernel()
+    yield kernel
+    kernel.client.stop_channels()
+    kernel.manager.shutdown_kernel(now=True)
+
+
+def wait_until(condition, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return condition()
+
+
+def test_interrupting_a_cell_and_running_it_again_leaves_one_usable_engine(kernel, tmp_path):
+    folder = save_tiny_llama(tmp_path / "model", hidden_size=64, max_length=256)
+    construct = f"""
+import vectorlm
+engine = vectorlm.SamplingEngine({str(folder)!r}, dtype="float32", max_model_len=256, kv_cache_memory_bytes=16 << 20)
+"""
+    long = "engine.sample([[2, 3]] * 64, {'max_tokens': 250, 'ignore_eos': True, 'n': 8})"
+    short = "print(len(engine.sample([[2, 3]], {'max_tokens': 5, 'ignore_eos': True})[0][0].token_ids))"
+    assert kernel.run(construct) == ("", None)
+    assert kernel.run(short) == ("5\n", None)
+    assert kernel.run(long, interrupt_after_s=0.5) == ("", "KeyboardInterrupt")
+    assert kernel.run(short) == ("5\n", None)
+    (first,) = kernel.samplers()
+    assert kernel.run(long, interrupt_after_s=0.5) == ("", "KeyboardInterrupt")
+    assert kernel.run(construct) == ("", None)
+    assert wait_until(lambda: first not in kernel.samplers()), "the engine of the first run is still there"
+    assert kernel.run(short) == ("5\n", None)
+    (second,) = kernel.samplers()
+    kernel.manager.shutdown_kernel(now=True)
+    assert wait_until(lambda: not os.path.exists(f"/proc/{second}")), "the engine outlived its kernel"
