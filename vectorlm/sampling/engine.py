@@ -247,6 +247,37 @@ class SamplingEngine:
         self.wait_until_ready()
         return self._swap.update(model, train_step)
 
+    def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> None:
+        """Give device memory back to the trainer; until `wake_up` the engine samples nothing.
+
+        No rank returns before the memory is free. Weights that slept hold nothing until the next `update`, and the
+        prefix cache is emptied. On CUDA the engine must have been built with ``enable_sleep_mode=True``; on CPU the
+        memory stays where it is and the same rules hold.
+
+        Args:
+            weights: Let the weights sleep.
+            kv_cache: Let the KV cache sleep.
+
+        Raises:
+            EngineError: Requests are running, or the engine was built without sleep mode; nothing sleeps then.
+            RankMismatch, HandoffTimeout: As for `sample`.
+        """
+        self._rest(say.Sleep(weights, kv_cache))
+        if weights:
+            self._swap.forget()
+
+    def wake_up(self, *, weights: bool = True, kv_cache: bool = True) -> None:
+        """Take back what `sleep` gave away; weights that slept hold nothing until the next `update`.
+
+        No memory is taken before every rank has called. `update` wakes the weights by itself, so that the order
+        that needs the least memory is: sleep, train, update, wake the KV cache, sample.
+
+        Raises:
+            EngineError: The device has not that much memory free; what could not be woken sleeps on.
+            RankMismatch, HandoffTimeout: As for `sample`.
+        """
+        self._rest(say.WakeUp(weights, kv_cache))
+
     def close(self) -> None:
         """End the engine; safe to call twice, and not a collective."""
         self._closed = True
@@ -295,6 +326,12 @@ class SamplingEngine:
         first = sum(len(theirs) for theirs, _ in notes[: self._topology.rank])
         return batch, first, first + len(prompts)
 
+    def _rest(self, command: say.Sleep | say.WakeUp) -> None:
+        self.wait_until_ready()
+        place = "put the engine to sleep" if isinstance(command, say.Sleep) else "wake the engine up"
+        self._hosts.agree(place, command, str(command))
+        self._hosts.each(place, lambda: self._call(command))
+
     def _begin(self, prompts: list[Prompt], params: Any, as_request_outputs: bool) -> Submission:
         return Submission(
             str(next(self._names)),
@@ -307,6 +344,10 @@ class SamplingEngine:
             capacity=self.wait_until_ready().max_num_seqs,
             silence_s=self._timeout_s,
         )
+
+    def _call(self, command: Any) -> Any:
+        assert self._channel is not None
+        return self._channel.call(command, self._timeout_s)
 
     def _loaded(self) -> say.Ready:
         assert self._channel is not None

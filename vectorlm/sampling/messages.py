@@ -106,6 +106,27 @@ class Updated:
 
 
 @dataclass(frozen=True)
+class Sleep:
+    """Give the memory of these parts away."""
+
+    weights: bool
+    kv_cache: bool
+
+
+@dataclass(frozen=True)
+class WakeUp:
+    """Take the memory of these parts back."""
+
+    weights: bool
+    kv_cache: bool
+
+
+@dataclass(frozen=True)
+class Rested:
+    """The parts sleep, or are awake, as they were told to."""
+
+
+@dataclass(frozen=True)
 class Alive:
     """Sent about once a second while the engine steps, without a number: the work goes on."""
 

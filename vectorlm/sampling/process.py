@@ -19,8 +19,10 @@ from typing import Any
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.ranks.watchdog import follow_parent, remove_folder
 from vectorlm.sampling import messages as say
+from vectorlm.sampling.bed import make_bed
 from vectorlm.sampling.packed import pack_outputs
 from vectorlm.sampling.request_outputs import pack_request_outputs
+from vectorlm.sampling.rest import Rest, parts_of
 from vectorlm.sampling.vllm_shim import build_engine, make_prompt, per_prompt
 from vectorlm.weights.pack import keep_plain_weights
 
@@ -47,6 +49,8 @@ class Sampler:
             keep_plain_weights()
         self._engine = build_engine(start.model, start.engine_args, on_cpu)
         self.receiver: str = self._engine.collective_rpc("vectorlm_prepare", args=(start.receiver,))[0]
+        bed = make_bed(self._engine, on_cpu)
+        self._rest = Rest(bed.drop, bed.restore)
         self._groups: dict[int, Group] = {}
         self._version = -1
         self._stale: Exception | None = None
@@ -70,6 +74,7 @@ class Sampler:
                 raise obstacle
         if self.paused:
             raise EngineError("an update was begun and never finished: update again before sampling.")
+        self._rest.check_sampling()
         params = per_prompt(command.sampling_params, len(command.prompts))
         group = self._groups[number] = Group([], command.as_request_outputs)
         try:
@@ -93,7 +98,7 @@ class Sampler:
             if output.finished and group is not None:
                 group.finished[output.request_id] = output
         done = [number for number, group in self._groups.items() if len(group.finished) == len(group.ids)]
-        return [(number, self._answer(self._groups.pop(number))) for number in done]
+        return [(number, self._pack(self._groups.pop(number))) for number in done]
 
     def give_up(self, error: Exception) -> list[int]:
         """Forget every request after a step that raised: the engine's own state is unknown from here on."""
@@ -113,6 +118,7 @@ class Sampler:
             raise EngineError(
                 f"an update began while {len(self._groups)} requests were running; wait for them first."
             )
+        self._rest.begin_update()
         self.paused = True
         return say.Paused()
 
@@ -131,9 +137,21 @@ class Sampler:
             self._stale = error
             raise
         self._version, self._stale = command.version, None
+        self._rest.finish_update()
         return say.Updated(load_s)
 
-    def _answer(self, group: Group) -> say.Generated:
+    def sleep(self, command: say.Sleep) -> say.Rested:
+        """Give device memory away."""
+        parts = parts_of(weights=command.weights, kv_cache=command.kv_cache)
+        self._rest.sleep(parts, num_requests=len(self._groups))
+        return say.Rested()
+
+    def wake_up(self, command: say.WakeUp) -> say.Rested:
+        """Take device memory back."""
+        self._rest.wake_up(parts_of(weights=command.weights, kv_cache=command.kv_cache))
+        return say.Rested()
+
+    def _pack(self, group: Group) -> say.Generated:
         outputs = [group.finished[name] for name in group.ids]
         if not group.as_request_outputs:
             return say.Generated(pack_outputs(outputs, self._version).arrays())
@@ -194,6 +212,10 @@ def _answer(sampler: Sampler, number: int, command: Any) -> Any:
                 return sampler.begin_update()
             case say.FinishUpdate():
                 return sampler.finish_update(command)
+            case say.Sleep():
+                return sampler.sleep(command)
+            case say.WakeUp():
+                return sampler.wake_up(command)
         raise EngineError(f"the sampler knows no command {type(command).__name__}.")
     except Exception as error:
         return say.Failed(_portable(error))

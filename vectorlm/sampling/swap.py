@@ -57,6 +57,10 @@ class HotSwap:
         total_s = time.perf_counter() - start
         return UpdateReport(train_step, False, publisher.num_bytes, publish_s, load_s, total_s)
 
+    def forget(self) -> None:
+        """Take note that the engines' weights are lost: the next update moves them whatever its step."""
+        self._held_step = None
+
     def close(self) -> None:
         """Let go of the arena."""
         if self._publisher is not None:

@@ -29,6 +29,9 @@ def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> An
     if unknown := sorted(set(engine_args) - known):
         raise ValueError(f"vLLM's engine knows no argument {', '.join(map(repr, unknown))}.")
     settings = {**_defaults(model, on_cpu), **engine_args}
+    if on_cpu:
+        # vLLM has no sleep mode on CPU and would refuse; `vectorlm.sampling.bed` keeps the order all the same.
+        settings.pop("enable_sleep_mode", None)
     return LLMEngine.from_engine_args(EngineArgs(**settings))
 
 
