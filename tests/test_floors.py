@@ -9,8 +9,8 @@ PACKAGE = Path(vectorlm.__file__).parent
 FLOORS = [
     {"errors", "types"},
     {"ranks", "config", "rewards", "data", "telemetry"},
-    {"weights"},
-    {"sampling", "model", "checkpoint"},
+    {"weights", "offload"},
+    {"sampling", "model", "checkpoint", "handover"},
     {"trainer", "exam"},
     {"finetune"},
     {"cli"},

@@ -10,6 +10,7 @@ exception that it refines, so ``except ValueError`` keeps working::
      ├─ RankFailed (RuntimeError)           a rank raised or died; carries that rank's own traceback
      ├─ HandoffTimeout (TimeoutError)       a rank did not reach a meeting point within the deadline
      ├─ RankMismatch (ValueError)           ranks called the same method with different arguments
+     ├─ OutOfTurn (RuntimeError)            training or sampling began while the devices were the other's
      ├─ EngineError (RuntimeError)          the engine raised; carries the engine's own traceback
      │   ├─ EngineDied (ConnectionError)    the sampler process is gone
      │   └─ EngineTimeout (TimeoutError)    the sampler process is silent past the deadline
@@ -48,6 +49,10 @@ class HandoffTimeout(VectorLMError, TimeoutError):
 
 class RankMismatch(VectorLMError, ValueError):
     """Ranks called the same collective method with different arguments."""
+
+
+class OutOfTurn(VectorLMError, RuntimeError):
+    """Training or sampling began while the devices were the other's."""
 
 
 class EngineError(VectorLMError, RuntimeError):

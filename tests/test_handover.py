@@ -1,0 +1,238 @@
+"""The order of a hand-over, and that it changes nothing in the training."""
+
+import pytest
+import torch
+from plain_engine import PlainEngine
+from rank_processes import on_ranks, save_tiny_llama
+from tiny_runs import build_trainer, whole_weights
+
+from vectorlm.errors import EngineDied, EngineError, OutOfTurn
+from vectorlm.handover import DeviceTurn
+from vectorlm.model.load import load_model
+from vectorlm.ranks.topology import Topology
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+class ScribeEngine:
+    """Writes down what it is asked to do, and may fail at it."""
+
+    def __init__(self, failures=()):
+        self.calls, self.failures = [], dict(failures)
+
+    def _note(self, name, **flags):
+        parts = "+".join(part for part, chosen in flags.items() if chosen)
+        self.calls.append(f"{name} {parts}".strip())
+        if error := self.failures.get(self.calls[-1]):
+            raise error
+
+    def sleep(self, *, weights=True, kv_cache=True):
+        self._note("sleep", weights=weights, kv=kv_cache)
+
+    def wake_up(self, *, weights=True, kv_cache=True):
+        self._note("wake", weights=weights, kv=kv_cache)
+
+    def update(self, model, train_step):
+        self._note(f"update {train_step}")
+        return f"report of {train_step}"
+
+
+def stepped(model):
+    """An optimizer over one small layer, with its state made."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def turn_over(engine, *, world_size=1, **settings):
+    model = torch.nn.Linear(2, 2)
+    topology = Topology(world_size=world_size, local_world_size=world_size)
+    return DeviceTurn(engine, model=model, topology=topology, **settings)
+
+
+@pytest.mark.parametrize(
+    ("sleep", "expected"),
+    [
+        ("none", ["update 3", "sample"]),
+        ("kv_cache", ["sleep kv", "update 3", "wake kv", "sample", "sleep kv"]),
+        ("all", ["sleep weights+kv", "wake weights", "update 3", "wake kv", "sample", "sleep weights+kv"]),
+    ],
+)
+def test_the_engine_takes_its_kv_cache_back_last_and_sleeps_again(sleep, expected):
+    engine = ScribeEngine()
+    turn = turn_over(engine, sleep=sleep)
+    with turn.sampling(3) as report:
+        engine.calls.append("sample")
+    assert report == "report of 3"
+    assert engine.calls == expected
+
+
+def test_the_optimizer_is_off_the_device_before_the_engine_wakes_and_back_after_it_sleeps():
+    model = torch.nn.Linear(2, 2)
+    optimizer = stepped(model)
+    memory = optimizer.state[model.weight]["exp_avg"].untyped_storage()
+    sizes = []
+
+    class Watched(ScribeEngine):
+        def _note(self, name, **flags):
+            super()._note(name, **flags)
+            sizes.append((self.calls[-1], memory.nbytes()))
+
+    turn = DeviceTurn(
+        Watched(), model=model, optimizer=optimizer, sleep="all", offload_optimizer=True, topology=Topology()
+    )
+    with turn.sampling(0):
+        pass
+    names = ["sleep weights+kv", "wake weights", "update 0", "wake kv", "sleep weights+kv"]
+    assert sizes == list(zip(names, [16, 0, 0, 0, 0], strict=True))
+    assert memory.nbytes() == 16
+
+
+def test_sampling_inside_sampling_is_out_of_turn():
+    turn = turn_over(ScribeEngine())
+    with turn.sampling(1):
+        with pytest.raises(OutOfTurn) as caught, turn.sampling(2):
+            pass
+        assert str(caught.value) == (
+            "sampling at step 2 began inside the sampling of step 1: end that block first."
+        )
+    with turn.sampling(2):
+        pass
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_an_optimizer_step_inside_sampling_is_out_of_turn(offload):
+    model = torch.nn.Linear(2, 2)
+    optimizer = stepped(model)
+    turn = DeviceTurn(
+        ScribeEngine(), model=model, optimizer=optimizer, offload_optimizer=offload, topology=Topology()
+    )
+    with turn.sampling(4), pytest.raises(OutOfTurn, match="inside the sampling of step 4"):
+        optimizer.step()
+    optimizer.step()
+
+
+class Unforeseen(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("world_size", "error", "sleeps_again"),
+    [
+        (1, Unforeseen("mine"), True),
+        (2, Unforeseen("of this rank alone"), False),
+        (2, EngineError("of all ranks"), True),
+        (1, EngineDied("gone"), False),
+    ],
+)
+def test_after_an_error_in_the_block_training_can_go_on(world_size, error, sleeps_again):
+    engine = ScribeEngine()
+    model = torch.nn.Linear(2, 2)
+    optimizer = stepped(model)
+    topology = Topology(world_size=world_size, local_world_size=world_size)
+    turn = DeviceTurn(
+        engine, model=model, optimizer=optimizer, sleep="all", offload_optimizer=True, topology=topology
+    )
+    before = optimizer.state[model.weight]["exp_avg"].clone()
+    with pytest.raises(type(error)) as caught, turn.sampling(1):
+        raise error
+    assert caught.value is error
+    assert (engine.calls[-1] == "sleep weights+kv") == sleeps_again
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], before)
+    optimizer.step()
+    with turn.sampling(2):
+        pass
+    assert engine.calls[-1] == "sleep weights+kv"
+
+
+def test_an_error_on_the_way_in_brings_everything_back_and_a_second_one_is_a_note():
+    refusal = EngineError("no memory")
+    engine = ScribeEngine({"wake weights": refusal})
+    model = torch.nn.Linear(2, 2)
+    optimizer = stepped(model)
+    turn = DeviceTurn(
+        engine, model=model, optimizer=optimizer, sleep="all", offload_optimizer=True, topology=Topology()
+    )
+    engine.failures["sleep weights+kv"] = EngineError("and no sleep")
+    with pytest.raises(EngineError, match="no memory") as caught, turn.sampling(1):
+        raise AssertionError("the block must not run")
+    assert caught.value.__notes__ == ["Afterwards the engine could not be put to sleep: and no sleep"]
+    assert optimizer.state[model.weight]["exp_avg"].untyped_storage().nbytes() == 16
+    assert model.weight.grad.untyped_storage().nbytes() == 16
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="sleep='deep' is not known: it must be one of none, kv_cache, all"):
+        turn_over(ScribeEngine(), sleep="deep")
+    with pytest.raises(ValueError, match="offload_optimizer=True needs the optimizer"):
+        turn_over(ScribeEngine(), offload_optimizer=True)
+
+
+class SleepyPlainEngine(PlainEngine):
+    """Forgets its weights when they sleep."""
+
+    def sleep(self, *, weights=True, kv_cache=True):
+        if weights:
+            self.version = -1
+            for parameter in self._model.parameters():
+                parameter.data.fill_(float("nan"))
+
+    def wake_up(self, *, weights=True, kv_cache=True):
+        pass
+
+
+def train(topology, model_dir, hand_over):
+    """Train three steps of two micro-batches, with a hand-over before, between and even inside them."""
+    trainer = build_trainer(topology, model_dir, num_micro_batches=2)
+    engine = SleepyPlainEngine(model_dir)
+    turn = DeviceTurn(
+        engine,
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        sleep="all",
+        offload_optimizer=True,
+        topology=topology,
+    )
+    answers = []
+
+    def sample(step):
+        if hand_over:
+            with turn.sampling(step):
+                answers.append(engine.sample(["abc"])[0][0].token_ids)
+
+    for number, micro_batches in zip(range(3), trainer.remaining_steps(), strict=False):
+        sample(2 * number)
+        for batch in micro_batches:
+            trainer.sum_loss(batch).backward()
+            sample(2 * number + 1)  # gradients of half a step are there now
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        trainer.schedule.step()
+    states = [
+        value.full_tensor() if hasattr(value, "full_tensor") else value
+        for state in trainer.optimizer.state.values()
+        for value in state.values()
+    ]
+    return whole_weights(trainer), states, answers
+
+
+def train_both_ways(topology, model_dir):
+    return train(topology, model_dir, False), train(topology, model_dir, True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training_with_hand_overs_is_bit_for_bit_the_training_without(world_size, model_dir):
+    results = on_ranks(world_size, train_both_ways, model_dir)
+    start = dict(load_model(model_dir).named_parameters())
+    for (weights, states, _), (same_weights, same_states, answers) in results:
+        assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
+        assert all(torch.equal(one, other) for one, other in zip(states, same_states, strict=True))
+        assert len(states) == 3 * len(weights)
+        assert not torch.equal(weights["lm_head.weight"], start["lm_head.weight"])
+        assert len(answers) == 9
+    assert len({str(answers) for _, (_, _, answers) in results}) == 1
