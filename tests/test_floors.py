@@ -9,7 +9,7 @@ PACKAGE = Path(vectorlm.__file__).parent
 FLOORS = [
     {"errors", "types"},
     {"ranks", "config", "rewards", "data", "telemetry"},
-    {"weights", "offload"},
+    {"weights", "offload", "memory"},
     {"sampling", "model", "checkpoint", "handover"},
     {"trainer", "exam"},
     {"finetune"},

@@ -10,6 +10,9 @@ from vectorlm.config.arguments import add_override_arguments, config_from_argume
 from vectorlm.config.check import check_config
 from vectorlm.config.summary import summarise
 from vectorlm.errors import ConfigError, VectorLMError
+from vectorlm.memory.device import device_memory_bytes
+from vectorlm.memory.from_config import memory_report
+from vectorlm.memory.plan import GIB
 from vectorlm.rewards.registry import reward_names
 
 
@@ -30,6 +33,12 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="check a config file without starting anything")
     check.set_defaults(run_command=run_check)
+    check.add_argument(
+        "--device_memory_gib",
+        type=float,
+        metavar="X",
+        help="plan for CUDA devices of X GiB; by default for those of this machine, or its CPU",
+    )
     preprocess = commands.add_parser("preprocess", help="make a dataset as dataset_preprocess says")
     preprocess.set_defaults(run_command=run_preprocess)
     for command in (check, preprocess):
@@ -42,8 +51,12 @@ def run_check(args: argparse.Namespace) -> int:
     """Check a config file and say what the run would do."""
     config = config_from_arguments(args)
     check_config(config, args.world_size, reward_names())
+    asked = args.device_memory_gib
+    device_bytes = device_memory_bytes() if asked is None else int(asked * GIB)
+    report = memory_report(config, args.world_size, device_bytes=device_bytes)
     print(f"{args.yaml_path}: ok")
     print(summarise(config, args.world_size))
+    print(report)
     return 0
 
 

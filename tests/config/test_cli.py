@@ -34,6 +34,7 @@ def test_check_says_what_the_run_would_do(complete, capsys):
         "  sampler       2 prompts every 8 steps, scored by countdown, into data/samples.jsonl\n"
         "  checkpoints   every 0.1 epoch\n"
         "  output        runs/full\n"
+        "  no memory plan: models/tiny holds no .safetensors file\n"
     )
 
 

@@ -92,6 +92,10 @@ class SamplerSettings:
     """How the engine takes new weights over: in place (`live`) or repacked for its own kernels (`packed`)."""
     verify_updates: bool = True
     """Compare a checksum of what the engine computes with against what was sent, after each update."""
+    sleep: Literal["none", "kv_cache", "all"] = "none"
+    """What of the engine sleeps while the trainer works: nothing, its KV cache, or its weights too (CUDA)."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state on the host while the engine samples (CUDA)."""
     timeout_s: PositiveFloat = 300.0
     """Longest silence tolerated from the engine or from a rank, in seconds."""
 

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vectorlm.memory.demand import CPU_KV_CACHE_BYTES
 from vectorlm.types import Prompt
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-CPU_KV_CACHE_BYTES = 512 << 20
-"""The default on CPU; without one, vLLM takes a share of the host's memory and profiles the model first."""
 
 
 def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> Any:

@@ -1,0 +1,115 @@
+"""From a YAML file to a plan, and what `vectorlm check` and a run make of it."""
+
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from rank_processes import save_tiny_llama
+from tiny_runs import rows
+
+from vectorlm.cli import main
+from vectorlm.config import load_config
+from vectorlm.errors import ConfigError
+from vectorlm.finetune import finetune
+from vectorlm.memory.device import host_memory_bytes
+from vectorlm.memory.from_config import memory_report, plan_of_config
+from vectorlm.memory.plan import GIB
+from vectorlm.ranks.topology import Topology
+
+TEXT = """\
+model: model
+train_parameters:
+  output_dir: run
+  max_seq_len: 16
+  epochs: 1
+  optimizer: {lr: 0.01}
+  sampler: {sample_frequency: 1, prompts: [a], engine: {max_model_len: 32}}
+dataset: {train_bs: 2, eval_bs: 4, train_ds: train, eval_ds: eval}
+"""
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_tiny_llama(tmp_path / "model", hidden_size=64)
+    for name in ("train", "eval"):
+        Dataset.from_list(rows(4)).save_to_disk(tmp_path / name)
+    Path("my.yaml").write_text(TEXT)
+    return "my.yaml"
+
+
+def demand(path, *overrides, world_size=4, is_cpu=False, **more):
+    config = load_config(path, [f"train_parameters.{each}" for each in overrides])
+    return plan_of_config(config, world_size, device_bytes=GIB, is_cpu=is_cpu, **more).demand
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_shards", "keeps_gathered"),
+    [("FULL_SHARD", 4, False), ("SHARD_GRAD_OP", 4, True), ("NO_SHARD", 1, True), ("HYBRID_SHARD", 2, False)],
+)
+def test_the_strategy_says_how_often_the_model_is_held(path, strategy, num_shards, keeps_gathered):
+    found = demand(path, f"sharding_strategy={strategy}", ranks_per_node=2)
+    assert (found.num_ranks, found.num_shards, found.keeps_gathered) == (2, num_shards, keeps_gathered)
+
+
+def test_the_training_settings_arrive(path):
+    found = demand(path, "use_mp=true", "use_activation_checkpointing=true")
+    assert found.is_mixed
+    assert found.recomputes
+    assert (found.micro_batch_size, found.sequence_tokens) == (2, 16)
+    assert found.num_trainable == found.model.num_parameters
+    lora = demand(path, "lora_peft_config={r: 2, target_modules: [q_proj]}", "sampler=null")
+    assert lora.num_trainable == 3 * 2 * (64 + 64)
+    assert lora.engine is None
+
+
+def test_the_engines_settings_arrive(path):
+    plain = demand(path).engine
+    # A checkpoint in fp32 becomes bf16 where vLLM may choose.
+    assert (plain.bytes_per_weight, plain.kv_cache_bytes, plain.device_share) == (2, None, 0.35)
+    assert (plain.max_model_len, plain.sleep, plain.offload_optimizer) == (32, "none", False)
+    set_ = demand(
+        path,
+        "sampler.vllm_dtype=float32",
+        "sampler.engine={kv_cache_memory_bytes: 4096}",
+        "sampler.gpu_memory_utilization=0.5",
+        "sampler.sleep=all",
+        "sampler.offload_optimizer=true",
+    ).engine
+    assert (set_.bytes_per_weight, set_.kv_cache_bytes, set_.device_share) == (4, 4096, 0.5)
+    assert (set_.max_model_len, set_.sleep, set_.offload_optimizer) == (64, "all", True)
+    assert not set_.is_packed
+    on_cpu = demand(path, "sampler.receiver=packed", is_cpu=True).engine
+    assert on_cpu.is_packed
+    assert on_cpu.kv_cache_bytes == 512 << 20
+    assert not demand(path, is_cpu=True).engine.is_packed  # `auto`, and too small to pay
+
+
+def test_check_prints_the_plan_of_this_machine_or_of_a_device_that_is_elsewhere(path, capsys):
+    assert main(["check", path, "--world_size", "2", "--device_memory_gib", "24"]) == 0
+    assert "  memory of the fullest device, of 24.0 GiB:\n" in capsys.readouterr().out
+
+
+def test_check_refuses_what_cannot_fit(path, capsys):
+    assert main(["check", path, "--device_memory_gib", "0.5"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ConfigError: the engine's KV cache has 0.00 MiB")
+
+
+def test_a_run_that_cannot_fit_ends_before_anything_is_started(path, monkeypatch):
+    monkeypatch.setattr("vectorlm.memory.from_config.host_memory_bytes", lambda: GIB // 8)
+    with pytest.raises(ConfigError, match=r"training needs .* and this machine has 0.12 GiB"):
+        finetune(load_config(path), Topology())
+    assert not Path("run").exists()
+
+
+def test_a_run_on_cpu_is_planned_for_the_memory_of_this_machine(path):
+    report = memory_report(load_config(path), 1)
+    assert f"all processes together, of {host_memory_bytes() / GIB:.1f}"[:40] in report
+
+
+def test_where_the_model_cannot_be_weighed_there_is_no_plan_and_no_refusal(path):
+    Path("model/model.safetensors").unlink()
+    assert memory_report(load_config(path), 1, device_bytes=1) == (
+        "  no memory plan: model holds no .safetensors file"
+    )

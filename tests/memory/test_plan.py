@@ -1,0 +1,275 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from demands import DEMAND, ENGINE, MODEL
+from rank_processes import on_ranks, save_tiny_llama
+from tiny_runs import build_trainer
+from transformers import AutoModelForCausalLM
+
+from vectorlm.memory.model_size import ModelSize, count_adapter_parameters, read_model_size
+from vectorlm.memory.plan import (
+    CPU_RANK_BYTES,
+    CPU_SAMPLER_BYTES,
+    GIB,
+    activation_bytes,
+    gathered_bytes,
+    kv_cache_bytes,
+    plan_memory,
+    sequence_kv_bytes,
+)
+from vectorlm.memory.table import memory_table
+from vectorlm.model.loss import next_tokens, token_losses
+
+
+def rows(demand):
+    return {row.name: (row.training, row.sampling) for row in plan_memory(demand).rows}
+
+
+def with_engine(demand=DEMAND, **changes):
+    return replace(demand, engine=replace(ENGINE, **changes))
+
+
+def test_one_device_worked_out_by_hand():
+    assert rows(DEMAND) == {
+        "weights": (2000, 2000),
+        "gradients": (2000, 0),
+        "optimizer state": (4000, 4000),
+        # In fp32: 400 outside the blocks and two blocks of 300; the gradients of the 400.
+        "gathered weights": (4 * 1000 + 4 * 400, 0),
+        # 15 tokens; a block keeps 4 (48 + 16 + 8 + 64) bytes of each, the output layer 8 x 32.
+        "activations": (15 * (2 * 544 + 256), 0),
+        "engine weights": (2000, 2000),
+        "KV cache": (4096, 4096),
+        "processes": (2 * GIB, 2 * GIB),
+    }
+
+
+def test_on_cuda_what_sleeps_is_not_there_while_training_and_the_optimizer_not_while_sampling():
+    kv_cache = rows(with_engine(sleep="kv_cache"))
+    assert (kv_cache["engine weights"], kv_cache["KV cache"]) == ((2000, 2000), (0, 4096))
+    everything = rows(with_engine(sleep="all", offload_optimizer=True))
+    assert (everything["engine weights"], everything["KV cache"]) == ((0, 2000), (0, 4096))
+    assert everything["optimizer state"] == (4000, 0)
+    assert everything["weights"] == (2000, 2000)
+
+
+def test_on_cpu_all_processes_add_up_and_nothing_makes_room():
+    cpu = replace(with_engine(sleep="all", offload_optimizer=True, is_packed=True), is_cpu=True)
+    assert rows(cpu) == {
+        "weights": (4000, 4000),
+        "gradients": (4000, 0),
+        "optimizer state": (8000, 8000),
+        "gathered weights": (2 * 5600, 0),
+        "activations": (2 * 20160, 0),
+        "engine weights": (4000, 4000),
+        "KV cache": (4096, 4096),
+        "processes": (2 * CPU_RANK_BYTES + CPU_SAMPLER_BYTES,) * 2,
+    }
+
+
+def test_without_an_engine_only_training_counts():
+    plan = plan_memory(replace(DEMAND, engine=None))
+    assert {row.name for row in plan.rows} == {
+        "weights",
+        "gradients",
+        "optimizer state",
+        "gathered weights",
+        "activations",
+        "processes",
+    }
+    assert plan.training == 2000 + 2000 + 4000 + 5600 + 20160 + GIB
+    assert plan.kv_cache_bytes == 0
+
+
+def test_replicas_hold_everything_and_adapters_little():
+    whole = rows(replace(DEMAND, num_shards=1, keeps_gathered=True))
+    assert [whole[name][0] for name in ("weights", "gradients", "optimizer state")] == [4000, 4000, 8000]
+    assert whole["gathered weights"] == (4 * 1000 + 4 * 400, 0)
+    adapted = rows(replace(DEMAND, num_trainable=100))
+    assert [adapted[name][0] for name in ("weights", "gradients", "optimizer state")] == [2000, 200, 400]
+    assert adapted["gathered weights"] == (4 * 1000 + 160, 0)
+
+
+def test_bf16_halves_what_is_computed_but_not_the_norms_nor_the_loss():
+    mixed = replace(DEMAND, is_mixed=True)
+    assert activation_bytes(mixed) == 15 * (2 * (2 * 136 + 4 * 8) + 10 * 32)
+    assert gathered_bytes(mixed) == 2 * 1000 + 4 * 400
+
+
+def test_recomputation_keeps_one_block_and_the_input_of_each():
+    assert activation_bytes(replace(DEMAND, recomputes=True)) == 15 * (2 * 4 * 8 + 544 + 256)
+
+
+def test_the_kv_cache_is_what_is_left_of_the_engines_share():
+    demand = with_engine(kv_cache_bytes=None, device_share=0.5)
+    assert kv_cache_bytes(demand, demand.engine) == 2 * GIB - 2000 - GIB
+    small = with_engine(kv_cache_bytes=None, device_share=0.2)
+    assert kv_cache_bytes(small, small.engine) == 0
+    # Keys and values of two blocks, four numbers each, in bf16, for ten tokens.
+    assert sequence_kv_bytes(DEMAND, ENGINE) == 2 * 2 * 4 * 2 * 10
+    parallel = replace(ENGINE, tensor_parallel=2)
+    assert sequence_kv_bytes(DEMAND, parallel) == 160
+    assert rows(replace(DEMAND, engine=parallel))["engine weights"] == (1000, 1000)
+
+
+def test_the_table_adds_up():
+    demand = replace(with_engine(sleep="all", offload_optimizer=True), device_bytes=80 * GIB)
+    big = replace(MODEL, num_parameters=7 * GIB // 4, num_block_parameters=GIB // 20, num_layers=32)
+    assert memory_table(plan_memory(replace(demand, model=big, num_trainable=big.num_parameters))) == (
+        "  memory of the fullest device, of 80.0 GiB:\n"
+        "  GiB (estimate)    training  sampling\n"
+        "  weights               3.50      3.50\n"
+        "  gradients             3.50      0.00\n"
+        "  optimizer state       7.00      0.00\n"
+        # Outside the blocks 1.75 - 1.6 G: 4 x (0.15 + 0.1), and as much again as gradients of 0.15.
+        "  gathered weights      1.60      0.00\n"
+        "  activations           0.00      0.00\n"
+        "  engine weights        0.00      3.50\n"
+        "  KV cache              0.00      0.00\n"
+        "  processes             2.00      2.00\n"
+        "  total                 17.6      9.00"
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("size") / "model", hidden_size=64, max_length=128)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_the_size_in_the_files_is_the_size_of_the_model(folder, loaded, tmp_path):
+    size = read_model_size(folder)
+    assert size == ModelSize(
+        num_parameters=sum(parameter.numel() for parameter in loaded.parameters()),
+        num_block_parameters=sum(parameter.numel() for parameter in loaded.model.layers[0].parameters()),
+        num_layers=3,
+        hidden_size=64,
+        intermediate_size=48,
+        query_size=64,
+        kv_size=32,
+        vocab_size=48,
+        max_length=128,
+    )
+    tied = read_model_size(save_tiny_llama(tmp_path / "tied", tied=True, hidden_size=64))
+    assert tied.num_parameters == size.num_parameters - 48 * 64
+
+
+def test_adapters_are_counted_as_peft_makes_them(folder, loaded):
+    from peft import LoraConfig, get_peft_model
+
+    for lora in ({"r": 2, "target_modules": ["q_proj", "down_proj"]}, {"r": 4}):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
+        trained = sum(each.numel() for each in adapted.parameters() if each.requires_grad)
+        assert count_adapter_parameters(folder, lora) == trained
+
+
+def held_bytes(topology, model_dir):
+    """Count what this rank's shards hold after a step: weights, gradients, and AdamW's averages."""
+    trainer = build_trainer(topology, model_dir)
+    micro_batches = next(trainer.remaining_steps())
+    trainer.sum_loss(micro_batches[0]).backward()
+    trainer.optimizer.step()
+    local = [
+        (
+            each,
+            each.grad,
+            trainer.optimizer.state[each]["exp_avg"],
+            trainer.optimizer.state[each]["exp_avg_sq"],
+        )
+        for each in trainer.model.parameters()
+    ]
+    return [sum(kinds[index].to_local().nbytes for kinds in local) for index in range(4)]
+
+
+def test_shards_weigh_what_the_plan_says(folder):
+    held = on_ranks(2, held_bytes, folder)
+    size = read_model_size(folder)
+    planned = rows(replace(DEMAND, model=size, num_trainable=size.num_parameters))
+    # Every tensor of the tiny model has an even number of rows.
+    for weights, gradients, first, second in held:
+        assert weights == planned["weights"][0]
+        assert gradients == planned["gradients"][0]
+        assert first + second == planned["optimizer state"][0]
+
+
+def saved_bytes(num_layers, dtype):
+    """Weigh what autograd keeps of a forward pass, weights excepted."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    model = LlamaForCausalLM(config).to(dtype)
+    own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    ids = torch.ones(2, 64, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        loss = token_losses(logits, next_tokens(ids, -100), -100).sum()
+    assert loss.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_activation_formula_is_what_autograd_keeps(dtype):
+    def formula(num_layers):
+        model = replace(
+            MODEL,
+            num_layers=num_layers,
+            hidden_size=128,
+            intermediate_size=352,
+            query_size=128,
+            kv_size=64,
+            vocab_size=256,
+        )
+        is_mixed = dtype == torch.bfloat16
+        return activation_bytes(
+            replace(DEMAND, model=model, micro_batch_size=2, sequence_tokens=64, is_mixed=is_mixed)
+        )
+
+    two, four = saved_bytes(2, dtype), saved_bytes(4, dtype)
+    # The norms' row of factors and the attention's log-sums are left out of the formula.
+    assert formula(4) - formula(2) == pytest.approx(four - two, rel=0.01)
+    # The formula counts the gradient of the log-softmax too, and leaves out the last norm.
+    assert formula(4) == pytest.approx(four + 2 * 64 * 256 * 4, rel=0.05)
+
+
+def test_the_kv_cache_of_a_sequence_is_that_of_transformers(folder, loaded):
+    cache = loaded(torch.ones(1, 20, dtype=torch.int64), use_cache=True).past_key_values
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    engine = replace(ENGINE, bytes_per_weight=4, max_model_len=20)
+    assert sequence_kv_bytes(replace(DEMAND, model=read_model_size(folder)), engine) == held
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds no .safetensors file"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 64), "is not a safetensors file"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "config.json has no hidden_size"),
+    ],
+)
+def test_a_model_that_cannot_be_weighed_says_why(tmp_path, spoil, message):
+    folder = save_tiny_llama(tmp_path / "model")
+    spoil(folder)
+    with pytest.raises(ValueError, match=message):
+        read_model_size(folder)

@@ -1,0 +1,116 @@
+"""How large a model is, read from its folder without loading it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
+"""The number of a transformer block in the name of one of its tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """The numbers of a dense decoder that its memory depends on."""
+
+    num_parameters: int
+    """All of them; tied ones once."""
+    num_block_parameters: int
+    """Those of the largest block."""
+    num_layers: int
+    """Transformer blocks."""
+    hidden_size: int
+    """Width of the residual stream."""
+    intermediate_size: int
+    """Width of the feed-forward layer."""
+    query_size: int
+    """Heads x their width."""
+    kv_size: int
+    """Key-value heads x their width."""
+    vocab_size: int
+    """Rows of the output layer."""
+    max_length: int
+    """Longest sequence, in tokens."""
+
+
+def read_model_size(folder: str | Path) -> ModelSize:
+    """Read a model's size from its ``config.json`` and the heads of its safetensors files; torch is not needed.
+
+    Raises:
+        ValueError: Something needed is not there; the text says what.
+    """
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    config = {**config, **config.get("text_config", {})}
+    shapes = _tensor_shapes(Path(folder))
+    if config.get("tie_word_embeddings") and any("embed" in name for name in shapes):
+        shapes.pop("lm_head.weight", None)
+    blocks: dict[str, int] = defaultdict(int)
+    for name, shape in shapes.items():
+        if match := _BLOCK.search(name):
+            blocks[match[1]] += math.prod(shape)
+    if not blocks:
+        raise ValueError(f"the tensors of {folder} name no transformer blocks")
+    hidden = _first(config, "hidden_size", "n_embd")
+    num_heads = _first(config, "num_attention_heads", "n_head")
+    head_size = config.get("head_dim") or hidden // num_heads
+    return ModelSize(
+        num_parameters=sum(map(math.prod, shapes.values())),
+        num_block_parameters=max(blocks.values()),
+        num_layers=len(blocks),
+        hidden_size=hidden,
+        intermediate_size=_first(config, "intermediate_size", "n_inner", default=4 * hidden),
+        query_size=num_heads * head_size,
+        kv_size=_first(config, "num_key_value_heads", default=num_heads) * head_size,
+        vocab_size=_first(config, "vocab_size"),
+        max_length=_first(config, "max_position_embeddings", "n_positions"),
+    )
+
+
+def count_adapter_parameters(folder: str | Path, lora_config: Mapping[str, Any]) -> int:
+    """Count what LoRA would train: r rows and r columns for each adapted matrix.
+
+    Source: Hu et al. 2021, arXiv 2106.09685, section 4.2.
+
+    Raises:
+        ValueError: As for `read_model_size`.
+    """
+    targets = lora_config.get("target_modules") or ("q_proj", "v_proj")
+    targets = (targets,) if isinstance(targets, str) else tuple(targets)
+    return sum(
+        lora_config.get("r", 8) * sum(shape)
+        for name, shape in _tensor_shapes(Path(folder)).items()
+        if len(shape) == 2
+        and name != "lm_head.weight"
+        and (("all-linear" in targets and _BLOCK.search(name)) or name.split(".")[-2] in targets)
+    )
+
+
+def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no .safetensors file")
+    return {
+        name: tuple(entry["shape"]) for path in files for name, entry in _head(path) if name != "__metadata__"
+    }
+
+
+def _head(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the entries at the head of a safetensors file: 8 bytes of length, then JSON."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError(f"{path} is not a safetensors file")
+        yield from json.loads(file.read(length)).items()
+
+
+def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    value = next((config[name] for name in names if config.get(name) is not None), default)
+    if not isinstance(value, int):
+        raise ValueError(f"config.json has no {names[0]}")
+    return value

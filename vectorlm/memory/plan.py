@@ -1,0 +1,140 @@
+"""What a run will need, and when: one estimate for training, one for sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vectorlm.memory.demand import Demand, EngineDemand
+
+GIB = 1 << 30
+
+CPU_RANK_BYTES, CPU_SAMPLER_BYTES = 400 << 20, 900 << 20
+CUDA_PROCESS_BYTES = 1 * GIB
+"""What a process needs besides tensors: on CPU measured (docs/log.md), on CUDA assumed for context and NCCL."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of memory, in bytes, on one device (on CPU: on the machine)."""
+
+    name: str
+    training: int
+    """While an optimizer step is computed."""
+    sampling: int
+    """While the engine works."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """An estimate of what the fullest device holds."""
+
+    demand: Demand
+    rows: tuple[Row, ...]
+    kv_cache_bytes: int
+    """The engine's KV cache while it samples; 0 without an engine."""
+
+    @property
+    def training(self) -> int:
+        """Bytes in all while training."""
+        return sum(row.training for row in self.rows)
+
+    @property
+    def sampling(self) -> int:
+        """Bytes in all while sampling."""
+        return sum(row.sampling for row in self.rows)
+
+
+def plan_memory(demand: Demand) -> MemoryPlan:
+    """Estimate the memory of a run that trains with AdamW in fp32.
+
+    With P parameters, of which T are trained, in S shards, and c bytes per computed number (bf16: 2, fp32: 4)::
+
+        weights 4 P / S     gradients 4 T / S     optimizer 8 T / S (two averages)
+        gathered: c (everything outside the blocks + 2 blocks), or c P where blocks stay gathered;
+                  and 4 (everything outside the blocks, or one block) for the gradients of the largest group
+        engine: its bytes per weight x P / tensor_parallel
+
+    Activations are `activation_bytes`. On CPU all ranks and the engine add up, and neither sleep nor offload frees
+    memory; on CUDA this is the device that holds a rank and (a part of) an engine.
+
+    Args:
+        demand: The run.
+
+    Returns:
+        Rows in bytes; those that are 0 in both phases are left out.
+    """
+    ranks = demand.num_ranks if demand.is_cpu else 1
+    weights = ranks * 4 * demand.model.num_parameters // demand.num_shards
+    trained = ranks * 4 * demand.num_trainable // demand.num_shards
+    engine = demand.engine
+    leaves = engine is not None and engine.offload_optimizer and not demand.is_cpu
+    rows = [
+        Row("weights", weights, weights),
+        Row("gradients", trained, 0),
+        Row("optimizer state", 2 * trained, 0 if leaves else 2 * trained),
+        Row("gathered weights", ranks * gathered_bytes(demand), 0),
+        Row("activations", ranks * activation_bytes(demand), 0),
+    ]
+    processes = ranks * (CPU_RANK_BYTES if demand.is_cpu else CUDA_PROCESS_BYTES)
+    kv_cache = 0
+    if engine is not None:
+        kv_cache = kv_cache_bytes(demand, engine)
+        held = engine_weight_bytes(demand, engine)
+        sleep = "none" if demand.is_cpu else engine.sleep
+        rows += [
+            Row("engine weights", 0 if sleep == "all" else held, held),
+            Row("KV cache", kv_cache if sleep == "none" else 0, kv_cache),
+        ]
+        processes += CPU_SAMPLER_BYTES if demand.is_cpu else CUDA_PROCESS_BYTES
+    rows.append(Row("processes", processes, processes))
+    return MemoryPlan(demand, tuple(row for row in rows if row.training or row.sampling), kv_cache)
+
+
+def gathered_bytes(demand: Demand) -> int:
+    """Estimate the whole weights and gradients that FSDP2 holds at a time on one rank."""
+    model = demand.model
+    outside = model.num_parameters - model.num_layers * model.num_block_parameters
+    held = model.num_parameters if demand.keeps_gathered else outside + 2 * model.num_block_parameters
+    trained_share = demand.num_trainable / model.num_parameters
+    gradients = 4 * max(outside, model.num_block_parameters) * trained_share
+    return (2 if demand.is_mixed else 4) * held + int(gradients)
+
+
+def activation_bytes(demand: Demand) -> int:
+    """Estimate what one forward pass of a Llama-like decoder keeps for its backward.
+
+    For n tokens, hidden size h, feed-forward i, queries q and keys k, with c bytes per number, each block keeps
+    ``n (c (6 h + 2 q + 2 k + 4 i) + 2 (4 - c) h)``, as its two norms work in fp32; the output layer keeps
+    ``n (10 or 8) V`` in bf16 or fp32: logits in c bytes, their log-softmax in fp32 and its gradient. With
+    recomputation each block keeps its input alone, and one block at a time the rest. Attention matrices are not
+    kept (SDPA).
+    """
+    model, number = demand.model, 2 if demand.is_mixed else 4
+    tokens = demand.micro_batch_size * demand.sequence_tokens
+    wide = 6 * model.hidden_size + 2 * model.query_size + 2 * model.kv_size + 4 * model.intermediate_size
+    block = number * wide + 2 * (4 - number) * model.hidden_size
+    blocks = model.num_layers * block
+    if demand.recomputes:
+        blocks = model.num_layers * number * model.hidden_size + block
+    logits = (10 if demand.is_mixed else 8) * model.vocab_size
+    return tokens * (blocks + logits)
+
+
+def engine_weight_bytes(demand: Demand, engine: EngineDemand) -> int:
+    """Return the engine's weights on one device; packed ones lie there twice."""
+    once = engine.bytes_per_weight * demand.model.num_parameters // engine.tensor_parallel
+    return 2 * once if engine.is_packed else once
+
+
+def kv_cache_bytes(demand: Demand, engine: EngineDemand) -> int:
+    """Return what is left for the KV cache on one device, or what was given to it."""
+    if engine.kv_cache_bytes is not None:
+        return engine.kv_cache_bytes
+    share = int(engine.device_share * demand.device_bytes)
+    return max(0, share - engine_weight_bytes(demand, engine) - CUDA_PROCESS_BYTES)
+
+
+def sequence_kv_bytes(demand: Demand, engine: EngineDemand) -> int:
+    """Return what one sequence of the longest length takes of the KV cache: keys and values of every block."""
+    per_token = 2 * demand.model.num_layers * demand.model.kv_size * engine.bytes_per_weight
+    return per_token * engine.max_model_len // engine.tensor_parallel
