@@ -172,14 +172,15 @@ def test_the_examples_report_a_mistake_in_one_line(inputs, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_last_answers_of_the_engine_are_those_of_the_final_model(inputs, tmp_path):
+@pytest.mark.parametrize("settings", ["", "sleep: all, offload_optimizer: true, "], ids=["awake", "sleeping"])
+def test_the_last_answers_of_the_engine_are_those_of_the_final_model(inputs, tmp_path, settings):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     output = tmp_path / "run"
     make_config(inputs, output)
     sampler = (
         'train_parameters.sampler={sample_frequency: 4, prompts: ["abc", "xyzk"], vllm_dtype: float32, '
-        "sampling_params: {temperature: 0, max_tokens: 6, ignore_eos: true}, "
+        f"{settings}sampling_params: {{temperature: 0, max_tokens: 6, ignore_eos: true}}, "
         "engine: {max_model_len: 32, kv_cache_memory_bytes: 16777216}}"
     )
     arguments = ("--yaml_path", str(tmp_path / "run.yaml"), "--world_size", "2", "--set", sampler)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import DatasetError
+from vectorlm.handover import DeviceTurn
 from vectorlm.types import Completion, Engine, Prompt, UpdateReport
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Exam:
         resume_step: int | None = None,
         reward: Callable[..., float] | None = None,
         say: Callable[[str], None] = print,
+        turn: DeviceTurn | None = None,
     ) -> None:
         """Open the samples file.
 
@@ -79,12 +81,14 @@ class Exam:
             resume_step: Keep the file's lines up to this training step; None starts the file anew.
             reward: ``reward(text, **columns)``; an answer is right when it is 1.
             say: Shows text on the console.
+            turn: Hands the devices over to the engine and back; None where nothing has to make room.
         """
         self._engine = engine
         self._questions = questions
         self._samples_path = samples_path
         self._reward = reward
         self._say = say
+        self._turn = turn
         if samples_path is not None:
             samples_path.parent.mkdir(parents=True, exist_ok=True)
             kept = [] if resume_step is None else _lines_until(samples_path, resume_step)
@@ -92,10 +96,11 @@ class Exam:
 
     def hold(self, model: nn.Module, step: int) -> dict[str, float]:
         """Examine the weights of `model` as they are after training step `step`; called on all ranks."""
-        report = self._engine.update(model, step)
-        start_s = time.perf_counter()
-        answers = self._engine.sample([question.prompt for question in self._questions])
-        generate_s = time.perf_counter() - start_s
+        turn = self._turn or DeviceTurn(self._engine, model=model)
+        with turn.sampling(step) as report:
+            start_s = time.perf_counter()
+            answers = self._engine.sample([question.prompt for question in self._questions])
+            generate_s = time.perf_counter() - start_s
         num_tokens = sum(len(completion.token_ids) for options in answers for completion in options)
         metrics = _update_metrics(report) | {
             "sampler/generate_s": generate_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -20,6 +21,8 @@ from vectorlm.config import Config, save_config
 from vectorlm.data.loader import StepLoader, load_dataset
 from vectorlm.errors import ConfigError
 from vectorlm.exam import Exam, read_questions
+from vectorlm.handover import DeviceTurn, lay_down
+from vectorlm.memory.from_config import memory_report
 from vectorlm.model.load import load_empty_model, load_model, load_tokenizer
 from vectorlm.model.lora import add_lora
 from vectorlm.model.schedule import Schedule
@@ -49,7 +52,7 @@ def finetune(config: Config, topology: Topology | None = None) -> None:
         topology: This rank's place, read from the environment when None.
 
     Raises:
-        ConfigError: The config cannot be carried out.
+        ConfigError: The config cannot be carried out, or needs more memory than there is.
         CheckpointError: The checkpoints in ``output_dir`` are those of another run.
         NonFiniteLoss: Training diverged.
     """
@@ -60,6 +63,7 @@ def finetune(config: Config, topology: Topology | None = None) -> None:
             "train_parameters.sampler cannot be used with lora_peft_config yet: the engine takes whole "
             "models only. Set one of the two to null."
         )
+    _say_memory(config, topology)
     # The run has one progress bar, its own.
     disable_progress_bar()
     with ExitStack() as stack:
@@ -69,6 +73,8 @@ def finetune(config: Config, topology: Topology | None = None) -> None:
         if topology.is_cuda and engine is not None:
             # vLLM sizes its cache by the memory that is free, so the trainer takes its own afterwards.
             engine.wait_until_ready()
+            if settings.sampler is not None:
+                lay_down(engine, settings.sampler.sleep)
         tokenizer = load_tokenizer(config.model)
         trainer, resume_step = _build(config, topology, tokenizer, engine, stack)
         trainer.run(resume_step)
@@ -76,6 +82,14 @@ def finetune(config: Config, topology: Topology | None = None) -> None:
         export_model(trainer.model, tokenizer, output / "final-model")
     if topology.is_main:
         plot_run(output / "metrics.jsonl", output / "run.png")
+
+
+def _say_memory(config: Config, topology: Topology) -> None:
+    total = torch.cuda.get_device_properties(topology.device).total_memory if topology.is_cuda else None
+    near = topology.local_world_size
+    report = memory_report(config, topology.world_size, device_bytes=total, ranks_per_node=near)
+    if topology.is_main:
+        print(report, file=sys.stderr, flush=True)
 
 
 def _open_engine(config: Config, topology: Topology, stack: ExitStack) -> SamplingEngine | None:
@@ -89,6 +103,7 @@ def _open_engine(config: Config, topology: Topology, stack: ExitStack) -> Sampli
     engine_args = {
         "dtype": sampler.vllm_dtype,
         "gpu_memory_utilization": sampler.gpu_memory_utilization,
+        "enable_sleep_mode": sampler.sleep != "none",
         **sampler.engine,
     }
     return stack.enter_context(
@@ -142,7 +157,7 @@ def _build(
         eval_every=settings.logging_steps,
         max_grad_norm=settings.max_grad_norm,
         ignore_index=config.dataset.ignore_index,
-        exam=_exam(config, topology, engine, resume_step, say),
+        exam=_exam(config, topology, engine, model, optimizer, resume_step, say),
         exam_every=settings.sampler.sample_frequency if settings.sampler else 1,
         store=store,
         save_every=max(1, round(settings.save_frequency * len(train_loader))),
@@ -232,6 +247,8 @@ def _exam(
     config: Config,
     topology: Topology,
     engine: Engine | None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     resume_step: int | None,
     say: Callable[[str], None],
 ) -> Exam | None:
@@ -239,6 +256,14 @@ def _exam(
     if settings.sampler is None or engine is None:
         return None
     reward: Any = get_reward(settings.sampler.reward) if settings.sampler.reward else None
+    turn = DeviceTurn(
+        engine,
+        model=model,
+        optimizer=optimizer,
+        sleep=settings.sampler.sleep,
+        offload_optimizer=settings.sampler.offload_optimizer,
+        topology=topology,
+    )
     return Exam(
         engine,
         read_questions(settings.sampler.prompts),
@@ -246,4 +271,5 @@ def _exam(
         resume_step=resume_step,
         reward=reward,
         say=say,
+        turn=turn,
     )

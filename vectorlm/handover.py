@@ -22,6 +22,12 @@ PAST_SLEEP = (EngineDied, EngineTimeout)
 """Errors after which no engine is there to be put to sleep."""
 
 
+def lay_down(engine: Engine, sleep: SleepMode) -> None:
+    """Put as much of `engine` to sleep as `sleep` says; called on all ranks."""
+    if sleep != "none":
+        engine.sleep(weights=sleep == "all", kv_cache=True)
+
+
 class DeviceTurn:
     """Hands the devices over between a trainer and its engine.
 
@@ -75,7 +81,7 @@ class DeviceTurn:
         self._step: int | None = None
         if optimizer is not None:
             optimizer.register_step_pre_hook(self._refuse_step)
-        self._lay_down()
+        lay_down(engine, sleep)
 
     @contextmanager
     def sampling(self, step: int) -> Iterator[UpdateReport]:
@@ -112,7 +118,7 @@ class DeviceTurn:
             self._recover(error)
             raise
         else:
-            self._lay_down()
+            lay_down(self._engine, self._sleep)
         finally:
             if self._offload is not None:
                 self._offload.move_back()
@@ -125,10 +131,6 @@ class DeviceTurn:
             # The engine's process can map only what torch does not keep for itself.
             torch.cuda.empty_cache()
 
-    def _lay_down(self) -> None:
-        if self._sleep != "none":
-            self._engine.sleep(weights=self._sleep == "all", kv_cache=True)
-
     def _recover(self, error: BaseException) -> None:
         """Put the engine to sleep after an error, where all ranks are here to do so.
 
@@ -137,7 +139,7 @@ class DeviceTurn:
         """
         if (self._is_alone or isinstance(error, FELT_BY_ALL)) and not isinstance(error, PAST_SLEEP):
             try:
-                self._lay_down()
+                lay_down(self._engine, self._sleep)
             except EngineError as second:
                 error.add_note(f"Afterwards the engine could not be put to sleep: {second}")
 

@@ -5,7 +5,9 @@ import torch
 from rank_processes import save_tiny_llama
 from swap_cases import GREEDY, compare, perturb
 from transformers import AutoModelForCausalLM
+from turn_cases import train_and_hand_over
 
+import vectorlm
 from vectorlm import SamplingEngine
 from vectorlm.errors import EngineError
 
@@ -98,3 +100,13 @@ def test_an_update_that_fails_leaves_weights_that_slept_shut(engine, models, nex
         engine.sample([[2, 3]])
     engine.update(models[0], next_step)
     assert all(compare(engine, models[1])[0])
+
+
+def test_two_ranks_train_hand_over_and_train_on(folder):
+    results = vectorlm.launch(train_and_hand_over, str(folder), world_size=2)
+    for seen in results:
+        for equal, gap, refusal in seen:
+            assert equal
+            # AdamW divides by the root of tiny second moments, which magnifies what the order of a sum rounds off.
+            assert gap < 1e-2
+            assert "the engine sleeps (weights and kv_cache)" in refusal
