@@ -99,7 +99,7 @@ class Engine(Protocol):
         """Start sampling and return at once."""
         ...
 
-    def poll(self) -> list[Handle]:
+    def poll(self) -> Sequence[Handle]:
         """Return the handles that have finished, in the order of their submission, each of them once.
 
         Those that were cancelled or asked for their result are not among them.

@@ -57,7 +57,7 @@ def compare(engine, reference, check_greedy=True):
     return equal, gap, [[list(each.token_ids) for each in answers] for answers in sampled]
 
 
-def swap_and_compare(folder, receiver, num_updates=3, dtype="float32"):
+def swap_and_compare(folder, receiver, num_updates=3, dtype="float32", **engine_args):
     """Run on every rank: FSDP2 model, engine, updates; return what `compare` saw after each."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -75,6 +75,7 @@ def swap_and_compare(folder, receiver, num_updates=3, dtype="float32"):
         max_model_len=64,
         kv_cache_memory_bytes=16 << 20,
         timeout_s=120,
+        **engine_args,
     ) as engine:
         for step in range(num_updates):
             perturb(model, reference, seed=step)

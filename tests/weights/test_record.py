@@ -1,14 +1,15 @@
-from itertools import pairwise
-
 import pytest
 import torch
+from receivers_here import call_of
 
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
-from vectorlm.weights.layout import plan_arena
+from vectorlm.weights.layout import Intake, find_aliases, place_slots
+from vectorlm.weights.pieces import Pieces
 from vectorlm.weights.plan import TensorSpec
 from vectorlm.weights.receive import Receiver
+from vectorlm.weights.receivers import Receivers
 from vectorlm.weights.record import Copy, View, record_loading
 
 HIDDEN, Q, KV = 4, 6, 2
@@ -72,33 +73,27 @@ def test_recorded_copies_do_what_the_loader_does():
     assert all(torch.equal(loaded[name], replayed[name]) for name in loaded)
 
 
+def intake_of(parameters, manifest):
+    copies = record_loading(loader_of(parameters), parameters, manifest)
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+    return Intake(tuple(copies), dict.fromkeys(parameters, "float32"), sizes)
+
+
 def test_a_fused_parameter_becomes_one_block_of_the_arena():
-    parameters = fused_model()
-    plan = plan_arena(
-        MANIFEST, record_loading(loader_of(parameters), parameters, MANIFEST), parameters, alias=True
-    )
-    offsets = {slot.name: slot.offset_bytes for slot in plan.slots}
+    intake = intake_of(fused_model(), MANIFEST)
+    num_bytes, slots = place_slots(MANIFEST, intake)
+    offsets = {slot.name: slot.offset_bytes for slot in slots}
     assert offsets["k"] - offsets["q"] == Q * HIDDEN * 4
     assert offsets["v"] - offsets["k"] == KV * HIDDEN * 4
-    assert {alias.parameter for alias in plan.aliases} == {"qkv", "embed"}
-    assert plan.copies == ()
+    aliases = {alias.parameter: alias.offset_bytes for alias in find_aliases(intake, slots, num_bytes)}
+    assert aliases == {"qkv": offsets["q"], "embed": offsets["embed"]}
 
 
-def test_a_parameter_made_of_columns_is_copied_not_aliased():
-    parameters = fused_model()
-    # The loader keeps two of four columns, so half of the tensor has nowhere to go: refused in a plan for one rank.
+def test_a_tensor_that_is_used_in_part_is_refused():
+    columns = [TensorSpec("columns", (3, HIDDEN))]
+    # The loader keeps two of four columns, and nobody takes the others.
     with pytest.raises(WeightMismatch, match=r"leaves 1 of them unused, whole or in part: columns \(3, 4\)"):
-        record_loading(loader_of(parameters), parameters, [TensorSpec("columns", (3, HIDDEN))])
-
-
-def test_without_aliasing_every_tensor_has_a_block_of_its_own():
-    parameters = fused_model()
-    copies = record_loading(loader_of(parameters), parameters, MANIFEST)
-    plan = plan_arena(MANIFEST, copies, parameters, alias=False)
-    assert plan.aliases == ()
-    assert list(plan.copies) == copies
-    ends = sorted((slot.offset_bytes, slot.offset_bytes + slot.num_bytes) for slot in plan.slots)
-    assert all(end <= start for (_, end), (start, _) in pairwise(ends))
+        Pieces(columns, [intake_of(fused_model(), columns)])
 
 
 def test_an_unknown_name_is_an_error_that_says_which():
@@ -132,13 +127,13 @@ def test_a_transposing_loader_passes_the_proof_and_a_swap_that_did_not_arrive_do
                 self.weight.data.copy_(tensor.t())
 
     model, sent = Transposing(), torch.randn(4, 6)
-    receiver = Receiver(model, "live")
-    layout = receiver.connect([TensorSpec("weight", (4, 6))])
+    receivers = Receivers(call_of(Receiver(model, "live")))
+    layout = receivers.connect([TensorSpec("weight", (4, 6))])
     Arena.open(layout.path, layout.num_bytes).view(layout.slots[0]).copy_(sent)
-    receiver.load(0, [checksum(sent)])
+    receivers.load(0, [checksum(sent)])
     assert torch.equal(model.weight, sent.t())
     with pytest.raises(ChecksumMismatch, match=r"1 of 1 tensors .*: \['weight'\]"):
-        receiver.load(1, [checksum(sent + 1)])
+        receivers.load(1, [checksum(sent + 1)])
 
 
 def test_a_layer_that_the_engine_rearranges_is_refused():

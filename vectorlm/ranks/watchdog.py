@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -14,7 +15,9 @@ POLL_S = 0.25
 REMOVE_WITHIN_S = 3.0
 
 
-def follow_parent(parent_pid: int, scratch: str | None = None) -> None:
+def follow_parent(
+    parent_pid: int, scratch: str | None = None, before_exit: Callable[[], None] = lambda: None
+) -> None:
     """End this process soon after `parent_pid` stops being its parent, however that came about.
 
     A killed parent cannot tell its children; the kernel does, by handing them to another parent. Works while the
@@ -23,17 +26,20 @@ def follow_parent(parent_pid: int, scratch: str | None = None) -> None:
     Args:
         parent_pid: The process to follow, as its child knew it at the start.
         scratch: A folder to delete on the way out, for a parent that was killed could not.
+        before_exit: What else to do on the way out.
     """
     # torch's spawn asks the kernel for a signal at the parent's death, which would end us before we tidied up.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
-    threading.Thread(target=_follow, args=(parent_pid, scratch), name="follow-parent", daemon=True).start()
+    what = (parent_pid, scratch, before_exit)
+    threading.Thread(target=_follow, args=what, name="follow-parent", daemon=True).start()
 
 
-def _follow(parent_pid: int, scratch: str | None) -> None:
+def _follow(parent_pid: int, scratch: str | None, before_exit: Callable[[], None]) -> None:
     while os.getppid() == parent_pid:
         time.sleep(POLL_S)
     if scratch is not None:
         remove_folder(Path(scratch))
+    before_exit()
     os._exit(1)
 
 

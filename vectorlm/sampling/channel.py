@@ -84,7 +84,13 @@ class Channel:
         command.append(self._scratch)
         self._process = subprocess.Popen(
             command,
-            env=sampler_environment(os.environ, self._scratch, topology, ranks_per_engine),
+            env=sampler_environment(
+                os.environ,
+                self._scratch,
+                topology,
+                ranks_per_engine,
+                num_workers=start.engine_args.get("tensor_parallel_size", 1),
+            ),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -267,13 +273,18 @@ class Channel:
 
 
 def sampler_environment(
-    trainer: Mapping[str, str], scratch: str, topology: Topology, ranks_per_engine: int | None = None
+    trainer: Mapping[str, str],
+    scratch: str,
+    topology: Topology,
+    ranks_per_engine: int | None = None,
+    num_workers: int = 1,
 ) -> dict[str, str]:
     """Return the sampler's variables: the trainer's without its place in the run, plus what starts vLLM fast.
 
     Whatever the user has set wins, except where vLLM would then not run in one process, and except the number of
     threads under a launcher: torchrun gives each rank one, but while the sampler works the ranks wait. Engines that
-    share a node share its cores, or see their own devices only.
+    share a node, and the workers of a parallel engine, share its cores; on CUDA an engine sees the devices of its
+    own ranks only.
     """
     kept = {
         name: value
@@ -289,15 +300,24 @@ def sampler_environment(
             kept.get("CUDA_VISIBLE_DEVICES"), topology.local_rank, of_engine
         )
     else:
-        num_engines = topology.local_world_size // of_engine
+        num_sharing = topology.local_world_size // of_engine * num_workers
         defaults |= {
-            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_engines)),
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_sharing)),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCHDYNAMO_DISABLE": "1",
         }
     library = str(Path(vectorlm.__file__).parent.parent)
     path = os.pathsep.join([library, kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else [library])
-    return {**defaults, **kept, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": path, "TMPDIR": scratch}
+    forced = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Workers must import the sampler's main module first (see `start_worker`).
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # Killed workers leave their queues to the resource tracker, which would complain of it.
+        "PYTHONWARNINGS": ",".join(filter(None, [kept.get("PYTHONWARNINGS"), "ignore:resource_tracker"])),
+        "PYTHONPATH": path,
+        "TMPDIR": scratch,
+    }
+    return {**defaults, **kept, **forced}
 
 
 def _devices(visible: str | None, first: int, count: int) -> str:

@@ -51,7 +51,7 @@ class SamplingEngine:
         timeout_s: The longest silence, in seconds, that is tolerated from the engine or from a rank.
         start_timeout_s: The longest the engine may take to load, in seconds.
         log_path: A file for the sampler process's output.
-        **engine_args: vLLM's own ``EngineArgs``: ``dtype``, ``max_model_len``, ``gpu_memory_utilization`` …
+        **engine_args: vLLM's own ``EngineArgs``: ``dtype``, ``max_model_len``, ``tensor_parallel_size`` …
 
     Raises:
         FileNotFoundError: `model` looks like a path and does not exist.
@@ -76,16 +76,15 @@ class SamplingEngine:
             raise ValueError(f"receiver={receiver!r} is not known: it must be one of {', '.join(RECEIVERS)}.")
         if Path(model).is_absolute() and not Path(model).is_dir():
             raise FileNotFoundError(f"the model folder {model} does not exist.")
-        if engine_args.get("tensor_parallel_size", 1) != 1:
-            raise ValueError(
-                f"tensor_parallel_size={engine_args['tensor_parallel_size']} cannot be swapped yet: it must be 1."
-            )
         self._topology = Topology.from_environment() if topology is None else topology
         self._sampling_params = sampling_params
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
         self._meeting = Meeting(self._topology, timeout_s)
         self._hosts = Hosts(self._topology, self._meeting, data_parallel_size)
+        require_devices(
+            engine_args.get("tensor_parallel_size", 1), self._hosts.ranks_per_engine, self._topology
+        )
         self._ready: say.Ready | None = None
         self._closed = False
         self._names = itertools.count()
@@ -397,6 +396,18 @@ def _request_outputs(batch: Submission) -> list[Any]:
     for index, output in enumerate(outputs):
         output.request_id = str(index)
     return outputs
+
+
+def require_devices(tensor_parallel_size: Any, ranks_per_engine: int, topology: Topology) -> None:
+    """Raise ValueError if an engine cannot be split over so many workers: on CUDA each shares the device of a rank."""
+    size = tensor_parallel_size
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"tensor_parallel_size={size!r} must be an integer >= 1.")
+    if topology.is_cuda and size > ranks_per_engine:
+        raise ValueError(
+            f"tensor_parallel_size={size} must be at most {ranks_per_engine}, the number of ranks of an engine: every "
+            "worker of the engine shares the device of a rank. Use fewer, or start more ranks."
+        )
 
 
 def _summary(prompts: Sequence[Prompt]) -> str:

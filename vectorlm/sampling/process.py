@@ -24,7 +24,9 @@ from vectorlm.sampling.packed import pack_outputs
 from vectorlm.sampling.request_outputs import pack_request_outputs
 from vectorlm.sampling.rest import Rest, parts_of
 from vectorlm.sampling.vllm_shim import build_engine, make_prompt, per_prompt
+from vectorlm.sampling.workers import Workers, start_worker
 from vectorlm.weights.pack import keep_plain_weights
+from vectorlm.weights.receivers import Receivers
 
 ALIVE_EVERY_S = 1.0
 
@@ -48,7 +50,9 @@ class Sampler:
         if on_cpu:
             keep_plain_weights()
         self._engine = build_engine(start.model, start.engine_args, on_cpu)
-        self.receiver: str = self._engine.collective_rpc("vectorlm_prepare", args=(start.receiver,))[0]
+        self.workers = Workers()
+        self._weights = Receivers(self._engine.collective_rpc)
+        self.receiver = self._weights.prepare(start.receiver)
         bed = make_bed(self._engine, on_cpu)
         self._rest = Rest(bed.drop, bed.restore)
         self._groups: dict[int, Group] = {}
@@ -109,8 +113,7 @@ class Sampler:
 
     def connect(self, command: say.Connect) -> say.Connected:
         """Match the trainer's tensors with the engine's."""
-        arguments = (command.manifest, command.arena_path)
-        return say.Connected(self._engine.collective_rpc("vectorlm_connect", args=arguments)[0])
+        return say.Connected(self._weights.connect(command.manifest, command.arena_path))
 
     def begin_update(self) -> say.Paused:
         """Stand still: the ranks write into memory that the engine computes with."""
@@ -126,9 +129,7 @@ class Sampler:
         """Take the new weights over; until an update succeeds after a failed one, refuse to generate."""
         self.paused = False
         try:
-            load_s = self._engine.collective_rpc("vectorlm_load", args=(command.version, command.checksums))[
-                0
-            ]
+            load_s = self._weights.load(command.version, command.checksums)
             if not self._engine.reset_prefix_cache():
                 raise EngineError(
                     "the prefix cache still holds blocks of the old weights: requests are running."
@@ -180,6 +181,7 @@ def serve(connection: Connection) -> None:
         while not sampler.busy or connection.poll():
             number, command = connection.recv()
             if isinstance(command, say.Stop):
+                sampler.workers.end()
                 return
             if (answer := _answer(sampler, number, command)) is not None:
                 connection.send((number, answer))
@@ -247,3 +249,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":
+    start_worker()

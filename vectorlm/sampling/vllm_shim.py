@@ -14,7 +14,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 
 def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> Any:
-    """Build vLLM's synchronous engine, all in this process, with the settings that start fastest.
+    """Build vLLM's synchronous engine, its scheduler in this process, with the settings that start fastest.
+
+    A tensor-parallel engine computes in worker processes that vLLM spawns; else it computes in this one.
 
     Args:
         model: A Hugging Face model folder.
@@ -31,6 +33,8 @@ def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> An
     if on_cpu:
         # vLLM has no sleep mode on CPU and would refuse; `vectorlm.sampling.bed` keeps the order all the same.
         settings.pop("enable_sleep_mode", None)
+    if settings.get("tensor_parallel_size", 1) > 1:
+        settings.setdefault("distributed_executor_backend", "mp")
     return LLMEngine.from_engine_args(EngineArgs(**settings))
 
 

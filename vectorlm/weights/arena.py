@@ -23,15 +23,13 @@ class Arena:
         self._map = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.bytes: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         """The whole arena, uint8 [num_bytes]."""
-        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        self.path = path_of(descriptor)
         """Where another process of the same user can open it."""
 
     @classmethod
     def create(cls, num_bytes: int) -> Arena:
         """Make a zeroed arena of `num_bytes`, owned by this process."""
-        descriptor = os.memfd_create("vectorlm-arena")
-        os.truncate(descriptor, num_bytes)
-        return cls(descriptor, num_bytes)
+        return cls(reserve(num_bytes), num_bytes)
 
     @classmethod
     def open(cls, path: str, num_bytes: int) -> Arena:
@@ -53,3 +51,15 @@ class Arena:
     def close(self) -> None:
         """Give the file back; the memory itself goes when the last tensor on it does."""
         os.close(self._descriptor)
+
+
+def reserve(num_bytes: int) -> int:
+    """Make the memory of an arena without mapping it here; return its descriptor, which keeps it alive."""
+    descriptor = os.memfd_create("vectorlm-arena")
+    os.truncate(descriptor, num_bytes)
+    return descriptor
+
+
+def path_of(descriptor: int) -> str:
+    """Return where another process of the same user can open this process's `descriptor`."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.weights.plan import Layout, TensorSpec
 from vectorlm.weights.receive import Receiver
+
+Outcome = tuple[Any, Exception | None]
+"""A call's answer, or its error. vLLM would keep no more of an error than its text, and lose step with the others."""
 
 
 class WeightExtension:
@@ -17,20 +22,39 @@ class WeightExtension:
 
     model_runner: Any
 
-    def vectorlm_prepare(self, kind: str) -> str:
-        """Make the receiver for the loaded model; return the kind it chose."""
-        model = self.model_runner.get_model()
-        chosen = choose_receiver(kind, model)
-        self._vectorlm_receiver = Receiver(model, chosen)
-        return chosen
+    def vectorlm_prepare(self, kind: str) -> Outcome:
+        """Make the receiver for the loaded model; answer with the kind it chose."""
 
-    def vectorlm_connect(self, manifest: Sequence[TensorSpec], arena_path: str | None) -> Layout:
-        """Match the trainer's tensors with the model's and return the arena's layout."""
-        return self._vectorlm_receiver.connect(manifest, arena_path)
+        def prepare() -> str:
+            model = self.model_runner.get_model()
+            chosen = choose_receiver(kind, model)
+            self._vectorlm_receiver = Receiver(model, chosen)
+            return chosen
 
-    def vectorlm_load(self, version: int, expected: Sequence[int] | None) -> float:
-        """Take the arena's weights over; return the seconds it took."""
-        return self._vectorlm_receiver.load(version, expected)
+        return _outcome(prepare)
+
+    def vectorlm_describe(self, manifest: Sequence[TensorSpec]) -> Outcome:
+        """Answer with what this worker takes of the trainer's tensors."""
+        return _outcome(lambda: self._vectorlm_receiver.describe(manifest))
+
+    def vectorlm_attach(self, layout: Layout) -> Outcome:
+        """Map the arena."""
+        return _outcome(lambda: self._vectorlm_receiver.attach(layout))
+
+    def vectorlm_load(self, version: int, with_checksums: bool) -> Outcome:
+        """Take the arena's weights over; answer with checksums, if asked for."""
+        return _outcome(lambda: self._vectorlm_receiver.load(version, with_checksums))
+
+
+def _outcome(work: Callable[[], Any]) -> Outcome:
+    try:
+        return work(), None
+    except VectorLMError as error:
+        return None, error
+    except Exception as error:
+        return None, EngineError(
+            f"{type(error).__name__}: {error}\n\nIn the worker:\n{traceback.format_exc()}"
+        )
 
 
 PACKED_FROM_PARAMETERS = 4_000_000

@@ -34,6 +34,8 @@ class Slot:
     """The engine's dtype, as torch spells it without the module: the trainer casts while writing."""
     offset_bytes: int
     """First byte of the slot in the arena."""
+    word_bytes: int = 0
+    """Size of the words that its checksum adds, so narrow that no worker's piece cuts one; 0 for the widest."""
 
     @property
     def num_bytes(self) -> int:

@@ -28,6 +28,8 @@ class Share:
     """The rows of this rank's shard."""
     first_row: int
     """Where the rows start in the whole tensor."""
+    word_bytes: int
+    """Size of the words that its checksum adds."""
 
 
 class Publisher:
@@ -40,6 +42,7 @@ class Publisher:
         """Bytes of weights that one update replaces."""
         self._shapes = {slot.name: slot.shape for slot in layout.slots}
         self._slots = {slot.name: self._arena.view(slot) for slot in layout.slots}
+        self._word_bytes = {slot.name: slot.word_bytes for slot in layout.slots}
 
     def shares(self, model: torch.nn.Module) -> list[Share]:
         """Work out what this rank publishes of `model`; nothing is written yet.
@@ -61,7 +64,8 @@ class Publisher:
         for name, slot in self._slots.items():
             rows, first_row = owned_rows(tensors[name], self._topology)
             table = slot.reshape(1) if slot.ndim == 0 else slot
-            shares.append(Share(table[first_row : first_row + len(rows)], rows, first_row))
+            target = table[first_row : first_row + len(rows)]
+            shares.append(Share(target, rows, first_row, self._word_bytes[name]))
         return shares
 
     def write(self, shares: Sequence[Share], with_checksums: bool = False) -> list[int]:
@@ -79,7 +83,7 @@ class Publisher:
             rows = share.rows.to(share.target.dtype)
             share.target.copy_(rows)
             if with_checksums:
-                sums.append(checksum(rows, share.first_row))
+                sums.append(checksum(rows, share.first_row, share.word_bytes))
         if self._topology.is_cuda:
             torch.cuda.synchronize(self._topology.device)
         return sums

@@ -1,25 +1,24 @@
-"""The engine's side of a hot swap: take the weights over from the arena, and prove that they arrived."""
+"""One worker's side of a hot swap: take its weights over from the arena, and sum up what it holds."""
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from vectorlm.errors import ChecksumMismatch, WeightMismatch
+from vectorlm.errors import WeightMismatch
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
-from vectorlm.weights.layout import ArenaPlan, plan_arena
+from vectorlm.weights.layout import Intake, find_aliases
 from vectorlm.weights.pack import check_packed, pack
-from vectorlm.weights.plan import Layout, TensorSpec
+from vectorlm.weights.plan import Layout, TensorSpec, dtype_name
 from vectorlm.weights.record import Copy, record_loading
 
 
 class Receiver:
-    """Holds the running model of one engine and swaps its weights in place.
+    """Holds the running model of one worker and swaps its weights in place.
 
     `live`: layers compute with the arena's bytes themselves. `packed`: they compute with oneDNN's packed copy,
     made again at each update. On CUDA the weights are copied to the device and only `live` exists.
@@ -28,88 +27,86 @@ class Receiver:
     def __init__(self, model: Any, kind: str) -> None:
         self._model = model
         self._kind = kind
-        self._plan: ArenaPlan | None = None
-        self._all_copies: list[Copy] = []
+        self._intake: Intake | None = None
         _require_plain_layers(model)
         if kind == "packed":
             pack(model)
 
-    def connect(self, manifest: Sequence[TensorSpec], arena_path: str | None = None) -> Layout:
-        """Match the trainer's tensors with the engine's, and make the arena that they will travel through.
-
-        Parameters that can become views of the arena do so now, holding the values that they had.
+    def describe(self, manifest: Sequence[TensorSpec]) -> Intake:
+        """Match the trainer's tensors with this worker's parameters; say what it takes of them.
 
         Args:
             manifest: What the trainer sends.
             arena_path: The arena of another engine of this node, which is then shared; None makes one.
 
         Raises:
-            WeightMismatch: The two sides do not hold the same model.
+            WeightMismatch: A parameter would stay unfilled, or the loader cannot take a tensor.
         """
         parameters = dict(self._model.named_parameters())
         copies = record_loading(self._model.load_weights, parameters, manifest)
         _require_all_filled(self._model, copies)
-        on_host = all(parameter.device.type == "cpu" for parameter in parameters.values())
-        plan = plan_arena(manifest, copies, parameters, alias=on_host)
-        arena = Arena.open(arena_path, plan.num_bytes) if arena_path else Arena.create(plan.num_bytes)
-        for alias in plan.aliases:
-            parameter = parameters[alias.parameter]
-            size = parameter.numel() * parameter.element_size()
-            block = arena.bytes[alias.offset_bytes : alias.offset_bytes + size].view(parameter.dtype)
-            parameter.data = block.view(parameter.shape).copy_(parameter)
-        self._plan, self._arena, self._all_copies = plan, arena, copies
-        self._sources = {slot.name: arena.view(slot) for slot in plan.slots}
-        return Layout(arena.path, plan.num_bytes, plan.slots)
+        self._intake = Intake(
+            tuple(copies),
+            {name: dtype_name(parameter.dtype) for name, parameter in parameters.items()},
+            {name: parameter.numel() for name, parameter in parameters.items()},
+        )
+        return self._intake
 
-    def load(self, version: int, expected: Sequence[int] | None = None) -> float:
+    def attach(self, layout: Layout) -> None:
+        """Map the arena. Parameters that can become views of it do so now, holding the values that they had."""
+        assert self._intake is not None, "describe comes before attach"
+        arena = Arena.open(layout.path, layout.num_bytes)
+        parameters = dict(self._model.named_parameters())
+        aliased = set()
+        for alias in find_aliases(self._intake, layout.slots, layout.num_bytes):
+            parameter = parameters[alias.parameter]
+            if parameter.device.type == "cpu" and parameter.is_contiguous():
+                size = parameter.numel() * parameter.element_size()
+                block = arena.bytes[alias.offset_bytes : alias.offset_bytes + size].view(parameter.dtype)
+                parameter.data = block.view(parameter.shape).copy_(parameter)
+                aliased.add(alias.parameter)
+        self._remaining = [copy for copy in self._intake.copies if copy.parameter not in aliased]
+        self._sources = {slot.name: arena.view(slot) for slot in layout.slots}
+        self._word_bytes = {slot.name: slot.word_bytes for slot in layout.slots}
+
+    def load(self, version: int, with_checksums: bool = False) -> list[int]:
         """Make the engine compute with what the arena holds now.
 
         Args:
             version: The training step of these weights.
-            expected: The checksum of every slot as the trainer counts it; None skips the proof.
+            with_checksums: Whether to prove it.
 
         Returns:
-            Seconds it took.
+            The checksum of the piece that each copy of the intake filled, if asked for; else nothing.
 
         Raises:
-            ChecksumMismatch: What the engine computes with is not what was sent; the text names the tensors.
+            ChecksumMismatch: A packed layer does not hold what its plain weight holds.
         """
-        start = time.perf_counter()
-        assert self._plan is not None, "connect comes before load"
         parameters = dict(self._model.named_parameters())
-        for copy in self._plan.copies:
+        for copy in self._remaining:
             target = copy.parameter_view.on(parameters[copy.parameter].data)
             target.copy_(copy.source_view.on(self._sources[copy.source]), non_blocking=True)
         if self._kind == "packed":
             pack(self._model)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        if expected is not None:
-            self._verify(version, expected)
-        return time.perf_counter() - start
-
-    def _verify(self, version: int, expected: Sequence[int]) -> None:
-        """Sum the parameters themselves, not the arena: a parameter that lost its alias must not pass."""
-        assert self._plan is not None
-        parameters = dict(self._model.named_parameters())
-        found: dict[str, int] = defaultdict(int)
-        for copy in self._all_copies:
-            rows, first_row = _as_source_rows(
-                copy, parameters[copy.parameter].data, self._sources[copy.source]
-            )
-            found[copy.source] += checksum(rows, first_row)
-        wrong = [
-            slot.name
-            for slot, total in zip(self._plan.slots, expected, strict=True)
-            if found[slot.name] % 2**64 != total
-        ]
-        if wrong:
-            raise ChecksumMismatch(
-                f"after the update {len(wrong)} of {len(expected)} tensors in the engine are not those that the "
-                f"trainer sent: {wrong[:8]}{' and more' if len(wrong) > 8 else ''}."
-            )
+        if not with_checksums:
+            return []
+        sums = self._checksums()
         if self._kind == "packed":
             check_packed(self._model, seed=version)
+        return sums
+
+    def _checksums(self) -> list[int]:
+        """Sum the parameters themselves, not the arena: a parameter that lost its alias must not pass."""
+        assert self._intake is not None
+        parameters = dict(self._model.named_parameters())
+        sums = []
+        for copy in self._intake.copies:
+            piece = parameters[copy.parameter].data
+            rows, first_row = _as_source_rows(copy, piece, self._sources[copy.source])
+            sums.append(checksum(rows, first_row, self._word_bytes[copy.source]))
+        return sums
 
 
 def _as_source_rows(copy: Copy, parameter: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, int]:

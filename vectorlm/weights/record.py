@@ -63,7 +63,7 @@ def record_loading(
     """Run the engine's loader on tensors without data, and write down every copy it would make.
 
     This is right for any architecture whose loader only slices and copies (fused projections, padded vocabularies,
-    tensor parallelism, experts), because it is that loader. No weight changes.
+    experts), because it is that loader. No weight changes. A worker of a parallel engine takes its pieces only.
 
     Args:
         load_weights: The engine model's loader.
@@ -74,7 +74,7 @@ def record_loading(
         The copies, in the order of the manifest.
 
     Raises:
-        WeightMismatch: The loader does not know a name, rejects a shape, drops a tensor, or computes with one.
+        WeightMismatch: The loader does not know a name, rejects a shape, or computes with a tensor.
     """
     recorder = _Recorder(parameters)
     for spec in manifest:
@@ -90,7 +90,6 @@ def record_loading(
                 f"the trainer sends {spec.name!r} with shape {spec.shape}, which the engine's loader rejects: "
                 f"{type(error).__name__}: {error}"
             ) from error
-    _require_all_used(manifest, recorder.copies)
     return recorder.copies
 
 
@@ -131,17 +130,3 @@ class _Recorder(TorchDispatchMode):
             if offset < self._parameters[name].numel():
                 return name, offset
         raise WeightMismatch(f"the engine loads {self._name!r} into something that is not a parameter.")
-
-
-def _require_all_used(manifest: Sequence[TensorSpec], copies: Sequence[Copy]) -> None:
-    used = dict.fromkeys((spec.name for spec in manifest), 0)
-    for copy in copies:
-        used[copy.source] += copy.source_view.count
-    unused = [
-        f"{spec.name} {spec.shape}" for spec in manifest if used[spec.name] < torch.Size(spec.shape).numel()
-    ]
-    if unused:
-        raise WeightMismatch(
-            f"the trainer sends {len(manifest)} tensors, but the engine leaves {len(unused)} of them unused, whole or "
-            f"in part: {', '.join(unused)}. The trainer's model and the engine's are not the same architecture."
-        )
