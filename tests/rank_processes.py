@@ -79,6 +79,7 @@ def save_tiny_llama(
     vocab_size: int = 48,
     hidden_size: int = 32,
     max_length: int = 64,
+    num_key_value_heads: int = 1,
 ) -> Path:
     """Save a Llama of three blocks with random weights, and a tokenizer of single letters."""
     import torch
@@ -91,7 +92,7 @@ def save_tiny_llama(
         intermediate_size=48,
         num_hidden_layers=3,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=num_key_value_heads,
         max_position_embeddings=max_length,
         tie_word_embeddings=tied,
         attention_dropout=dropout,

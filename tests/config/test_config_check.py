@@ -61,12 +61,23 @@ def test_there_must_be_a_rank(complete, world_size):
     )
 
 
-@pytest.mark.parametrize("parallel", ["2", "0", "'1'"])
-def test_the_engine_is_not_parallel_yet(complete, parallel):
+@pytest.mark.parametrize("parallel", ["0", "'1'"])
+def test_the_number_of_the_engines_workers_is_a_number(complete, parallel):
     override = f"train_parameters.sampler.engine.tensor_parallel_size={parallel}"
     assert problems(complete, SAMPLER, override) == (
-        f"train_parameters.sampler.engine.tensor_parallel_size={parallel} must be 1: a parallel engine cannot be "
-        f"hot-swapped yet. Use 1. (--set {override})"
+        f"train_parameters.sampler.engine.tensor_parallel_size={parallel} must be an integer >= 1. "
+        f"Use 1, or a number of devices. (--set {override})"
+    )
+
+
+def test_on_cuda_every_worker_of_the_engine_needs_the_device_of_a_rank(complete, monkeypatch):
+    override = "train_parameters.sampler.engine.tensor_parallel_size=4"
+    check_config(load_config(complete, [SAMPLER, override]), 2, REWARDS)
+    monkeypatch.setattr("vectorlm.config.check._has_cuda", lambda: True)
+    check_config(load_config(complete, [SAMPLER, override]), 4, REWARDS)
+    assert problems(complete, SAMPLER, override) == (
+        "train_parameters.sampler.engine.tensor_parallel_size=4 must be at most the number of ranks, and "
+        f"world_size=2. Use fewer, or start more ranks. (--set {override})"
     )
 
 

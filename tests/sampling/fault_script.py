@@ -13,14 +13,30 @@ import vectorlm
 from vectorlm.errors import VectorLMError
 
 
+def worker_pids(engine):
+    """Return the process ids of a parallel engine's workers, in their order."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            command = (entry / "cmdline").read_bytes().decode()
+        except OSError:
+            continue
+        if parent == engine._channel.pid and "Worker_TP" in command:
+            found[command.rstrip("\0 ")] = int(entry.name)
+    return [found[name] for name in sorted(found)]
+
+
 def run(model_path, what):
     from transformers import AutoModelForCausalLM
 
     topology = vectorlm.Topology.from_environment()
     wrong = {"max_modle_len": 64} if what == "engine cannot start" else {}
+    parallel = {"tensor_parallel_size": 2} if "parallel" in what else {}
     with vectorlm.SamplingEngine(
         model_path,
         **wrong,
+        **parallel,
         dtype="float32",
         max_model_len=64,
         kv_cache_memory_bytes=16 << 20,
@@ -35,7 +51,9 @@ def run(model_path, what):
         engine.sample([[2, 3]])
         if topology.is_main:
             print(f"sampling works, launcher {os.environ['FAULT_LAUNCHER']}", flush=True)
-        if topology.is_main and what == "engine killed":
+        if topology.is_main and what == "worker of a parallel engine killed":
+            os.kill(worker_pids(engine)[1], signal.SIGKILL)
+        if topology.is_main and what in ("engine killed", "parallel engine killed"):
             os.kill(engine._channel.pid, signal.SIGKILL)
         if topology.is_main and what == "engine killed while training":
             os.kill(engine._channel.pid, signal.SIGKILL)
@@ -46,7 +64,7 @@ def run(model_path, what):
             os.kill(os.getpid(), signal.SIGKILL)
         if topology.rank == 1 and what == "rank 1 raises":
             raise ValueError("a bad batch")
-        if what == "wait":
+        if what in ("wait", "wait beside a parallel engine"):
             time.sleep(60)
         engine.sample([[2, 3], [4]] if topology.rank == 1 and what == "other prompts" else [[2, 3]])
         if topology.rank == 1 and what == "other step":

@@ -271,8 +271,6 @@ def test_wrong_arguments_of_the_constructor_are_refused_at_once(folder, tmp_path
         ValueError, match="receiver='frozen' is not known: it must be one of auto, live, packed"
     ):
         SamplingEngine(str(folder), receiver="frozen")
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 cannot be swapped yet: it must be 1"):
-        SamplingEngine(str(folder), tensor_parallel_size=2)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         SamplingEngine(str(folder), log_path=tmp_path / "nowhere" / "log")
     with pytest.raises(FileNotFoundError, match="absent does not exist"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def check_config(config: Config, world_size: int, reward_names: Collection[str])
     """
     problems = [*_packing_problems(config), *_engine_problems(config)]
     problems += _world_size_problems(config, world_size)
+    problems += _parallel_problems(config, world_size)
     problems += _sampler_problems(config, reward_names)
     problems += _model_problems(config)
     problems += _dataset_problems(config)
@@ -90,6 +92,24 @@ def _world_size_problems(config: Config, world_size: int) -> Iterator[str]:
         yield _refuse(config, "train_parameters.sharding_strategy", train.sharding_strategy, rule, fix)
 
 
+def _parallel_problems(config: Config, world_size: int) -> Iterator[str]:
+    """On CUDA every worker of the engine shares the device of a rank; on CPU there may be more workers than ranks."""
+    sampler = config.train_parameters.sampler
+    size = sampler.engine.get("tensor_parallel_size", 1) if sampler is not None else 1
+    path = "train_parameters.sampler.engine.tensor_parallel_size"
+    if type(size) is not int or size < 1:
+        yield _refuse(config, path, size, "must be an integer >= 1", "Use 1, or a number of devices.")
+    elif size > max(world_size, 1) and _has_cuda():
+        rule = f"must be at most the number of ranks, and world_size={world_size}"
+        yield _refuse(config, path, size, rule, "Use fewer, or start more ranks.")
+
+
+def _has_cuda() -> bool:
+    """Whether there is an NVIDIA device to run on; torch could tell too, in ten times the time of the whole check."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    return Path("/dev/nvidiactl").exists() and not hidden
+
+
 def _sampler_problems(config: Config, reward_names: Collection[str]) -> Iterator[str]:
     sampler = config.train_parameters.sampler
     if sampler is None:
@@ -99,12 +119,6 @@ def _sampler_problems(config: Config, reward_names: Collection[str]) -> Iterator
         fix = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(sorted(reward_names))}."
         path = "train_parameters.sampler.reward"
         yield _refuse(config, path, sampler.reward, "is not a reward that exists", fix)
-    parallel = sampler.engine.get("tensor_parallel_size", 1)
-    if parallel != 1:
-        path = "train_parameters.sampler.engine.tensor_parallel_size"
-        yield _refuse(
-            config, path, parallel, "must be 1: a parallel engine cannot be hot-swapped yet", "Use 1."
-        )
     if config.train_parameters.lora_peft_config is not None:
         path = "train_parameters.lora_peft_config"
         rule = "cannot be used together with a sampler yet: the engine takes whole models only"

@@ -1,0 +1,152 @@
+"""An engine of two workers: the same results, the same proof, and one clear end when a worker dies."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+from fault_script import worker_pids
+from rank_processes import save_tiny_llama
+from swap_cases import compare, consecutive_samples_differ, perturb, swap_and_compare
+from test_faults import GONE_WITHIN_S, Run
+from transformers import AutoModelForCausalLM
+
+import vectorlm
+from vectorlm import SamplingEngine, Topology
+from vectorlm.errors import ChecksumMismatch, EngineDied
+
+# Two fp32 paths through three layers differ by a few 1e-6; a stale tensor shows as 1e-2 and more.
+FP32_GAP = 1e-4
+# A parallel engine imports vLLM in three processes.
+START_S = 900
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    # One key-value head, so both workers hold it; 48 rows of vocabulary, which vLLM rounds up to two times 32.
+    return save_tiny_llama(tmp_path_factory.mktemp("parallel") / "model", hidden_size=64)
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    with SamplingEngine(
+        str(folder),
+        dtype="float32",
+        receiver="live",
+        tensor_parallel_size=2,
+        max_model_len=64,
+        kv_cache_memory_bytes=16 << 20,
+        timeout_s=120,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture
+def models(folder):
+    return [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
+
+
+def require_the_trainers_answers(seen):
+    for equal, gap, _ in seen:
+        assert all(equal), "greedy completions differ"
+        assert gap < FP32_GAP
+    assert consecutive_samples_differ(seen), "the updates changed nothing, so equality proves nothing"
+
+
+def test_after_each_update_two_workers_are_the_trainer(engine, models):
+    seen = []
+    for step in range(3):
+        perturb(*models, seed=step)
+        engine.update(models[0], step)
+        seen.append(compare(engine, models[1]))
+    require_the_trainers_answers(seen)
+    assert len(worker_pids(engine)) == 2
+
+
+def test_a_change_in_one_workers_columns_is_caught(engine, models, monkeypatch):
+    step = engine.version + 1
+    write = type(engine._publisher).write
+
+    def write_and_spoil(publisher, *args):
+        sums = write(publisher, *args)
+        # The second worker holds the last columns.
+        publisher._slots["model.layers.1.mlp.down_proj.weight"].view(torch.int32)[3, -1] ^= 1
+        return sums
+
+    monkeypatch.setattr(type(engine._publisher), "write", write_and_spoil)
+    with pytest.raises(
+        ChecksumMismatch, match=r"1 of 30 tensors .*: \['model.layers.1.mlp.down_proj.weight'\]"
+    ):
+        engine.update(models[0], step)
+    monkeypatch.undo()
+    engine.update(models[0], step)
+    assert all(compare(engine, models[0])[0])
+
+
+# The last test of the shared engine: it does not survive.
+def test_a_killed_worker_ends_the_engine_with_its_name(engine):
+    first, second = worker_pids(engine)
+    os.kill(second, signal.SIGKILL)
+    start = time.monotonic()
+    how = rf"(?s)exit code 1.*worker 1 of 2 of the engine \(pid {second}\) was ended by SIGKILL"
+    with pytest.raises(EngineDied, match=how):
+        engine.sample([[2, 3]])
+    assert time.monotonic() - start < GONE_WITHIN_S
+    assert not os.path.exists(f"/proc/{first}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("receiver", ["live", "packed"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_any_number_of_ranks_feeds_two_workers(tmp_path, world_size, tied, receiver):
+    # Two key-value heads here: each worker holds one.
+    folder = save_tiny_llama(tmp_path / "model", tied=tied, hidden_size=64, num_key_value_heads=2)
+    for _, seen, versions in vectorlm.launch(
+        parallel_swap_and_compare, str(folder), receiver, world_size=world_size
+    ):
+        assert versions == [0, 1, 2]
+        require_the_trainers_answers(seen)
+
+
+def parallel_swap_and_compare(folder, receiver):
+    return swap_and_compare(folder, receiver, tensor_parallel_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        (
+            "worker of a parallel engine killed",
+            r"(?s)EngineDied: .*worker 1 of 2 of the engine \(pid \d+\) was ended by SIGKILL",
+        ),
+        ("parallel engine killed", r"EngineDied: the sampler process \(pid \d+\) was ended by SIGKILL"),
+    ],
+)
+def test_the_death_of_a_part_is_reported_and_nothing_is_left(folder, tmp_path, what, expected):
+    code, error = Run(folder, what, 2, tmp_path).outcome(timeout_s=START_S)
+    assert code == 1
+    assert re.search(expected, error), error
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_a_parallel_engine_too(folder, tmp_path):
+    run = Run(folder, "wait beside a parallel engine", 2, tmp_path)
+    run.wait_until_sampling_works()
+    os.killpg(run.process.pid, signal.SIGINT)
+    code, error = run.outcome(timeout_s=GONE_WITHIN_S)
+    assert code != 0
+    assert "sampler process" not in error
+
+
+def test_more_workers_than_devices_are_refused(folder):
+    two_devices = Topology(world_size=2, local_world_size=2, device="cuda:0")
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size=4 must be at most 2, the number of ranks on this"
+    ):
+        SamplingEngine(str(folder), topology=two_devices, tensor_parallel_size=4)
+    with pytest.raises(ValueError, match="tensor_parallel_size=0 must be an integer >= 1"):
+        SamplingEngine(str(folder), tensor_parallel_size=0)
