@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import time
 
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import vectorlm
 from vectorlm import SamplingEngine, Topology
-from vectorlm.errors import ChecksumMismatch, EngineDied
+from vectorlm.errors import ChecksumMismatch, EngineDied, EngineError
 
 # Two fp32 paths through three layers differ by a few 1e-6; a stale tensor shows as 1e-2 and more.
 FP32_GAP = 1e-4
@@ -98,9 +99,10 @@ def test_a_killed_worker_ends_the_engine_with_its_name(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("receiver", ["live", "packed"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "tied", "receiver"),
+    [(1, True, "packed"), (2, True, "live"), (2, False, "packed")],
+)
 def test_any_number_of_ranks_feeds_two_workers(tmp_path, world_size, tied, receiver):
     # Two key-value heads here: each worker holds one.
     folder = save_tiny_llama(tmp_path / "model", tied=tied, hidden_size=64, num_key_value_heads=2)
@@ -140,6 +142,18 @@ def test_an_interrupt_ends_a_parallel_engine_too(folder, tmp_path):
     code, error = run.outcome(timeout_s=GONE_WITHIN_S)
     assert code != 0
     assert "sampler process" not in error
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_load_says_why(folder, tmp_path):
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, tmp_path)
+    with (
+        SamplingEngine(str(tmp_path), tensor_parallel_size=2, max_model_len=64) as broken,
+        pytest.raises(EngineError, match=r"(?s)initialization failed.*Cannot find any model weights"),
+    ):
+        broken.sample([[2]])
 
 
 def test_more_workers_than_devices_are_refused(folder):

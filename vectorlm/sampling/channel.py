@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import vectorlm
-from vectorlm.errors import EngineDied, EngineTimeout
+from vectorlm.errors import EngineDied, EngineError, EngineTimeout
 from vectorlm.ranks.fault import write_fault
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling import messages as say
@@ -67,6 +67,7 @@ class Channel:
             OSError: `log_path` cannot be written.
         """
         self._topology = topology
+        self._num_workers = start.engine_args.get("tensor_parallel_size", 1)
         self._while_waiting = while_waiting
         self._count = itertools.count()
         self._closing = threading.Event()
@@ -89,7 +90,7 @@ class Channel:
                 self._scratch,
                 topology,
                 ranks_per_engine,
-                num_workers=start.engine_args.get("tensor_parallel_size", 1),
+                num_workers=self._num_workers,
             ),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -170,7 +171,7 @@ class Channel:
             message = self._answers.pop(number)
             self._awaited.discard(number)
         if isinstance(message, say.Failed):
-            raise message.error
+            raise self._explained(message.error) if number == 0 else message.error
         return message
 
     def call(self, command: Any, silence_s: float) -> Any:
@@ -242,6 +243,10 @@ class Channel:
         code = self._process.returncode
         how = "closed its connection" if code is None else _ending(code)
         return EngineDied(f"the sampler process (pid {self.pid}) {how}.\n{self._last_output()}")
+
+    def _explained(self, error: Exception) -> Exception:
+        """Add what the workers of a parallel engine printed: vLLM reports no more than that one could not start."""
+        return EngineError(f"{error}\n{self._last_output()}") if self._num_workers > 1 else error
 
     def _last_output(self) -> str:
         return (
