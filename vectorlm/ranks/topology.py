@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun and its like set for each rank; a process that has all of them is one."""
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -32,7 +35,8 @@ class Topology:
             environment: Variables to read instead of ``os.environ``.
 
         Raises:
-            ValueError: A variable is not a number, or the rank lies outside the world.
+            ValueError: A variable is not a number, the rank lies outside the world, or the nodes do not hold equally
+                many ranks, numbered node by node.
         """
         variables = os.environ if environment is None else environment
         rank = int(variables.get("RANK", 0))
@@ -42,6 +46,11 @@ class Topology:
         if not 0 <= rank < world_size:
             raise ValueError(
                 f"RANK={rank} lies outside WORLD_SIZE={world_size}: it must be 0 to {world_size - 1}."
+            )
+        if world_size % local_world_size or rank % local_world_size != local_rank:
+            raise ValueError(
+                f"RANK={rank} of WORLD_SIZE={world_size} cannot be LOCAL_RANK={local_rank} of "
+                f"LOCAL_WORLD_SIZE={local_world_size}: every node must run as many ranks, numbered node by node."
             )
         return cls(
             rank,
@@ -58,6 +67,11 @@ class Topology:
         return self.rank // self.local_world_size
 
     @property
+    def num_nodes(self) -> int:
+        """Number of nodes in the run."""
+        return self.world_size // self.local_world_size
+
+    @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which owns the sampler and writes the files."""
         return self.rank == 0
@@ -66,6 +80,16 @@ class Topology:
     def is_cuda(self) -> bool:
         """Whether this rank trains on a CUDA device."""
         return self.device.startswith("cuda")
+
+
+def is_rank(environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether torchrun, or another launcher that speaks its language, made this process a rank.
+
+    Args:
+        environment: Variables to read instead of ``os.environ``.
+    """
+    variables = os.environ if environment is None else environment
+    return all(name in variables for name in RANK_VARIABLES)
 
 
 def _device(local_rank: int) -> str:

@@ -1,4 +1,4 @@
-"""A thread that ends this process when the process that started it is gone."""
+"""A thread that ends this process when the process that started it is gone, or asks for it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ PR_SET_PDEATHSIG = 1
 POLL_S = 0.25
 REMOVE_WITHIN_S = 3.0
 
+OVER = "over"
+"""A file of this name in the scratch folder asks the ranks to end: another node of the run has failed."""
+
 
 def follow_parent(
     parent_pid: int, scratch: str | None = None, before_exit: Callable[[], None] = lambda: None
@@ -25,8 +28,9 @@ def follow_parent(
 
     Args:
         parent_pid: The process to follow, as its child knew it at the start.
-        scratch: A folder to delete on the way out, for a parent that was killed could not.
-        before_exit: What else to do on the way out.
+        scratch: A folder to delete on the way out, for a parent that was killed could not. While the parent lives, a
+            file `OVER` in it ends this process too.
+        before_exit: What else to do when the parent is gone.
     """
     # torch's spawn asks the kernel for a signal at the parent's death, which would end us before we tidied up.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
@@ -35,7 +39,10 @@ def follow_parent(
 
 
 def _follow(parent_pid: int, scratch: str | None, before_exit: Callable[[], None]) -> None:
+    over = None if scratch is None else Path(scratch, OVER)
     while os.getppid() == parent_pid:
+        if over is not None and over.exists():
+            os._exit(1)
         time.sleep(POLL_S)
     if scratch is not None:
         remove_folder(Path(scratch))
