@@ -18,13 +18,20 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "transformers", "vectorlm.trainer"])
 
 
-def on_ranks(world_size: int, fn: Callable[..., Any], *args: Any, check: bool = True) -> list[Any]:
-    """Return what ``fn(topology, *args)`` returned on each rank; None for a dead rank, if not `check`."""
+def on_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, check: bool = True, num_nodes: int = 1
+) -> list[Any]:
+    """Return what ``fn(topology, *args)`` returned on each rank; None for a dead rank, if not `check`.
+
+    With `num_nodes` the topology says that the ranks are spread over so many machines.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         readers, processes = [], []
         for rank in range(world_size):
             reader, writer = _CONTEXT.Pipe(duplex=False)
-            target = (fn, args, rank, world_size, f"{scratch}/store", writer)
+            num_local = world_size // num_nodes
+            topology = Topology(rank, rank % num_local, world_size, num_local, "cpu")
+            target = (fn, args, topology, f"{scratch}/store", writer)
             process = _CONTEXT.Process(target=_main, args=target, daemon=True)
             process.start()
             writer.close()
@@ -56,15 +63,16 @@ def _collect(readers: list[Any], check: bool) -> list[Any]:
     return results
 
 
-def _main(fn: Callable[..., Any], args: tuple, rank: int, world_size: int, store: str, writer: Any) -> None:
+def _main(fn: Callable[..., Any], args: tuple, topology: Topology, store: str, writer: Any) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    place = {"rank": topology.rank, "world_size": topology.world_size}
+    dist.init_process_group("gloo", init_method=f"file://{store}", **place)
     # Plain pickle copies tensors; the pipe's own would share their memory with a process that is leaving.
     try:
-        result = fn(Topology(rank, rank, world_size, world_size, "cpu"), *args)
+        result = fn(topology, *args)
         writer.send_bytes(pickle.dumps((None, result)))
         dist.barrier()
     except BaseException:

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -110,6 +111,25 @@ def test_the_same_command_again_goes_on_and_other_settings_are_refused(inputs, t
         AssertionError, match=r"CheckpointError: cannot resume from .*: seed was 3 and is 4\."
     ):
         on_ranks(2, run, other)
+
+
+def test_two_nodes_train_as_one_and_go_on_from_a_checkpoint_in_the_folder_that_they_share(inputs, tmp_path):
+    one = make_config(inputs, tmp_path / "one")
+    on_ranks(2, run, one)
+    changes = {"sharding_strategy": "HYBRID_SHARD", "checkpointing_enabled": True}
+    two = make_config(inputs, tmp_path / "two", **changes)
+    on_ranks(2, run, two, num_nodes=2)
+    curves = [
+        [line["train/loss"] for line in lines(tmp_path / name / "metrics.jsonl")[1:]]
+        for name in ("one", "two")
+    ]
+    # Replicas add the same gradients up in another order.
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    weights = load_file(tmp_path / "two" / "final-model" / "model.safetensors")
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "step-00000006")
+    on_ranks(2, run, two, num_nodes=2)
+    again = load_file(tmp_path / "two" / "final-model" / "model.safetensors")
+    assert all((again[name] == weights[name]).all() for name in weights)
 
 
 def test_adapters_are_trained_and_saved_alone_and_cannot_be_sampled_from_yet(inputs, tmp_path):

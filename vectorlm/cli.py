@@ -6,7 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from vectorlm.config.arguments import add_override_arguments, config_from_arguments
+from vectorlm.config.arguments import (
+    add_nnodes_argument,
+    add_override_arguments,
+    config_from_arguments,
+)
 from vectorlm.config.check import check_config
 from vectorlm.config.summary import summarise
 from vectorlm.errors import ConfigError, VectorLMError
@@ -44,18 +48,19 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (check, preprocess):
         command.add_argument("yaml_path", metavar="my.yaml", help="the config file")
         add_override_arguments(command)
+    add_nnodes_argument(check)
     return parser
 
 
 def run_check(args: argparse.Namespace) -> int:
     """Check a config file and say what the run would do."""
     config = config_from_arguments(args)
-    check_config(config, args.world_size, reward_names())
+    check_config(config, args.world_size, reward_names(), args.nnodes)
     asked = args.device_memory_gib
     device_bytes = device_memory_bytes() if asked is None else int(asked * GIB)
-    report = memory_report(config, args.world_size, device_bytes=device_bytes)
+    report = memory_report(config, args.world_size // args.nnodes, device_bytes=device_bytes)
     print(f"{args.yaml_path}: ok")
-    print(summarise(config, args.world_size))
+    print(summarise(config, args.world_size, args.nnodes))
     print(report)
     return 0
 

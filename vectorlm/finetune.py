@@ -16,6 +16,7 @@ from transformers import set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from vectorlm.checkpoint.export import export_model
+from vectorlm.checkpoint.shared import require_shared
 from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.config import Config, save_config
 from vectorlm.data.loader import StepLoader, load_dataset
@@ -53,7 +54,7 @@ def finetune(config: Config, topology: Topology | None = None) -> None:
 
     Raises:
         ConfigError: The config cannot be carried out, or needs more memory than there is.
-        CheckpointError: The checkpoints in ``output_dir`` are those of another run.
+        CheckpointError: The checkpoints in ``output_dir`` are those of another run, or a node does not see them.
         NonFiniteLoss: Training diverged.
     """
     topology = topology or Topology.from_environment()
@@ -100,6 +101,8 @@ def _open_engine(config: Config, topology: Topology, stack: ExitStack) -> Sampli
 
     output = Path(config.train_parameters.output_dir)
     output.mkdir(parents=True, exist_ok=True)
+    # Nodes may share the folder, and each engine has a log of its own.
+    log_name = f"sampler-{topology.node}.log" if topology.node else "sampler.log"
     engine_args = {
         "dtype": sampler.vllm_dtype,
         "gpu_memory_utilization": sampler.gpu_memory_utilization,
@@ -114,7 +117,7 @@ def _open_engine(config: Config, topology: Topology, stack: ExitStack) -> Sampli
             receiver=sampler.receiver,
             verify_updates=sampler.verify_updates,
             timeout_s=sampler.timeout_s,
-            log_path=output / "sampler.log",
+            log_path=output / log_name,
             **engine_args,
         )
     )
@@ -208,6 +211,7 @@ def _sharded_model(config: Config, topology: Topology) -> nn.Module:
 
 def _store(config: Config, topology: Topology, num_steps: int) -> CheckpointStore:
     settings, dataset = config.train_parameters, config.dataset
+    require_shared(settings.output_dir, topology)
     identity = {
         "model": config.model,
         "train_ds": dataset.train_ds,

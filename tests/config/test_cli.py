@@ -8,7 +8,7 @@ import pytest
 from config_texts import FULL, MINIMAL
 
 from vectorlm.cli import main
-from vectorlm.config import add_config_arguments, config_from_arguments
+from vectorlm.config import add_config_arguments, add_node_arguments, config_from_arguments
 
 
 @pytest.fixture
@@ -47,6 +47,13 @@ def test_check_takes_one_rank_and_overrides(complete, capsys):
     assert "7 epochs of" in out
     assert "the prompts of p.jsonl every 1 step, into runs/tiny/samples.jsonl\n" in out
     assert "checkpoints   none\n" in out
+
+
+def test_check_counts_the_ranks_of_all_nodes(complete, capsys):
+    assert main(["check", complete(MINIMAL), "--world_size", "4", "--nnodes", "2"]) == 0
+    assert "ranks         4 on 2 nodes, FULL_SHARD, float32\n" in capsys.readouterr().out
+    assert main(["check", complete(MINIMAL), "--world_size", "3", "--nnodes", "2"]) == 2
+    assert "world_size=3 must be a multiple of nnodes=2" in capsys.readouterr().err
 
 
 def test_a_wrong_config_ends_with_code_2_and_no_traceback(write_config):
@@ -94,6 +101,16 @@ def test_scripts_share_the_same_arguments(write_config):
     assert (config.model, config.dataset.eval_bs) == ("a", 1)
     again = parser.parse_args(["--yaml_path", "my.yaml"])
     assert (again.world_size, again.overrides) == (1, [])
+
+
+def test_scripts_that_start_ranks_share_the_arguments_of_their_nodes():
+    parser = argparse.ArgumentParser()
+    add_node_arguments(parser)
+    line = ["--nnodes", "2", "--node_rank", "1", "--rdzv_endpoint", "first:29400"]
+    args = parser.parse_args(line)
+    assert (args.nnodes, args.node_rank, args.rdzv_endpoint) == (2, 1, "first:29400")
+    alone = parser.parse_args([])
+    assert (alone.nnodes, alone.node_rank, alone.rdzv_endpoint) == (1, 0, None)
 
 
 def test_preprocess_makes_a_dataset_that_training_reads(write_config, capsys):

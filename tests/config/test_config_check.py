@@ -54,6 +54,35 @@ def test_all_problems_are_listed_at_once(write_config):
     )
 
 
+def test_engines_on_several_nodes_need_the_whole_model_on_each(complete):
+    hybrid = "train_parameters.sharding_strategy=HYBRID_SHARD"
+    check_config(load_config(complete, [SAMPLER, hybrid]), 4, REWARDS, 2)
+    check_config(load_config(complete), 4, REWARDS, 2)
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config(complete, [SAMPLER]), 4, REWARDS, 2)
+    assert str(caught.value) == (
+        "train_parameters.sharding_strategy='FULL_SHARD' spreads the weights over 2 nodes, and the engine of each "
+        "node needs them all. Use HYBRID_SHARD: it shards within each node."
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_nodes", "expected"),
+    [
+        (
+            3,
+            2,
+            "world_size=3 must be a multiple of nnodes=2: it counts the ranks of all nodes. Use 4, for example.",
+        ),
+        (2, 0, "nnodes=0 must be an integer >= 1. Use 1 or more."),
+    ],
+)
+def test_the_ranks_must_fit_the_nodes(complete, world_size, num_nodes, expected):
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config(complete), world_size, REWARDS, num_nodes)
+    assert str(caught.value) == expected
+
+
 @pytest.mark.parametrize("world_size", [0, -1])
 def test_there_must_be_a_rank(complete, world_size):
     assert problems(complete, world_size=world_size) == (

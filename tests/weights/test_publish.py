@@ -56,6 +56,41 @@ def test_two_ranks_fill_the_arena_exactly_whatever_the_sharding(tmp_path, mesh_s
         assert sum(parts) % 2**64 == checksum(expected), slot.name
 
 
+def publish_on_nodes(topology, folder, mesh_shape, paths, num_bytes):
+    try:
+        return publish(topology, folder, mesh_shape, paths[topology.node], num_bytes, "float32")
+    except WeightMismatch as error:
+        return str(error)
+
+
+def test_the_ranks_of_each_node_fill_its_own_arena(tmp_path):
+    folder = save_tiny_llama(tmp_path / "model", vocab_size=47)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    layout = layout_for(model, "")
+    arenas = [Arena.create(layout.num_bytes) for _ in range(2)]
+    paths = [arena.path for arena in arenas]
+    sums = on_ranks(4, publish_on_nodes, str(folder), (2, 2), paths, layout.num_bytes, num_nodes=2)
+    for node, arena in enumerate(arenas):
+        for index, (slot, tensor) in enumerate(zip(layout.slots, model.parameters(), strict=True)):
+            assert torch.equal(arena.view(slot), tensor), slot.name
+            parts = [sums[rank][index] for rank in (2 * node, 2 * node + 1)]
+            assert sum(parts) % 2**64 == checksum(tensor), slot.name
+
+
+def test_shards_that_span_nodes_are_refused_with_the_strategy_that_works(tmp_path):
+    folder = save_tiny_llama(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    arenas = [Arena.create(layout_for(model, "").num_bytes) for _ in range(2)]
+    paths = [arena.path for arena in arenas]
+    size = len(arenas[0].bytes)
+    for rank, text in enumerate(on_ranks(2, publish_on_nodes, str(folder), (2,), paths, size, num_nodes=2)):
+        assert text == (
+            f"node {rank} holds 1 of the 2 shards of a parameter, and its engine needs all: a run with engines on 2 "
+            "nodes needs sharding_strategy=HYBRID_SHARD (shards within each node, replicas over nodes) or NO_SHARD."
+        )
+    assert not any(arena.bytes.any() for arena in arenas)
+
+
 def test_no_two_ranks_write_the_same_row(tmp_path):
     folder = save_tiny_llama(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -1,6 +1,6 @@
 """The settings of a run: their schema, their reading from YAML and the rules that they are held to."""
 
-from vectorlm.config.arguments import add_config_arguments, config_from_arguments
+from vectorlm.config.arguments import add_config_arguments, add_node_arguments, config_from_arguments
 from vectorlm.config.check import check_config
 from vectorlm.config.load import load_config
 from vectorlm.config.save import save_config
@@ -21,6 +21,7 @@ __all__ = [
     "SamplerSettings",
     "TrainSettings",
     "add_config_arguments",
+    "add_node_arguments",
     "check_config",
     "config_from_arguments",
     "load_config",

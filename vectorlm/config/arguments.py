@@ -16,7 +16,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_override_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--world_size`` and the repeatable ``--set`` alone, for commands that name the file themselves."""
-    parser.add_argument("--world_size", type=int, default=1, metavar="N", help="number of ranks (default 1)")
+    help_text = "number of ranks, on all nodes together (default 1)"
+    parser.add_argument("--world_size", type=int, default=1, metavar="N", help=help_text)
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -25,6 +26,21 @@ def add_override_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="override one setting, for example train_parameters.epochs=3; may be repeated",
     )
+
+
+def add_node_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--nnodes``, ``--node_rank`` and ``--rdzv_endpoint``, for scripts that start the ranks themselves."""
+    add_nnodes_argument(parser)
+    help_text = "index of this machine, from 0 (default 0)"
+    parser.add_argument("--node_rank", type=int, default=0, metavar="N", help=help_text)
+    help_text = "machine 0 and a free port of it, the same on every machine; needed with --nnodes"
+    parser.add_argument("--rdzv_endpoint", metavar="HOST:PORT", help=help_text)
+
+
+def add_nnodes_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--nnodes`` alone."""
+    help_text = "number of machines, each with as many of the ranks (default 1)"
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help=help_text)
 
 
 def config_from_arguments(args: argparse.Namespace) -> Config:

@@ -18,19 +18,22 @@ _ENGINE_SETTINGS_ELSEWHERE = {
     "gpu_memory_utilization": "train_parameters.sampler.gpu_memory_utilization",
 }
 
+_SHARDED_OVER_NODES = ("FULL_SHARD", "SHARD_GRAD_OP")
+
 
 def check_consistency(config: Config) -> None:
     """Raise `ConfigError` with every pair of settings that contradict each other; reads no file."""
     raise_problems([*_packing_problems(config), *_engine_problems(config)])
 
 
-def check_config(config: Config, world_size: int, reward_names: Collection[str]) -> None:
+def check_config(config: Config, world_size: int, reward_names: Collection[str], num_nodes: int = 1) -> None:
     """Check a config against the machine, before any process or device is touched.
 
     Args:
         config: the resolved config.
-        world_size: number of ranks of the run, >= 1.
+        world_size: number of ranks of the run, >= 1, on all nodes together.
         reward_names: the rewards that exist.
+        num_nodes: number of machines of the run, >= 1.
 
     Raises:
         ConfigError: lists every problem found: contradictions, an impossible number of ranks, a missing or
@@ -38,7 +41,8 @@ def check_config(config: Config, world_size: int, reward_names: Collection[str])
     """
     problems = [*_packing_problems(config), *_engine_problems(config)]
     problems += _world_size_problems(config, world_size)
-    problems += _parallel_problems(config, world_size)
+    problems += _node_problems(config, world_size, num_nodes)
+    problems += _parallel_problems(config, world_size // max(num_nodes, 1))
     problems += _sampler_problems(config, reward_names)
     problems += _model_problems(config)
     problems += _dataset_problems(config)
@@ -92,15 +96,15 @@ def _world_size_problems(config: Config, world_size: int) -> Iterator[str]:
         yield _refuse(config, "train_parameters.sharding_strategy", train.sharding_strategy, rule, fix)
 
 
-def _parallel_problems(config: Config, world_size: int) -> Iterator[str]:
+def _parallel_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     """On CUDA every worker of the engine shares the device of a rank; on CPU there may be more workers than ranks."""
     sampler = config.train_parameters.sampler
     size = sampler.engine.get("tensor_parallel_size", 1) if sampler is not None else 1
     path = "train_parameters.sampler.engine.tensor_parallel_size"
     if type(size) is not int or size < 1:
         yield _refuse(config, path, size, "must be an integer >= 1", "Use 1, or a number of devices.")
-    elif size > max(world_size, 1) and _has_cuda():
-        rule = f"must be at most the number of ranks, and world_size={world_size}"
+    elif size > max(ranks_per_node, 1) and _has_cuda():
+        rule = f"must be at most the number of ranks on a node, {ranks_per_node}"
         yield _refuse(config, path, size, rule, "Use fewer, or start more ranks.")
 
 
@@ -108,6 +112,21 @@ def _has_cuda() -> bool:
     """Whether there is an NVIDIA device to run on; torch could tell too, in ten times the time of the whole check."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     return Path("/dev/nvidiactl").exists() and not hidden
+
+
+def _node_problems(config: Config, world_size: int, num_nodes: int) -> Iterator[str]:
+    if num_nodes < 1:
+        yield describe_refusal("nnodes", num_nodes, "must be an integer >= 1", "Use 1 or more.")
+        return
+    if world_size % num_nodes:
+        rule = f"must be a multiple of nnodes={num_nodes}: it counts the ranks of all nodes"
+        fix = f"Use {world_size + num_nodes - world_size % num_nodes}, for example."
+        yield describe_refusal("world_size", world_size, rule, fix)
+    train = config.train_parameters
+    if num_nodes > 1 and train.sampler is not None and train.sharding_strategy in _SHARDED_OVER_NODES:
+        rule = f"spreads the weights over {num_nodes} nodes, and the engine of each node needs them all"
+        fix = "Use HYBRID_SHARD: it shards within each node."
+        yield _refuse(config, "train_parameters.sharding_strategy", train.sharding_strategy, rule, fix)
 
 
 def _sampler_problems(config: Config, reward_names: Collection[str]) -> Iterator[str]:

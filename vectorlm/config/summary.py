@@ -5,14 +5,15 @@ from __future__ import annotations
 from vectorlm.config.schema import Config, SamplerSettings, TrainSettings
 
 
-def summarise(config: Config, world_size: int) -> str:
+def summarise(config: Config, world_size: int, num_nodes: int = 1) -> str:
     """Return what the run will do, one aspect a line."""
     train, data = config.train_parameters, config.dataset
     batch = world_size * data.train_bs * train.gradient_accumulation_steps
+    ranks = f"{world_size}" + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
     parts = f"{_count(world_size, 'rank')} x train_bs {data.train_bs}"
     rows = {
         "model": config.model + (" with LoRA adapters" if train.lora_peft_config is not None else ""),
-        "ranks": f"{world_size}, {train.sharding_strategy}, {'bfloat16' if train.use_mp else 'float32'}",
+        "ranks": f"{ranks}, {train.sharding_strategy}, {'bfloat16' if train.use_mp else 'float32'}",
         "training": f"{_count(train.epochs, 'epoch')} of {data.train_ds}, evaluated on {data.eval_ds}",
         "global batch": f"{_count(batch, 'sequence')} of up to {train.max_seq_len} tokens "
         f"({parts} x accumulation {train.gradient_accumulation_steps})",

@@ -105,7 +105,7 @@ def _mesh(strategy: str, topology: Topology) -> DeviceMesh:
     assert dist.is_initialized()
     shape = {
         "NO_SHARD": (topology.world_size, 1),
-        "HYBRID_SHARD": (topology.world_size // topology.local_world_size, topology.local_world_size),
+        "HYBRID_SHARD": (topology.num_nodes, topology.local_world_size),
     }.get(strategy, (topology.world_size,))
     names = ("replicate", "shard")[-len(shape) :]
     return init_device_mesh(torch.device(topology.device).type, shape, mesh_dim_names=names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -105,7 +106,8 @@ def owned_rows(parameter: torch.Tensor, topology: Topology) -> tuple[torch.Tenso
         topology: This rank's place in the run.
 
     Raises:
-        WeightMismatch: The tensor is sharded along another dimension.
+        WeightMismatch: The tensor is sharded along another dimension, or over several nodes: the ranks of each node
+            must hold the whole of it between them, for they fill that node's engine.
     """
     if isinstance(parameter, DTensor):
         place = _shard_place(parameter.shape, parameter.device_mesh, parameter.placements, topology)
@@ -123,6 +125,7 @@ def _shard_place(
         raise WeightMismatch(
             f"a parameter is placed as {placements}: only shards along dimension 0 can be published."
         )
+    _require_whole_on_node(mesh, placements, topology)
     _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -133,6 +136,19 @@ def _shard_place(
     holders = mesh.mesh[place].reshape(-1).tolist()
     near = [rank for rank in holders if rank // topology.local_world_size == topology.node]
     return offset[0] if offset else 0, near.index(topology.rank), len(near)
+
+
+def _require_whole_on_node(mesh: DeviceMesh, placements: tuple[Placement, ...], topology: Topology) -> None:
+    sharded = [dim for dim, placement in enumerate(placements) if isinstance(placement, Shard)]
+    num_shards = math.prod(mesh.size(dim) for dim in sharded)
+    on_this_node = mesh.mesh // topology.local_world_size == topology.node
+    here = {tuple(place[dim] for dim in sharded) for place in on_this_node.nonzero().tolist()}
+    if len(here) < num_shards:
+        raise WeightMismatch(
+            f"node {topology.node} holds {len(here)} of the {num_shards} shards of a parameter, and its engine needs "
+            f"all: a run with engines on {topology.num_nodes} nodes needs sharding_strategy=HYBRID_SHARD (shards "
+            "within each node, replicas over nodes) or NO_SHARD."
+        )
 
 
 def _part(rows: torch.Tensor, first_row: int, index: int, count: int) -> tuple[torch.Tensor, int]:
