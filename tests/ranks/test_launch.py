@@ -157,6 +157,25 @@ def test_no_ranks_are_refused():
         vectorlm.launch(exchange, 1, world_size=0)
 
 
+@pytest.fixture
+def as_torchrun(monkeypatch):
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_process_that_is_a_rank_already_runs_the_function_itself(as_torchrun):
+    import torch.distributed as dist
+
+    assert vectorlm.launch(lambda: (os.getpid(), dist.get_world_size())) == [(os.getpid(), 1)]
+    assert not dist.is_initialized()
+
+
+def test_a_rank_cannot_ask_for_another_number_of_ranks(as_torchrun):
+    with pytest.raises(LaunchError, match="world_size=2 differs from the 1 that torchrun started"):
+        vectorlm.launch(exchange, 1, world_size=2)
+
+
 def test_importing_the_package_loads_neither_torch_nor_vllm():
     import subprocess
     import sys

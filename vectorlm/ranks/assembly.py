@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import time
 import uuid
@@ -121,8 +122,8 @@ def _listen(node: Node) -> socket.socket:
         return socket.create_server(("", node.port))
     except OSError as error:
         raise LaunchError(
-            f"node 0 cannot listen at rdzv_endpoint={node.endpoint}: {error.strerror}. Name a free port, the same on "
-            "every node."
+            f"node 0 cannot listen at rdzv_endpoint={node.endpoint}: {os.strerror(error.errno or 0)}. Name a free "
+            "port, the same on every node."
         ) from error
 
 
