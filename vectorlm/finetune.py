@@ -101,8 +101,6 @@ def _open_engine(config: Config, topology: Topology, stack: ExitStack) -> Sampli
 
     output = Path(config.train_parameters.output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    # Nodes may share the folder, and each engine has a log of its own.
-    log_name = f"sampler-{topology.node}.log" if topology.node else "sampler.log"
     engine_args = {
         "dtype": sampler.vllm_dtype,
         "gpu_memory_utilization": sampler.gpu_memory_utilization,
@@ -117,7 +115,7 @@ def _open_engine(config: Config, topology: Topology, stack: ExitStack) -> Sampli
             receiver=sampler.receiver,
             verify_updates=sampler.verify_updates,
             timeout_s=sampler.timeout_s,
-            log_path=output / log_name,
+            log_path=output / "sampler.log",
             **engine_args,
         )
     )

@@ -159,7 +159,13 @@ def test_no_ranks_are_refused():
 
 @pytest.fixture
 def as_torchrun(monkeypatch):
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    variables = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
