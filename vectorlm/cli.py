@@ -58,7 +58,9 @@ def run_check(args: argparse.Namespace) -> int:
     check_config(config, args.world_size, reward_names(), args.nnodes)
     asked = args.device_memory_gib
     device_bytes = device_memory_bytes() if asked is None else int(asked * GIB)
-    report = memory_report(config, args.world_size // args.nnodes, device_bytes=device_bytes)
+    report = memory_report(
+        config, args.world_size, device_bytes=device_bytes, ranks_per_node=args.world_size // args.nnodes
+    )
     print(f"{args.yaml_path}: ok")
     print(summarise(config, args.world_size, args.nnodes))
     print(report)
