@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vectorlm.errors import ChecksumMismatch
+from vectorlm.weights.experts import keep_plain_experts, pack_experts, stale_experts
 
 ONEDNN_CACHE_SIZE = 32
 """Shapes that one layer keeps compiled products for; vLLM's own choice."""
@@ -21,7 +22,7 @@ PROBED_COLUMNS = 8
 
 
 def keep_plain_weights() -> None:
-    """Make vLLM leave linear weights as they are when it loads a model; call before the engine is built.
+    """Make vLLM leave linear weights, and those of experts, as they are when it loads a model; call before the engine is built.
 
     vllm 0.26 to 0.32: ``dispatch_cpu_unquantized_gemm`` is looked up at each call. Delete when vLLM packs behind a
     parameter that can still be written to.
@@ -32,6 +33,7 @@ def keep_plain_weights() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = leave_plain
+    keep_plain_experts()
 
 
 def packable_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -60,6 +62,7 @@ def pack(model: torch.nn.Module) -> None:
             layer.cpu_linear = _product(ops.create_onednn_mm(layer.weight.t(), ONEDNN_CACHE_SIZE))
         except RuntimeError:
             layer.cpu_linear = torch.nn.functional.linear
+    pack_experts(model)
 
 
 def _product(handler: Any) -> Callable[..., torch.Tensor]:
@@ -90,6 +93,7 @@ def check_packed(model: torch.nn.Module, seed: int = 0) -> None:
         packed = layer.cpu_linear(probe, layer.weight, None)
         if not torch.equal(packed, layer.weight[:, columns].t()):
             stale.append(name)
+    stale += stale_experts(model, generator)
     if stale:
         raise ChecksumMismatch(
             f"packed weights of {len(stale)} layers are not those that were sent: {stale}."

@@ -13,13 +13,28 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module."
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """One trainer parameter, whole."""
+class Piece:
+    """One checkpoint tensor, as a strided piece of a trainer parameter that holds several."""
 
     name: str
     """Its name in the Hugging Face checkpoint."""
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements of the whole, contiguous parameter."""
+    offset: int
+    """Its first element in that parameter."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One trainer parameter, whole."""
+
+    name: str
+    """Its name in the trainer's model."""
+    shape: tuple[int, ...]
     """Its full, unsharded shape."""
+    pieces: tuple[Piece, ...] = ()
+    """The checkpoint tensors that it holds; none where it is one tensor of the same name."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +42,7 @@ class Slot:
     """Where one trainer parameter lives in the arena."""
 
     name: str
-    """Its name in the Hugging Face checkpoint."""
+    """Its name in the trainer's model."""
     shape: tuple[int, ...]
     """Its full shape; the slot is contiguous, row by row."""
     dtype: str
@@ -85,14 +100,22 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def trainer_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of `model` under their checkpoint names, resharded; tied parameters appear once."""
+    """Return the parameters of `model` under their names without wrappers, resharded; tied ones appear once."""
     reshard(model)
     return {_clean(name): parameter for name, parameter in model.named_parameters()}
 
 
 def manifest_of(model: torch.nn.Module) -> tuple[TensorSpec, ...]:
-    """List the full shapes of the parameters of `model`, in its order."""
-    return tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in trainer_tensors(model).items())
+    """List the parameters of `model` in its order, each with its full shape and what the checkpoint calls it.
+
+    Raises:
+        WeightMismatch: The checkpoint joins several parameters to one tensor, or computes with them.
+    """
+    from vectorlm.weights.names import checkpoint_pieces
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in trainer_tensors(model).items()}
+    pieces = checkpoint_pieces(model, shapes)
+    return tuple(TensorSpec(name, shape, pieces.get(name, ())) for name, shape in shapes.items())
 
 
 def _clean(name: str) -> str:

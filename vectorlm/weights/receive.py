@@ -11,6 +11,8 @@ import torch
 from vectorlm.errors import WeightMismatch
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
+from vectorlm.weights.experts import are_plain
+from vectorlm.weights.join import join_copies
 from vectorlm.weights.layout import Intake, find_aliases
 from vectorlm.weights.pack import check_packed, pack
 from vectorlm.weights.plan import Layout, TensorSpec, dtype_name
@@ -35,15 +37,12 @@ class Receiver:
     def describe(self, manifest: Sequence[TensorSpec]) -> Intake:
         """Match the trainer's tensors with this worker's parameters; say what it takes of them.
 
-        Args:
-            manifest: What the trainer sends.
-            arena_path: The arena of another engine of this node, which is then shared; None makes one.
-
         Raises:
             WeightMismatch: A parameter would stay unfilled, or the loader cannot take a tensor.
         """
         parameters = dict(self._model.named_parameters())
-        copies = record_loading(self._model.load_weights, parameters, manifest)
+        recorded = record_loading(self._model.load_weights, parameters, manifest)
+        copies = join_copies(recorded, manifest, parameters)
         _require_all_filled(self._model, copies)
         self._intake = Intake(
             tuple(copies),
@@ -115,8 +114,14 @@ def _as_source_rows(copy: Copy, parameter: torch.Tensor, source: torch.Tensor) -
     A loader may transpose (GPT-2's Conv1D): the piece's dimensions are put back into the source's order.
     """
     piece, strides = copy.parameter_view.on(parameter), copy.source_view.stride
-    piece = piece.permute(sorted(range(piece.ndim), key=lambda dim: -strides[dim]))
-    return piece, copy.source_view.offset // source.stride(0) if source.ndim else 0
+    order = sorted(range(piece.ndim), key=lambda dim: -strides[dim])
+    piece = piece.permute(order)
+    if source.ndim == 0:
+        return piece, 0
+    first_row = copy.source_view.offset // source.stride(0)
+    # One expert of several is a table within a single row of its source.
+    lies_within_a_row = piece.ndim == 0 or strides[order[0]] < source.stride(0)
+    return piece.unsqueeze(0) if lies_within_a_row else piece, first_row
 
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType")
@@ -129,11 +134,12 @@ def _require_plain_layers(model: torch.nn.Module) -> None:
         f"{type(module).__name__} ({method})"
         for module in model.modules()
         if (method := type(getattr(module, "quant_method", None)).__name__) not in PLAIN_METHODS
+        and not (method == "UnquantizedFusedMoEMethod" and are_plain(module))
     }
     if odd:
         raise WeightMismatch(
             f"this engine cannot take new weights: vLLM rearranges those of {', '.join(sorted(odd))} when it loads "
-            "them. Use an unquantised dense model."
+            "them. Use an unquantised model; for experts on CUDA, moe_backend='triton'."
         )
 
 

@@ -47,10 +47,10 @@ class View:
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy that the loader makes: a piece of a checkpoint tensor into a piece of a parameter."""
+    """One copy that the loader makes: a piece of a trainer's parameter into a piece of one of the engine's."""
 
     source: str
-    """Name of the checkpoint tensor."""
+    """Name of the trainer's parameter."""
     source_view: View
     parameter: str
     """Name of the engine's parameter."""
@@ -82,7 +82,7 @@ def record_loading(
         recorder.watch(spec.name, source)
         try:
             with recorder:
-                load_weights([(spec.name, source)])
+                load_weights(_checkpoint_tensors(spec, source))
         except WeightMismatch:
             raise
         except Exception as error:
@@ -91,6 +91,12 @@ def record_loading(
                 f"{type(error).__name__}: {error}"
             ) from error
     return recorder.copies
+
+
+def _checkpoint_tensors(spec: TensorSpec, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return what the loader would find in the checkpoint: the parameter itself, or views of its pieces."""
+    pieces = [(each.name, whole.as_strided(each.shape, each.stride, each.offset)) for each in spec.pieces]
+    return pieces or [(spec.name, whole)]
 
 
 class _Recorder(TorchDispatchMode):

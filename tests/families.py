@@ -1,0 +1,92 @@
+"""Tiny random models of many families, and what is odd about each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture, and what about its weights a hot swap could get wrong."""
+
+    config: str
+    """Name of the transformers configuration class."""
+    layout: str
+    """What is odd about it."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that differ from the common ones."""
+    ties: tuple[bool, ...] = (True, False)
+    """Whether the head may be the embedding table, or may be a tensor of its own."""
+
+
+_COMMON = {
+    "vocab_size": 48,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+_EXPERTS = {"num_experts_per_tok": 2}
+
+FAMILIES = {
+    "Llama": Family("LlamaConfig", "q, k, v and gate, up fused in vLLM"),
+    "Mistral": Family("MistralConfig", "sliding window", {"sliding_window": 8}),
+    "Qwen2": Family("Qwen2Config", "biases on q, k, v"),
+    "Qwen3": Family("Qwen3Config", "norms on q and k; head_dim of its own", {"head_dim": 64}),
+    "Gemma 2": Family(
+        "Gemma2Config",
+        "norm weights + 1, scaled embeddings, capped logits, sliding window in every second layer",
+        {"head_dim": 64, "sliding_window": 8, "query_pre_attn_scalar": 64},
+    ),
+    "Gemma 3": Family(
+        "Gemma3TextConfig",
+        "as Gemma 2, with norms on q and k instead of caps",
+        {"head_dim": 64, "sliding_window": 8, "query_pre_attn_scalar": 64, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "Phi-3": Family("Phi3Config", "q, k, v and gate, up fused in the checkpoint already"),
+    "Granite": Family(
+        "GraniteConfig",
+        "multipliers on embeddings, attention, residuals and logits",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    ),
+    "OPT": Family(
+        "OPTConfig",
+        "learned positions, layer norms and biases everywhere, other names",
+        {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
+    ),
+    "Mixtral": Family(
+        "MixtralConfig",
+        "experts, one tensor for all in transformers, one each in the checkpoint",
+        {**_EXPERTS, "num_local_experts": 4, "sliding_window": None},
+    ),
+    "Qwen3-MoE": Family(
+        "Qwen3MoeConfig",
+        "experts of 48 columns, which vLLM's kernel pads to 64; norms on q and k",
+        {**_EXPERTS, "num_experts": 6, "moe_intermediate_size": 48, "head_dim": 32, "norm_topk_prob": True},
+    ),
+}
+
+UNRUNNABLE = {
+    "OLMo 2": Family("Olmo2Config", ""),
+    "GPT-NeoX": Family("GPTNeoXConfig", ""),
+    "16-dimensional heads": Family("LlamaConfig", "", {"head_dim": 16}),
+}
+
+
+def save_family(family: Family, path: Path, *, tied: bool) -> Path:
+    """Save a model of `family` with random weights and no tokenizer."""
+    import torch
+    import transformers
+
+    config = getattr(transformers, family.config)(**{**_COMMON, **family.settings}, tie_word_embeddings=tied)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
