@@ -17,9 +17,7 @@ class Family:
     layout: str
     """What is odd about it."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that differ from the common ones."""
-    ties: tuple[bool, ...] = (True, False)
-    """Whether the head may be the embedding table, or may be a tensor of its own."""
+    """Settings that differ from the common ones, or are not among them."""
 
 
 _COMMON = {
@@ -49,18 +47,28 @@ FAMILIES = {
     "Gemma 3": Family(
         "Gemma3TextConfig",
         "as Gemma 2, with norms on q and k instead of caps",
-        {"head_dim": 64, "sliding_window": 8, "query_pre_attn_scalar": 64, "layer_types": ["sliding_attention", "full_attention"]},
+        {
+            "head_dim": 64,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
     ),
     "Phi-3": Family("Phi3Config", "q, k, v and gate, up fused in the checkpoint already"),
     "Granite": Family(
         "GraniteConfig",
         "multipliers on embeddings, attention, residuals and logits",
-        {"embedding_multiplier": 3.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
     ),
     "OPT": Family(
         "OPTConfig",
         "learned positions, layer norms and biases everywhere, other names",
-        {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
+        {"num_key_value_heads": 2, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
     ),
     "Mixtral": Family(
         "MixtralConfig",
@@ -72,17 +80,17 @@ FAMILIES = {
         "experts of 48 columns, which vLLM's kernel pads to 64; norms on q and k",
         {**_EXPERTS, "num_experts": 6, "moe_intermediate_size": 48, "head_dim": 32, "norm_topk_prob": True},
     ),
+    "OLMo 2": Family("Olmo2Config", "norms after attention and MLP; vLLM runs the transformers code"),
+    "GPT-NeoX": Family(
+        "GPTNeoXConfig",
+        "q, k, v interleaved by head; vLLM runs the transformers code",
+        {"num_key_value_heads": 2},
+    ),
 }
 
-UNRUNNABLE = {
-    "OLMo 2": Family("Olmo2Config", ""),
-    "GPT-NeoX": Family("GPTNeoXConfig", ""),
-    "16-dimensional heads": Family("LlamaConfig", "", {"head_dim": 16}),
-}
 
-
-def save_family(family: Family, path: Path, *, tied: bool) -> Path:
-    """Save a model of `family` with random weights and no tokenizer."""
+def save_family(family: Family, path: Path, *, tied: bool = False) -> Path:
+    """Save a model of `family` with random weights and no tokenizer; with `tied`, its head is the embedding table."""
     import torch
     import transformers
 

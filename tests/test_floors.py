@@ -17,7 +17,14 @@ FLOORS = [
 ]
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 ENTRANCES = {"__init__", "__main__"}
-VLLM_AT_HOME = {"sampling/vllm_shim.py", "sampling/process.py", "sampling/engine.py", "weights/pack.py"}
+VLLM_AT_HOME = {
+    "sampling/vllm_shim.py",
+    "sampling/process.py",
+    "sampling/engine.py",
+    "sampling/warm_up.py",
+    "weights/experts.py",
+    "weights/pack.py",
+}
 
 
 def room_of(path):

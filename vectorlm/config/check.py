@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from vectorlm.config.heads import CPU_HEAD_SIZES, head_size_without_kernel
 from vectorlm.config.problem import describe_refusal, raise_problems
 from vectorlm.config.schema import Config
 
@@ -149,9 +150,9 @@ def _model_problems(config: Config) -> Iterator[str]:
         fix = "Download the model and name its folder."
         yield _refuse(config, "model", config.model, "is not a folder", fix)
         return
-    description = Path(config.model) / "config.json"
     try:
-        limit = json.loads(description.read_text(encoding="utf-8")).get("max_position_embeddings")
+        description = json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8"))
+        limit = description.get("max_position_embeddings")
     except FileNotFoundError:
         fix = "Name the folder that `save_pretrained` wrote."
         yield _refuse(config, "model", config.model, "holds no config.json", fix)
@@ -164,6 +165,10 @@ def _model_problems(config: Config) -> Iterator[str]:
     if isinstance(limit, int) and length > limit:
         rule = f"is beyond the model's limit of {limit} tokens"
         yield _refuse(config, "train_parameters.max_seq_len", length, rule, f"Use {limit} or less.")
+    if config.train_parameters.sampler is not None and (size := head_size_without_kernel(description)):
+        rule = f"has attention heads of {size} dimensions, which vLLM's CPU attention does not support"
+        fix = f"Use a model with {', '.join(map(str, CPU_HEAD_SIZES))}, or set train_parameters.sampler to null."
+        yield _refuse(config, "model", config.model, rule, fix)
 
 
 def _dataset_problems(config: Config) -> Iterator[str]:

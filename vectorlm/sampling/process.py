@@ -24,6 +24,7 @@ from vectorlm.sampling.packed import pack_outputs
 from vectorlm.sampling.request_outputs import pack_request_outputs
 from vectorlm.sampling.rest import Rest, parts_of
 from vectorlm.sampling.vllm_shim import build_engine, make_prompt, per_prompt
+from vectorlm.sampling.warm_up import naming_the_model, warm_up
 from vectorlm.sampling.workers import Workers, start_worker
 from vectorlm.weights.pack import keep_plain_weights
 from vectorlm.weights.receivers import Receivers
@@ -49,10 +50,12 @@ class Sampler:
         on_cpu = not torch.cuda.is_available()
         if on_cpu:
             keep_plain_weights()
-        self._engine = build_engine(start.model, start.engine_args, on_cpu)
-        self.workers = Workers()
-        self._weights = Receivers(self._engine.collective_rpc)
-        self.receiver = self._weights.prepare(start.receiver)
+        with naming_the_model(start.model):
+            self._engine = build_engine(start.model, start.engine_args, on_cpu)
+            self.workers = Workers()
+            self._weights = Receivers(self._engine.collective_rpc)
+            self.receiver = self._weights.prepare(start.receiver)
+            warm_up(self._engine)
         bed = make_bed(self._engine, on_cpu)
         self._rest = Rest(bed.drop, bed.restore)
         self._groups: dict[int, Group] = {}

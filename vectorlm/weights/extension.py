@@ -38,7 +38,7 @@ class WeightExtension:
         return _outcome(lambda: self._vectorlm_receiver.describe(manifest))
 
     def vectorlm_attach(self, layout: Layout) -> Outcome:
-        """Map the arena."""
+        """Map the arena; answer with the bytes that each update copies out of it."""
         return _outcome(lambda: self._vectorlm_receiver.attach(layout))
 
     def vectorlm_load(self, version: int, with_checksums: bool) -> Outcome:

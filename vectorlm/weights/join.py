@@ -49,7 +49,11 @@ def _are_laid_down(parts: Sequence[Copy], shift: int, count: int) -> bool:
     for part in sorted(parts, key=lambda each: each.source_view.offset):
         is_run = part.source_view.is_whole and part.parameter_view.is_whole
         is_moved = part.parameter_view.offset - part.source_view.offset == shift
-        if part.parameter != parts[0].parameter or not (is_run and is_moved) or part.source_view.offset != end:
+        if (
+            part.parameter != parts[0].parameter
+            or not (is_run and is_moved)
+            or part.source_view.offset != end
+        ):
             return False
         end += part.source_view.count
     return end == count

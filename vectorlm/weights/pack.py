@@ -22,7 +22,7 @@ PROBED_COLUMNS = 8
 
 
 def keep_plain_weights() -> None:
-    """Make vLLM leave linear weights, and those of experts, as they are when it loads a model; call before the engine is built.
+    """Make vLLM leave the weights of linear layers and experts as they are; call before the engine is built.
 
     vllm 0.26 to 0.32: ``dispatch_cpu_unquantized_gemm`` is looked up at each call. Delete when vLLM packs behind a
     parameter that can still be written to.

@@ -71,6 +71,8 @@ class Layout:
     """Size of the arena."""
     slots: tuple[Slot, ...]
     """One slot per trainer parameter, in the trainer's order."""
+    num_copied_bytes: int = 0
+    """Bytes that the engine copies out of the arena at each update; the rest it computes with where they lie."""
 
 
 def dtype_of(name: str) -> torch.dtype:

