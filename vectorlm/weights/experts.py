@@ -31,10 +31,11 @@ def keep_plain_experts() -> None:
     vllm 0.32: ``CPUUnquantizedExperts``. Where it does not exist, experts are refused when the receiver is made.
     """
     try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     except ImportError:
         return
-    multiply_packed = Experts.apply
+    kernel: Any = cpu_moe.CPUUnquantizedExperts
+    multiply_packed = kernel.apply
 
     def leave_plain(experts: Any, layer: Any) -> None:
         experts.packed = None
@@ -50,8 +51,8 @@ def keep_plain_experts() -> None:
         activation = ACTIVATIONS[rest["activation"].value]
         output.copy_(mix_experts(hidden_states, (w1, w2), biases, rest["topk_ids"], weights, activation))
 
-    Experts.process_weights_after_loading = leave_plain
-    Experts.apply = apply
+    kernel.process_weights_after_loading = leave_plain
+    kernel.apply = apply
 
 
 def mix_experts(

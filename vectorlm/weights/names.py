@@ -31,7 +31,7 @@ def checkpoint_pieces(
     Raises:
         WeightMismatch: The checkpoint joins several parameters to one tensor, or computes with them.
     """
-    inner = next((each for each in model.modules() if hasattr(each, "base_model_prefix")), None)
+    inner: Any = next((each for each in model.modules() if hasattr(each, "base_model_prefix")), None)
     if inner is None:
         return {}
     from transformers.core_model_loading import revert_weight_conversion
