@@ -11,7 +11,7 @@ FLOORS = [
     {"ranks", "config", "rewards", "data", "telemetry"},
     {"weights", "offload", "memory"},
     {"sampling", "model", "checkpoint", "handover"},
-    {"trainer", "exam"},
+    {"trainer", "exam", "testing"},
     {"finetune"},
     {"cli"},
 ]

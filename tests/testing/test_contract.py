@@ -1,0 +1,71 @@
+"""One suite, three engines."""
+
+import pytest
+from rank_processes import on_ranks, save_tiny_llama
+
+import vectorlm
+from vectorlm.sampling.fake_engine import FakeEngine
+from vectorlm.sampling.hf_engine import HFEngine
+from vectorlm.testing import CHECKS, MODEL_CHECKS, Subject, run_checks
+
+
+def vllm_engine(path, topology=None):
+    return vectorlm.SamplingEngine(
+        str(path),
+        topology=topology,
+        dtype="float32",
+        max_model_len=64,
+        kv_cache_memory_bytes=16 << 20,
+        timeout_s=240,
+    )
+
+
+def hf_engine(path, topology=None):
+    return HFEngine(path, topology=topology)
+
+
+def fake_engine(path, topology=None):
+    # Three steps a batch: one that is finished at once could not show how it is waited for.
+    return FakeEngine(lambda prompt, version: f"step {version}: {prompt}", topology=topology, num_steps=3)
+
+
+ENGINES = {"hf": hf_engine, "fake": fake_engine}
+
+
+def checks_of(kind):
+    return [check for check in CHECKS if kind != "fake" or check not in MODEL_CHECKS]
+
+
+CASES = [(kind, check) for kind in ENGINES for check in checks_of(kind)]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("contract") / "model", tied=True, hidden_size=64)
+
+
+@pytest.fixture(scope="module")
+def subject(request, model_path):
+    with ENGINES[request.param](model_path) as engine:
+        yield Subject(engine, model_path)
+
+
+@pytest.mark.parametrize(
+    ("subject", "check"),
+    CASES,
+    ids=[f"{kind}-{check.__name__}" for kind, check in CASES],
+    indirect=["subject"],
+)
+def test_an_engine_keeps_the_contract(subject, check):
+    check(subject)
+
+
+def keep_every_contract(topology, path):
+    for kind, make_engine in ENGINES.items():
+        print(f"the engine: {kind}", flush=True)
+        with make_engine(path, topology) as engine:
+            run_checks(Subject(engine, path, topology=topology), checks_of(kind))
+
+
+def test_the_engines_keep_the_contract_on_two_ranks(model_path):
+    on_ranks(2, keep_every_contract, model_path)

@@ -1,0 +1,79 @@
+"""The engine under test, with a model to train beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vectorlm.ranks.topology import Topology
+from vectorlm.types import Completion, Engine
+
+PROMPTS = ([2, 3, 4], [5, 6, 7, 8, 9], [10])
+NUM_TOKENS = 8
+GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+SAMPLED = {**GREEDY, "temperature": 1.0, "seed": 7}
+
+
+@dataclass
+class Subject:
+    """What the checks are made on: one engine that all of them share, in the order of the suite."""
+
+    engine: Engine
+    """The engine, fresh: no update has been made."""
+    model_path: str | Path
+    """The folder that the engine was made from: a causal language model of at least 12 tokens and 64 positions."""
+    logprob_tolerance: float = 1e-3
+    """By how much the engine's log-probabilities may differ from the model's; raise it for engines in 16 bits."""
+    topology: Topology = field(default_factory=Topology.from_environment)
+    """This rank's place; the default process group must be there when there are several."""
+
+    @property
+    def next_step(self) -> int:
+        """A training step that the engine has not seen."""
+        return self.engine.version + 1
+
+    def models(self, seed: int = 0) -> tuple[Any, Any]:
+        """Return the model as a trainer has it, sharded where there are several ranks, and a plain copy of it.
+
+        Both have the checkpoint's weights plus noise, so that no two seeds give the same answers.
+        """
+        from torch.distributed.fsdp import fully_shard
+        from transformers import AutoModelForCausalLM
+
+        trained, plain = (
+            AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32).eval()
+            for _ in range(2)
+        )
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for ours, theirs in zip(trained.parameters(), plain.parameters(), strict=True):
+                ours.add_(torch.randn(ours.shape, generator=generator) * 0.05)
+                theirs.copy_(ours)
+        trained.to(self.topology.device)
+        if self.topology.world_size > 1:
+            fully_shard(trained)
+        return trained, plain
+
+    def logprobs(self, plain: Any, completion: Completion) -> torch.Tensor:
+        """Return the log-probabilities [T, V] that `plain` gives at each token of a completion, in double."""
+        ids = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
+        with torch.no_grad():
+            logits = plain(ids).logits[0].double()
+        return logits.log_softmax(-1)[len(completion.prompt_token_ids) - 1 : -1]
+
+
+@contextmanager
+def raises(*kinds: type[Exception], saying: str = "") -> Iterator[list[Exception]]:
+    """Fail unless the block raises one of `kinds` with `saying` in its text; the error is put into the list."""
+    caught: list[Exception] = []
+    try:
+        yield caught
+    except kinds as error:
+        caught.append(error)
+    assert caught, f"{' or '.join(kind.__name__ for kind in kinds)} must be raised, but nothing was."
+    assert saying in str(caught[0]), f"{type(caught[0]).__name__} must name {saying!r}, but says: {caught[0]}"
