@@ -2,18 +2,26 @@ import json
 
 import pytest
 import torch
-from plain_engine import PlainEngine
 from rank_processes import on_ranks, save_tiny_llama
 from tiny_runs import build_trainer
 
 from vectorlm.errors import DatasetError
 from vectorlm.exam import Exam, Question, read_questions
 from vectorlm.model.load import load_model
+from vectorlm.ranks.topology import Topology
+from vectorlm.sampling.hf_engine import HFEngine
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     return save_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+FOUR_TOKENS = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "skip_special_tokens": False}
+
+
+def answering_engine(model_dir, topology=None):
+    return HFEngine(model_dir, topology=topology or Topology(), sampling_params=FOUR_TOKENS)
 
 
 def lines(path):
@@ -59,16 +67,19 @@ def test_an_exam_asks_with_the_models_weights_marks_first_answers_and_records_al
         model.lm_head.weight.zero_()
     said = []
     path = tmp_path / "deep" / "samples.jsonl"
-    engine = PlainEngine(model_dir)
-    questions = [Question("abc", {"first_letter": "<"}), Question("xyz", {"first_letter": "q"})]
+    engine, reports = answering_engine(model_dir), []
+    update = engine.update
+    engine.update = lambda *args: reports.append(update(*args)) or reports[-1]
+    questions = [Question("abc", {"first_letter": " <"}), Question("xyz", {"first_letter": "q"})]
     exam = Exam(engine, questions, samples_path=path, reward=reward, say=said.append)
     metrics = exam.hold(model, 40)
     assert metrics["eval/accuracy"] == 0.5
-    assert metrics["weights/publish_s"] == 0.1
-    assert metrics["weights/load_s"] == 0.2
-    assert metrics["weights/update_s"] == 0.3
+    (report,) = reports
+    assert report.version == 40
+    times = [metrics[f"weights/{what}_s"] for what in ("publish", "load", "update")]
+    assert times == [report.publish_s, report.load_s, report.total_s]
     assert metrics["sampler/tokens_per_s"] * metrics["sampler/generate_s"] == pytest.approx(8)
-    answer = "</s>" * 4
+    answer = " </s>" * 4
     assert said == [f"step 40: 1/2 right\n  right: abc{answer}\n  wrong: xyz{answer}"]
     assert lines(path) == [
         {
@@ -85,7 +96,10 @@ def test_an_exam_asks_with_the_models_weights_marks_first_answers_and_records_al
 def test_a_swap_that_was_skipped_reports_no_times_and_without_a_reward_nothing_is_marked(model_dir, tmp_path):
     model, said = load_model(model_dir), []
     exam = Exam(
-        PlainEngine(model_dir), [Question("abc")], samples_path=tmp_path / "samples.jsonl", say=said.append
+        answering_engine(model_dir),
+        [Question("abc")],
+        samples_path=tmp_path / "samples.jsonl",
+        say=said.append,
     )
     exam.hold(model, 1)
     assert set(exam.hold(model, 1)) == {"sampler/generate_s", "sampler/tokens_per_s"}
@@ -98,15 +112,15 @@ def test_a_resumed_exam_keeps_the_lines_up_to_its_step_and_a_new_one_starts_the_
 ):
     path = tmp_path / "samples.jsonl"
     path.write_text('{"train_step": 2}\n{"train_step": 4}\n{"train_step": 6}\n{"train_st')
-    Exam(PlainEngine(model_dir), [Question("abc")], samples_path=path, resume_step=4)
+    Exam(answering_engine(model_dir), [Question("abc")], samples_path=path, resume_step=4)
     assert lines(path) == [{"train_step": 2}, {"train_step": 4}]
-    Exam(PlainEngine(model_dir), [Question("abc")], samples_path=path)
+    Exam(answering_engine(model_dir), [Question("abc")], samples_path=path)
     assert lines(path) == []
 
 
 def train_with_exams(topology, model_dir, path):
     exam = Exam(
-        PlainEngine(model_dir),
+        answering_engine(model_dir, topology),
         [Question("abc", {"first_letter": "d"})],
         samples_path=path if topology.is_main else None,
         reward=reward,
