@@ -12,7 +12,7 @@ FLOORS = [
     {"weights", "offload", "memory"},
     {"sampling", "model", "checkpoint", "handover"},
     {"trainer", "exam", "testing"},
-    {"finetune"},
+    {"finetune", "ask"},
     {"cli"},
 ]
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from vectorlm.ask import add_sample_arguments, answer, read_request
 from vectorlm.config.arguments import (
     add_nnodes_argument,
     add_override_arguments,
@@ -18,6 +19,34 @@ from vectorlm.memory.device import device_memory_bytes
 from vectorlm.memory.from_config import memory_report
 from vectorlm.memory.plan import GIB
 from vectorlm.rewards.registry import reward_names
+
+COMMANDS = {
+    "check": (
+        "check a config file without starting anything",
+        "vectorlm check configs/countdown_sft.yaml --world_size 2",
+    ),
+    "preprocess": (
+        "make a dataset as the config's dataset_preprocess section says",
+        "vectorlm preprocess my.yaml --set dataset_preprocess.save_path=data/mine",
+    ),
+    "sample": (
+        "continue prompts with a model",
+        'vectorlm sample --model data/countdown/model --prompt "Using the numbers 3, 5, 8 make 16."',
+    ),
+}
+"""By name: what a command does, and an example."""
+
+HELP = """Train a language model with PyTorch FSDP and sample from it with vLLM on the same devices: the weights are
+hot-swapped inside the running engine between optimizer steps.
+
+commands:
+{commands}
+
+examples:
+{examples}
+
+`vectorlm COMMAND --help` lists a command's arguments. README.md shows a training run; docs/ has the rest:
+config.md every setting, engines.md the engines, architecture.md how it works."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,10 +61,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser with every subcommand; each sets `run_command` to its function."""
-    description = "Train a language model and sample from it on the same devices."
-    parser = argparse.ArgumentParser(prog="vectorlm", description=description)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    check = commands.add_parser("check", help="check a config file without starting anything")
+    parser = argparse.ArgumentParser(
+        prog="vectorlm",
+        usage="vectorlm COMMAND ...",
+        description=HELP.format(
+            commands="\n".join(f"  {name:12}{what}" for name, (what, _) in COMMANDS.items()),
+            examples="\n".join(f"  {example}" for _, example in COMMANDS.values()),
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    # Named in the description; argparse's own list would wrap it.
+    added = parser.add_subparsers(metavar="COMMAND", help=argparse.SUPPRESS, prog="vectorlm")
+    check, preprocess, sample = (
+        added.add_parser(name, description=f"{what[0].upper()}{what[1:]}.", epilog=f"example: {example}")
+        for name, (what, example) in COMMANDS.items()
+    )
+    parser.set_defaults(run_command=lambda args: run_help(parser))
     check.set_defaults(run_command=run_check)
     check.add_argument(
         "--device_memory_gib",
@@ -43,13 +86,20 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="X",
         help="plan for CUDA devices of X GiB; by default for those of this machine, or its CPU",
     )
-    preprocess = commands.add_parser("preprocess", help="make a dataset as dataset_preprocess says")
     preprocess.set_defaults(run_command=run_preprocess)
     for command in (check, preprocess):
         command.add_argument("yaml_path", metavar="my.yaml", help="the config file")
         add_override_arguments(command)
     add_nnodes_argument(check)
+    sample.set_defaults(run_command=run_sample)
+    add_sample_arguments(sample)
     return parser
+
+
+def run_help(parser: argparse.ArgumentParser) -> int:
+    """Say what there is; what somebody sees who names no command."""
+    parser.print_help()
+    return 0
 
 
 def run_check(args: argparse.Namespace) -> int:
@@ -96,4 +146,10 @@ def run_preprocess(args: argparse.Namespace) -> int:
     print(
         f"{settings.save_path}: {len(dataset)} rows of at most {config.train_parameters.max_seq_len} tokens"
     )
+    return 0
+
+
+def run_sample(args: argparse.Namespace) -> int:
+    """Continue prompts with a model, and print the answers."""
+    answer(read_request(args, sys.stdin), sys.stdout)
     return 0

@@ -1,0 +1,151 @@
+"""``vectorlm sample``: continue prompts with a model, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+
+from vectorlm.errors import ConfigError, EngineError
+from vectorlm.types import Completion
+
+FLAGS = ("max_tokens", "temperature", "n", "seed")
+MAX_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for."""
+
+    model: str
+    """The model's folder."""
+    engine: str
+    """`vllm` or `hf`."""
+    prompts: Sequence[str]
+    """At least one, none of them empty."""
+    sampling_params: Mapping[str, Any]
+    """As an engine takes them."""
+
+
+def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``vectorlm sample``."""
+    parser.add_argument("--model", required=True, metavar="DIR", help="a folder written by save_pretrained")
+    parser.add_argument(
+        "--prompt",
+        dest="prompts",
+        action="append",
+        metavar="TEXT",
+        help="what to continue; may be repeated; without it, every line of the standard input is a prompt",
+    )
+    parser.add_argument(
+        "--max_tokens", type=int, default=MAX_TOKENS, metavar="N", help=f"default {MAX_TOKENS}"
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="X", help="default 1; 0 takes the likeliest token"
+    )
+    parser.add_argument("--n", type=int, metavar="N", help="completions of each prompt (default 1)")
+    parser.add_argument("--seed", type=int, metavar="N", help="makes the answers repeatable")
+    parser.add_argument(
+        "--param",
+        dest="params",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other sampling parameter, for example top_p=0.9; may be repeated",
+    )
+    parser.add_argument(
+        "--engine", choices=("vllm", "hf"), default="vllm", help="hf samples with transformers, without vLLM"
+    )
+
+
+def read_request(args: argparse.Namespace, lines: TextIO) -> Request:
+    """Check what the parsed arguments ask for, before anything heavy is imported.
+
+    Raises:
+        ConfigError: The model is not a folder, a prompt is empty or missing, or a parameter is written wrongly.
+    """
+    if not (Path(args.model) / "config.json").is_file():
+        what = "has no config.json" if Path(args.model).is_dir() else "is not a folder"
+        raise ConfigError(f"--model {args.model} {what}: it must be a folder written by save_pretrained.")
+    if args.engine == "vllm" and find_spec("vllm") is None:
+        raise ConfigError("--engine vllm needs the vllm package, which is not installed. Use --engine hf.")
+    params = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
+    return Request(args.model, args.engine, _prompts(args, lines), params | _params(args.params))
+
+
+def answer(request: Request, out: TextIO) -> None:
+    """Start the engine, and print each prompt with its answers.
+
+    Raises:
+        ConfigError: A sampling parameter is unknown or out of range.
+        EngineError: The engine could not be started or failed; the text is one line.
+    """
+    from vectorlm.sampling.parameters import NAMES, read_parameters
+
+    own = {name: value for name, value in request.sampling_params.items() if name in NAMES}
+    try:
+        # vLLM takes some more names, and refuses the rest itself.
+        read_parameters(request.sampling_params if request.engine == "hf" else own)
+    except EngineError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        with _engine(request) as engine:
+            answers = engine.sample(list(request.prompts), dict(request.sampling_params))
+    except EngineError as error:
+        # What follows is the engine's own traceback, which the caller's arguments do not explain.
+        raise type(error)(str(error).partition("\n\n")[0]) from error
+    for index, (prompt, completions) in enumerate(zip(request.prompts, answers, strict=True)):
+        print("\n" * (index > 0) + _page(prompt, completions), file=out)
+
+
+def _page(prompt: str, completions: Sequence[Completion]) -> str:
+    texts = [completion.text.strip() or "(nothing)" for completion in completions]
+    if len(texts) > 1:
+        texts = [f"[{number}] {text}" for number, text in enumerate(texts, start=1)]
+    return "\n".join([f"> {prompt}", *texts])
+
+
+def _engine(request: Request) -> Any:
+    if request.engine == "vllm":
+        from vectorlm.sampling.engine import SamplingEngine
+
+        return SamplingEngine(request.model)
+    from transformers.utils import logging
+
+    from vectorlm.sampling.hf_engine import HFEngine
+
+    logging.disable_progress_bar()
+    return HFEngine(request.model)
+
+
+def _prompts(args: argparse.Namespace, lines: TextIO) -> list[str]:
+    if args.prompts is not None:
+        if not all(prompt.strip() for prompt in args.prompts):
+            raise ConfigError("--prompt is empty: there is nothing to continue.")
+        return args.prompts
+    if lines.isatty():
+        raise ConfigError("no prompt was given. Use --prompt TEXT, or send prompts to the standard input.")
+    prompts = [line.rstrip("\n") for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError("the standard input has no prompts: it must have one a line. Or use --prompt TEXT.")
+    return prompts
+
+
+def _params(texts: Sequence[str]) -> dict[str, Any]:
+    params = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ConfigError(
+                f"--param {text} must be a name and a value. Write --param top_p=0.9, for example."
+            )
+        try:
+            params[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--param {text} has a value that is no YAML. Quote it.") from error
+    return params
