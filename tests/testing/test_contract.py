@@ -29,7 +29,7 @@ def fake_engine(path, topology=None):
     return FakeEngine(lambda prompt, version: f"step {version}: {prompt}", topology=topology, num_steps=3)
 
 
-ENGINES = {"hf": hf_engine, "fake": fake_engine}
+ENGINES = {"vllm": vllm_engine, "hf": hf_engine, "fake": fake_engine}
 
 
 def checks_of(kind):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vectorlm.errors import EngineError
 from vectorlm.ranks.meeting import Meeting
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.hosts import Hosts
@@ -92,15 +93,16 @@ class Desk:
 
     def sample_sharded(self, local_prompts: Sequence[Prompt], sampling_params: Any) -> Answers:
         """Answer every rank's prompts as one batch, and give each rank its own."""
+        prompts = list(local_prompts)
         params = self._sampling_params if sampling_params is None else sampling_params
         self.readiness.require_sampling()
-        self._hosts.agree("sample_sharded", params, f"sampling_params={params}")
-        shards = self._hosts.together("sample_sharded", lambda: list(local_prompts))
+        notes = self._hosts.together("sample sharded", lambda: (prompts, _one_each(params, len(prompts))))
+        everything = [prompt for theirs, _ in notes for prompt in theirs]
         answers = _finish(
-            self._begin("sample_sharded", [prompt for shard in shards for prompt in shard], params)
+            self._begin("sample sharded", everything, [each for _, theirs in notes for each in theirs])
         )
-        first = sum(map(len, shards[: self._topology.rank]))
-        return answers[first : first + len(shards[self._topology.rank])]
+        first = sum(len(theirs) for theirs, _ in notes[: self._topology.rank])
+        return answers[first : first + len(prompts)]
 
     def poll(self) -> list[Request]:
         """Return the batches that have finished since the last call."""
@@ -175,6 +177,14 @@ def _finish(request: Request) -> Answers:
         # An interrupted call leaves nothing under way; one that failed is gone already.
         request.cancel()
         raise
+
+
+def _one_each(params: Any, count: int) -> list[Any]:
+    if isinstance(params, Sequence) and len(params) != count:
+        raise EngineError(
+            f"{len(params)} sampling parameters were given for {count} prompts: pass one, or one each."
+        )
+    return list(params) if isinstance(params, Sequence) else [params] * count
 
 
 def _summary(prompts: Sequence[Prompt]) -> str:

@@ -85,7 +85,7 @@ class HFEngine:
         return self._desk.sample(prompts, sampling_params)
 
     def sample_sharded(self, local_prompts: Sequence[Prompt], sampling_params: Any = None) -> Answers:
-        """Return the completions of this rank's own prompts; raises as `sample` does."""
+        """Return the completions of this rank's own prompts, by parameters that may differ between ranks."""
         return self._desk.sample_sharded(local_prompts, sampling_params)
 
     def generate_text(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[str]:

@@ -49,6 +49,7 @@ CHECKS: tuple[Check, ...] = (
     requests.cancelled_requests_raise_and_leave_the_others_alone,
     ranks.every_rank_gets_the_same_answers,
     ranks.every_rank_gets_the_answers_to_its_own_prompts,
+    ranks.every_rank_samples_its_own_prompts_in_its_own_way,
     ranks.ranks_must_agree_on_the_prompts,
     rest.an_engine_that_sleeps_samples_nothing,
     rest.weights_that_slept_hold_nothing_until_an_update,

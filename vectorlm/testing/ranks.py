@@ -21,12 +21,19 @@ def every_rank_gets_the_answers_to_its_own_prompts(subject: Subject) -> None:
         prompts = [[2 + rank, 3 + index] for index in range(num_prompts)]
         answers = subject.engine.sample_sharded(prompts, GREEDY)
         assert [each[0].prompt_token_ids for each in answers] == [tuple(prompt) for prompt in prompts]
-        assert [each[0].token_ids for each in answers] == [
-            each[0].token_ids
-            for shard in _from_all(subject, prompts)
-            for each in subject.engine.sample(shard, GREEDY)
-            if shard == prompts
-        ]
+        together = [prompt for shard in _from_all(subject, prompts) for prompt in shard]
+        expected = {tuple(each[0].prompt_token_ids): each for each in subject.engine.sample(together, GREEDY)}
+        assert answers == [expected[tuple(prompt)] for prompt in prompts]
+
+
+def every_rank_samples_its_own_prompts_in_its_own_way(subject: Subject) -> None:
+    """The parameters of `sample_sharded` are the rank's own too, one for all or one each."""
+    num_tokens = 2 + subject.topology.rank
+    short, long = ({**GREEDY, "max_tokens": number} for number in (num_tokens, 8))
+    answers = subject.engine.sample_sharded([[2], [3]], [short, long])
+    assert len(answers[0][0].token_ids) == num_tokens < len(answers[1][0].token_ids)
+    for (completion,) in subject.engine.sample_sharded([[2], [3]], short):
+        assert len(completion.token_ids) == num_tokens
 
 
 def ranks_must_agree_on_the_prompts(subject: Subject) -> None:
