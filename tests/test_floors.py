@@ -20,7 +20,7 @@ ENTRANCES = {"__init__", "__main__"}
 VLLM_AT_HOME = {
     "sampling/vllm_shim.py",
     "sampling/process.py",
-    "sampling/engine.py",
+    "sampling/request_outputs.py",
     "sampling/warm_up.py",
     "weights/experts.py",
     "weights/pack.py",

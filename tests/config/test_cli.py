@@ -84,12 +84,6 @@ def test_check_imports_neither_torch_nor_vllm(complete):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
-def test_a_command_must_be_named(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main([])
-    assert caught.value.code == 2
-
-
 def test_scripts_share_the_same_arguments(write_config):
     parser = argparse.ArgumentParser()
     add_config_arguments(parser)

@@ -105,8 +105,8 @@ def test_on_cuda_every_worker_of_the_engine_needs_the_device_of_a_rank(complete,
     monkeypatch.setattr("vectorlm.config.check._has_cuda", lambda: True)
     check_config(load_config(complete, [SAMPLER, override]), 4, REWARDS)
     assert problems(complete, SAMPLER, override) == (
-        "train_parameters.sampler.engine.tensor_parallel_size=4 must be at most the number of ranks, and "
-        f"world_size=2. Use fewer, or start more ranks. (--set {override})"
+        "train_parameters.sampler.engine.tensor_parallel_size=4 must be at most the number of ranks on "
+        f"a node, 2. Use fewer, or start more ranks. (--set {override})"
     )
 
 

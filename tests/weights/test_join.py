@@ -1,7 +1,7 @@
 import torch
 
 from vectorlm.weights.join import join_copies
-from vectorlm.weights.layout import plan_arena
+from vectorlm.weights.layout import Intake, find_aliases, place_slots
 from vectorlm.weights.plan import TensorSpec
 from vectorlm.weights.record import Copy, View
 
@@ -28,7 +28,9 @@ def test_experts_copied_one_by_one_into_their_own_order_become_one_copy_and_a_vi
     whole = View(SHAPE, (2 * HALF, HIDDEN, 1), 0)
     joined = join_copies(parts(range(6)), manifest, parameters)
     assert joined == [Copy("up", whole, "w13", whole)]
-    assert plan_arena(manifest, joined, parameters, alias=True).copies == ()
+    intake = Intake(tuple(joined), {"w13": "float32"}, {"w13": parameters["w13"].numel()})
+    num_bytes, slots = place_slots(manifest, intake)
+    assert [alias.parameter for alias in find_aliases(intake, slots, num_bytes)] == ["w13"]
 
 
 def test_a_source_may_be_a_part_of_the_parameter():
