@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vectorlm.errors import EngineError
+from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.sampling.vllm_shim import make_sampling_params
 
 
@@ -30,6 +30,8 @@ def naming_the_model(model: str) -> Iterator[None]:
     """
     try:
         yield
+    except VectorLMError:
+        raise
     except Exception as error:
         import vllm
 
