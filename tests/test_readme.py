@@ -1,9 +1,13 @@
 """What the README says exists and runs."""
 
+import contextlib
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +25,8 @@ def blocks(language):
 
 
 def commands():
-    return [line for block in blocks("bash") for line in block.splitlines() if line]
+    joined = (block.replace("\\\n", " ") for block in blocks("bash"))
+    return [line for block in joined for line in block.splitlines() if line]
 
 
 def run(command, folder, **kwargs):
@@ -50,6 +55,7 @@ def test_every_command_is_known_to_this_test():
         "python",
         "vectorlm",
         "torchrun",
+        "python",
     ]
 
 
@@ -109,6 +115,34 @@ def test_the_plain_torchrun_command_trains_without_a_sampler(checkout):
         "a config that asks for sampling must be told what samples"
     )
     assert (checkout / "runs/plain/final-model").is_dir()
+
+
+def test_the_command_for_several_machines_waits_for_the_others(checkout):
+    command = [command for command in commands() if command.startswith("python")][-1]
+    assert "--nnodes 2" in command
+    process = subprocess.Popen(
+        [sys.executable, *shlex.split(command)[1:]],
+        cwd=checkout,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert is_answered(29400, within_s=90)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30)[0].startswith("interrupted")
+        assert process.returncode == 130
+    finally:
+        process.kill()
+
+
+def is_answered(port, within_s):
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("localhost", port)):
+            return True
+        time.sleep(0.2)
+    return False
 
 
 def test_every_path_and_link_exists():
