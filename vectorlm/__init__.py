@@ -8,12 +8,16 @@ if TYPE_CHECKING:
     from vectorlm.ranks.launcher import launch
     from vectorlm.ranks.topology import Topology
     from vectorlm.sampling.engine import SamplingEngine
+    from vectorlm.sampling.fake_engine import FakeEngine
+    from vectorlm.sampling.hf_engine import HFEngine
     from vectorlm.types import Completion, UpdateReport
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Completion": "vectorlm.types",
+    "FakeEngine": "vectorlm.sampling.fake_engine",
+    "HFEngine": "vectorlm.sampling.hf_engine",
     "SamplingEngine": "vectorlm.sampling.engine",
     "Topology": "vectorlm.ranks.topology",
     "UpdateReport": "vectorlm.types",
@@ -21,7 +25,16 @@ _HOMES = {
     "load_config": "vectorlm.config.load",
 }
 
-__all__ = ["Completion", "SamplingEngine", "Topology", "UpdateReport", "launch", "load_config"]
+__all__ = [
+    "Completion",
+    "FakeEngine",
+    "HFEngine",
+    "SamplingEngine",
+    "Topology",
+    "UpdateReport",
+    "launch",
+    "load_config",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,7 @@
 import argparse
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 from config_texts import FULL, MINIMAL
 
-from vectorlm.cli import main
+from vectorlm.cli import COMMANDS, build_parser, main
 from vectorlm.config import add_config_arguments, add_node_arguments, config_from_arguments
 
 
@@ -82,6 +84,42 @@ def test_check_imports_neither_torch_nor_vllm(complete):
     )
     complete(MINIMAL)
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_who_names_no_command_is_told_what_there_is(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: vectorlm COMMAND ...")
+    assert max(map(len, out.splitlines())) <= 120
+    for name, (what, example) in COMMANDS.items():
+        assert f"  {name:12}{what}\n" in out
+        assert f"  {example}\n" in out
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == out
+
+
+def test_the_files_that_the_help_names_exist(capsys):
+    main([])
+    root = Path(__file__).parents[2]
+    named = set(re.findall(r"[\w/.]+\.(?:md|yaml)", capsys.readouterr().out)) - {"my.yaml"}
+    assert len(named) == 5
+    assert [
+        name for name in named if not (root / name).exists() and not (root / "docs" / name).exists()
+    ] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_s_help_shows_its_example(name, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    assert f"example: {COMMANDS[name][1]}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_examples_in_the_help_parse():
+    for _, example in COMMANDS.values():
+        assert build_parser().parse_args(shlex.split(example)[1:]).run_command
 
 
 def test_scripts_share_the_same_arguments(write_config):

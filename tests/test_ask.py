@@ -1,0 +1,115 @@
+"""``vectorlm sample``, as somebody at a terminal meets it."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+from rank_processes import save_tiny_llama
+
+from vectorlm.cli import main
+from vectorlm.sampling.hf_engine import HFEngine
+
+GREEDY = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return str(save_tiny_llama(tmp_path_factory.mktemp("ask") / "model", hidden_size=64))
+
+
+def ask(model_path, *arguments):
+    return main(["sample", "--model", model_path, "--engine", "hf", *arguments])
+
+
+def test_each_prompt_is_printed_with_its_answer(model_path, capsys):
+    arguments = ["--prompt", "abc", "--prompt", "xyz", "--temperature", "0", "--max_tokens", "5"]
+    assert ask(model_path, *arguments, "--param", "ignore_eos=true") == 0
+    with HFEngine(model_path) as engine:
+        one, other = (text.strip() for text in engine.generate_text(["abc", "xyz"], GREEDY))
+    assert capsys.readouterr().out == f"> abc\n{one}\n\n> xyz\n{other}\n"
+
+
+def test_several_completions_are_numbered_and_a_seed_repeats_them(model_path, capsys):
+    printed = []
+    for _ in range(2):
+        assert ask(model_path, "--prompt", "abc", "--n", "2", "--seed", "3") == 0
+        printed.append(capsys.readouterr().out)
+    prompt, *answers = printed[0].splitlines()
+    assert prompt == "> abc"
+    assert [answer[:4] for answer in answers] == ["[1] ", "[2] "]
+    assert printed[0] == printed[1]
+
+
+def test_without_a_prompt_every_line_of_the_input_is_one(model_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n\nxyz\n"))
+    assert ask(model_path, "--max_tokens", "2") == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("> ")] == [
+        "> abc",
+        "> xyz",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "a", "--param", "temprature=1"], "'temprature'. Did you mean 'temperature'?"),
+        (
+            ["--prompt", "a", "--param", "top_p=3"],
+            "top_p=3 is out of range: it must be above 0 and at most 1.",
+        ),
+        (["--prompt", "a", "--param", "top_p"], "--param top_p must be a name and a value."),
+        (["--prompt", "a", "--param", "stop=[a"], "--param stop=[a has a value that is no YAML. Quote it."),
+        (["--prompt", "a", "--prompt", " "], "--prompt is empty: there is nothing to continue."),
+        ([], "the standard input has no prompts: it must have one a line. Or use --prompt TEXT."),
+    ],
+)
+def test_a_wrong_argument_ends_with_one_line_and_code_2(model_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert ask(model_path, *arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("ConfigError: ")
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+
+
+def test_a_folder_without_a_model_is_named_before_anything_heavy_is_imported(tmp_path):
+    for folder, what in ((tmp_path, "has no config.json"), (tmp_path / "absent", "is not a folder")):
+        code = (
+            "import sys; from vectorlm.cli import main; code = main(sys.argv[1:]); "
+            "sys.exit(code if not {'torch', 'vllm', 'transformers'} & set(sys.modules) else 9)"
+        )
+        command = [sys.executable, "-c", code, "sample", "--model", str(folder), "--prompt", "a"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stderr == (
+            f"ConfigError: --model {folder} {what}: it must be a folder written by save_pretrained.\n"
+        )
+
+
+def test_at_a_terminal_the_missing_prompt_is_asked_for(model_path, capsys, monkeypatch):
+    terminal = io.StringIO("")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert ask(model_path) == 2
+    assert "no prompt was given. Use --prompt TEXT, or send prompts to" in capsys.readouterr().err
+
+
+def test_an_engine_that_fails_ends_with_one_line_and_code_1(model_path, capsys):
+    assert ask(model_path, "--prompt", "a" * 80) == 1
+    assert capsys.readouterr().err == (
+        "EngineError: a prompt has 80 tokens: the model holds 64, the completion included.\n"
+    )
+
+
+def test_vllm_answers_too_and_its_refusals_are_one_line(model_path, capsys):
+    common = ["sample", "--model", model_path, "--prompt", "abc", "--temperature", "0", "--max_tokens", "5"]
+    assert main([*common, "--param", "ignore_eos=true"]) == 0
+    with HFEngine(model_path) as engine:
+        text = engine.generate_text("abc", GREEDY)[0].strip()
+    assert capsys.readouterr().out == f"> abc\n{text}\n"
+    assert main([*common, "--param", "temprature=1"]) == 1
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 1
+    assert "Unexpected keyword argument 'temprature'" in printed[0]
