@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vectorlm.config.load import load_config
+    from vectorlm.handover import DeviceTurn
     from vectorlm.ranks.launcher import launch
     from vectorlm.ranks.topology import Topology
     from vectorlm.sampling.engine import SamplingEngine
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Completion": "vectorlm.types",
+    "DeviceTurn": "vectorlm.handover",
     "FakeEngine": "vectorlm.sampling.fake_engine",
     "HFEngine": "vectorlm.sampling.hf_engine",
     "SamplingEngine": "vectorlm.sampling.engine",
@@ -27,6 +29,7 @@ _HOMES = {
 
 __all__ = [
     "Completion",
+    "DeviceTurn",
     "FakeEngine",
     "HFEngine",
     "SamplingEngine",

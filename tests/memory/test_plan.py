@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from vectorlm.memory.model_size import ModelSize, count_adapter_parameters, read_model_size
 from vectorlm.memory.plan import (
+    CPU_LAUNCHER_BYTES,
     CPU_RANK_BYTES,
     CPU_SAMPLER_BYTES,
     GIB,
@@ -64,7 +65,7 @@ def test_on_cpu_all_processes_add_up_and_nothing_makes_room():
         "activations": (2 * 20160, 0),
         "engine weights": (4000, 4000),
         "KV cache": (4096, 4096),
-        "processes": (2 * CPU_RANK_BYTES + CPU_SAMPLER_BYTES,) * 2,
+        "processes": (CPU_LAUNCHER_BYTES + 2 * CPU_RANK_BYTES + CPU_SAMPLER_BYTES,) * 2,
     }
 
 

@@ -8,7 +8,7 @@ from vectorlm.memory.demand import Demand, EngineDemand
 
 GIB = 1 << 30
 
-CPU_RANK_BYTES, CPU_SAMPLER_BYTES = 400 << 20, 900 << 20
+CPU_LAUNCHER_BYTES, CPU_RANK_BYTES, CPU_SAMPLER_BYTES = 280 << 20, 600 << 20, 500 << 20
 CUDA_PROCESS_BYTES = 1 * GIB
 """What a process needs besides tensors: on CPU measured (docs/log.md), on CUDA assumed for context and NCCL."""
 
@@ -75,7 +75,7 @@ def plan_memory(demand: Demand) -> MemoryPlan:
         Row("gathered weights", ranks * gathered_bytes(demand), 0),
         Row("activations", ranks * activation_bytes(demand), 0),
     ]
-    processes = ranks * (CPU_RANK_BYTES if demand.is_cpu else CUDA_PROCESS_BYTES)
+    processes = CPU_LAUNCHER_BYTES + ranks * CPU_RANK_BYTES if demand.is_cpu else CUDA_PROCESS_BYTES
     kv_cache = 0
     if engine is not None:
         kv_cache = kv_cache_bytes(demand, engine)
