@@ -113,6 +113,9 @@ def test_the_same_command_again_goes_on_and_other_settings_are_refused(inputs, t
         on_ranks(2, run, other)
 
 
+LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+
+
 def test_two_nodes_train_as_one_and_go_on_from_a_checkpoint_in_the_folder_that_they_share(inputs, tmp_path):
     one = make_config(inputs, tmp_path / "one")
     on_ranks(2, run, one)
@@ -132,9 +135,8 @@ def test_two_nodes_train_as_one_and_go_on_from_a_checkpoint_in_the_folder_that_t
     assert all((again[name] == weights[name]).all() for name in weights)
 
 
-def test_adapters_are_trained_and_saved_alone_and_cannot_be_sampled_from_yet(inputs, tmp_path):
-    lora = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
-    config = make_config(inputs, tmp_path / "run", lora_peft_config=lora, use_activation_checkpointing=True)
+def test_adapters_are_trained_and_saved_alone(inputs, tmp_path):
+    config = make_config(inputs, tmp_path / "run", lora_peft_config=LORA, use_activation_checkpointing=True)
     on_ranks(2, run, config)
     metrics = lines(tmp_path / "run" / "metrics.jsonl")
     assert metrics[-1]["eval/loss"] < metrics[0]["eval/loss"]
@@ -142,14 +144,16 @@ def test_adapters_are_trained_and_saved_alone_and_cannot_be_sampled_from_yet(inp
     assert len(adapters) == 3 * 2 * 2
     assert all("lora_" in name for name in adapters)
 
+
+def test_lora_options_that_the_engine_cannot_follow_end_the_run_before_it_starts(inputs, tmp_path):
     path = tmp_path / "sampled.yaml"
-    save_config(config, path)
+    save_config(make_config(inputs, tmp_path / "run", lora_peft_config={**LORA, "use_dora": True}), path)
     sampler = "train_parameters.sampler={sample_frequency: 1, prompts: [a]}"
     with pytest.raises(ConfigError) as raised:
         finetune(load_config(path, [sampler]))
     assert str(raised.value) == (
-        "train_parameters.sampler cannot be used with lora_peft_config yet: the engine takes whole models only. "
-        "Set one of the two to null."
+        "train_parameters.lora_peft_config.use_dora=True is beyond vLLM's LoRA layers. Leave it out, or use "
+        "lora_mode: merged, which publishes merged weights."
     )
 
 
@@ -191,6 +195,22 @@ def test_the_examples_report_a_mistake_in_one_line(inputs, tmp_path):
         assert "Traceback" not in done.stderr
 
 
+SAMPLER = (
+    'train_parameters.sampler={sample_frequency: 4, prompts: ["abc", "xyzk"], vllm_dtype: float32, '
+    "sampling_params: {temperature: 0, max_tokens: 6, ignore_eos: true}, "
+    "engine: {max_model_len: 32, kv_cache_memory_bytes: 16777216}}"
+)
+
+
+def assert_last_answers_are_those_of(model, tokenizer, samples):
+    model.generation_config.eos_token_id = None
+    for sample in samples:
+        inputs = tokenizer(sample["prompt"], return_tensors="pt")
+        rest = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        expected = tokenizer.decode(rest[0, inputs.input_ids.shape[1] :])
+        assert sample["options"][0].split() == expected.split()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", ["", "sleep: all, offload_optimizer: true, "], ids=["awake", "sleeping"])
 def test_the_last_answers_of_the_engine_are_those_of_the_final_model(inputs, tmp_path, settings):
@@ -198,22 +218,35 @@ def test_the_last_answers_of_the_engine_are_those_of_the_final_model(inputs, tmp
 
     output = tmp_path / "run"
     make_config(inputs, output)
-    sampler = (
-        'train_parameters.sampler={sample_frequency: 4, prompts: ["abc", "xyzk"], vllm_dtype: float32, '
-        f"{settings}sampling_params: {{temperature: 0, max_tokens: 6, ignore_eos: true}}, "
-        "engine: {max_model_len: 32, kv_cache_memory_bytes: 16777216}}"
-    )
+    sampler = SAMPLER.replace("vllm_dtype", f"{settings}vllm_dtype")
     arguments = ("--yaml_path", str(tmp_path / "run.yaml"), "--world_size", "2", "--set", sampler)
     done = start("examples/llama_example_mp.py", *arguments)
     assert done.returncode == 0, done.stderr
     samples = lines(output / "samples.jsonl")
     assert [sample["train_step"] for sample in samples] == [0, 0, 4, 4, 6, 6]
     model = AutoModelForCausalLM.from_pretrained(output / "final-model")
-    model.generation_config.eos_token_id = None
     tokenizer = AutoTokenizer.from_pretrained(output / "final-model")
-    for sample in samples[-2:]:
-        inputs_ = tokenizer(sample["prompt"], return_tensors="pt")
-        rest = model.generate(**inputs_, max_new_tokens=6, do_sample=False)
-        expected = tokenizer.decode(rest[0, inputs_.input_ids.shape[1] :])
-        assert sample["options"][0].split() == expected.split()
+    assert_last_answers_are_those_of(model, tokenizer, samples[-2:])
     assert "step 6: 2 prompts sampled" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "use_dora"), [("adapter", False), ("merged", True)])
+def test_the_last_answers_of_the_engine_are_those_of_the_final_adapter(inputs, tmp_path, mode, use_dora):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    output = tmp_path / "run"
+    lora = LORA | {"lora_alpha": 16, "use_dora": use_dora}
+    config = make_config(inputs, output, lora_peft_config=lora)
+    save_config(config, tmp_path / "run.yaml")
+    sampler = SAMPLER.replace("sample_frequency", f"lora_mode: {mode}, sample_frequency")
+    arguments = ("--yaml_path", str(tmp_path / "run.yaml"), "--world_size", "2", "--set", sampler)
+    done = start("examples/llama_example_mp.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    samples = lines(output / "samples.jsonl")
+    assert samples[-1]["options"] != samples[0]["options"]
+    base = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    tokenizer = AutoTokenizer.from_pretrained(output / "final-model")
+    model = PeftModel.from_pretrained(base, output / "final-model")
+    assert_last_answers_are_those_of(model, tokenizer, samples[-2:])

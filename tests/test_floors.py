@@ -22,6 +22,7 @@ VLLM_AT_HOME = {
     "sampling/process.py",
     "sampling/request_outputs.py",
     "sampling/warm_up.py",
+    "weights/adapter_receive.py",
     "weights/experts.py",
     "weights/pack.py",
 }

@@ -19,6 +19,7 @@ from vectorlm.checkpoint.export import export_model
 from vectorlm.checkpoint.shared import require_shared
 from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.config import Config, save_config
+from vectorlm.config.lora import engine_arguments, refused_options
 from vectorlm.data.loader import StepLoader, load_dataset
 from vectorlm.errors import ConfigError
 from vectorlm.exam import Exam, read_questions
@@ -59,11 +60,6 @@ def finetune(config: Config, topology: Topology | None = None) -> None:
     """
     topology = topology or Topology.from_environment()
     settings = config.train_parameters
-    if settings.sampler is not None and settings.lora_peft_config is not None:
-        raise ConfigError(
-            "train_parameters.sampler cannot be used with lora_peft_config yet: the engine takes whole "
-            "models only. Set one of the two to null."
-        )
     _say_memory(config, topology)
     # The run has one progress bar, its own.
     disable_progress_bar()
@@ -105,6 +101,7 @@ def _open_engine(config: Config, topology: Topology, stack: ExitStack) -> Sampli
         "dtype": sampler.vllm_dtype,
         "gpu_memory_utilization": sampler.gpu_memory_utilization,
         "enable_sleep_mode": sampler.sleep != "none",
+        **_lora_arguments(config),
         **sampler.engine,
     }
     return stack.enter_context(
@@ -113,12 +110,23 @@ def _open_engine(config: Config, topology: Topology, stack: ExitStack) -> Sampli
             topology=topology,
             sampling_params=dict(sampler.sampling_params),
             receiver=sampler.receiver,
+            lora_mode="auto" if config.train_parameters.lora_peft_config is None else sampler.lora_mode,
             verify_updates=sampler.verify_updates,
             timeout_s=sampler.timeout_s,
             log_path=output / "sampler.log",
             **engine_args,
         )
     )
+
+
+def _lora_arguments(config: Config) -> dict[str, Any]:
+    """Return what the engine needs to compute with the run's adapters itself; nothing where it does not."""
+    sampler, options = config.train_parameters.sampler, config.train_parameters.lora_peft_config
+    if sampler is None or options is None:
+        return {}
+    for option, value, rule, fix in refused_options(options, sampler.lora_mode):
+        raise ConfigError(f"train_parameters.lora_peft_config.{option}={value!r} {rule}. {fix}")
+    return engine_arguments(options) if sampler.lora_mode == "adapter" else {}
 
 
 def _build(

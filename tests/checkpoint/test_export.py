@@ -61,24 +61,49 @@ def test_an_export_that_fails_leaves_the_older_model_whole(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["final-model", "llama"]
 
 
-def export_adapter(topology, model_dir, path):
+def export_adapter(topology, model_dir, path, options):
     torch.manual_seed(1)
-    model = shard_model(add_lora(load_model(model_dir), {"r": 2, "target_modules": ["q_proj"]}), topology)
+    model = shard_model(add_lora(load_model(model_dir), {"r": 2, **options}), topology)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
                 parameter.add_(0.5)
     export_model(model, load_tokenizer(model_dir), path)
     return model(input_ids=torch.arange(8)[None], use_cache=False).logits.detach()
 
 
-def test_of_a_model_with_adapters_the_adapters_alone_are_written(tmp_path):
+def assert_loads_as(expected, model_dir, path):
     from peft import PeftModel
 
-    model_dir, path = save_tiny_llama(tmp_path / "llama"), tmp_path / "final-model"
-    expected = on_ranks(2, export_adapter, model_dir, path)[0]
     loaded = PeftModel.from_pretrained(load_model(model_dir), path)
     # fp32 round-off: the sharded forward runs the same kernels on gathered copies
     torch.testing.assert_close(loaded(input_ids=torch.arange(8)[None]).logits, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_of_a_model_with_adapters_the_adapters_alone_are_written(tmp_path):
+    model_dir, path = save_tiny_llama(tmp_path / "llama"), tmp_path / "final-model"
+    expected = on_ranks(2, export_adapter, model_dir, path, {"target_modules": ["q_proj"]})[0]
+    assert_loads_as(expected, model_dir, path)
     assert (path / "adapter_model.safetensors").stat().st_size < 10_000
     assert not (path / "model.safetensors").exists()
+
+
+def export_all(topology, model_dir, root, cases):
+    return [export_adapter(topology, model_dir, root / name, options) for name, options in cases.items()]
+
+
+def test_whatever_the_options_the_final_adapter_loads_with_peft_and_equals_the_trained_model(tmp_path):
+    cases = {
+        "patterns": {
+            "target_modules": ["q_proj", "up_proj"],
+            "rank_pattern": {"q_proj": 5},
+            "use_rslora": True,
+        },
+        "dora": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+        "whole": {"target_modules": ["q_proj"], "modules_to_save": ["norm", "lm_head"]},
+        "embedding": {"target_modules": ["embed_tokens", "v_proj"]},
+        "pissa": {"target_modules": ["o_proj"], "init_lora_weights": "pissa"},
+    }
+    model_dir = save_tiny_llama(tmp_path / "llama")
+    for name, expected in zip(cases, on_ranks(2, export_all, model_dir, tmp_path, cases)[0], strict=True):
+        assert_loads_as(expected, model_dir, tmp_path / name)

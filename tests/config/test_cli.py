@@ -24,11 +24,10 @@ def complete(write_config):
 
 
 def test_check_says_what_the_run_would_do(complete, capsys):
-    no_lora = ["--set", "train_parameters.lora_peft_config=null"]
-    assert main(["check", complete(FULL), "--world_size", "2", *no_lora]) == 0
+    assert main(["check", complete(FULL), "--world_size", "2"]) == 0
     assert capsys.readouterr().out == (
         "my.yaml: ok\n"
-        "  model         models/tiny\n"
+        "  model         models/tiny with LoRA adapters\n"
         "  ranks         2, HYBRID_SHARD, bfloat16\n"
         "  training      1 epoch of data/train, evaluated on data/eval\n"
         "  global batch  256 sequences of up to 2048 tokens (2 ranks x train_bs 16 x accumulation 8)\n"

@@ -121,9 +121,55 @@ def test_a_reward_must_exist(complete):
     )
 
 
-def test_lora_and_a_sampler_exclude_each_other(complete):
-    assert "cannot be used together with a sampler yet" in problems(
-        complete, SAMPLER, "train_parameters.lora_peft_config={r: 4}"
+@pytest.mark.parametrize(
+    ("lora", "mode", "problem"),
+    [
+        (
+            "{r: 4, use_dora: true}",
+            "adapter",
+            "use_dora=true is beyond vLLM's LoRA layers. Leave it out, or use lora_mode: merged, which publishes "
+            "merged weights.",
+        ),
+        (
+            "{bias: all}",
+            "adapter",
+            "bias='all' is beyond vLLM's LoRA layers. Leave it out, or use lora_mode: merged, which publishes merged "
+            "weights.",
+        ),
+        (
+            "{r: 8, rank_pattern: {q_proj: 600}}",
+            "adapter",
+            "r=600 is beyond vLLM's largest adapter rank of 512. Use a smaller rank, or lora_mode: merged.",
+        ),
+        (
+            "{lora_bias: true}",
+            "merged",
+            "lora_bias=true changes the model in a way that neither vLLM's LoRA layers nor merged weights express. "
+            "Leave it out, or train without a sampler.",
+        ),
+    ],
+)
+def test_lora_options_that_the_engine_cannot_follow_are_refused(complete, lora, mode, problem):
+    override = f"train_parameters.lora_peft_config={lora}"
+    message = problems(complete, SAMPLER, f"train_parameters.sampler.lora_mode={mode}", override)
+    assert message == f"train_parameters.lora_peft_config.{problem} (--set {override})"
+
+
+def test_lora_options_that_the_engine_can_follow_pass_and_without_a_sampler_all_do(complete):
+    lora = "train_parameters.lora_peft_config={r: 4, bias: none, use_dora: false, modules_to_save: null}"
+    check_config(load_config(complete, [SAMPLER, lora]), 2, REWARDS)
+    dora = "train_parameters.lora_peft_config={use_dora: true, modules_to_save: [lm_head]}"
+    check_config(load_config(complete, [dora]), 2, REWARDS)
+    merged = "train_parameters.sampler.lora_mode=merged"
+    check_config(load_config(complete, [SAMPLER, merged, dora]), 2, REWARDS)
+
+
+def test_the_engines_own_room_for_adapters_must_be_enough(complete):
+    lora = "train_parameters.lora_peft_config={r: 9}"
+    override = "train_parameters.sampler.engine.max_lora_rank=8"
+    assert problems(complete, SAMPLER, lora, override) == (
+        "train_parameters.sampler.engine.max_lora_rank=8 must be at least the largest rank of the adapters, 9. "
+        f"Leave it out: it follows from lora_peft_config. (--set {override})"
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.config.heads import CPU_HEAD_SIZES, head_size_without_kernel
+from vectorlm.config.lora import largest_rank, refused_options
 from vectorlm.config.problem import describe_refusal, raise_problems
 from vectorlm.config.schema import Config
 
@@ -17,6 +18,7 @@ _ENGINE_SETTINGS_ELSEWHERE = {
     "model": "model",
     "dtype": "train_parameters.sampler.vllm_dtype",
     "gpu_memory_utilization": "train_parameters.sampler.gpu_memory_utilization",
+    "enable_lora": "train_parameters.sampler.lora_mode",
 }
 
 _SHARDED_OVER_NODES = ("FULL_SHARD", "SHARD_GRAD_OP")
@@ -45,6 +47,7 @@ def check_config(config: Config, world_size: int, reward_names: Collection[str],
     problems += _node_problems(config, world_size, num_nodes)
     problems += _parallel_problems(config, world_size // max(num_nodes, 1))
     problems += _sampler_problems(config, reward_names)
+    problems += _lora_problems(config)
     problems += _model_problems(config)
     problems += _dataset_problems(config)
     problems += _prompt_problems(config)
@@ -139,10 +142,20 @@ def _sampler_problems(config: Config, reward_names: Collection[str]) -> Iterator
         fix = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(sorted(reward_names))}."
         path = "train_parameters.sampler.reward"
         yield _refuse(config, path, sampler.reward, "is not a reward that exists", fix)
-    if config.train_parameters.lora_peft_config is not None:
-        path = "train_parameters.lora_peft_config"
-        rule = "cannot be used together with a sampler yet: the engine takes whole models only"
-        yield _refuse(config, path, "a mapping", rule, "Set it or train_parameters.sampler to null.")
+
+
+def _lora_problems(config: Config) -> Iterator[str]:
+    """Find LoRA options that the engine could not follow; without a sampler, peft alone has to."""
+    sampler, options = config.train_parameters.sampler, config.train_parameters.lora_peft_config
+    if sampler is None or options is None:
+        return
+    for option, value, rule, fix in refused_options(options, sampler.lora_mode):
+        yield _refuse(config, f"train_parameters.lora_peft_config.{option}", value, rule, fix)
+    rank, room = largest_rank(options), sampler.engine.get("max_lora_rank")
+    if isinstance(room, int) and rank > room:
+        path = "train_parameters.sampler.engine.max_lora_rank"
+        rule = f"must be at least the largest rank of the adapters, {rank}"
+        yield _refuse(config, path, room, rule, "Leave it out: it follows from lora_peft_config.")
 
 
 def _model_problems(config: Config) -> Iterator[str]:

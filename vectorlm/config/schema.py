@@ -90,6 +90,8 @@ class SamplerSettings:
     """Name of the reward that scores each completion (for example `countdown`), logged as `eval/accuracy`."""
     receiver: Literal["auto", "live", "packed"] = "auto"
     """How the engine takes new weights over: in place (`live`) or repacked for its own kernels (`packed`)."""
+    lora_mode: Literal["adapter", "merged"] = "adapter"
+    """With `lora_peft_config`: swap the adapters alone (`adapter`), or weights that they are merged into (`merged`)."""
     verify_updates: bool = True
     """Compare a checksum of what the engine computes with against what was sent, after each update."""
     sleep: Literal["none", "kv_cache", "all"] = "none"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import vllm
 
 RECEIVERS = ("auto", "live", "packed")
+LORA_MODES = ("auto", "adapter", "merged")
 
 
 class SamplingEngine:
@@ -45,6 +46,9 @@ class SamplingEngine:
         sampling_params: Used where a call gives none: a mapping or ``vllm.SamplingParams``.
         receiver: How the engine holds weights on CPU. `live`: plain, the fastest to swap; `packed`: in oneDNN's
             layout, the faster to sample from; `auto` decides by the model's size. On CUDA there is only `live`.
+        lora_mode: What an update of a PEFT model swaps. `adapter`: the adapters alone, into vLLM's LoRA layers (needs
+            ``enable_lora=True`` and a ``max_lora_rank``); `merged`: weights with the adapters merged into a copy;
+            `auto` is `adapter` where the engine has LoRA layers, `merged` otherwise.
         verify_updates: Prove after each update, by checksum, that the engine holds what the trainer sent.
         data_parallel_size: Engines per node, each on its own part of the node's devices; it divides the node's
             ranks. They take prompts from a common queue and swap weights together.
@@ -65,6 +69,7 @@ class SamplingEngine:
         topology: Topology | None = None,
         sampling_params: Any = None,
         receiver: str = "auto",
+        lora_mode: str = "auto",
         verify_updates: bool = True,
         data_parallel_size: int = 1,
         timeout_s: float = 300.0,
@@ -74,6 +79,7 @@ class SamplingEngine:
     ) -> None:
         if receiver not in RECEIVERS:
             raise ValueError(f"receiver={receiver!r} is not known: it must be one of {', '.join(RECEIVERS)}.")
+        lora_mode = choose_lora_mode(lora_mode, bool(engine_args.get("enable_lora")))
         if Path(model).is_absolute() and not Path(model).is_dir():
             raise FileNotFoundError(f"the model folder {model} does not exist.")
         self._topology = Topology.from_environment() if topology is None else topology
@@ -100,7 +106,12 @@ class SamplingEngine:
             )
         # Nothing here may point back to the engine: dropped by a notebook cell, it must end at once.
         self._swap = HotSwap(
-            self._topology, self._hosts, self._channel, silence_s=timeout_s, verify=verify_updates
+            self._topology,
+            self._hosts,
+            self._channel,
+            lora_mode=lora_mode,
+            silence_s=timeout_s,
+            verify=verify_updates,
         )
 
     @property
@@ -228,7 +239,8 @@ class SamplingEngine:
         """Hot-swap the weights of `model` into the running engine; nothing moves if it holds `train_step` already.
 
         Every rank writes its own shard into memory shared with the engine; nothing is gathered. The prefix cache is
-        emptied. Works for plain modules, FSDP2 modules and tied embeddings.
+        emptied. Works for plain modules, FSDP2 modules and tied embeddings; of PEFT models with LoRA the adapters alone
+        are swapped, or merged weights, as `lora_mode` says. The model is never modified.
 
         Args:
             model: The trained model, on every rank.
@@ -236,6 +248,7 @@ class SamplingEngine:
 
         Raises:
             WeightMismatch: Trainer and engine do not hold the same model; no weight has changed.
+            ConfigError: The model's LoRA options are beyond the engine's `lora_mode`.
             ValueError: `train_step` is negative.
             ChecksumMismatch: The engine does not hold what was sent; it generates nothing until an update succeeds.
             RankMismatch: Ranks passed different steps.
@@ -408,6 +421,28 @@ def require_devices(tensor_parallel_size: Any, ranks_per_engine: int, topology: 
             f"tensor_parallel_size={size} must be at most {ranks_per_engine}, the number of ranks of an engine: every "
             "worker of the engine shares the device of a rank. Use fewer, or start more ranks."
         )
+
+
+def choose_lora_mode(lora_mode: str, enable_lora: bool) -> str:
+    """Resolve `auto`, and refuse a mode that the engine is not built for.
+
+    Raises:
+        ValueError: The mode is unknown, or contradicts ``enable_lora``.
+    """
+    if lora_mode not in LORA_MODES:
+        raise ValueError(f"lora_mode={lora_mode!r} is not known: it must be one of {', '.join(LORA_MODES)}.")
+    if lora_mode == "adapter" and not enable_lora:
+        raise ValueError(
+            "lora_mode='adapter' needs an engine with LoRA layers: pass enable_lora=True and max_lora_rank, or use "
+            "lora_mode='merged'."
+        )
+    if lora_mode == "merged" and enable_lora:
+        raise ValueError(
+            "lora_mode='merged' needs no LoRA layers, which would only slow the engine down: leave enable_lora out."
+        )
+    if lora_mode == "auto":
+        return "adapter" if enable_lora else "merged"
+    return lora_mode
 
 
 def _summary(prompts: Sequence[Prompt]) -> str:

@@ -71,6 +71,8 @@ class Connect:
     manifest: Sequence[TensorSpec]
     arena_path: str | None
     """The arena of another engine of this node, to be shared; None makes one."""
+    part: str = "base"
+    """`base`: the model's own tensors; `adapter`: the LoRA factors on top of them."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,9 @@ class FinishUpdate:
 
     version: int
     checksums: Sequence[int] | None
+    """Of all tensors that were written, part by part; None if nothing shall be proven."""
+    swapped: tuple[str, ...] = ("base",)
+    """The parts that were written, `base` before `adapter`."""
 
 
 @dataclass(frozen=True)

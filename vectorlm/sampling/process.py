@@ -21,13 +21,13 @@ from vectorlm.ranks.watchdog import follow_parent, remove_folder
 from vectorlm.sampling import messages as say
 from vectorlm.sampling.bed import make_bed
 from vectorlm.sampling.packed import pack_outputs
+from vectorlm.sampling.parts import SwappedParts
 from vectorlm.sampling.request_outputs import pack_request_outputs
 from vectorlm.sampling.rest import Rest, parts_of
 from vectorlm.sampling.vllm_shim import build_engine, make_prompt, per_prompt
 from vectorlm.sampling.warm_up import naming_the_model, warm_up
 from vectorlm.sampling.workers import Workers, start_worker
 from vectorlm.weights.pack import keep_plain_weights
-from vectorlm.weights.receivers import Receivers
 
 ALIVE_EVERY_S = 1.0
 
@@ -53,8 +53,10 @@ class Sampler:
         with naming_the_model(start.model):
             self._engine = build_engine(start.model, start.engine_args, on_cpu)
             self.workers = Workers()
-            self._weights = Receivers(self._engine.collective_rpc)
-            self.receiver = self._weights.prepare(start.receiver)
+            self._parts = SwappedParts(
+                self._engine.collective_rpc, bool(start.engine_args.get("enable_lora"))
+            )
+            self.receiver = self._parts.prepare(start.receiver)
             warm_up(self._engine)
         bed = make_bed(self._engine, on_cpu)
         self._rest = Rest(bed.drop, bed.restore)
@@ -87,7 +89,8 @@ class Sampler:
         try:
             for index, (prompt, each) in enumerate(zip(command.prompts, params, strict=True)):
                 name = f"{number}-{index}"
-                self._engine.add_request(name, make_prompt(self._engine, prompt), each)
+                request = make_prompt(self._engine, prompt)
+                self._engine.add_request(name, request, each, lora_request=self._parts.adapter_request)
                 group.ids.append(name)
         except BaseException:
             self.abort(number)
@@ -116,7 +119,7 @@ class Sampler:
 
     def connect(self, command: say.Connect) -> say.Connected:
         """Match the trainer's tensors with the engine's."""
-        return say.Connected(self._weights.connect(command.manifest, command.arena_path))
+        return say.Connected(self._parts.connect(command))
 
     def begin_update(self) -> say.Paused:
         """Stand still: the ranks write into memory that the engine computes with."""
@@ -132,7 +135,7 @@ class Sampler:
         """Take the new weights over; until an update succeeds after a failed one, refuse to generate."""
         self.paused = False
         try:
-            load_s = self._weights.load(command.version, command.checksums)
+            load_s = self._parts.load(command)
             if not self._engine.reset_prefix_cache():
                 raise EngineError(
                     "the prefix cache still holds blocks of the old weights: requests are running."

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from vectorlm.ranks.topology import Topology
     from vectorlm.sampling.channel import Channel
     from vectorlm.sampling.hosts import Hosts
+    from vectorlm.weights.adapter_publish import AdapterPublisher
+    from vectorlm.weights.plan import Layout, TensorSpec
     from vectorlm.weights.publish import Publisher, Share
 
 
@@ -22,14 +24,32 @@ class HotSwap:
     """Brings the trainer's weights into the engines, and knows which they hold."""
 
     def __init__(
-        self, topology: Topology, hosts: Hosts, channel: Channel | None, *, silence_s: float, verify: bool
+        self,
+        topology: Topology,
+        hosts: Hosts,
+        channel: Channel | None,
+        *,
+        lora_mode: str,
+        silence_s: float,
+        verify: bool,
     ) -> None:
+        """Start with engines that hold their checkpoint.
+
+        Args:
+            topology: This rank's place in the run.
+            hosts: The ranks that own a sampler.
+            channel: The line to this rank's engine, on hosts.
+            lora_mode: What an update of a PEFT model swaps: `adapter` or `merged`.
+            silence_s: The longest silence that is tolerated from an engine.
+            verify: Whether to prove each update by checksum.
+        """
         self._topology = topology
         self._hosts = hosts
         self._channel = channel
         self._silence_s = silence_s
+        self._lora_mode = lora_mode
         self._verify = verify
-        self._publisher: Publisher | None = None
+        self._publisher: Publisher | AdapterPublisher | None = None
         self._held_step: int | None = None
         self.version = -1
         """The training step of the last update that succeeded; -1 before the first."""
@@ -50,7 +70,8 @@ class HotSwap:
         published_from = time.perf_counter()
         sums = self._hosts.together("publish weights", lambda: publisher.write(shares, self._verify))
         publish_s = time.perf_counter() - published_from
-        finish = say.FinishUpdate(train_step, self._of_node(sums) if self._verify else None)
+        totals = self._of_node(sums) if self._verify else None
+        finish = say.FinishUpdate(train_step, totals, publisher.swapped)
         updated = self._hosts.each("finish the update", lambda: self._call(finish))
         self.version = self._held_step = train_step
         load_s = max(answer.load_s for answer in updated)
@@ -67,27 +88,40 @@ class HotSwap:
             self._publisher.close()
             self._publisher = None
 
-    def _connect(self, model: torch.nn.Module) -> Publisher:
-        """Agree with the engines, once, on what will be sent and where it lies."""
+    def _connect(self, model: torch.nn.Module) -> Publisher | AdapterPublisher:
+        """Agree with the engines on what will be sent and where: once, and for adapters whenever they are others."""
+        from vectorlm.weights.adapter_publish import AdapterPublisher, make_publisher
         from vectorlm.weights.plan import manifest_of
-        from vectorlm.weights.publish import Publisher
 
         if self._publisher is None:
-            manifest, first = manifest_of(model), self._hosts.first_of_node
-            made = self._hosts.each(
-                "connect the weights", lambda: self._call(say.Connect(manifest, None)), first
-            )
-            layout = made[self._topology.node].layout
-            join = say.Connect(manifest, layout.path)
-            others = tuple(host for host in self._hosts.ranks if host not in first)
-            self._hosts.each("share the arena", lambda: self._call(join), others)
+            layout = self._lay_out(manifest_of(model), "base")
 
             def attach() -> None:
-                self._publisher = Publisher(layout, self._topology)
+                self._publisher = make_publisher(layout, self._topology, self._lora_mode)
 
             self._hosts.together("map the arena", attach)
         assert self._publisher is not None
+        if isinstance(self._publisher, AdapterPublisher):
+            self._connect_adapter(self._publisher, model)
         return self._publisher
+
+    def _connect_adapter(self, publisher: AdapterPublisher, model: torch.nn.Module) -> None:
+        looks = self._hosts.together("look at the adapters", lambda: publisher.look(model))
+        manifest, with_base = looks[0][0], self._held_step is None or any(changed for _, changed in looks)
+        is_new = manifest and manifest != publisher.manifest
+        layout = self._lay_out(manifest, "adapter") if is_new else None
+        self._hosts.together("map the adapters", lambda: publisher.prepare(with_base, manifest, layout))
+
+    def _lay_out(self, manifest: Sequence[TensorSpec], part: str) -> Layout:
+        """Have the first engine of each node make an arena for `manifest`, and the others of the node share it."""
+        first = self._hosts.first_of_node
+        make = say.Connect(manifest, None, part)
+        made = self._hosts.each(f"connect the {part}", lambda: self._call(make), first)
+        layout: Layout = made[self._topology.node].layout
+        join = say.Connect(manifest, layout.path, part)
+        others = tuple(host for host in self._hosts.ranks if host not in first)
+        self._hosts.each(f"share the arena of the {part}", lambda: self._call(join), others)
+        return layout
 
     def _call(self, command: Any) -> Any:
         assert self._channel is not None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vectorlm.errors import EngineError, VectorLMError
+from vectorlm.weights.adapter_receive import AdapterReceiver
 from vectorlm.weights.plan import Layout, TensorSpec
 from vectorlm.weights.receive import Receiver
 
@@ -29,6 +30,8 @@ class WeightExtension:
             model = self.model_runner.get_model()
             chosen = choose_receiver(kind, model)
             self._vectorlm_receiver = Receiver(model, chosen)
+            if (manager := getattr(self.model_runner, "lora_manager", None)) is not None:
+                self._vectorlm_adapter = AdapterReceiver(manager, model)
             return chosen
 
         return _outcome(prepare)
@@ -44,6 +47,18 @@ class WeightExtension:
     def vectorlm_load(self, version: int, with_checksums: bool) -> Outcome:
         """Take the arena's weights over; answer with checksums, if asked for."""
         return _outcome(lambda: self._vectorlm_receiver.load(version, with_checksums))
+
+    def vectorlm_connect_adapter(self, manifest: Sequence[TensorSpec], arena_path: str | None) -> Outcome:
+        """Find the LoRA layers for the trainer's adapter; answer with the layout of its arena."""
+        return _outcome(lambda: self._vectorlm_adapter.connect(manifest, arena_path))
+
+    def vectorlm_load_adapter(self, expected: Sequence[int] | None) -> Outcome:
+        """Take the adapter over; answer with the seconds it took."""
+        return _outcome(lambda: self._vectorlm_adapter.load(expected))
+
+    def vectorlm_clear_adapter(self) -> Outcome:
+        """Run on the base model alone."""
+        return _outcome(self._vectorlm_adapter.clear)
 
 
 def _outcome(work: Callable[[], Any]) -> Outcome:

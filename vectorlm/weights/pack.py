@@ -39,9 +39,14 @@ def keep_plain_weights() -> None:
 def packable_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the layers whose matrix product oneDNN can do, with their names."""
     heads = {
-        id(module) for name, module in model.named_modules(remove_duplicate=False) if name.endswith("lm_head")
+        id(getattr(module, "base_layer", module))
+        for name, module in model.named_modules(remove_duplicate=False)
+        if name.endswith("lm_head")
     }
     for name, module in model.named_modules():
+        if hasattr(module, "base_layer"):
+            # vLLM's LoRA layers pass on the attributes of the layer that they wrap.
+            continue
         weight = getattr(module, "weight", None)
         if hasattr(module, "cpu_linear") and weight is not None and weight.ndim == 2:
             # An embedding table is looked up, not multiplied with, unless it serves as the head too.

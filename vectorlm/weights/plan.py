@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -102,9 +103,19 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def trainer_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of `model` under their names without wrappers, resharded; tied ones appear once."""
+    """Return the parameters of `model` under their names without wrappers, resharded; tied ones appear once.
+
+    Of a PEFT model these are the base model's own, with ``modules_to_save`` in place of what they replace.
+    """
     reshard(model)
-    return {_clean(name): parameter for name, parameter in model.named_parameters()}
+    foreign = adapter_prefixes(model)
+    tensors: dict[str, torch.nn.Parameter] = {}
+    seen = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in seen and not name.startswith(foreign):
+            seen.add(id(parameter))
+            tensors[checkpoint_name(name)] = parameter
+    return tensors
 
 
 def manifest_of(model: torch.nn.Module) -> tuple[TensorSpec, ...]:
@@ -120,8 +131,26 @@ def manifest_of(model: torch.nn.Module) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(name, shape, pieces.get(name, ())) for name, shape in shapes.items())
 
 
-def _clean(name: str) -> str:
+def checkpoint_name(name: str) -> str:
+    """Return what a checkpoint of the base model calls this parameter or module, without the names of wrappers."""
     for part in WRAPPERS:
         name = name.replace(part, "")
-    # DistributedDataParallel wraps the whole model, and no checkpoint's names begin like this.
-    return name.removeprefix("module.")
+    # DistributedDataParallel and PEFT wrap the whole model, and no checkpoint's names begin like this.
+    name = name.removeprefix("module.").removeprefix("base_model.model.")
+    return re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)", "", name)
+
+
+def adapter_prefixes(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return how the names of those parameters begin that are no part of the base model as it computes now."""
+    prefixes = []
+    for name, module in model.named_modules():
+        owned: Any = module
+        if hasattr(owned, "lora_A") and hasattr(owned, "base_layer"):
+            prefixes.append(f"{name}.lora_")
+        elif hasattr(owned, "original_module") and hasattr(owned, "modules_to_save"):
+            active = [] if owned.disable_adapters else owned.active_adapters
+            replaced = [each for each in owned.modules_to_save if each in active]
+            unused = [each for each in owned.modules_to_save if each not in active]
+            prefixes += [f"{name}.modules_to_save.{each}." for each in unused]
+            prefixes += [f"{name}.original_module."] if replaced else []
+    return tuple(prefixes)

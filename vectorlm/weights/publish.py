@@ -16,7 +16,8 @@ from vectorlm.errors import WeightMismatch
 from vectorlm.ranks.topology import Topology
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
-from vectorlm.weights.plan import Layout, trainer_tensors
+from vectorlm.weights.plan import Layout
+from vectorlm.weights.source import Change, SourcesOf, base_sources
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,23 @@ class Share:
     """Where the rows start in the whole tensor."""
     word_bytes: int
     """Size of the words that its checksum adds."""
+    change: Change | None = None
+    """What becomes of the rows while they are written."""
 
 
 class Publisher:
     """Writes one rank's share of the model into the arena."""
 
-    def __init__(self, layout: Layout, topology: Topology) -> None:
+    def __init__(self, layout: Layout, topology: Topology, sources_of: SourcesOf = base_sources) -> None:
         self._topology = topology
+        self._sources_of = sources_of
         self._arena = Arena.open(layout.path, layout.num_bytes)
         self.num_bytes = sum(slot.num_bytes for slot in layout.slots)
         """Bytes of weights that one update replaces."""
         self.num_copied_bytes = layout.num_copied_bytes
         """Bytes of these that the engine copies once more."""
+        self.swapped: tuple[str, ...] = ("base",)
+        """What an update replaces."""
         self._shapes = {slot.name: slot.shape for slot in layout.slots}
         self._slots = {slot.name: self._arena.view(slot) for slot in layout.slots}
         self._word_bytes = {slot.name: slot.word_bytes for slot in layout.slots}
@@ -59,16 +65,16 @@ class Publisher:
         Raises:
             WeightMismatch: The model is not the one that the layout was made for, or is sharded in an unknown way.
         """
-        tensors = trainer_tensors(model)
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        sources = self._sources_of(model, self._topology)
+        shapes = {name: tuple(source.tensor.shape) for name, source in sources.items()}
         if shapes != self._shapes:
             raise WeightMismatch(_difference(shapes, self._shapes))
         shares = []
         for name, slot in self._slots.items():
-            rows, first_row = owned_rows(tensors[name], self._topology)
+            rows, first_row = owned_rows(sources[name].tensor, self._topology)
             table = slot.reshape(1) if slot.ndim == 0 else slot
             target = table[first_row : first_row + len(rows)]
-            shares.append(Share(target, rows, first_row, self._word_bytes[name]))
+            shares.append(Share(target, rows, first_row, self._word_bytes[name], sources[name].change))
         return shares
 
     def write(self, shares: Sequence[Share], with_checksums: bool = False) -> list[int]:
@@ -83,7 +89,8 @@ class Publisher:
         """
         sums = []
         for share in shares:
-            rows = share.rows.to(share.target.dtype)
+            rows = share.rows if share.change is None else share.change(share.rows)
+            rows = rows.to(share.target.dtype)
             share.target.copy_(rows)
             if with_checksums:
                 sums.append(checksum(rows, share.first_row, share.word_bytes))

@@ -82,9 +82,13 @@ class Receivers:
         return time.perf_counter() - start
 
     def _ask(self, method: str, *args: Any) -> list[Any]:
-        """Call `method` in every worker; return what each answered, or raise the first error."""
-        outcomes = self._call(method, args=args)
-        for _, error in outcomes:
-            if error is not None:
-                raise error
-        return [answer for answer, _ in outcomes]
+        return ask_all(self._call, method, *args)
+
+
+def ask_all(call: Call, method: str, *args: Any) -> list[Any]:
+    """Call `method` in every worker; return what each answered, or raise the first error."""
+    outcomes = call(method, args=args)
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [answer for answer, _ in outcomes]

@@ -1,0 +1,39 @@
+"""After each update of a PEFT model the engine's log-probs are that model's, by adapters or by merged weights."""
+
+from itertools import pairwise
+
+import pytest
+from lora_cases import WITH_LORA, swap_and_compare
+from rank_processes import save_tiny_llama
+
+import vectorlm
+
+# Two fp32 paths through three layers differ by a few 1e-6; a stale adapter shows as 1e-2 and more.
+FP32_GAP = 1e-4
+CASES = [
+    (1, True, "live", WITH_LORA),
+    (2, False, "packed", WITH_LORA),
+    (2, True, "live", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tied", "receiver", "engine_args"),
+    CASES,
+    ids=[
+        f"{world_size} ranks, {'tied' if tied else 'untied'}, {receiver}, {'adapter' if args else 'merged'}"
+        for world_size, tied, receiver, args in CASES
+    ],
+)
+def test_after_each_update_the_engine_is_the_peft_model(tmp_path, world_size, tied, receiver, engine_args):
+    folder = save_tiny_llama(tmp_path / "model", tied=tied, hidden_size=64)
+    args = {"receiver": receiver, **engine_args}
+    for seen in vectorlm.launch(swap_and_compare, str(folder), args, world_size=world_size):
+        assert all(gap < FP32_GAP for gap, _, _ in seen)
+        assert all(before[1] != after[1] for before, after in pairwise(seen)), "the updates changed nothing"
+        whole, *later = [num_bytes for _, _, num_bytes in seen]
+        if engine_args:
+            assert set(later) == {later[0]}
+            assert later[0] < whole / 5, "more than the adapters moved"
+        else:
+            assert set(later) == {whole}

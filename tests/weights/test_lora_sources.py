@@ -1,0 +1,215 @@
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from rank_processes import on_ranks, save_tiny_llama
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from vectorlm.errors import ConfigError, WeightMismatch
+from vectorlm.ranks.topology import Topology
+from vectorlm.weights.arena import Arena
+from vectorlm.weights.checksum import checksum
+from vectorlm.weights.lora_sources import adapter_sources, merged_sources
+from vectorlm.weights.plan import Layout, Slot, manifest_of
+from vectorlm.weights.publish import Publisher
+
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+OPTIONS = {
+    "plain": {"target_modules": ["q_proj", "v_proj"]},
+    "every linear layer": {"target_modules": "all-linear", "lora_alpha": 3},
+    "rank-stabilised": {"target_modules": ALL_LINEAR, "use_rslora": True, "lora_alpha": 5},
+    "patterns": {
+        "target_modules": ALL_LINEAR,
+        "rank_pattern": {"q_proj": 5, "layers.1.mlp.up_proj": 1},
+        "alpha_pattern": {"k_proj": 32},
+    },
+    "embedding and head": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "DoRA": {"target_modules": ALL_LINEAR, "use_dora": True},
+    "modules to save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
+    "PiSSA": {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": "pissa"},
+}
+
+
+SCRATCH = Arena.create(1 << 20)
+
+
+def adapted(folder, options, seed=0):
+    """Return a PEFT model all of whose trained tensors are far from where they began."""
+    torch.manual_seed(seed)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(**{"task_type": "CAUSAL_LM", "r": 2, **options}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape) * 0.3)
+    return model
+
+
+def plain_merge(model):
+    """Return peft's own merged weights by name."""
+    merged = copy.deepcopy(model).merge_and_unload()
+    return {name: parameter.detach() for name, parameter in merged.named_parameters()}
+
+
+def publish(topology, model, sources_of, path, shapes):
+    slots, end = [], 0
+    for name, shape in shapes.items():
+        slots.append(Slot(name, shape, "float32", end))
+        end += -(-slots[-1].num_bytes // 64) * 64
+    publisher = Publisher(Layout(path, end, tuple(slots)), topology, sources_of)
+    return slots, publisher.write(publisher.shares(model), with_checksums=True)
+
+
+def publish_sharded(topology, folder, plans):
+    """Publish every case of `plans` from a model of its own; return the checksums, and what changed in the models."""
+    all_sums, changed = [], []
+    for options, sources_of, path, shapes in plans:
+        model = adapted(folder, options)
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        for block in model.base_model.model.model.layers:
+            fully_shard(block)
+        fully_shard(model)
+        all_sums.append(publish(topology, model, sources_of, path, shapes)[1])
+        after = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+        changed += [name for name in before if not torch.equal(after[name], before[name])]
+    return all_sums, changed
+
+
+def shapes_of(sources):
+    return {name: tuple(source.tensor.shape) for name, source in sources.items()}
+
+
+ADAPTERS = ["plain", "rank-stabilised", "patterns", "embedding and head"]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """What two ranks published of every case, by case and mode: slots, arena and checksums."""
+    # 47 rows do not divide by two: the last shard of the head and of the embedding is a short one.
+    folder = save_tiny_llama(tmp_path_factory.mktemp("sources") / "model", vocab_size=47)
+    cases = [(name, merged_sources) for name in OPTIONS] + [(name, adapter_sources) for name in ADAPTERS]
+    arenas = [Arena.create(1 << 20) for _ in cases]
+    shapes = [shapes_of(sources_of(adapted(folder, OPTIONS[name]), Topology())) for name, sources_of in cases]
+    plans = [
+        (OPTIONS[name], sources_of, arena.path, each)
+        for (name, sources_of), arena, each in zip(cases, arenas, shapes, strict=True)
+    ]
+    results = on_ranks(2, publish_sharded, str(folder), plans)
+    assert [changed for _, changed in results] == [[], []], "publishing changed the trainer's weights"
+    found = {}
+    for index, ((name, sources_of), arena) in enumerate(zip(cases, arenas, strict=True)):
+        slots, _ = publish(
+            Topology(), adapted(folder, OPTIONS[name]), sources_of, SCRATCH.path, shapes[index]
+        )
+        sums = [sum(parts) % 2**64 for parts in zip(*(sums[index] for sums, _ in results), strict=True)]
+        found[name, sources_of] = {slot.name: arena.view(slot).clone() for slot in slots}, sums
+    return folder, found
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_ranks_publish_what_peft_would_merge(published, name):
+    folder, found = published
+    sent, sums = found[name, merged_sources]
+    expected = plain_merge(adapted(folder, OPTIONS[name]))
+    assert set(sent) == set(expected)
+    for (weight, tensor), total in zip(sent.items(), sums, strict=True):
+        # Two ways to add the same float32 products.
+        torch.testing.assert_close(tensor, expected[weight], rtol=1e-5, atol=1e-6, msg=weight)
+        assert total == checksum(tensor), weight
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_two_ranks_publish_adapters_whose_product_is_what_peft_would_add(published, name):
+    folder, found = published
+    sent, sums = found[name, adapter_sources]
+    base = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    assert sums == [checksum(tensor) for tensor in sent.values()]
+    for weight, merged in plain_merge(adapted(folder, OPTIONS[name])).items():
+        layer = weight.removesuffix(".weight")
+        added = torch.zeros_like(base[weight])
+        if f"{layer}.lora_A" in sent:
+            added = sent[f"{layer}.lora_B"] @ sent[f"{layer}.lora_A"]
+            added = added.t() if layer.endswith("embed_tokens") else added
+        torch.testing.assert_close(base[weight] + added, merged, rtol=1e-5, atol=1e-6, msg=weight)
+
+
+def test_weights_that_are_stored_transposed_are_merged_too():
+    torch.manual_seed(0)
+    base = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=8))
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["c_attn", "wte"], fan_in_fan_out=True))
+    torch.nn.init.normal_(model.base_model.model.transformer.h[0].attn.c_attn.lora_B.default.weight)
+    source = merged_sources(model.base_model.model.transformer.h, Topology())["0.attn.c_attn.weight"]
+    expected = plain_merge(model)["transformer.h.0.attn.c_attn.weight"]
+    torch.testing.assert_close(source.change(source.tensor.detach()), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_several_active_adapters_are_merged_together_and_disabled_ones_not_at_all(tmp_path):
+    model = adapted(save_tiny_llama(tmp_path / "model"), OPTIONS["plain"])
+    model.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+    merged = copy.deepcopy(model).merge_and_unload(adapter_names=["default", "second"])
+    sources = merged_sources(model, Topology())
+    for name, expected in merged.named_parameters():
+        source = sources[name]
+        rows = source.change(source.tensor.detach()) if source.change else source.tensor
+        torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-6, check_dtype=False, msg=name)
+    with pytest.raises(ConfigError, match="several active adapters, which vLLM's LoRA layers cannot compute"):
+        adapter_sources(model, Topology())
+    with model.disable_adapter():
+        assert all(source.change is None for source in merged_sources(model, Topology()).values())
+        assert adapter_sources(model, Topology()) == {}
+
+
+def test_the_names_of_an_adapted_model_are_those_of_its_base(tmp_path):
+    folder = save_tiny_llama(tmp_path / "model", tied=True)
+    plain = manifest_of(AutoModelForCausalLM.from_pretrained(folder))
+    assert manifest_of(adapted(folder, OPTIONS["patterns"])) == plain
+    assert manifest_of(adapted(folder, {"target_modules": ["q_proj"], "modules_to_save": ["norm"]})) == plain
+
+
+REFUSED = {
+    "adapter": [
+        (
+            {"use_dora": True},
+            r"use_dora=True is beyond vLLM's LoRA layers\. .*lora_mode: merged, which publishes",
+        ),
+        ({"bias": "lora_only"}, r"bias='lora_only' is beyond vLLM's LoRA layers"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is beyond"),
+        ({"r": 513}, r"r=513 is beyond vLLM's largest adapter rank of 512\. Use a smaller rank"),
+        (
+            {"trainable_token_indices": [1]},
+            r"trainable_token_indices=\[1\] changes the model in a way that neither",
+        ),
+    ],
+    "merged": [
+        (
+            {"lora_bias": True},
+            r"lora_bias=True changes the model in a way that neither .* train without a sampler",
+        ),
+        ({"trainable_token_indices": [1]}, r"trainable_token_indices=\[1\] changes"),
+        (
+            {"target_modules": ["lm_head"]},
+            r"'lm_head' cannot be merged: other layers use the same weight without it",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "message"), [(mode, *case) for mode, cases in REFUSED.items() for case in cases]
+)
+def test_options_beyond_a_mode_are_refused_by_name_with_the_way_out(tmp_path, mode, options, message):
+    folder = save_tiny_llama(tmp_path / "model", tied=True)
+    model = adapted(folder, {"target_modules": ["q_proj"], **options})
+    with pytest.raises(ConfigError, match=message):
+        (adapter_sources if mode == "adapter" else merged_sources)(model, Topology())
+
+
+def test_adapters_merged_into_the_trainers_own_weights_are_refused(tmp_path):
+    model = adapted(save_tiny_llama(tmp_path / "model"), OPTIONS["plain"])
+    model.merge_adapter()
+    for sources_of in (adapter_sources, merged_sources):
+        with pytest.raises(WeightMismatch, match=r"q_proj' are merged .* call unmerge_adapter\(\) before"):
+            sources_of(model, Topology())

@@ -1,0 +1,76 @@
+"""Which LoRA options an engine can follow, and how large its adapters must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# fmt: off
+SERVED = frozenset(
+    {
+        "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
+        "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+        "lora_dropout", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+        "qalora_group_size", "megatron_core", "runtime_config",
+        "task_type", "peft_type", "peft_version", "inference_mode", "base_model_name_or_path", "revision",
+        "auto_mapping",
+    }
+)
+# fmt: on
+"""What vLLM's LoRA layers compute with, or what only matters while training or when it starts."""
+
+MERGEABLE = frozenset({"use_dora", "bias", "modules_to_save"})
+"""Options that end up in the base model's own tensors, which `merged` publishes."""
+
+ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as ``max_lora_rank`` (0.26 to 0.32)."""
+
+Refusal = tuple[str, Any, str, str]
+"""Option, value, the rule that it breaks, the fix."""
+
+
+def refused_options(options: Mapping[str, Any], lora_mode: str) -> Iterator[Refusal]:
+    """Yield the options that an engine cannot follow in this mode.
+
+    Args:
+        options: Arguments of ``peft.LoraConfig``.
+        lora_mode: `adapter` (vLLM's own LoRA layers) or `merged` (merged weights are published).
+    """
+    for option, value in options.items():
+        if option in SERVED or value in (None, False, "none") or value in ([], {}, ()):
+            continue
+        if option not in MERGEABLE:
+            rule = "changes the model in a way that neither vLLM's LoRA layers nor merged weights express"
+            yield option, value, rule, "Leave it out, or train without a sampler."
+        elif lora_mode == "adapter":
+            rule = "is beyond vLLM's LoRA layers"
+            yield (
+                option,
+                value,
+                rule,
+                "Leave it out, or use lora_mode: merged, which publishes merged weights.",
+            )
+    if lora_mode == "adapter" and (rank := largest_rank(options)) > ENGINE_RANKS[-1]:
+        rule = f"is beyond vLLM's largest adapter rank of {ENGINE_RANKS[-1]}"
+        yield "r", rank, rule, "Use a smaller rank, or lora_mode: merged."
+
+
+def largest_rank(options: Mapping[str, Any]) -> int:
+    """Return the largest rank that any layer's adapter has; PEFT's default is 8."""
+    return max([int(options.get("r", 8)), *map(int, (options.get("rank_pattern") or {}).values())])
+
+
+def engine_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine that make room for these adapters, and for no others.
+
+    Every layer with room for an adapter pays for it at each step, so the engine gets the names of those that have one.
+
+    Args:
+        options: Arguments of ``peft.LoraConfig``, with a rank that `refused_options` let pass.
+    """
+    rank = next(each for each in ENGINE_RANKS if each >= largest_rank(options))
+    arguments: dict[str, Any] = {"enable_lora": True, "max_lora_rank": rank}
+    targets = options.get("target_modules")
+    if isinstance(targets, (list, tuple)) and targets:
+        arguments["lora_target_modules"] = sorted({str(name).rpartition(".")[2] for name in targets})
+    return arguments

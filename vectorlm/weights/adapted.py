@@ -1,0 +1,94 @@
+"""A PEFT model, seen as the base model that it wraps and the LoRA layers that it adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vectorlm.config.lora import refused_options
+from vectorlm.errors import ConfigError, WeightMismatch
+from vectorlm.weights.plan import checkpoint_name
+
+
+@dataclass(frozen=True)
+class LoraFactors:
+    """One adapter of one layer: it adds ``scaling * B @ A`` to the layer's weight.
+
+    Source: Hu et al. 2021, arXiv 2106.09685, eq. 3; the magnitude is Liu et al. 2024, arXiv 2402.09353, eq. 5.
+    """
+
+    layer: str
+    """The layer's name in the base model."""
+    a: torch.Tensor
+    """[r, in], float; for an embedding [r, vocabulary]."""
+    b: torch.Tensor
+    """[out, r], float; for an embedding [dimensions, r]."""
+    scaling: float
+    """alpha / r, or alpha / sqrt(r)."""
+    is_transposed: bool
+    """Whether the base weight is [in, out]: embeddings and GPT-2's layers."""
+    magnitude: torch.Tensor | None
+    """DoRA's length of each row of the weight, [out]; None for plain LoRA."""
+
+
+def lora_factors(model: torch.nn.Module) -> list[LoraFactors]:
+    """List the active adapters of `model`, layer by layer; none for a model without LoRA.
+
+    Raises:
+        ConfigError: An adapter does more to its layer than LoRA or DoRA.
+        WeightMismatch: An adapter is merged into its base weight.
+    """
+    found = []
+    for name, layer in model.named_modules():
+        if not is_lora_layer(layer) or layer.disable_adapters:
+            continue
+        if layer.merged:
+            raise WeightMismatch(
+                f"the adapters of {checkpoint_name(name)!r} are merged into its base weight: call unmerge_adapter() "
+                "before the update."
+            )
+        found += [_factors(checkpoint_name(name), layer, adapter) for adapter in layer.active_adapters]
+    return [each for each in found if each is not None]
+
+
+def is_lora_layer(module: Any) -> bool:
+    """Whether `module` is a layer that PEFT put LoRA on; told by its parts, for peft need not be installed."""
+    return hasattr(module, "lora_A") and hasattr(module, "lora_embedding_A") and hasattr(module, "base_layer")
+
+
+def require_expressible(model: torch.nn.Module, lora_mode: str) -> None:
+    """Refuse adapters that the engine could not follow in this mode.
+
+    Args:
+        model: The trainer's model, with or without adapters.
+        lora_mode: `adapter` or `merged`.
+
+    Raises:
+        ConfigError: An option of the model's LoRA config is beyond that mode; the text says what to do.
+    """
+    owner: Any = next((module for module in model.modules() if hasattr(module, "peft_config")), None)
+    layers: list[Any] = [module for module in model.modules() if is_lora_layer(module)]
+    for adapter in sorted({adapter for layer in layers for adapter in layer.active_adapters}):
+        options = owner.peft_config[adapter].to_dict() if owner is not None else {}
+        for option, value, rule, fix in refused_options(options, lora_mode):
+            raise ConfigError(f"the model's LoRA option {option}={value!r} {rule}. {fix}")
+
+
+def _factors(name: str, layer: Any, adapter: str) -> LoraFactors | None:
+    variant = type(layer.lora_variant.get(adapter)).__name__
+    if variant not in ("NoneType", "DoraLinearVariant"):
+        raise ConfigError(
+            f"the adapter of {name!r} is a {variant}, which is neither LoRA nor DoRA on a linear layer. Leave that "
+            "layer out of target_modules, or use plain LoRA."
+        )
+    scaling = float(layer.scaling.get(adapter, 0.0))
+    if adapter in layer.lora_A:
+        magnitude = layer.lora_magnitude_vector[adapter].weight if variant != "NoneType" else None
+        a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+        return LoraFactors(name, a, b, scaling, bool(layer.fan_in_fan_out), magnitude)
+    if adapter in layer.lora_embedding_A:
+        a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+        return LoraFactors(name, a, b, scaling, True, None)
+    return None

@@ -1,0 +1,186 @@
+"""The engine's side of an adapter swap: put the arena's adapter into vLLM's LoRA layers, and prove that it is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vectorlm.errors import ChecksumMismatch, WeightMismatch
+from vectorlm.weights.arena import Arena
+from vectorlm.weights.checksum import checksum
+from vectorlm.weights.layout import ALIGNMENT
+from vectorlm.weights.plan import Layout, Slot, TensorSpec, dtype_name
+
+ADAPTER_ID = 1
+ADAPTER_NAME = "vectorlm"
+
+USE_MERGED = "Use lora_mode='merged', which publishes merged weights."
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one adapter's A and B live in the engine."""
+
+    layer: Any
+    """vLLM's LoRA layer; a fused one holds the adapters of several trainer layers."""
+    index: int
+    """Which of them this is."""
+
+    def buffers(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A [max_rank, in] and B [out, max_rank] as the layer computes with them, for vLLM's adapter `slot`."""
+        a, b = self.layer.lora_a_stacked, self.layer.lora_b_stacked
+        if isinstance(a, tuple):
+            return a[self.index][slot, 0], b[self.index][slot, 0]
+        # An embedding looks its A up instead of multiplying with it: [slots, vocabulary, max_rank].
+        return (a[slot].t() if a.ndim == 3 else a[slot, 0]), b[slot, 0]
+
+
+class AdapterReceiver:
+    """Holds the one adapter of an engine, on which all its requests run; zero until the first update."""
+
+    def __init__(self, worker_manager: Any, model: Any) -> None:
+        """Take over the LoRA layers of `model`, managed by vLLM's ``LRUCacheWorkerLoRAManager``."""
+        self._worker_manager = worker_manager
+        self._manager = worker_manager._adapter_manager
+        mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+        self._mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+        self._seats: dict[str, Seat] = {}
+        self.clear()
+
+    def connect(self, manifest: Sequence[TensorSpec], arena_path: str | None = None) -> Layout:
+        """Find the seat of every tensor and make the arena that the adapter will travel through.
+
+        Args:
+            manifest: ``<layer>.lora_A`` and ``<layer>.lora_B`` of every layer that has an adapter.
+            arena_path: The arena of another engine of this node, which is then shared; None makes one.
+
+        Raises:
+            WeightMismatch: vLLM has no LoRA layer there, or one of another size; the text names the tensors.
+        """
+        places, seats = dict(self._places()), {}
+        for spec in manifest:
+            layer = spec.name.rpartition(".")[0]
+            seats[spec.name] = places.get(self._engine_name(layer))
+        _require_seats(manifest, seats)
+        self._seats = {name: seat for name, seat in seats.items() if seat is not None}
+        slots, end = [], 0
+        for spec in manifest:
+            dtype = dtype_name(self._seats[spec.name].buffers(0)[0].dtype)
+            slots.append(Slot(spec.name, spec.shape, dtype, end))
+            end = -(-(end + slots[-1].num_bytes) // ALIGNMENT) * ALIGNMENT
+        num_bytes = max(end, ALIGNMENT)
+        self._arena = Arena.open(arena_path, num_bytes) if arena_path else Arena.create(num_bytes)
+        self._slots = tuple(slots)
+        return Layout(arena_path or self._arena.path, num_bytes, self._slots)
+
+    def load(self, expected: Sequence[int] | None = None) -> float:
+        """Make the engine's requests run on the adapter that the arena holds now.
+
+        Args:
+            expected: The checksum of every tensor as the trainer counts it; None skips the proof.
+
+        Returns:
+            Seconds it took.
+
+        Raises:
+            ChecksumMismatch: What the LoRA layers compute with is not what was sent; the text names the tensors.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        start = time.perf_counter()
+        # Copies, because vLLM keeps the tensors and the arena will be written to.
+        tensors = {slot.name: self._arena.view(slot).clone() for slot in self._slots}
+        layers = {}
+        for name in dict.fromkeys(slot.name.rpartition(".")[0] for slot in self._slots):
+            a, b = tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]
+            own = self._engine_name(name)
+            layers[own] = LoRALayerWeights(own, len(a), len(a), a, b, scaling=1.0)
+        self._install(LoRAModel(ADAPTER_ID, max(len(a) for a in tensors.values()), layers))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if expected is not None:
+            self._verify(expected)
+        return time.perf_counter() - start
+
+    def clear(self) -> None:
+        """Make the adapter zero, so that requests run on the base model alone."""
+        self._manager.remove_adapter(ADAPTER_ID)
+        self._worker_manager.add_dummy_lora(adapter_request(), rank=1)
+        self._manager.activate_adapter(ADAPTER_ID)
+
+    def _install(self, adapter: Any) -> None:
+        self._manager.remove_adapter(ADAPTER_ID)
+        self._manager.add_adapter(adapter)
+        self._manager.activate_adapter(ADAPTER_ID)
+
+    def _places(self) -> Iterator[tuple[str, Seat]]:
+        """Yield the layers that an adapter can have, under the engine's names without the fusing."""
+        for name, layer in self._manager.modules.items():
+            parts = self._manager.packed_modules.get(name, [name])
+            # Experts, and fused layers whose parts are no slices of their own, have other buffers.
+            if hasattr(layer, "lora_a_stacked") and getattr(layer, "n_slices", 1) == len(parts):
+                yield from ((part, Seat(layer, index)) for index, part in enumerate(parts))
+
+    def _engine_name(self, layer: str) -> str:
+        renamed = self._mapper._map_name(f"{layer}.weight") if self._mapper is not None else None
+        return layer if renamed is None else renamed.removesuffix(".weight")
+
+    def _verify(self, expected: Sequence[int]) -> None:
+        """Sum the layers' own buffers, and see that everything beside the adapter is zero."""
+        slot = self._manager.lora_index_to_id.index(ADAPTER_ID)
+        wrong, filled = [], 0
+        for spec, total in zip(self._slots, expected, strict=True):
+            a, b = self._seats[spec.name].buffers(slot)
+            rows = a[: spec.shape[0]] if spec.name.endswith(".lora_A") else b[:, : spec.shape[1]]
+            filled += int(rows.count_nonzero())
+            if checksum(rows) != total:
+                wrong.append(spec.name)
+        held = sum(int(each.count_nonzero()) for _, seat in self._places() for each in seat.buffers(slot))
+        if held != filled:
+            wrong.append(f"{held - filled} numbers that belong to no adapter")
+        if wrong:
+            raise ChecksumMismatch(
+                f"after the update the engine's LoRA layers do not hold the adapters that the trainer sent: "
+                f"{wrong[:8]}{' and more' if len(wrong) > 8 else ''}."
+            )
+
+
+def adapter_request() -> Any:
+    """Return what a request carries to run on the engine's adapter."""
+    from vllm.lora.request import LoRARequest
+
+    # vLLM would read the path if the adapter were not there; it always is, and an error would show this text.
+    return LoRARequest(ADAPTER_NAME, ADAPTER_ID, "/in/memory/only")
+
+
+def _require_seats(manifest: Sequence[TensorSpec], seats: dict[str, Seat | None]) -> None:
+    missing, misfits = [], []
+    for spec in manifest:
+        seat = seats[spec.name]
+        if seat is None or getattr(seat.layer, "tp_size", 1) != 1:
+            missing.append(spec.name)
+            continue
+        a, b = seat.buffers(0)
+        is_a = spec.name.endswith(".lora_A")
+        room = (len(a), a.shape[1]) if is_a else (len(b), b.shape[1])
+        rank, size = spec.shape if is_a else spec.shape[::-1]
+        max_rank, width = room if is_a else room[::-1]
+        if rank > max_rank:
+            misfits.append(f"{spec.name} has rank {rank}, max_lora_rank is {max_rank}")
+        elif size != width:
+            misfits.append(f"{spec.name} {spec.shape} for {room}")
+    if missing:
+        raise WeightMismatch(
+            f"vLLM has no LoRA layer, or one that is split over devices, for {len(missing)} adapter tensors: "
+            f"{missing[:8]}{' and more' if len(missing) > 8 else ''}. {USE_MERGED}"
+        )
+    if misfits:
+        raise WeightMismatch(
+            f"the engine's LoRA layers have no room for {len(misfits)} adapter tensors: {'; '.join(misfits[:4])}. "
+            "Build the engine with a larger max_lora_rank, or use lora_mode='merged'."
+        )
