@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from families import FAMILIES, save_family
 from rank_processes import save_tiny_llama
 from safetensors.torch import load_file, save_file
 
@@ -56,6 +57,25 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(model_dir, tmp_path):
     (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
     with pytest.raises(ConfigError, match=r"lacks 1 tensors \(model.norm.weight\)"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("load", [load_model, load_empty_model])
+def test_attention_scores_that_the_model_caps_are_capped(load, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = save_family(FAMILIES["Gemma 2"], tmp_path)
+    assert load(folder).config._attn_implementation == "eager"
+    if load is load_model:
+        # So loud that the cap of 50 matters; torch's own kernel leaves it out.
+        ours, uncapped = (
+            load(folder),
+            AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa"),
+        )
+        for model in (ours, uncapped):
+            for name, parameter in model.named_parameters():
+                parameter.data.mul_(30 if "q_proj" in name or "k_proj" in name else 1)
+        tokens = torch.arange(2, 20)[None]
+        assert (ours(tokens).logits - uncapped(tokens).logits).abs().max() > 1e-2
 
 
 def test_flash_attention_without_its_package_is_an_error(model_dir):

@@ -1,19 +1,18 @@
 """A hot swap works for every family in the table, and a model that vLLM cannot run says so before training."""
 
 import pytest
-import torch
 import transformers
 from families import FAMILIES, Family, save_family
 from family_runs import PAGE, QUICK, RUNS, Result, page, read_results, record
 from swap_cases import compare, perturb
-from transformers import AutoModelForCausalLM
 
 import vectorlm
 from vectorlm import SamplingEngine
 from vectorlm.errors import ChecksumMismatch, EngineError
+from vectorlm.model.load import load_model
 from vectorlm.model.shard import transformer_blocks
 
-# Two fp32 paths differ by a few 1e-6, Gemma 2's capped logits by some 1e-5; a stale tensor shows as 1e-2 and more.
+# Two fp32 paths differ by a few 1e-6; a stale tensor shows as 1e-2 and more.
 FP32_GAP = 1e-4
 NUM_UPDATES = 2
 
@@ -23,7 +22,7 @@ def swap(folder, receiver):
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    model, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+    model, reference = load_model(folder), load_model(folder).eval()
     if dist.is_initialized():
         for block in transformer_blocks(model):
             fully_shard(block)

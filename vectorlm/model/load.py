@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ def load_model(path: str | Path, *, flash_attention: bool = False) -> PreTrained
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=torch.float32,
-        attn_implementation=_attention(flash_attention),
+        attn_implementation=_attention(directory, flash_attention),
         output_loading_info=True,
     )
     model, info = loaded
@@ -73,10 +74,11 @@ def load_empty_model(path: str | Path, *, flash_attention: bool = False) -> PreT
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(_model_directory(path))
+    directory = _model_directory(path)
+    config = AutoConfig.from_pretrained(directory)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=_attention(flash_attention)
+            config, dtype=torch.float32, attn_implementation=_attention(directory, flash_attention)
         )
     model.tie_weights()
     return model.train()
@@ -92,7 +94,7 @@ def _model_directory(path: str | Path) -> Path:
     return Path(path)
 
 
-def _attention(flash_attention: bool) -> str:
+def _attention(directory: Path, flash_attention: bool) -> str:
     from transformers.utils import is_flash_attn_2_available
 
     if flash_attention and not is_flash_attn_2_available():
@@ -100,4 +102,9 @@ def _attention(flash_attention: bool) -> str:
             "train_parameters.use_flash_attention=True needs the flash-attn package and a CUDA device, and "
             "one of them is missing here. Install it, or set use_flash_attention: False."
         )
-    return "flash_attention_2" if flash_attention else "sdpa"
+    if flash_attention:
+        return "flash_attention_2"
+    # transformers 5.19: with torch's kernel the cap on Gemma 2's attention scores is left out without a word, and the
+    # trainer's log-probabilities would not be the engine's.
+    capped = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("attn_logit_softcapping")
+    return "eager" if capped else "sdpa"
