@@ -120,15 +120,17 @@ def test_the_plain_torchrun_command_trains_without_a_sampler(checkout):
 def test_the_command_for_several_machines_waits_for_the_others(checkout):
     command = [command for command in commands() if command.startswith("python")][-1]
     assert "--nnodes 2" in command
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, *shlex.split(command)[1:]],
+        [sys.executable, *shlex.split(command.replace("29400", str(port)))[1:]],
         cwd=checkout,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     try:
-        assert is_answered(29400, within_s=90)
+        assert is_answered(port, within_s=90)
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=30)[0].startswith("interrupted")
         assert process.returncode == 130
