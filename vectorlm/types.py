@@ -72,8 +72,8 @@ class Handle(Protocol):
 class Engine(Protocol):
     """What a training loop needs of an engine.
 
-    Every call is collective: all ranks make it, in the same order, with the same arguments (but for the prompts of
-    `sample_sharded`), and get the same result. `vectorlm.testing` holds the suite that an implementation must pass.
+    Every call but `close` is collective: all ranks make it, in the same order, with the same arguments (but for those
+    of `sample_sharded`), and get the same result. `vectorlm.testing` holds the suite that an implementation must pass.
     """
 
     @property
@@ -88,7 +88,7 @@ class Engine(Protocol):
     def sample_sharded(
         self, local_prompts: Sequence[Prompt], sampling_params: Any = None
     ) -> list[list[Completion]]:
-        """Return the completions of this rank's own prompts, of which there may be any number on each rank."""
+        """Return the completions of this rank's own prompts, sampled by its own parameters; ranks may have none."""
         ...
 
     def generate_text(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[str]:
@@ -107,7 +107,11 @@ class Engine(Protocol):
         ...
 
     def update(self, model: torch.nn.Module, train_step: int) -> UpdateReport:
-        """Hot-swap the weights of `model` into the engine as version `train_step`."""
+        """Hot-swap the weights of `model` into the engine as version `train_step`; nothing moves if it holds that.
+
+        With requests under way an engine raises `EngineError`, or goes on with the new weights: each token bears the
+        version that sampled it.
+        """
         ...
 
     def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> None:
