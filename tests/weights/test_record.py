@@ -5,9 +5,9 @@ from receivers_here import call_of
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
-from vectorlm.weights.layout import Intake, find_aliases, place_slots
+from vectorlm.weights.layout import Alias, Intake, find_aliases, place_slots
 from vectorlm.weights.pieces import Pieces
-from vectorlm.weights.plan import TensorSpec
+from vectorlm.weights.plan import Slot, TensorSpec
 from vectorlm.weights.receive import Receiver
 from vectorlm.weights.receivers import Receivers
 from vectorlm.weights.record import Copy, View, record_loading
@@ -87,6 +87,16 @@ def test_a_fused_parameter_becomes_one_block_of_the_arena():
     assert offsets["v"] - offsets["k"] == KV * HIDDEN * 4
     aliases = {alias.parameter: alias.offset_bytes for alias in find_aliases(intake, slots, num_bytes)}
     assert aliases == {"qkv": offsets["q"], "embed": offsets["embed"]}
+
+
+def test_rows_that_round_a_table_up_never_become_a_view_of_the_next_tensor():
+    # The second of two workers: rows 4 to 6 of the table, and two rows that no checkpoint knows.
+    rows, rounded = View((2, HIDDEN), (HIDDEN, 1), 4 * HIDDEN), View((2, HIDDEN), (HIDDEN, 1), 0)
+    intake = Intake((Copy("embed", rows, "embed", rounded),), {"embed": "float32"}, {"embed": 4 * HIDDEN})
+    table, neighbour = Slot("embed", (6, HIDDEN), "float32", 0), Slot("next", (6, HIDDEN), "float32", 96)
+    assert find_aliases(intake, [table, neighbour], 192) == []
+    assert find_aliases(intake, [table], 192) == [Alias("embed", 64)]
+    assert find_aliases(intake, [table], 96) == []
 
 
 def test_a_tensor_that_is_used_in_part_is_refused():
