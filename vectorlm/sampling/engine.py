@@ -13,9 +13,16 @@ from vectorlm.errors import EngineError
 from vectorlm.ranks.meeting import Meeting
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling import messages as say
+from vectorlm.sampling.arguments import (
+    as_list,
+    choose_lora_mode,
+    one_each,
+    require_devices,
+    require_receiver,
+    summary,
+)
 from vectorlm.sampling.channel import Channel
 from vectorlm.sampling.hosts import Hosts
-from vectorlm.sampling.request_outputs import PackedOutputs
 from vectorlm.sampling.submission import Submission
 from vectorlm.sampling.swap import HotSwap
 from vectorlm.types import Completion, Prompt, UpdateReport
@@ -23,9 +30,6 @@ from vectorlm.types import Completion, Prompt, UpdateReport
 if TYPE_CHECKING:
     import torch
     import vllm
-
-RECEIVERS = ("auto", "live", "packed")
-LORA_MODES = ("auto", "adapter", "merged")
 
 
 class SamplingEngine:
@@ -77,8 +81,7 @@ class SamplingEngine:
         log_path: str | Path | None = None,
         **engine_args: Any,
     ) -> None:
-        if receiver not in RECEIVERS:
-            raise ValueError(f"receiver={receiver!r} is not known: it must be one of {', '.join(RECEIVERS)}.")
+        require_receiver(receiver)
         lora_mode = choose_lora_mode(lora_mode, bool(engine_args.get("enable_lora")))
         if Path(model).is_absolute() and not Path(model).is_dir():
             raise FileNotFoundError(f"the model folder {model} does not exist.")
@@ -152,8 +155,8 @@ class SamplingEngine:
             EngineError: The engine raised (the text holds its traceback), died, or fell silent.
             HandoffTimeout: A rank did not make this call within the deadline.
         """
-        batch = self._submit("sample", _as_list(prompts), sampling_params)
-        with _TakenBackOnInterrupt(batch):
+        batch = self._submit("sample", as_list(prompts), sampling_params)
+        with batch.taken_back_on_error():
             return batch.result()
 
     def sample_sharded(
@@ -169,7 +172,7 @@ class SamplingEngine:
             EngineError, HandoffTimeout: As for `sample`; all ranks raise.
         """
         batch, first, last = self._submit_sharded(local_prompts, sampling_params, as_request_outputs=False)
-        with _TakenBackOnInterrupt(batch):
+        with batch.taken_back_on_error():
             return batch.part(first, last)
 
     def generate(
@@ -189,8 +192,9 @@ class SamplingEngine:
             RankMismatch, EngineError, HandoffTimeout: As for `sample`.
         """
         start = time.perf_counter()
-        batch = self._submit("generate", _as_list(prompts), sampling_params, as_request_outputs=True)
-        outputs = _request_outputs(batch)
+        batch = self._submit("generate", as_list(prompts), sampling_params, as_request_outputs=True)
+        with batch.taken_back_on_error():
+            outputs = batch.request_outputs()
         if use_tqdm and self._topology.is_main:
             print(f"generated in {time.perf_counter() - start:.1f} s", flush=True)
         return outputs
@@ -200,7 +204,8 @@ class SamplingEngine:
     ) -> list[vllm.RequestOutput]:
         """Do what `sample_sharded` does, and return vLLM's own objects."""
         batch, first, last = self._submit_sharded(local_prompts, sampling_params, as_request_outputs=True)
-        return _request_outputs(batch)[first:last]
+        with batch.taken_back_on_error():
+            return batch.request_outputs()[first:last]
 
     def generate_text(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[str]:
         """Return the first completion of each prompt as text; raises as `sample` does."""
@@ -219,7 +224,7 @@ class SamplingEngine:
         Raises:
             RankMismatch, HandoffTimeout: As for `sample`. What the engine raises comes with the result.
         """
-        batch = self._submit("submit", _as_list(prompts), sampling_params)
+        batch = self._submit("submit", as_list(prompts), sampling_params)
         self._open = [each for each in self._open if not each.is_settled] + [batch]
         return batch
 
@@ -319,7 +324,7 @@ class SamplingEngine:
     ) -> Submission:
         params = self._sampling_params if sampling_params is None else sampling_params
         self.wait_until_ready()
-        self._hosts.agree(place, (prompts, params), _summary(prompts))
+        self._hosts.agree(place, (prompts, params), summary(prompts))
         return self._begin(prompts, params, as_request_outputs)
 
     def _submit_sharded(
@@ -329,7 +334,7 @@ class SamplingEngine:
         prompts = list(local_prompts)
         params = self._sampling_params if sampling_params is None else sampling_params
         self.wait_until_ready()
-        notes = self._hosts.together("sample sharded", lambda: (prompts, _one_each(params, len(prompts))))
+        notes = self._hosts.together("sample sharded", lambda: (prompts, one_each(params, len(prompts))))
         batch = self._begin(
             [prompt for theirs, _ in notes for prompt in theirs],
             [each for _, theirs in notes for each in theirs],
@@ -370,81 +375,3 @@ class SamplingEngine:
         if log_path is None or self._topology.is_main:
             return Path(log_path) if log_path else None
         return Path(log_path).with_suffix(f".{self._topology.rank}{Path(log_path).suffix}")
-
-
-class _TakenBackOnInterrupt:
-    """Aborts a batch whose caller stopped waiting: nobody could ask for its result any more."""
-
-    def __init__(self, batch: Submission) -> None:
-        self._batch = batch
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
-        if error is not None:
-            self._batch.take_back()
-
-
-def _as_list(prompts: Sequence[Prompt] | str) -> list[Prompt]:
-    return [prompts] if isinstance(prompts, str) else list(prompts)
-
-
-def _one_each(params: Any, count: int) -> list[Any]:
-    """Give every prompt its own sampling parameters, so that those of several ranks can be put end to end."""
-    if isinstance(params, Sequence):
-        if len(params) != count:
-            raise ValueError(
-                f"{len(params)} sampling parameters were given for {count} prompts: pass one, or one each."
-            )
-        return list(params)
-    return [params] * count
-
-
-def _request_outputs(batch: Submission) -> list[Any]:
-    with _TakenBackOnInterrupt(batch):
-        answers = batch.arrays()
-    chunks = [PackedOutputs.from_arrays(arrays).unpack() for _, arrays in sorted(answers.items())]
-    outputs = [output for chunk in chunks for output in chunk]
-    for index, output in enumerate(outputs):
-        output.request_id = str(index)
-    return outputs
-
-
-def require_devices(tensor_parallel_size: Any, ranks_per_engine: int, topology: Topology) -> None:
-    """Raise ValueError if an engine cannot be split over so many workers: on CUDA each shares the device of a rank."""
-    size = tensor_parallel_size
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"tensor_parallel_size={size!r} must be an integer >= 1.")
-    if topology.is_cuda and size > ranks_per_engine:
-        raise ValueError(
-            f"tensor_parallel_size={size} must be at most {ranks_per_engine}, the number of ranks of an engine: every "
-            "worker of the engine shares the device of a rank. Use fewer, or start more ranks."
-        )
-
-
-def choose_lora_mode(lora_mode: str, enable_lora: bool) -> str:
-    """Resolve `auto`, and refuse a mode that the engine is not built for.
-
-    Raises:
-        ValueError: The mode is unknown, or contradicts ``enable_lora``.
-    """
-    if lora_mode not in LORA_MODES:
-        raise ValueError(f"lora_mode={lora_mode!r} is not known: it must be one of {', '.join(LORA_MODES)}.")
-    if lora_mode == "adapter" and not enable_lora:
-        raise ValueError(
-            "lora_mode='adapter' needs an engine with LoRA layers: pass enable_lora=True and max_lora_rank, or use "
-            "lora_mode='merged'."
-        )
-    if lora_mode == "merged" and enable_lora:
-        raise ValueError(
-            "lora_mode='merged' needs no LoRA layers, which would only slow the engine down: leave enable_lora out."
-        )
-    if lora_mode == "auto":
-        return "adapter" if enable_lora else "merged"
-    return lora_mode
-
-
-def _summary(prompts: Sequence[Prompt]) -> str:
-    first = f", the first {str(prompts[0])[:60]!r}" if prompts else ""
-    return f"{len(prompts)} prompts{first}"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import EngineError, EngineTimeout
 from vectorlm.sampling import messages as say
 from vectorlm.sampling.hosts import outcome_of
 from vectorlm.sampling.packed import PackedCompletions
+from vectorlm.sampling.request_outputs import PackedOutputs
 from vectorlm.sampling.share import CHUNKS_UNDER_WAY, EngineShare
 from vectorlm.types import Completion, Prompt
 
@@ -107,6 +109,14 @@ class Submission:
                 found += packed.unpack(max(first, start) - start, min(last, stop) - start)
         return found
 
+    def request_outputs(self) -> list[Any]:
+        """Return vLLM's own objects, for a batch that was begun with `as_request_outputs`."""
+        chunks = (PackedOutputs.from_arrays(arrays).unpack() for _, arrays in sorted(self.arrays().items()))
+        outputs = [output for chunk in chunks for output in chunk]
+        for index, output in enumerate(outputs):
+            output.request_id = str(index)
+        return outputs
+
     def arrays(self, timeout_s: float | None = None) -> dict[int, Sequence[np.ndarray]]:
         """Return the packed answers by chunk, on every rank; raises as `result` does."""
         if self._outcome is None:
@@ -121,6 +131,15 @@ class Submission:
         if self._outcome is None:
             self.take_back()
             self._outcome = ({}, EngineError("these requests were cancelled."))
+
+    @contextlib.contextmanager
+    def taken_back_on_error(self) -> Iterator[None]:
+        """Abort the batch if its caller stops waiting: nobody could ask for the result any more."""
+        try:
+            yield
+        except BaseException:
+            self.take_back()
+            raise
 
     def take_back(self) -> None:
         """Abort this rank's share; not a collective."""
