@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from plain_engine import PlainEngine
 from rank_processes import on_ranks, save_tiny_llama
 from tiny_runs import build_trainer, whole_weights
 
@@ -10,6 +9,7 @@ from vectorlm.errors import EngineDied, EngineError, OutOfTurn
 from vectorlm.handover import DeviceTurn
 from vectorlm.model.load import load_model
 from vectorlm.ranks.topology import Topology
+from vectorlm.sampling.hf_engine import HFEngine
 
 
 @pytest.fixture(scope="module")
@@ -173,23 +173,11 @@ def test_wrong_arguments_are_refused():
         turn_over(ScribeEngine(), offload_optimizer=True)
 
 
-class SleepyPlainEngine(PlainEngine):
-    """Forgets its weights when they sleep."""
-
-    def sleep(self, *, weights=True, kv_cache=True):
-        if weights:
-            self.version = -1
-            for parameter in self._model.parameters():
-                parameter.data.fill_(float("nan"))
-
-    def wake_up(self, *, weights=True, kv_cache=True):
-        pass
-
-
 def train(topology, model_dir, hand_over):
     """Train three steps of two micro-batches, with a hand-over before, between and even inside them."""
     trainer = build_trainer(topology, model_dir, num_micro_batches=2)
-    engine = SleepyPlainEngine(model_dir)
+    greedy = {"temperature": 0.0, "max_tokens": 4}
+    engine = HFEngine(model_dir, topology=topology, sampling_params=greedy)
     turn = DeviceTurn(
         engine,
         model=trainer.model,
