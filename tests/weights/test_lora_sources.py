@@ -145,6 +145,18 @@ def test_weights_that_are_stored_transposed_are_merged_too():
     torch.testing.assert_close(source.change(source.tensor.detach()), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_trained_biases_are_published_as_the_layers_own():
+    torch.manual_seed(0)
+    base = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=8))
+    options = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, bias="lora_only")
+    model = get_peft_model(base, options)
+    layer = model.base_model.model.transformer.h[0].attn.c_attn
+    torch.nn.init.normal_(layer.base_layer.bias)
+    assert layer.base_layer.bias.requires_grad
+    name = "transformer.h.0.attn.c_attn.bias"
+    assert torch.equal(merged_sources(model, Topology())[name].tensor, plain_merge(model)[name])
+
+
 def test_several_active_adapters_are_merged_together_and_disabled_ones_not_at_all(tmp_path):
     model = adapted(save_tiny_llama(tmp_path / "model"), OPTIONS["plain"])
     model.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False))

@@ -27,8 +27,9 @@ def merged_sources(model: torch.nn.Module, topology: Topology) -> Mapping[str, S
     """
     require_expressible(model, "merged")
     sources = dict(base_sources(model, topology))
-    shared = _shared_weights(model)
-    for factors in lora_factors(model):
+    adapters = lora_factors(model)
+    shared = _shared_weights(model) if adapters else set()
+    for factors in adapters:
         name = f"{factors.layer}.weight"
         if name in shared:
             raise ConfigError(

@@ -145,9 +145,9 @@ def adapter_prefixes(model: torch.nn.Module) -> tuple[str, ...]:
     prefixes = []
     for name, module in model.named_modules():
         owned: Any = module
-        if hasattr(owned, "lora_A") and hasattr(owned, "base_layer"):
+        if {"lora_A", "base_layer"} <= module._modules.keys():
             prefixes.append(f"{name}.lora_")
-        elif hasattr(owned, "original_module") and hasattr(owned, "modules_to_save"):
+        elif {"original_module", "modules_to_save"} <= module._modules.keys():
             active = [] if owned.disable_adapters else owned.active_adapters
             replaced = [each for each in owned.modules_to_save if each in active]
             unused = [each for each in owned.modules_to_save if each not in active]
