@@ -1,8 +1,10 @@
 """One engine, no launcher: `SamplingEngine` as a script or a notebook uses it."""
 
+import os
 import pickle
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -214,14 +216,17 @@ def test_an_error_inside_the_engine_arrives_with_its_traceback_and_the_engine_li
     assert len(engine.sample([[2]])[0][0].token_ids) == GREEDY["max_tokens"]
 
 
-def test_a_step_that_raises_arrives_with_its_traceback(folder):
+def test_a_step_that_raises_arrives_with_its_traceback(folder, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     with SamplingEngine(
-        str(folder), dtype="float32", max_model_len=64, kv_cache_memory_bytes=16 << 20
+        str(folder),
+        dtype="float32",
+        max_model_len=64,
+        kv_cache_memory_bytes=16 << 20,
+        logits_processors=["failing_processor:FailsAfterWarmUp"],
     ) as broken:
-        # vLLM checks no end token against the vocabulary before it indexes the logits with it.
-        beyond = {"min_tokens": 2, "max_tokens": 4, "stop_token_ids": [10**6]}
-        with pytest.raises(EngineError, match=r"(?s)In the sampler process:.*Traceback"):
-            broken.sample([[2, 3]], beyond)
+        with pytest.raises(EngineError, match=r"(?s)this step fails.*In the sampler process:.*Traceback"):
+            broken.sample([[2, 3]])
         with pytest.raises(EngineError, match="failed in an earlier step and must be built anew"):
             broken.sample([[2, 3]])
 
