@@ -5,11 +5,12 @@ import threading
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from rank_processes import save_tiny_llama
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import vectorlm
-from vectorlm.errors import EngineError
+from vectorlm.errors import EngineError, WeightMismatch
 from vectorlm.sampling import decoding
 from vectorlm.sampling.hf_engine import HFEngine
 
@@ -158,6 +159,17 @@ def test_a_bfloat16_copy_holds_the_trainers_weights_rounded(model_path):
         assert report.num_bytes == sum(2 * parameter.numel() for parameter in model.parameters())
         for name, tensor in model.state_dict().items():
             assert torch.equal(held[name], tensor.bfloat16())
+
+
+def test_a_model_with_adapters_is_refused_with_what_to_do(engine, model_path):
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    with pytest.raises(
+        WeightMismatch, match=r"the model has adapters \(.*lora_A.*merge them into their weights"
+    ):
+        engine.update(adapted, 0)
+    engine.update(adapted.merge_and_unload(), 0)
+    assert engine.version == 0
 
 
 def test_an_interrupted_call_leaves_nothing_under_way(engine):

@@ -25,6 +25,11 @@ def require_same(sent: Sequence[TensorSpec], held: Sequence[TensorSpec]) -> None
         for name in ours
         if theirs.get(name, ours[name]) != ours[name]
     ]
+    if adapters := [name for name in surplus if ".lora_" in name]:
+        raise WeightMismatch(
+            f"the model has adapters ({adapters[0]} …), which this engine cannot take: merge them into their weights "
+            "first, or use SamplingEngine."
+        )
     if missing or surplus or reshaped:
         raise WeightMismatch(
             f"the trainer sends {len(theirs)} tensors, the engine holds {len(ours)}; missing: {missing}; "
