@@ -165,7 +165,8 @@ def test_a_model_with_adapters_is_refused_with_what_to_do(engine, model_path):
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
     with pytest.raises(
-        WeightMismatch, match=r"the model has adapters \(.*lora_A.*merge them into their weights"
+        WeightMismatch,
+        match=r"the model has adapters \('model.layers.0.self_attn.q_proj' for one.*merge them",
     ):
         engine.update(adapted, 0)
     engine.update(adapted.merge_and_unload(), 0)

@@ -108,7 +108,7 @@ class Meeting:
         return note, received
 
     def _broadcast(self, arrays: Sequence[np.ndarray], root: int) -> None:
-        """Fill the arrays of every rank with the root's, in one message."""
+        """Fill the arrays of the other ranks with the root's, in one message."""
         import torch
         import torch.distributed as dist
 
@@ -117,6 +117,8 @@ class Meeting:
             return
         together = torch.from_numpy(np.concatenate(raw))
         dist.broadcast(together, src=root, group=self._group)
+        if self._topology.rank == root:
+            return
         first = 0
         for piece in raw:
             piece[:] = together[first : first + piece.size].numpy()

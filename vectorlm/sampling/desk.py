@@ -13,7 +13,6 @@ from vectorlm.sampling.hosts import Hosts
 from vectorlm.sampling.readiness import Readiness
 from vectorlm.sampling.requests import Answers, Request, Requests, Work
 from vectorlm.types import Prompt, UpdateReport
-from vectorlm.weights.plan import TensorSpec, manifest_of
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +25,8 @@ class LocalSampler(Protocol):
         """Make the work of one batch; raises where a prompt or a parameter is wrong."""
         ...
 
-    def check(self, manifest: Sequence[TensorSpec]) -> None:
-        """Raise `WeightMismatch` unless a model with these parameters can be loaded."""
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise `WeightMismatch` unless the weights of `model` can be taken over."""
         ...
 
     def replace(self, model: torch.nn.Module) -> int:
@@ -118,8 +117,7 @@ class Desk:
         self._hosts.agree("update", train_step, f"train_step={train_step}")
         if train_step == self.readiness.held_step:
             return UpdateReport(train_step, True, 0, 0.0, 0.0, time.perf_counter() - start)
-        manifest = manifest_of(model)
-        self._on_main("compare the models", lambda sampler: sampler.check(manifest))
+        self._on_main("compare the models", lambda sampler: sampler.check(model))
         self._wake_weights()
         self.readiness.begin_update()
         copied_from = time.perf_counter()

@@ -51,11 +51,11 @@ class FakeSampler:
         pairs = list(zip(prompts, parameters, strict=True))
         return FakeWork(lambda: [self._complete(*pair) for pair in pairs], self._num_steps if pairs else 0)
 
-    def check(self, manifest: Sequence[TensorSpec]) -> None:
+    def check(self, model: torch.nn.Module) -> None:
         """Raise `WeightMismatch` unless this is the model of the first update."""
         self._fail("update")
         if self._manifest is not None:
-            require_same(manifest, self._manifest)
+            require_same(manifest_of(model), self._manifest)
 
     def replace(self, model: torch.nn.Module) -> int:
         """Remember which model it is."""

@@ -16,8 +16,8 @@ from vectorlm.sampling.requests import Answers
 from vectorlm.sampling.row import Row
 from vectorlm.sampling.vocabulary import Vocabulary
 from vectorlm.types import Prompt
-from vectorlm.weights.plan import TensorSpec, dtype_of, manifest_of, trainer_tensors
-from vectorlm.weights.whole import copy_whole, require_same
+from vectorlm.weights.plan import dtype_of, manifest_of, trainer_tensors
+from vectorlm.weights.whole import copy_whole, require_no_adapters, require_same
 
 
 class HFSampler:
@@ -55,9 +55,10 @@ class HFSampler:
         rows = [self._rows(prompt, each) for prompt, each in zip(prompts, parameters, strict=True)]
         return HFWork(self._model, rows, self._batch_size, self._version)
 
-    def check(self, manifest: Sequence[TensorSpec]) -> None:
-        """Raise `WeightMismatch` unless a model with these parameters can be loaded."""
-        require_same(manifest, self._manifest)
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise `WeightMismatch` unless the weights of `model` can be taken over."""
+        require_no_adapters(model)
+        require_same(manifest_of(model), self._manifest)
 
     def replace(self, model: torch.nn.Module) -> int:
         """Take the weights of `model` over; return the bytes replaced."""

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vectorlm.errors import WeightMismatch
+from vectorlm.weights.adapted import lora_factors
 from vectorlm.weights.plan import TensorSpec, trainer_tensors
 
 
@@ -34,6 +35,19 @@ def require_same(sent: Sequence[TensorSpec], held: Sequence[TensorSpec]) -> None
         raise WeightMismatch(
             f"the trainer sends {len(theirs)} tensors, the engine holds {len(ours)}; missing: {missing}; "
             f"unexpected: {surplus}; other shapes: {reshaped}."
+        )
+
+
+def require_no_adapters(model: torch.nn.Module) -> None:
+    """Check that the parameters of `model` are all that it computes with: adapters would be left out in silence.
+
+    Raises:
+        WeightMismatch: The model has active adapters.
+    """
+    if factors := lora_factors(model):
+        raise WeightMismatch(
+            f"the model has adapters ({factors[0].layer!r} for one), which this engine cannot take: merge them into "
+            "their weights first (merge_and_unload), or use SamplingEngine."
         )
 
 
