@@ -41,7 +41,7 @@ def swap(folder, receiver):
             engine.update(model, step)
             equal, gap, tokens = compare(engine, reference)
             seen.append((all(equal), gap, tokens))
-        publisher = engine._publisher
+        publisher = engine._swap._publisher
         copied = publisher.num_copied_bytes / publisher.num_bytes
         caught = spoil(engine, model)
         assert engine.receiver == receiver
@@ -50,7 +50,7 @@ def swap(folder, receiver):
 
 def spoil(engine, model):
     """Change one word of the largest matrix between publishing and proving; return the error's text."""
-    publisher, write = engine._publisher, type(engine._publisher).write
+    publisher, write = engine._swap._publisher, type(engine._swap._publisher).write
     name = max(
         publisher._slots, key=lambda slot: (publisher._slots[slot].ndim, publisher._slots[slot].numel())
     )

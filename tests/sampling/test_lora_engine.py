@@ -51,14 +51,14 @@ def prove_base(engine, model):
     sums = [checksum(tensor) for tensor in trainer_tensors(model).values()]
     engine._call(FinishUpdate(engine.version, sums, ("base",)))
     # That was an update without an adapter, so the next one must bring everything.
-    engine._held_step = None
+    engine._swap._held_step = None
 
 
 def test_after_a_thousand_swaps_the_base_weights_are_bit_identical_and_the_adapter_is_the_last_one(
     engine, model, next_step
 ):
     engine.update(model, next_step)
-    memory = engine._publisher._base._arena.bytes
+    memory = engine._swap._publisher._base._arena.bytes
     before = memory.clone()
     for step in range(next_step + 1, next_step + 1 + NUM_SWAPS):
         with torch.no_grad():
@@ -66,7 +66,7 @@ def test_after_a_thousand_swaps_the_base_weights_are_bit_identical_and_the_adapt
                 if parameter.requires_grad:
                     parameter.add_(0.001 * (step % 7 - 3))
         report = engine.update(model, step)
-        assert report.num_bytes == engine._publisher._adapter.num_bytes
+        assert report.num_bytes == engine._swap._publisher._adapter.num_bytes
     assert gap(engine, model)[0] < FP32_GAP
     assert torch.equal(memory, before)
     prove_base(engine, model)
@@ -78,15 +78,15 @@ def test_an_adapter_changed_on_the_way_is_caught_and_the_engine_stays_shut_until
     engine, model, next_step, monkeypatch
 ):
     engine.update(model, next_step)
-    publisher = engine._publisher._adapter
-    write = type(engine._publisher).write
+    publisher = engine._swap._publisher._adapter
+    write = type(engine._swap._publisher).write
 
     def write_and_spoil(*args):
         sums = write(*args)
         publisher._slots["model.layers.1.self_attn.v_proj.lora_B"][3, 1] += 1e-3
         return sums
 
-    monkeypatch.setattr(type(engine._publisher), "write", write_and_spoil)
+    monkeypatch.setattr(type(engine._swap._publisher), "write", write_and_spoil)
     with pytest.raises(ChecksumMismatch, match=r"do not hold .*\['model.layers.1.self_attn.v_proj.lora_B'\]"):
         engine.update(model, next_step + 1)
     with pytest.raises(ChecksumMismatch):
@@ -112,7 +112,7 @@ def test_a_base_that_was_written_to_crosses_again(engine, model, next_step):
     engine.update(model, next_step)
     with torch.no_grad():
         model.base_model.model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
-    assert engine.update(model, next_step + 1).num_bytes > engine._publisher._adapter.num_bytes
+    assert engine.update(model, next_step + 1).num_bytes > engine._swap._publisher._adapter.num_bytes
     assert gap(engine, model)[0] < FP32_GAP
 
 

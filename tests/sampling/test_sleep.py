@@ -91,7 +91,9 @@ def test_a_kv_cache_that_slept_serves_no_old_blocks_and_the_weights_stay(engine,
 
 def test_an_update_that_fails_leaves_weights_that_slept_shut(engine, models, next_step, monkeypatch):
     engine.sleep()
-    monkeypatch.setattr(type(engine._publisher), "write", lambda publisher, shares, summed: [1] * len(shares))
+    monkeypatch.setattr(
+        type(engine._swap._publisher), "write", lambda publisher, shares, summed: [1] * len(shares)
+    )
     with pytest.raises(ValueError, match="not those that the trainer sent"):
         engine.update(models[0], next_step)
     monkeypatch.undo()
