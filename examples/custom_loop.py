@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import vectorlm
 from vectorlm.rewards import CountdownRules, countdown_reward, generate_problems
 
-BATCH, SAMPLES = 256, 4
-EXPLORE = {"n": SAMPLES, "temperature": 1.0, "max_tokens": 12}
+BATCH = 256
+EXPLORE = {"n": 4, "temperature": 1.0, "max_tokens": 12}
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
 
 
 def loop(path: str, num_steps: int, lr: float) -> list[float]:
-    """Return the share of right held-out answers at the start, at every tenth step and at the end."""
+    """Return the share of right held-out answers at every tenth step and at the end."""
     problems, held_out = generate_problems(256 * 64, 128, rules=CountdownRules(), seed=0)
     tokenizer = AutoTokenizer.from_pretrained(path)
     with vectorlm.SamplingEngine(path, dtype="float32", max_model_len=64) as engine:
@@ -54,15 +54,16 @@ def is_right(text, problem) -> bool:
 
 
 def choose(problem, options) -> str:
-    """Return a right answer: a sampled one where there is one, else the reference."""
+    """Return a sampled answer that is right where there is one, else the reference."""
     return next((each.text for each in options if is_right(each.text, problem)), problem.completion)
 
 
 def loss_of(model, tokenizer, problems, texts) -> torch.Tensor:
     """Return the mean cross-entropy of the answers, their prompts left out."""
     pairs = zip(problems, texts, strict=True)
-    rows = [tokenizer(problem.prompt + text + tokenizer.eos_token)["input_ids"] for problem, text in pairs]
-    starts = [len(tokenizer(problem.prompt)["input_ids"]) for problem in problems]
+    whole = [f"{problem.prompt}{text}{tokenizer.eos_token}" for problem, text in pairs]
+    rows = tokenizer(whole)["input_ids"]
+    starts = [len(ids) for ids in tokenizer([problem.prompt for problem in problems])["input_ids"]]
     tokens = torch.full((len(rows), max(map(len, rows))), tokenizer.pad_token_id)
     labels = torch.full_like(tokens, -100)
     for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
@@ -74,8 +75,7 @@ def loss_of(model, tokenizer, problems, texts) -> torch.Tensor:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="data/countdown/model")
-    parser.add_argument("--num_steps", type=int, default=300)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--world_size", type=int, default=1)
+    for name, kind, default in (("num_steps", int, 300), ("lr", float, 2e-3), ("world_size", int, 1)):
+        parser.add_argument(f"--{name}", type=kind, default=default)
     args = parser.parse_args()
     vectorlm.launch(loop, args.model, args.num_steps, args.lr, world_size=args.world_size)

@@ -53,9 +53,11 @@ def test_every_command_is_known_to_this_test():
         "make",
         "make",
         "python",
+        "python",
         "vectorlm",
         "torchrun",
         "python",
+        "vectorlm",
     ]
 
 
@@ -83,6 +85,22 @@ def test_the_ten_lines_run_on_one_rank_and_on_two(checkout):
     run([sys.executable, "loop.py"], checkout)
     (checkout / "loop.py").write_text(code.replace("world_size=2", "world_size=1"))
     run([sys.executable, "loop.py"], checkout)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_custom_loop_learns_on_one_rank_and_on_two(checkout, world_size):
+    command = next(command for command in commands() if "custom_loop" in command)
+    command = command.replace("--num_steps 300", "--num_steps 8").replace("_size 2", f"_size {world_size}")
+    printed = run([sys.executable, *shlex.split(command)[1:]], checkout)
+    assert re.findall(r"^step (\d+): \d+% of the held-out answers are right$", printed, re.M) == ["0", "8"]
+    assert (ROOT / "examples/custom_loop.py").read_text().count("\n") <= 80
+
+
+def test_the_sample_command_answers(checkout):
+    command = [command for command in commands() if command.startswith("vectorlm")][-1]
+    assert "Using the numbers 3, 5, 8 make 16." in run(
+        [sys.executable, "-m", *shlex.split(command)], checkout
+    )
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_after_each_update_two_workers_are_the_trainer(engine, models):
 
 def test_a_change_in_one_workers_columns_is_caught(engine, models, monkeypatch):
     step = engine.version + 1
-    write = type(engine._publisher).write
+    write = type(engine._swap._publisher).write
 
     def write_and_spoil(publisher, *args):
         sums = write(publisher, *args)
@@ -76,7 +76,7 @@ def test_a_change_in_one_workers_columns_is_caught(engine, models, monkeypatch):
         publisher._slots["model.layers.1.mlp.down_proj.weight"].view(torch.int32)[3, -1] ^= 1
         return sums
 
-    monkeypatch.setattr(type(engine._publisher), "write", write_and_spoil)
+    monkeypatch.setattr(type(engine._swap._publisher), "write", write_and_spoil)
     with pytest.raises(
         ChecksumMismatch, match=r"1 of 30 tensors .*: \['model.layers.1.mlp.down_proj.weight'\]"
     ):
