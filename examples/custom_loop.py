@@ -60,8 +60,7 @@ def choose(problem, options) -> str:
 
 def loss_of(model, tokenizer, problems, texts) -> torch.Tensor:
     """Return the mean cross-entropy of the answers, their prompts left out."""
-    pairs = zip(problems, texts, strict=True)
-    whole = [f"{problem.prompt}{text}{tokenizer.eos_token}" for problem, text in pairs]
+    whole = [f"{p.prompt}{text}{tokenizer.eos_token}" for p, text in zip(problems, texts, strict=True)]
     rows = tokenizer(whole)["input_ids"]
     starts = [len(ids) for ids in tokenizer([problem.prompt for problem in problems])["input_ids"]]
     tokens = torch.full((len(rows), max(map(len, rows))), tokenizer.pad_token_id)
