@@ -207,7 +207,7 @@ def assert_last_answers_are_those_of(model, tokenizer, samples):
     for sample in samples:
         inputs = tokenizer(sample["prompt"], return_tensors="pt")
         rest = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-        expected = tokenizer.decode(rest[0, inputs.input_ids.shape[1] :])
+        expected = tokenizer.decode(rest[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
         assert sample["options"][0].split() == expected.split()
 
 

@@ -26,7 +26,7 @@ from vectorlm.sampling.request_outputs import pack_request_outputs
 from vectorlm.sampling.rest import Rest, parts_of
 from vectorlm.sampling.vllm_shim import build_engine, make_prompt, per_prompt
 from vectorlm.sampling.warm_up import naming_the_model, warm_up
-from vectorlm.sampling.workers import Workers, start_worker
+from vectorlm.sampling.workers import Workers, shorten_socket_paths, start_worker
 from vectorlm.weights.pack import keep_plain_weights
 
 ALIVE_EVERY_S = 1.0
@@ -242,6 +242,7 @@ def main() -> None:
     """Run the process that `vectorlm.sampling.channel` starts."""
     descriptor, parent, scratch = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     follow_parent(parent, scratch)
+    shorten_socket_paths(scratch)
     # Where the other end is gone, nothing is left to do and nobody to tell.
     with Connection(descriptor) as connection, contextlib.suppress(EOFError, ConnectionError):
         serve(connection)

@@ -76,6 +76,15 @@ def start_worker() -> None:
         keep_plain_weights()
 
 
+def shorten_socket_paths(folder: str) -> None:
+    """Let vLLM's sockets lie in `folder` however long its name is: a socket's whole path may have 107 characters.
+
+    This process's entry for the open folder is a name of it, short, and good for the workers too.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    os.environ["VLLM_RPC_BASE_PATH"] = f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
 def remove_reduction_buffers(pids: Iterable[int | None]) -> None:
     """Take away the names of the shared memory that these workers reduce through on CPU; they have mapped it by now.
 
