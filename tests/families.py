@@ -18,6 +18,8 @@ class Family:
     """What is odd about it."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that differ from the common ones, or are not among them."""
+    always_tied: bool = False
+    """Whether vLLM knows no head for it but the embedding table."""
 
 
 _COMMON = {
@@ -41,8 +43,9 @@ FAMILIES = {
     "Qwen3": Family("Qwen3Config", "norms on q and k; head_dim of its own", {"head_dim": 64}),
     "Gemma 2": Family(
         "Gemma2Config",
-        "norm weights + 1, scaled embeddings, capped logits, sliding window in every second layer",
+        "norm weights + 1, scaled embeddings, capped logits, sliding window in every second layer; always tied",
         {"head_dim": 64, "sliding_window": 8, "query_pre_attn_scalar": 64},
+        always_tied=True,
     ),
     "Gemma 3": Family(
         "Gemma3TextConfig",

@@ -103,12 +103,15 @@ def test_the_table_is_made_of_the_recorded_results_and_holds_every_family():
     [
         (Family("LlamaConfig", "", {"head_dim": 16}), r"cannot run LlamaForCausalLM .*head_dim=16"),
         pytest.param(
+            FAMILIES["Gemma 2"], r"cannot run Gemma2ForCausalLM .*'lm_head'", marks=pytest.mark.slow
+        ),
+        pytest.param(
             Family("OpenAIGPTConfig", "", {"n_embd": 64, "n_layer": 2, "n_head": 2}),
             r"cannot run OpenAIGPTLMHeadModel",
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["no-kernel", "no-architecture"],
+    ids=["no-kernel", "no-head", "no-architecture"],
 )
 def test_a_model_that_vllm_cannot_run_says_so_at_start(family, reason, tmp_path):
     folder = save_family(family, tmp_path / "model")

@@ -49,7 +49,9 @@ def test_copies_that_leave_a_gap_or_reach_two_parameters_stay_as_they_are():
     gap = parts(range(6))[1:]
     assert join_copies(gap, [TensorSpec("up", SHAPE)], parameters) == gap
     twice = [*gap, gap[-1]]
-    assert join_copies(twice, [TensorSpec("up", SHAPE)], parameters) == twice, "as many elements as the source"
+    assert join_copies(twice, [TensorSpec("up", SHAPE)], parameters) == twice, (
+        "as many elements as the source"
+    )
     two = [*gap, Copy("up", run(COLUMNS, HALF), "other", run(COLUMNS, HALF))]
     assert join_copies(two, [TensorSpec("up", SHAPE)], parameters) == two
 
