@@ -1,6 +1,9 @@
+from pathlib import Path
+
 import pytest
 from peft import LoraConfig
 
+from vectorlm.config import load_config
 from vectorlm.config.lora import engine_arguments, largest_rank, refused_options
 
 
@@ -32,3 +35,9 @@ def test_an_option_that_peft_may_add_one_day_is_refused_when_it_is_on():
     assert [each[0] for each in refused_options({"use_new_idea": True, "use_old_idea": False}, "merged")] == [
         "use_new_idea"
     ]
+
+
+def test_the_config_in_the_repository_asks_for_nothing_that_the_engine_cannot_follow():
+    train = load_config(Path(__file__).parents[2] / "configs" / "countdown_lora.yaml").train_parameters
+    assert list(refused_options(train.lora_peft_config, train.sampler.lora_mode)) == []
+    assert engine_arguments(train.lora_peft_config)["max_lora_rank"] == 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,31 @@ from vectorlm.weights.plan import Layout, TensorSpec, trainer_tensors
 from vectorlm.weights.publish import Publisher, Share
 from vectorlm.weights.source import manifest_from
 
-Fingerprint = tuple[tuple[int, int], ...]
+
+class Fingerprint:
+    """Tells whether the base model of a model may have been replaced or changed in place since; reads no weight."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Note which tensors make up the base of `model`, where they lie and how often they were changed in place."""
+        self._tensors = [weakref.ref(tensor) for tensor in trainer_tensors(model).values()]
+        self._states = [_state(tensor) for tensor in trainer_tensors(model).values()]
+
+    def fits(self, model: torch.nn.Module) -> bool:
+        """Return whether `model` has the same tensors, as they were; those that are trained are taken for changed."""
+        tensors = list(trainer_tensors(model).values())
+        # The objects too: a model that is gone may have left its addresses to the next.
+        return (
+            len(tensors) == len(self._tensors)
+            and all(known() is tensor for known, tensor in zip(self._tensors, tensors, strict=True))
+            and not any(tensor.requires_grad for tensor in tensors)
+            and self._states == [_state(tensor) for tensor in tensors]
+        )
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int, int]:
+    local = getattr(tensor, "_local_tensor", tensor)
+    # An operation on a DTensor counts on the DTensor alone, one on its shard on the shard alone.
+    return local.data_ptr(), tensor._version, local._version
 
 
 class AdapterPublisher:
@@ -27,7 +52,7 @@ class AdapterPublisher:
         self._base = base
         self._topology = topology
         self._adapter: Publisher | None = None
-        self._held_base: Fingerprint = ()
+        self._held_base: Fingerprint | None = None
         self._with_base = True
         self.manifest: tuple[TensorSpec, ...] = ()
         """The adapter tensors that the line is laid out for."""
@@ -50,7 +75,7 @@ class AdapterPublisher:
             ConfigError: The engine's LoRA layers cannot compute what the model's adapters do.
         """
         manifest = manifest_from(adapter_sources(model, self._topology))
-        return manifest, self._held_base != _fingerprint(model)
+        return manifest, self._held_base is None or not self._held_base.fits(model)
 
     def prepare(self, with_base: bool, manifest: tuple[TensorSpec, ...], layout: Layout | None) -> None:
         """Set up the coming update.
@@ -73,7 +98,7 @@ class AdapterPublisher:
         adapter = self._adapter.shares(model) if self._adapter is not None else []
         if not self._with_base:
             return adapter
-        self._coming_base = _fingerprint(model)
+        self._coming_base = Fingerprint(model)
         return self._base.shares(model) + adapter
 
     def write(self, shares: Sequence[Share], with_checksums: bool = False) -> list[int]:
@@ -95,12 +120,3 @@ def make_publisher(layout: Layout, topology: Topology, lora_mode: str) -> Publis
     if lora_mode == "adapter":
         return AdapterPublisher(Publisher(layout, topology), topology)
     return Publisher(layout, topology, merged_sources)
-
-
-def _fingerprint(model: torch.nn.Module) -> Fingerprint:
-    """Tell whether any tensor of the base model was replaced or changed in place since; costs no reading of memory."""
-    found = []
-    for tensor in trainer_tensors(model).values():
-        local = getattr(tensor, "_local_tensor", tensor)
-        found.append((local.data_ptr(), local._version))
-    return tuple(found)
