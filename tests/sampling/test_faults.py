@@ -21,15 +21,16 @@ def folder(tmp_path_factory):
     return save_tiny_llama(tmp_path_factory.mktemp("faults") / "model", hidden_size=64)
 
 
-def mapped_by_others():
-    """List the names in /dev/shm that living processes use: other programs of this machine."""
-    names = set()
+def shared_memory_of_nobody():
+    """List the names in /dev/shm that no living process uses; those in use belong to other programs."""
+    # By inode: a semaphore is mapped under another name than the one that it is given afterwards.
+    in_use = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            names |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
+            in_use |= set(re.findall(r" (\d+) +/dev/shm/", maps.read_text()))
         except OSError:
             continue
-    return names
+    return {entry.name for entry in os.scandir("/dev/shm") if str(entry.inode()) not in in_use}
 
 
 class Run:
@@ -68,7 +69,7 @@ class Run:
     def leftovers(self):
         return {
             "processes": self.living(),
-            "shared memory": sorted(set(os.listdir("/dev/shm")) - self.shared_before - mapped_by_others()),
+            "shared memory": sorted(shared_memory_of_nobody() - self.shared_before),
             "temporary files": sorted(path.name for path in self.scratch.rglob("*")),
         }
 
