@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.memory.demand import CPU_KV_CACHE_BYTES
+from vectorlm.errors import EngineError
 from vectorlm.types import Prompt
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -28,7 +29,7 @@ def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> An
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     if unknown := sorted(set(engine_args) - known):
-        raise ValueError(f"vLLM's engine knows no argument {', '.join(map(repr, unknown))}.")
+        raise EngineError(f"vLLM's engine knows no argument {', '.join(map(repr, unknown))}.")
     settings = {**_defaults(model, on_cpu), **engine_args}
     if on_cpu:
         # vLLM has no sleep mode on CPU and would refuse; `vectorlm.sampling.bed` keeps the order all the same.
