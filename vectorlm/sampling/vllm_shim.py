@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vectorlm.memory.demand import CPU_KV_CACHE_BYTES
 from vectorlm.errors import EngineError
+from vectorlm.memory.demand import CPU_KV_CACHE_BYTES
 from vectorlm.types import Prompt
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
