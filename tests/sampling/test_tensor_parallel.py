@@ -159,7 +159,7 @@ def test_a_worker_that_cannot_load_says_why(folder, tmp_path):
 def test_more_workers_than_devices_are_refused(folder):
     two_devices = Topology(world_size=2, local_world_size=2, device="cuda:0")
     with pytest.raises(
-        ValueError, match="tensor_parallel_size=4 must be at most 2, the number of ranks on this"
+        ValueError, match="tensor_parallel_size=4 must be at most 2, the number of ranks of an engine"
     ):
         SamplingEngine(str(folder), topology=two_devices, tensor_parallel_size=4)
     with pytest.raises(ValueError, match="tensor_parallel_size=0 must be an integer >= 1"):

@@ -40,6 +40,16 @@ def choose_lora_mode(lora_mode: str, enable_lora: bool) -> str:
     return lora_mode
 
 
+def require_engines(data_parallel_size: int, topology: Topology) -> None:
+    """Raise ValueError if the ranks of a node cannot be shared out among so many engines."""
+    per_node = topology.local_world_size
+    if data_parallel_size < 1 or per_node % data_parallel_size:
+        raise ValueError(
+            f"data_parallel_size={data_parallel_size} cannot be spread over {per_node} ranks of a node: it must divide "
+            f"{per_node}."
+        )
+
+
 def require_devices(tensor_parallel_size: Any, ranks_per_engine: int, topology: Topology) -> None:
     """Raise ValueError if an engine cannot be split over so many workers: on CUDA each shares the device of a rank."""
     size = tensor_parallel_size

@@ -18,6 +18,7 @@ from vectorlm.sampling.arguments import (
     choose_lora_mode,
     one_each,
     require_devices,
+    require_engines,
     require_receiver,
     summary,
 )
@@ -86,14 +87,14 @@ class SamplingEngine:
         if Path(model).is_absolute() and not Path(model).is_dir():
             raise FileNotFoundError(f"the model folder {model} does not exist.")
         self._topology = Topology.from_environment() if topology is None else topology
+        require_engines(data_parallel_size, self._topology)
+        ranks_per_engine = self._topology.local_world_size // data_parallel_size
+        require_devices(engine_args.get("tensor_parallel_size", 1), ranks_per_engine, self._topology)
         self._sampling_params = sampling_params
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
         self._meeting = Meeting(self._topology, timeout_s)
         self._hosts = Hosts(self._topology, self._meeting, data_parallel_size)
-        require_devices(
-            engine_args.get("tensor_parallel_size", 1), self._hosts.ranks_per_engine, self._topology
-        )
         self._ready: say.Ready | None = None
         self._closed = False
         self._names = itertools.count()

@@ -22,17 +22,8 @@ class Hosts:
     """
 
     def __init__(self, topology: Topology, meeting: Meeting, engines_per_node: int = 1) -> None:
-        """Spread the hosts evenly over the ranks of each node.
-
-        Raises:
-            ValueError: `engines_per_node` does not divide the ranks of a node.
-        """
+        """Spread the hosts evenly over the ranks of each node, which `engines_per_node` divides."""
         per_node = topology.local_world_size
-        if engines_per_node < 1 or per_node % engines_per_node:
-            raise ValueError(
-                f"data_parallel_size={engines_per_node} cannot be spread over {per_node} ranks of a node: it must "
-                f"divide {per_node}."
-            )
         self._topology = topology
         self._meeting = meeting
         self.ranks_per_engine: int = per_node // engines_per_node

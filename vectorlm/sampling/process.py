@@ -203,6 +203,7 @@ def _step(sampler: Sampler) -> list[tuple[int, Any]]:
     try:
         return list(sampler.step())
     except Exception as error:
+        sampler.workers.let_the_dead_be_named()
         return [(number, say.Failed(_portable(error))) for number in sampler.give_up(error)]
 
 

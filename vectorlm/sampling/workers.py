@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from vectorlm.ranks.watchdog import follow_parent
 
 SHARED_MEMORY = Path("/dev/shm")
 REAPED_WITHIN_S = 1.0
+ENDED_WITHIN_S = 10.0
+NOTICED_WITHIN_S = 0.5
+"""vLLM watches its workers too, and its error may come this long before the kernel's word reaches us."""
 
 
 class Workers:
@@ -40,6 +44,12 @@ class Workers:
             process.kill()
         for process in self._processes:
             process.join()
+
+    def let_the_dead_be_named(self) -> None:
+        """Stay, if a worker has died, until this process is ended for it: that is the cause of whatever vLLM raised."""
+        sentinels = [process.sentinel for process in self._processes]
+        if sentinels and multiprocessing.connection.wait(sentinels, NOTICED_WITHIN_S):
+            time.sleep(ENDED_WITHIN_S)
 
     def _end_with_the_first(self) -> None:
         died = multiprocessing.connection.wait([process.sentinel for process in self._processes])
