@@ -120,20 +120,31 @@ def wait_until(condition, timeout_s=30.0):
     return condition()
 
 
-def test_interrupting_a_cell_and_running_it_again_leaves_one_usable_engine(kernel, tmp_path):
+def cells(tmp_path):
+    """Return a cell that makes an engine, and one that uses it."""
     folder = save_tiny_llama(tmp_path / "model", hidden_size=64, max_length=256)
     construct = f"""
 import vectorlm
 engine = vectorlm.SamplingEngine({str(folder)!r}, dtype="float32", max_model_len=256, kv_cache_memory_bytes=16 << 20)
 """
-    long = "engine.sample([[2, 3]] * 64, {'max_tokens': 250, 'ignore_eos': True, 'n': 8})"
     short = "print(len(engine.sample([[2, 3]], {'max_tokens': 5, 'ignore_eos': True})[0][0].token_ids))"
+    return construct, short
+
+
+def test_interrupting_a_cell_leaves_engine_and_kernel_usable(kernel, tmp_path):
+    construct, short = cells(tmp_path)
+    long = "engine.sample([[2, 3]] * 64, {'max_tokens': 250, 'ignore_eos': True, 'n': 8})"
     assert kernel.run(construct) == ("", None)
     assert kernel.run(short) == ("5\n", None)
     assert kernel.run(long, interrupt_after_s=0.5) == ("", "KeyboardInterrupt")
     assert kernel.run(short) == ("5\n", None)
+
+
+def test_running_a_cell_again_replaces_its_engine_and_the_kernel_takes_the_last_one_along(kernel, tmp_path):
+    construct, short = cells(tmp_path)
+    assert kernel.run(construct) == ("", None)
+    assert kernel.run(short) == ("5\n", None)
     (first,) = kernel.samplers()
-    assert kernel.run(long, interrupt_after_s=0.5) == ("", "KeyboardInterrupt")
     assert kernel.run(construct) == ("", None)
     assert wait_until(lambda: first not in kernel.samplers()), "the engine of the first run is still there"
     assert kernel.run(short) == ("5\n", None)
