@@ -5,7 +5,8 @@ files again. The folder then holds
 
 - ``model/``: weights drawn at random and the tokenizer, for ``AutoModelForCausalLM`` and ``AutoTokenizer``;
 - ``train/`` and ``eval/``: tokenised datasets whose labels leave the prompt out of the loss;
-- ``eval.jsonl``: held-out questions to sample answers for, scored by the ``countdown`` reward.
+- ``eval.jsonl``: held-out questions to sample answers for, scored by the ``countdown`` reward;
+- ``train.jsonl``: the questions of ``train/``, for reinforcement learning.
 """
 
 from __future__ import annotations
@@ -135,6 +136,7 @@ def main() -> None:
     tokenise(training, tokenizer).save_to_disk(folder / "train")
     tokenise(held_out, tokenizer).save_to_disk(folder / "eval")
     write_questions(held_out[: arguments.num_questions], folder / "eval.jsonl")
+    write_questions(training, folder / "train.jsonl")
     print(f"{folder}: {len(training)} problems to learn from, {len(held_out)} held out, for example")
     print(f"  {held_out[0].prompt}{held_out[0].completion}")
 

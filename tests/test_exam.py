@@ -5,8 +5,9 @@ import torch
 from rank_processes import on_ranks, save_tiny_llama
 from tiny_runs import build_trainer
 
+from vectorlm.data.questions import Question, read_questions
 from vectorlm.errors import DatasetError
-from vectorlm.exam import Exam, Question, read_questions
+from vectorlm.exam import Exam
 from vectorlm.model.load import load_model
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.hf_engine import HFEngine

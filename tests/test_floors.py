@@ -8,11 +8,13 @@ import vectorlm
 PACKAGE = Path(vectorlm.__file__).parent
 FLOORS = [
     {"errors", "types"},
-    {"ranks", "config", "rewards", "data", "telemetry"},
-    {"weights", "offload", "memory"},
+    {"plugin"},
+    {"ranks", "config", "algorithms", "rewards", "data", "telemetry"},
+    {"weights", "offload", "memory", "rollout"},
     {"sampling", "model", "checkpoint", "handover"},
-    {"trainer", "exam", "testing"},
-    {"finetune", "ask"},
+    {"trainer", "exam", "testing", "rl"},
+    {"build"},
+    {"finetune", "reinforce", "ask"},
     {"cli"},
 ]
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}

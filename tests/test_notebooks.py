@@ -138,6 +138,11 @@ def test_interrupting_a_cell_leaves_engine_and_kernel_usable(kernel, tmp_path):
     assert kernel.run(short) == ("5\n", None)
     assert kernel.run(long, interrupt_after_s=0.5) == ("", "KeyboardInterrupt")
     assert kernel.run(short) == ("5\n", None)
+    assert kernel.run(long, interrupt_after_s=0.5) == ("", "KeyboardInterrupt")
+    (first,) = kernel.samplers()
+    assert kernel.run(construct) == ("", None)
+    assert wait_until(lambda: first not in kernel.samplers()), "the interrupted cell keeps its engine alive"
+    assert kernel.run(short) == ("5\n", None)
 
 
 def test_running_a_cell_again_replaces_its_engine_and_the_kernel_takes_the_last_one_along(kernel, tmp_path):

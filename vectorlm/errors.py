@@ -16,6 +16,7 @@ exception that it refines, so ``except ValueError`` keeps working::
      │   └─ EngineTimeout (TimeoutError)    the sampler process is silent past the deadline
      ├─ WeightMismatch (ValueError)         trainer and engine disagree on parameter names or shapes
      │   └─ ChecksumMismatch                the engine does not hold the weights that were sent
+     ├─ RewardError (RuntimeError)          a reward function raised or ran out of time
      ├─ NonFiniteLoss (ArithmeticError)     the loss or the gradient norm is NaN or infinite
      └─ CheckpointError (RuntimeError)      a checkpoint is incomplete or of another run
 
@@ -73,6 +74,10 @@ class WeightMismatch(VectorLMError, ValueError):
 
 class ChecksumMismatch(WeightMismatch):
     """After an update the engine does not hold the weights that were sent."""
+
+
+class RewardError(VectorLMError, RuntimeError):
+    """A reward function raised, or ran out of time."""
 
 
 class NonFiniteLoss(VectorLMError, ArithmeticError):

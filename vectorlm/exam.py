@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vectorlm.errors import DatasetError
+from vectorlm.data.questions import Question
 from vectorlm.handover import DeviceTurn
-from vectorlm.types import Completion, Engine, Prompt, UpdateReport
+from vectorlm.telemetry.step_lines import StepLines
+from vectorlm.types import Completion, Engine, UpdateReport
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,42 +19,6 @@ Answers = list[list[Completion]]
 
 NUM_SHOWN = 3
 """Answers that each exam shows on the console."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """One prompt, and what its reward needs to know."""
-
-    prompt: Prompt
-    """What the engine has to continue."""
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns of its line, passed to the reward by name."""
-
-
-def read_questions(source: str | Path | Sequence[str]) -> list[Question]:
-    """Take prompts as they are, or read a JSONL file whose lines have a ``prompt`` and any other columns.
-
-    Raises:
-        DatasetError: The file is missing or empty, or a line is not an object with a ``prompt``.
-    """
-    if not isinstance(source, str | Path):
-        return [Question(prompt) for prompt in source]
-    if not Path(source).is_file():
-        raise DatasetError(
-            f"sampler.prompts={str(source)!r} is not a file. Make it first, or list the prompts instead."
-        )
-    questions = []
-    for number, line in enumerate(Path(source).read_text().splitlines(), start=1):
-        try:
-            columns = json.loads(line)
-            questions.append(Question(columns.pop("prompt"), columns))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise DatasetError(
-                f"{source}:{number} is {line[:80]!r}, but every line must be a JSON object with a 'prompt'."
-            ) from error
-    if not questions:
-        raise DatasetError(f"sampler.prompts={str(source)!r} is empty: it must hold at least one prompt.")
-    return questions
 
 
 class Exam:
@@ -85,14 +48,10 @@ class Exam:
         """
         self._engine = engine
         self._questions = questions
-        self._samples_path = samples_path
+        self._lines = None if samples_path is None else StepLines(samples_path, resume_step)
         self._reward = reward
         self._say = say
         self._turn = turn
-        if samples_path is not None:
-            samples_path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [] if resume_step is None else _lines_until(samples_path, resume_step)
-            samples_path.write_text("".join(kept))
 
     def hold(self, model: nn.Module, step: int) -> dict[str, float]:
         """Examine the weights of `model` as they are after training step `step`; called on all ranks."""
@@ -109,8 +68,8 @@ class Exam:
         rewards = self._mark(answers)
         if rewards is not None:
             metrics["eval/accuracy"] = sum(options[0] == 1.0 for options in rewards) / len(rewards)
-        if self._samples_path is not None:
-            self._record(step, answers, rewards, generate_s)
+        if self._lines is not None:
+            self._lines.write(step, self._records(answers, rewards, generate_s))
             self._say(self._summary(step, answers, rewards))
         return metrics
 
@@ -122,19 +81,16 @@ class Exam:
             for question, options in zip(self._questions, answers, strict=True)
         ]
 
-    def _record(
-        self, step: int, answers: Answers, rewards: list[list[float]] | None, time_taken_s: float
-    ) -> None:
-        assert self._samples_path is not None
-        with self._samples_path.open("a") as file:
-            for index, (question, options) in enumerate(zip(self._questions, answers, strict=True)):
-                line = {
-                    "train_step": step,
-                    "prompt": question.prompt,
-                    "options": [completion.text for completion in options],
-                    "time_taken": time_taken_s,
-                }
-                file.write(json.dumps(line | ({"rewards": rewards[index]} if rewards else {})) + "\n")
+    def _records(
+        self, answers: Answers, rewards: list[list[float]] | None, time_taken_s: float
+    ) -> Iterator[dict[str, Any]]:
+        for index, (question, options) in enumerate(zip(self._questions, answers, strict=True)):
+            line = {
+                "prompt": question.prompt,
+                "options": [completion.text for completion in options],
+                "time_taken": time_taken_s,
+            }
+            yield line | ({"rewards": rewards[index]} if rewards else {})
 
     def _summary(self, step: int, answers: Answers, rewards: list[list[float]] | None) -> str:
         if rewards is None:
@@ -154,9 +110,3 @@ def _update_metrics(report: UpdateReport) -> dict[str, float]:
         "weights/load_s": report.load_s,
         "weights/update_s": report.total_s,
     }
-
-
-def _lines_until(path: Path, step: int) -> list[str]:
-    """Return the lines up to training step `step`, without a last one that a crash cut short."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [line for line in lines if line.endswith("\n") and json.loads(line)["train_step"] <= step]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from vectorlm.checkpoint.state import Part
 from vectorlm.errors import NonFiniteLoss
 from vectorlm.model.loss import next_tokens, token_losses
 from vectorlm.weights.plan import reshard
@@ -93,14 +94,18 @@ class Trainer:
             self.sink.write(self.step, metrics | self.look())
             if self.store and self.step % self.save_every == 0:
                 loop = {"schedule": self.schedule.state_dict()}
-                self.store.save(self.step, self.model, self.optimizer, loop)
+                self.store.save(self.step, self.parts(), loop)
 
     def resume(self, step: int) -> None:
         """Put everything back to where the checkpoint of `step` found it."""
         assert self.store is not None
-        loop = self.store.load(step, self.model, self.optimizer)
+        loop = self.store.load(step, self.parts())
         self.schedule.load_state_dict(loop["schedule"])
         self.step = step
+
+    def parts(self) -> dict[str, Part]:
+        """Return what a checkpoint holds of model and optimizer."""
+        return {"policy": Part(self.model, self.optimizer)}
 
     def remaining_steps(self) -> Iterator[list[Batch]]:
         """Yield this rank's micro-batches of each optimizer step that is left."""

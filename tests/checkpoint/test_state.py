@@ -6,7 +6,7 @@ import torch
 from rank_processes import on_ranks, save_tiny_llama
 
 from vectorlm.checkpoint.rng import capture_rng, restore_rng
-from vectorlm.checkpoint.state import CheckpointStore
+from vectorlm.checkpoint.state import CheckpointStore, Part
 from vectorlm.errors import CheckpointError
 from vectorlm.model.load import load_model
 from vectorlm.model.lora import add_lora
@@ -56,13 +56,13 @@ def save_and_load(topology, model_dir, path, lora):
     torch.manual_seed(100 + topology.rank)
     make_step(model, optimizer)
     store = CheckpointStore(path, {"seed": 1})
-    store.save(1, model, optimizer, {"rank": topology.rank, "learning_rate": 0.1})
+    store.save(1, {"policy": Part(model, optimizer)}, {"rank": topology.rank, "learning_rate": 0.1})
     expected_draw = draw()[2]
     make_step(model, optimizer)
     expected = weights(model)
 
     model, optimizer = build(topology, model_dir, lora)
-    loop = store.load(1, model, optimizer)
+    loop = store.load(1, {"policy": Part(model, optimizer)})
     found_draw = draw()[2]
     make_step(model, optimizer)
     found = weights(model)
@@ -84,12 +84,12 @@ def save_often(topology, model_dir, path):
     store = CheckpointStore(path, {"seed": 1, "world_size": 1})
     found = [store.latest_step()]
     for step in (2, 4, 10):
-        store.save(step, model, optimizer, {})
+        store.save(step, {"policy": Part(model, optimizer)}, {})
         found.append(store.latest_step())
     (path / ".step-00000012.unfinished").mkdir()
     (path / ".step-00000004.retired").mkdir()
     found.append(store.latest_step())
-    store.save(12, model, optimizer, {})
+    store.save(12, {"policy": Part(model, optimizer)}, {})
     return found
 
 

@@ -248,15 +248,15 @@ def test_a_key_like_no_other_lists_the_section(write_config):
 def test_a_key_like_no_other_at_the_top_lists_the_top(write_config):
     assert error_text(write_config(MINIMAL + "7: x\n")) == (
         "unknown setting '7' (my.yaml:13). The settings of the top level are: model, enable_wandb_logging, "
-        "wandb_config, train_parameters, dataset, dataset_preprocess."
+        "wandb_config, train_parameters, dataset, rl, dataset_preprocess."
     )
 
 
 def test_missing_keys_are_all_named_with_their_meaning(write_config):
-    path = write_config(MINIMAL, ("  output_dir: runs/tiny\n", ""), ("  epochs: 2\n", ""))
+    path = write_config(MINIMAL, ("  output_dir: runs/tiny\n", ""), ("  max_seq_len: 128\n", ""))
     assert error_text(path) == (
         "missing settings 'train_parameters.output_dir' (Folder for checkpoints, metrics, samples, plots and "
-        "the final model), 'train_parameters.epochs' (Passes over the training dataset) "
+        "the final model), 'train_parameters.max_seq_len' (Longest sequence in tokens; at most the model's own limit) "
         "(my.yaml:2). Add them."
     )
 
@@ -264,8 +264,7 @@ def test_missing_keys_are_all_named_with_their_meaning(write_config):
 def test_an_empty_file_misses_everything_required(write_config):
     assert error_text(write_config("# nothing\n")) == (
         "missing settings 'model' (Folder of the model with its tokenizer, in Hugging Face layout), "
-        "'train_parameters' (How the model is trained), 'dataset' (The preprocessed datasets) "
-        "(my.yaml:1). Add them."
+        "'train_parameters' (How the model is trained) (my.yaml:1). Add them."
     )
 
 

@@ -73,8 +73,11 @@ def test_an_unknown_reward_names_the_nearest_one():
         get_reward("count_down")
     assert (
         str(caught.value)
-        == "unknown reward 'count_down': it must be one of countdown. Did you mean 'countdown'?"
+        == "unknown reward 'count_down': it must be one of countdown, or file.py:NAME of your own. "
+        "Did you mean 'countdown'?"
     )
     with pytest.raises(ConfigError) as caught:
         get_reward("zzz")
-    assert str(caught.value) == "unknown reward 'zzz': it must be one of countdown."
+    assert (
+        str(caught.value) == "unknown reward 'zzz': it must be one of countdown, or file.py:NAME of your own."
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.optim import Optimizer
 
 from vectorlm.checkpoint import folder
@@ -23,6 +30,36 @@ NUM_KEPT = 2
 
 # Frozen weights are read from the model's own folder again; a LoRA checkpoint holds the adapters alone.
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model of a run, with the optimizer that trains it."""
+
+    model: nn.Module
+    """Sharded."""
+    optimizer: Optimizer | None
+    """None for a model that is not trained; it is kept whole, its frozen weights too."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what is written, as tensors that `set_state` reads back."""
+        if self.optimizer is None:
+            return {"model": get_model_state_dict(self.model)}
+        weights, optimizer_state = get_state_dict(self.model, self.optimizer, options=_OPTIONS)
+        return {"model": weights, "optimizer": optimizer_state}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Put model and optimizer back."""
+        if self.optimizer is None:
+            set_model_state_dict(self.model, state["model"])
+            return
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=_OPTIONS,
+        )
 
 
 class CheckpointStore:
@@ -54,13 +91,12 @@ class CheckpointStore:
         self._check_identity(self._folder(steps[-1]))
         return steps[-1]
 
-    def save(self, step: int, model: nn.Module, optimizer: Optimizer, loop: dict[str, Any]) -> None:
+    def save(self, step: int, parts: Mapping[str, Part], loop: dict[str, Any]) -> None:
         """Write the checkpoint of `step`; called on all ranks.
 
         Args:
-            step: Optimizer steps done so far.
-            model: The sharded model.
-            optimizer: Its optimizer.
+            step: Training steps done so far.
+            parts: The models with their optimizers, by name.
             loop: This rank's own state, of tensors and plain values.
         """
         target, rank = self._folder(step), dist.get_rank()
@@ -68,8 +104,7 @@ class CheckpointStore:
             folder.begin(target)
         dist.barrier()
         work = folder.unfinished(target)
-        weights, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
-        dcp.save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=work / "shards")
+        dcp.save({name: part.state() for name, part in parts.items()}, checkpoint_id=work / "shards")
         torch.save({"loop": loop, "rng": capture_rng()}, work / f"rank-{rank}.pt")
         dist.barrier()
         if rank == 0:
@@ -79,22 +114,17 @@ class CheckpointStore:
                 folder.retire(self._folder(old))
         dist.barrier()
 
-    def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Put model, optimizer and random generators back to `step`; called on all ranks.
+    def load(self, step: int, parts: Mapping[str, Part]) -> dict[str, Any]:
+        """Put models, optimizers and random generators back to `step`; called on all ranks.
 
         Returns:
             What this rank passed as `loop` when it was saved.
         """
         source = self._folder(step)
-        weights, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
-        dcp.load({"model": weights, "optimizer": optimizer_state}, checkpoint_id=source / "shards")
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=weights,
-            optim_state_dict=optimizer_state,
-            options=_OPTIONS,
-        )
+        states = {name: part.state() for name, part in parts.items()}
+        dcp.load(states, checkpoint_id=source / "shards")
+        for name, part in parts.items():
+            part.set_state(states[name])
         mine = torch.load(source / f"rank-{dist.get_rank()}.pt", weights_only=True)
         restore_rng(mine["rng"])
         return mine["loop"]

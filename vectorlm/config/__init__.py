@@ -3,6 +3,7 @@
 from vectorlm.config.arguments import add_config_arguments, add_node_arguments, config_from_arguments
 from vectorlm.config.check import check_config
 from vectorlm.config.load import load_config
+from vectorlm.config.rl import CriticSettings, RLSettings
 from vectorlm.config.save import save_config
 from vectorlm.config.schema import (
     Config,
@@ -15,9 +16,11 @@ from vectorlm.config.schema import (
 
 __all__ = [
     "Config",
+    "CriticSettings",
     "DatasetSettings",
     "OptimizerSettings",
     "PreprocessSettings",
+    "RLSettings",
     "SamplerSettings",
     "TrainSettings",
     "add_config_arguments",

@@ -26,7 +26,7 @@ _SHARDED_OVER_NODES = ("FULL_SHARD", "SHARD_GRAD_OP")
 
 def check_consistency(config: Config) -> None:
     """Raise `ConfigError` with every pair of settings that contradict each other; reads no file."""
-    raise_problems([*_packing_problems(config), *_engine_problems(config)])
+    raise_problems([*_purpose_problems(config), *_packing_problems(config), *_engine_problems(config)])
 
 
 def check_config(config: Config, world_size: int, reward_names: Collection[str], num_nodes: int = 1) -> None:
@@ -42,7 +42,7 @@ def check_config(config: Config, world_size: int, reward_names: Collection[str],
         ConfigError: lists every problem found: contradictions, an impossible number of ranks, a missing or
             wrong model, dataset or prompt file.
     """
-    problems = [*_packing_problems(config), *_engine_problems(config)]
+    problems = [*_purpose_problems(config), *_packing_problems(config), *_engine_problems(config)]
     problems += _world_size_problems(config, world_size)
     problems += _node_problems(config, world_size, num_nodes)
     problems += _parallel_problems(config, world_size // max(num_nodes, 1))
@@ -59,9 +59,23 @@ def _refuse(config: Config, path: str, value: Any, rule: str, fix: str) -> str:
     return describe_refusal(path, value, rule, fix, config.origins.get(path, ""))
 
 
+def _purpose_problems(config: Config) -> Iterator[str]:
+    """A run learns from text, or from rewards."""
+    if config.dataset is None and config.rl is None:
+        yield (
+            "there is nothing to train on: neither the section 'dataset' (supervised fine-tuning) nor 'rl' "
+            "(reinforcement learning) is there. Add one."
+        )
+    if config.rl is not None and config.train_parameters.sampler is None:
+        yield (
+            "the section 'rl' needs an engine to sample with, and there is no section 'train_parameters.sampler'. "
+            "Add it."
+        )
+
+
 def _packing_problems(config: Config) -> Iterator[str]:
     preprocess = config.dataset_preprocess
-    if preprocess is None:
+    if preprocess is None or config.dataset is None:
         return
     if preprocess.ignore_index != config.dataset.ignore_index:
         index = config.dataset.ignore_index
@@ -137,7 +151,8 @@ def _sampler_problems(config: Config, reward_names: Collection[str]) -> Iterator
     sampler = config.train_parameters.sampler
     if sampler is None:
         return
-    if sampler.reward is not None and sampler.reward not in reward_names:
+    # A name with a colon points into somebody's own file, which is read when the run starts.
+    if sampler.reward is not None and sampler.reward not in reward_names and ":" not in sampler.reward:
         near = difflib.get_close_matches(sampler.reward, reward_names, n=1)
         fix = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(sorted(reward_names))}."
         path = "train_parameters.sampler.reward"
@@ -185,6 +200,8 @@ def _model_problems(config: Config) -> Iterator[str]:
 
 
 def _dataset_problems(config: Config) -> Iterator[str]:
+    if config.dataset is None:
+        return
     for name in ("train_ds", "eval_ds"):
         folder = Path(getattr(config.dataset, name))
         path = f"dataset.{name}"
@@ -212,9 +229,13 @@ def _missing_columns(description: Path) -> list[str]:
 
 def _prompt_problems(config: Config) -> Iterator[str]:
     sampler = config.train_parameters.sampler
-    if sampler is None or not isinstance(sampler.prompts, str):
-        return
-    path, file = "train_parameters.sampler.prompts", sampler.prompts
+    if sampler is not None and isinstance(sampler.prompts, str):
+        yield from _prompt_file_problems(config, "train_parameters.sampler.prompts", sampler.prompts)
+    if config.rl is not None and isinstance(config.rl.prompts, str):
+        yield from _prompt_file_problems(config, "rl.prompts", config.rl.prompts)
+
+
+def _prompt_file_problems(config: Config, path: str, file: str) -> Iterator[str]:
     if not Path(file).is_file():
         fix = "Name a JSONL file, or list the prompts themselves."
         yield _refuse(config, path, file, "is not a file", fix)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from vectorlm.config.rl import RLSettings
 from vectorlm.config.rules import (
     AlsoWritten,
     Betas,
@@ -21,6 +22,7 @@ from vectorlm.config.rules import (
     Text,
     UnitInterval,
 )
+from vectorlm.errors import ConfigError
 
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 
@@ -110,7 +112,7 @@ class TrainSettings:
     """Folder for checkpoints, metrics, samples, plots and the final model."""
     max_seq_len: PositiveInt
     """Longest sequence in tokens; at most the model's own limit."""
-    epochs: PositiveInt
+    epochs: PositiveInt = 1
     """Passes over the training dataset."""
     seed: Seed = 11
     """Seed of every random generator of the run."""
@@ -215,11 +217,24 @@ class Config:
     """Arguments of `wandb.init`."""
     train_parameters: TrainSettings
     """How the model is trained."""
-    dataset: DatasetSettings
-    """The preprocessed datasets."""
+    dataset: DatasetSettings | None = None
+    """The preprocessed datasets; needed for supervised fine-tuning."""
+    rl: RLSettings | None = None
+    """Reinforcement learning instead of supervised fine-tuning."""
     dataset_preprocess: PreprocessSettings | None = None
     """How the datasets are made; null when they exist already."""
     origins: Mapping[str, str] = field(
         default_factory=dict, compare=False, repr=False, metadata={"is_setting": False}
     )
     """Where each setting was written (``my.yaml:5``, ``--set a.b=c``); not a setting itself."""
+
+    @property
+    def text(self) -> DatasetSettings:
+        """The datasets of supervised fine-tuning.
+
+        Raises:
+            ConfigError: There are none.
+        """
+        if self.dataset is None:
+            raise ConfigError("there is no section 'dataset': supervised fine-tuning needs one.")
+        return self.dataset

@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
+from vectorlm.config.rl import RLSettings
 from vectorlm.config.schema import Config, SamplerSettings, TrainSettings
 
 
 def summarise(config: Config, world_size: int, num_nodes: int = 1) -> str:
     """Return what the run will do, one aspect a line."""
-    train, data = config.train_parameters, config.dataset
-    batch = world_size * data.train_bs * train.gradient_accumulation_steps
+    train = config.train_parameters
     ranks = f"{world_size}" + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
-    parts = f"{_count(world_size, 'rank')} x train_bs {data.train_bs}"
     rows = {
         "model": config.model + (" with LoRA adapters" if train.lora_peft_config is not None else ""),
         "ranks": f"{ranks}, {train.sharding_strategy}, {'bfloat16' if train.use_mp else 'float32'}",
-        "training": f"{_count(train.epochs, 'epoch')} of {data.train_ds}, evaluated on {data.eval_ds}",
-        "global batch": f"{_count(batch, 'sequence')} of up to {train.max_seq_len} tokens "
-        f"({parts} x accumulation {train.gradient_accumulation_steps})",
+        **(_text_rows(config, world_size) if config.rl is None else _rl_rows(config.rl, train)),
         "optimizer": f"AdamW, lr {train.optimizer.lr:g}, {train.lr_scheduler_type}, "
         f"warmup {train.warmup_ratio:.0%} of the steps",
         "sampler": _sampler_row(train.sampler, train),
-        "checkpoints": f"every {train.save_frequency:g} epoch" if train.checkpointing_enabled else "none",
+        "checkpoints": _checkpoint_row(config),
         "output": train.output_dir,
     }
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+
+
+def _text_rows(config: Config, world_size: int) -> dict[str, str]:
+    train, data = config.train_parameters, config.text
+    batch = world_size * data.train_bs * train.gradient_accumulation_steps
+    parts = f"{_count(world_size, 'rank')} x train_bs {data.train_bs}"
+    return {
+        "training": f"{_count(train.epochs, 'epoch')} of {data.train_ds}, evaluated on {data.eval_ds}",
+        "global batch": f"{_count(batch, 'sequence')} of up to {train.max_seq_len} tokens "
+        f"({parts} x accumulation {train.gradient_accumulation_steps})",
+    }
+
+
+def _rl_rows(rl: RLSettings, train: TrainSettings) -> dict[str, str]:
+    source = rl.prompts if isinstance(rl.prompts, str) else _count(len(rl.prompts), "prompt")
+    rewards = ", ".join(f"{name} x {weight:g}" for name, weight in {**rl.rewards, **rl.reward_models}.items())
+    completions = rl.prompts_per_step * rl.group_size
+    return {
+        "training": f"{rl.algorithm}, {_count(rl.max_steps, 'step')} on the prompts of {source}",
+        "rollouts": f"{_count(completions, 'completion')} a step ({_count(rl.prompts_per_step, 'prompt')} x group "
+        f"{rl.group_size}), up to {train.max_seq_len} tokens with their prompts",
+        "rewards": rewards,
+        "updates": f"{_count(rl.num_epochs * rl.num_mini_batches, 'optimizer step')} a step "
+        f"({_count(rl.num_epochs, 'epoch')} x {_count(rl.num_mini_batches, 'mini-batch', 'mini-batches')})",
+    }
+
+
+def _checkpoint_row(config: Config) -> str:
+    if not config.train_parameters.checkpointing_enabled:
+        return "none"
+    if config.rl is not None:
+        return f"every {_count(config.rl.save_every, 'step')}"
+    return f"every {config.train_parameters.save_frequency:g} epoch"
 
 
 def _sampler_row(sampler: SamplerSettings | None, train: TrainSettings) -> str:
@@ -38,5 +68,5 @@ def _sampler_row(sampler: SamplerSettings | None, train: TrainSettings) -> str:
     return f"{prompts} every {_count(sampler.sample_frequency, 'step')}{reward}, into {train.samples_path}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str, plural: str = "") -> str:
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

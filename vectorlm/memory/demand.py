@@ -53,6 +53,10 @@ class Demand:
     """Sequences in one forward pass of one rank."""
     sequence_tokens: int
     """Tokens of the longest sequence."""
+    num_trained_copies: int = 0
+    """Models of the same size that are trained besides: a critic."""
+    num_frozen_copies: int = 0
+    """Models of the same size that only compute: a reference, reward models."""
     engine: EngineDemand | None
     """None trains without one."""
     device_bytes: int

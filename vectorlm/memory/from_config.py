@@ -61,6 +61,7 @@ def plan_of_config(
     model = read_model_size(config.model)
     lora = train.lora_peft_config
     shards = {"NO_SHARD": 1, "HYBRID_SHARD": near}.get(train.sharding_strategy, world_size)
+    micro_batch_size, trained_copies, frozen_copies = _other_models(config)
     demand = Demand(
         model=model,
         num_trainable=model.num_parameters if lora is None else count_adapter_parameters(config.model, lora),
@@ -69,13 +70,29 @@ def plan_of_config(
         keeps_gathered=train.sharding_strategy in ("SHARD_GRAD_OP", "NO_SHARD"),
         is_mixed=train.use_mp,
         recomputes=train.use_activation_checkpointing,
-        micro_batch_size=config.dataset.train_bs,
+        micro_batch_size=micro_batch_size,
+        num_trained_copies=trained_copies,
+        num_frozen_copies=frozen_copies,
         sequence_tokens=train.max_seq_len,
         engine=None if train.sampler is None else _engine_demand(train.sampler, model, is_cpu),
         device_bytes=device_bytes,
         is_cpu=is_cpu,
     )
     return plan_memory(demand)
+
+
+def _other_models(config: Config) -> tuple[int, int, int]:
+    """Return the sequences of a micro-batch, the models trained beside the policy, and those that only compute."""
+    train, rl = config.train_parameters, config.rl
+    if rl is None:
+        return config.text.train_bs, 0, 0
+    # torch is imported for this, which a plan of fine-tuning does without.
+    from vectorlm.algorithms.registry import get_algorithm
+
+    spec = get_algorithm(rl.algorithm)
+    has_reference = (spec.needs_reference or rl.kl_coef > 0) and train.lora_peft_config is None
+    micro_batch_size = max(rl.max_tokens_per_micro_batch // train.max_seq_len, 1)
+    return micro_batch_size, int(spec.needs_critic), int(has_reference) + len(rl.reward_models)
 
 
 def _engine_demand(sampler: SamplerSettings, model: ModelSize, is_cpu: bool) -> EngineDemand:

@@ -52,7 +52,8 @@ def plan_memory(demand: Demand) -> MemoryPlan:
         weights 4 P / S     gradients 4 T / S     optimizer 8 T / S (two averages)
         gathered: c (everything outside the blocks + 2 blocks), or c P where blocks stay gathered;
                   and 4 (everything outside the blocks, or one block) for the gradients of the largest group
-        engine: its bytes per weight x P / tensor_parallel
+        critic: 16 P / S    reference and reward models: 4 P / S each, taken to be as large as the policy
+    engine: its bytes per weight x P / tensor_parallel
 
     Activations are `activation_bytes`. On CPU all ranks and the engine add up, and neither sleep nor offload frees
     memory; on CUDA this is the device that holds a rank and (a part of) an engine.
@@ -75,6 +76,10 @@ def plan_memory(demand: Demand) -> MemoryPlan:
         Row("gathered weights", ranks * gathered_bytes(demand), 0),
         Row("activations", ranks * activation_bytes(demand), 0),
     ]
+    copy = ranks * 4 * demand.model.num_parameters // demand.num_shards
+    critic, frozen = 4 * copy * demand.num_trained_copies, copy * demand.num_frozen_copies
+    # Weights, gradients and two averages; only the policy's optimizer leaves the device.
+    rows += [Row("critic", critic, critic), Row("frozen models", frozen, frozen)]
     processes = CPU_LAUNCHER_BYTES + ranks * CPU_RANK_BYTES if demand.is_cpu else CUDA_PROCESS_BYTES
     kv_cache = 0
     if engine is not None:

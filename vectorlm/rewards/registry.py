@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from difflib import get_close_matches
+from typing import Any
 
 from vectorlm.errors import ConfigError
+from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.rewards.countdown import countdown_reward
 
-Reward = Callable[..., float]
-"""``reward(completion, **columns)``: the columns are those of the question; 1.0 stands for a right answer."""
+Reward = Callable[..., Any]
+"""``reward(completion, **columns)``: the columns are those of the question; 1.0 stands for a right answer.
+
+See `vectorlm.rewards.runner` for the other forms that reinforcement learning takes.
+"""
 
 _REWARDS: dict[str, Reward] = {"countdown": countdown_reward}
 
@@ -20,13 +25,20 @@ def reward_names() -> list[str]:
 
 
 def get_reward(name: str) -> Reward:
-    """Return the reward that a config calls `name`.
+    """Return the reward that a config calls `name`, or the one that ``file.py:NAME`` or ``module:NAME`` points to.
 
     Raises:
-        ConfigError: No reward has this name.
+        ConfigError: There is none.
     """
     if name in _REWARDS:
         return _REWARDS[name]
+    if is_plugin(name):
+        reward = load_plugin(name)
+        if not callable(reward):
+            raise ConfigError(f"reward {name!r} is a {type(reward).__name__}: it must be a function.")
+        return reward
     close = get_close_matches(name, _REWARDS, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ConfigError(f"unknown reward {name!r}: it must be one of {', '.join(reward_names())}.{hint}")
+    raise ConfigError(
+        f"unknown reward {name!r}: it must be one of {', '.join(reward_names())}, or file.py:NAME of your own.{hint}"
+    )

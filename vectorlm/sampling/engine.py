@@ -24,6 +24,7 @@ from vectorlm.sampling.arguments import (
 )
 from vectorlm.sampling.channel import Channel
 from vectorlm.sampling.hosts import Hosts
+from vectorlm.sampling.last_error import let_go_of_last_error
 from vectorlm.sampling.submission import Submission
 from vectorlm.sampling.swap import HotSwap
 from vectorlm.types import Completion, Prompt, UpdateReport
@@ -82,6 +83,7 @@ class SamplingEngine:
         log_path: str | Path | None = None,
         **engine_args: Any,
     ) -> None:
+        let_go_of_last_error()
         require_receiver(receiver)
         lora_mode = choose_lora_mode(lora_mode, bool(engine_args.get("enable_lora")))
         if Path(model).is_absolute() and not Path(model).is_dir():

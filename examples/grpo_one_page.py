@@ -1,0 +1,95 @@
+"""GRPO on one page: the whole algorithm with nothing left out but options.
+
+python examples/grpo_one_page.py --world_size 2
+
+It starts from the model that configs/countdown_warmup.yaml leaves, and its losses are those of
+examples/rl_example_mp.py with configs/countdown_grpo.yaml; a test compares them. Shao et al. 2024, arXiv 2402.03300.
+"""
+
+import argparse
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+import vectorlm
+from vectorlm.algorithms import group_advantages, ppo_policy_loss, reduce_loss, token_logprobs
+from vectorlm.data.questions import read_questions
+from vectorlm.rewards import countdown_reward
+from vectorlm.rollout.prompts import PromptOrder
+
+NUM_PROMPTS, GROUP_SIZE, SEED = 64, 8, 0
+SAMPLING = {"temperature": 1.0, "max_tokens": 12}
+
+
+def loop(path: str, prompts: str, num_steps: int, lr: float) -> list[float]:
+    """Train, and return the loss of every step."""
+    here = vectorlm.Topology.from_environment()
+    order, losses = PromptOrder(read_questions(prompts), SEED), []
+    with vectorlm.SamplingEngine(path, dtype="float32", max_model_len=64) as engine:
+        policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for block in policy.model.layers:
+            fully_shard(block)
+        fully_shard(policy)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
+        for step in range(num_steps):
+            # Collect: the engine takes the policy's weights over, and answers each question several times.
+            engine.update(policy, step)
+            questions = order.take(NUM_PROMPTS)
+            seeds = np.random.default_rng((SEED, step, 0)).integers(0, 2**62, NUM_PROMPTS)
+            params = [{**SAMPLING, "n": GROUP_SIZE, "seed": int(seed)} for seed in seeds]
+            groups = engine.sample([question.prompt for question in questions], params)
+            # Score: every answer by itself, then against the others of its group.
+            rewards = torch.tensor(
+                [
+                    [countdown_reward(answer.text, **question.columns) for answer in answers]
+                    for question, answers in zip(questions, groups, strict=True)
+                ]
+            )
+            advantages = group_advantages(rewards).flatten()
+            # Train: one optimizer step on this rank's share of the rows; the policy is still that of the rollouts.
+            rows = [answer for answers in groups for answer in answers]
+            tokens, mask = pad(rows)
+            mine = slice(here.rank, None, here.world_size)
+            logprobs = token_logprobs(
+                policy(tokens[mine].to(here.device)).logits, tokens[mine].to(here.device)
+            )
+            per_token = ppo_policy_loss(logprobs, logprobs.detach(), advantages[mine, None].to(here.device))
+            loss = reduce_loss(per_token, mask[mine].to(here.device), "sequence_mean_token_mean", len(rows))
+            (loss * here.world_size).backward()  # FSDP averages over ranks; this loss is a share of the sum
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            total = loss.detach()
+            if here.world_size > 1:
+                dist.all_reduce(total)
+            losses.append(total.item())
+            if here.is_main:
+                right = (rewards == 1.0).float().mean()
+                print(
+                    f"step {step + 1}: loss {losses[-1]:+.5f}, {right:.0%} of the answers right", flush=True
+                )
+    return losses
+
+
+def pad(rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of prompts with their answers [B, T], and which of them are answers."""
+    length = max(len(row.prompt_token_ids) + len(row.token_ids) for row in rows)
+    tokens, mask = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length)
+    for index, row in enumerate(rows):
+        start, end = len(row.prompt_token_ids), len(row.prompt_token_ids) + len(row.token_ids)
+        tokens[index, :end] = torch.tensor([*row.prompt_token_ids, *row.token_ids])
+        mask[index, start:end] = 1
+    return tokens, mask
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="runs/countdown_warmup/final-model")
+    parser.add_argument("--prompts", default="data/countdown/train.jsonl")
+    for name, kind, default in (("num_steps", int, 100), ("lr", float, 3e-4), ("world_size", int, 1)):
+        parser.add_argument(f"--{name}", type=kind, default=default)
+    args = parser.parse_args()
+    vectorlm.launch(loop, args.model, args.prompts, args.num_steps, args.lr, world_size=args.world_size)

@@ -1,0 +1,10 @@
+"""An algorithm of one's own: in a config, ``rl.algorithm: examples/my_algorithm.py:MEDIAN``."""
+
+from vectorlm.algorithms import AlgorithmSpec, reinforce_policy_loss
+
+MEDIAN = AlgorithmSpec(
+    name="median",
+    advantages=lambda scores, knobs: scores.spread(scores.rewards - scores.rewards.nanmedian()),
+    loss=lambda inputs, knobs: reinforce_policy_loss(inputs.policy_logprobs, inputs.advantages),
+    reduction="sequence_mean_token_sum",
+)

@@ -1,0 +1,93 @@
+"""Estimates of the KL divergence, and the controller of its weight."""
+
+import math
+
+import pytest
+import torch
+from random_batch import random_batch
+
+from vectorlm.algorithms import AdaptiveKL, kl_estimate
+
+SLOW = {
+    "k1": lambda d: d,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: math.exp(-d) - 1 + d,
+    "abs": abs,
+}
+
+
+@pytest.mark.parametrize("kind", SLOW)
+@pytest.mark.parametrize("straight_through", [False, True])
+def test_equals_a_slow_loop(kind, straight_through):
+    policy, reference, _, _ = random_batch()
+    found = kl_estimate(policy, reference, kind, straight_through)
+    for mine, p, q in zip(found.flatten(), policy.flatten(), reference.flatten(), strict=True):
+        assert mine.item() == pytest.approx(SLOW[kind](p.item() - q.item()), rel=1e-11, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_its_mean_over_the_policy_is_the_divergence(kind):
+    policy = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64).log()
+    reference = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64).log()
+    exact = (policy.exp() * (policy - reference)).sum()
+    torch.testing.assert_close((policy.exp() * kl_estimate(policy, reference, kind)).sum(), exact)
+
+
+def test_straight_through_has_the_gradient_of_the_divergence_and_k1_has_none():
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64).log()
+    policy = logits.log_softmax(0)
+    weights = policy.detach().exp()
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    for kind in SLOW:
+        estimate = kl_estimate(policy, reference, kind, straight_through=True)
+        (mine,) = torch.autograd.grad((weights * estimate).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(mine, exact)
+    plain = kl_estimate(policy, reference, "k1")
+    (mine,) = torch.autograd.grad((weights * plain).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(mine, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_gradient(kind):
+    policy, reference, _, _ = random_batch()
+    assert torch.autograd.gradcheck(lambda p: kl_estimate(p, reference, kind), (policy,))
+
+
+def test_k3_is_never_negative_and_keeps_small_differences():
+    policy = torch.full((1, 1000), -0.3)
+    reference = policy + torch.linspace(-1e-3, 1e-3, 1000)
+    found = kl_estimate(policy, reference, "k3")
+    assert found.min() >= 0
+    # float32 subtraction leaves an error of 3e-8 in d, so d^2 / 2 at 1e-3 is known to 1e-4 of itself
+    assert found[0, 0].item() == pytest.approx(5e-7, rel=1e-3)
+
+
+def test_extremes_stay_finite():
+    far = kl_estimate(torch.tensor([[-1000.0, 0.0]]), torch.tensor([[0.0, -1000.0]]), "k3")
+    assert far.isfinite().all()
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match="'k4' is unknown"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+
+
+def test_the_controller_by_hand():
+    controller = AdaptiveKL(initial=0.2, target=6.0, horizon=1000)
+    assert controller.update(12.0, 100) == pytest.approx(0.2 * 1.02)  # an error of 1 counts as 0.2
+    assert controller.update(5.4, 100) == pytest.approx(0.2 * 1.02 * 0.99)
+    assert controller.update(0.0, 10_000) == 0.0  # never negative
+
+
+def test_the_controller_keeps_its_place():
+    controller, other = AdaptiveKL(0.2, 6.0, 1000), AdaptiveKL(0.2, 6.0, 1000)
+    controller.update(12.0, 100)
+    other.load_state_dict(controller.state_dict())
+    assert other.value == controller.value
+
+
+@pytest.mark.parametrize("numbers", [(-0.1, 6.0, 10.0), (0.1, 0.0, 10.0), (0.1, 6.0, 0.0)])
+def test_the_controller_refuses_numbers_out_of_range(numbers):
+    with pytest.raises(ValueError, match="above 0"):
+        AdaptiveKL(*numbers)

@@ -1,0 +1,130 @@
+"""Reward functions of every form."""
+
+import asyncio
+import math
+import threading
+import time
+
+import pytest
+
+from vectorlm.rewards.runner import Outcome, Scorable, run_reward
+
+
+def items(*texts):
+    return [Scorable(text, f"ask {index}", (index, 9), {"target": index}) for index, text in enumerate(texts)]
+
+
+def rewards(outcomes):
+    return [each.reward for each in outcomes]
+
+
+def test_a_plain_function_gets_the_columns_that_it_asks_for():
+    def reward(text, target):
+        return len(text) + target
+
+    assert rewards(run_reward(reward, items("a", "bbb"))) == [1.0, 4.0]
+
+
+def test_what_else_there_is_to_know():
+    seen = []
+
+    def reward(text, **columns):
+        seen.append(columns)
+        return 0
+
+    run_reward(reward, items("a"))
+    assert seen == [{"prompt": "ask 0", "completion_ids": [0, 9], "target": 0}]
+
+
+def test_a_function_of_completions_gets_lists():
+    def reward(completions, target, prompts, completion_ids):
+        assert prompts == ["ask 0", "ask 1"]
+        assert completion_ids == [[0, 9], [1, 9]]
+        return [len(text) + number for text, number in zip(completions, target, strict=True)]
+
+    assert rewards(run_reward(reward, items("a", "bbb"))) == [1.0, 4.0]
+
+
+def test_coroutines_run_at_once():
+    running, most = 0, 0
+
+    async def reward(text):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return len(text)
+
+    assert rewards(run_reward(reward, items("a", "bb", "ccc"))) == [1, 2, 3]
+    assert most == 3
+
+
+def test_a_coroutine_of_completions():
+    async def reward(completions):
+        return [len(text) for text in completions]
+
+    assert rewards(run_reward(reward, items("a", "bb"))) == [1, 2]
+
+
+def test_coroutines_run_where_a_loop_runs_already():
+    async def reward(text):
+        return len(text)
+
+    async def notebook():
+        return run_reward(reward, items("abc"))
+
+    assert rewards(asyncio.run(notebook())) == [3]
+
+
+@pytest.mark.parametrize("timeout_s", [None, 30.0])
+def test_none_is_not_an_error_and_an_exception_is(timeout_s):
+    def reward(text):
+        if text == "bad":
+            raise ValueError("no such word")
+        return None if text == "skip" else 1.0
+
+    first, second, third = run_reward(reward, items("good", "skip", "bad"), timeout_s)
+    assert first == Outcome(1.0)
+    assert math.isnan(second.reward)
+    assert second.error is None
+    assert math.isnan(third.reward)
+    assert third.error == "ValueError: no such word"
+
+
+def test_a_call_that_hangs_is_left_behind_and_the_rest_goes_on():
+    release, calls = threading.Event(), []
+
+    def reward(text):
+        calls.append(text)
+        if text == "hang":
+            release.wait(20)
+        return 1.0
+
+    found = run_reward(reward, items("a", "hang", "c", "d"), timeout_s=0.3)
+    assert [each.error for each in found] == [None, "no answer within 0.3 s", None, None]
+    release.set()
+    time.sleep(0.1)
+    assert calls == ["a", "hang", "c", "d"], "the thread that was left behind went on with the rest"
+
+
+def test_a_coroutine_that_hangs():
+    async def reward(text):
+        await asyncio.sleep(20 if text == "hang" else 0)
+        return 1.0
+
+    found = run_reward(reward, items("a", "hang"), timeout_s=0.2)
+    assert [each.error for each in found] == [None, "no answer within 0.2 s"]
+
+
+def test_a_batch_that_fails_fails_for_all():
+    def reward(completions):
+        return [1.0]
+
+    found = run_reward(reward, items("a", "b"))
+    assert [each.error for each in found] == ["ValueError: it returned 1 rewards for 2 completions"] * 2
+
+
+def test_infinite_rewards_are_errors_and_nothing_needs_no_call():
+    assert run_reward(lambda text: math.inf, items("a"))[0].error.startswith("it returned inf")
+    assert run_reward(lambda text: 1 / 0, []) == []

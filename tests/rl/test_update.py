@@ -1,0 +1,168 @@
+"""An update does the same however its rows are split over ranks and micro-batches, and what its formula says."""
+
+import pytest
+import torch
+from rank_processes import on_ranks, save_tiny_llama
+from tiny_rl import build, random_groups, random_rewards, select, whole
+
+from vectorlm.algorithms import group_advantages
+from vectorlm.algorithms.registry import algorithm_names
+from vectorlm.errors import ConfigError, NonFiniteLoss
+from vectorlm.model.load import load_model
+from vectorlm.ranks.topology import Topology
+
+# Sums over rows are taken in another order; weights are of size 0.02 to 1, in float32.
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-6}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("policy") / "model")
+
+
+def train(topology, folder, algorithm, max_tokens):
+    """Make four optimizer steps on one batch; return the weights and the metrics."""
+    kl_coef = 0.1 if algorithm == "grpo" else 0.0
+    spec, assessor, updater = build(topology, folder, algorithm, max_tokens=max_tokens, kl_coef=kl_coef)
+    rows = select(spec, random_groups(), random_rewards())
+    greedy = torch.full((len(rows.rewards),), 0.5)
+    batch = assessor.assess(rows, greedy, kl_coef)
+    metrics = updater.update(batch, step=3, kl_coef=kl_coef)
+    weights = whole(assessor.policy.model)
+    if assessor.critic is not None:
+        weights |= {f"critic.{name}": tensor for name, tensor in whole(assessor.critic.model).items()}
+    return weights, metrics
+
+
+def train_all(topology, folder, max_tokens):
+    return {name: train(topology, folder, name, max_tokens) for name in algorithm_names()}
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """Every algorithm: on one rank in one micro-batch, on one rank in many, and on two ranks."""
+    (wide,) = on_ranks(1, train_all, folder, 2000)
+    (narrow,) = on_ranks(1, train_all, folder, 60)
+    return wide, [narrow, *on_ranks(2, train_all, folder, 60)]
+
+
+@pytest.mark.parametrize("algorithm", algorithm_names())
+def test_ranks_and_micro_batches_change_nothing(folder, runs, algorithm):
+    wide, others = runs
+    weights, metrics = wide[algorithm]
+    for other_weights, other_metrics in (other[algorithm] for other in others):
+        assert other_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-5)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(
+                other_weights[name], tensor, **TOLERANCE, msg=lambda text, name=name: name + text
+            )
+    start = load_model(folder).state_dict()
+    assert any(not torch.equal(weights[name], tensor) for name, tensor in start.items()), (
+        "nothing was trained"
+    )
+
+
+def one_grpo_step(topology, folder):
+    spec, assessor, updater = build(
+        topology,
+        folder,
+        "grpo",
+        num_epochs=1,
+        num_mini_batches=1,
+        entropy_coef=0.0,
+        max_grad_norm=1e9,
+        lr=1.0,
+    )
+    before = whole(assessor.policy.model)
+    rows = select(spec, random_groups(), random_rewards())
+    batch = assessor.assess(rows, None, 0.0)
+    metrics = updater.update(batch, step=0)
+    after = whole(assessor.policy.model)
+    return {name: before[name] - after[name] for name in before}, metrics, batch.old_logprobs
+
+
+def test_the_gradient_is_that_of_the_papers_formula_row_by_row(folder):
+    """GRPO at its first step, from plain softmax over each row without padding, in float64."""
+    from transformers import AutoModelForCausalLM
+
+    ((gradient, metrics, old),) = on_ranks(1, one_grpo_step, folder)
+    assert old is None, "one optimizer step needs no forward pass for the old log-probabilities"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    rewards = random_rewards()
+    advantages = group_advantages(rewards)
+    loss, num_rows = torch.zeros((), dtype=torch.float64), int((~rewards.isnan()).sum())
+    for p, group in enumerate(random_groups()):
+        for g, rollout in enumerate(group):
+            if rewards[p, g].isnan():
+                continue
+            ids = torch.tensor([[*rollout.prompt_token_ids, *rollout.token_ids]])
+            logprobs = torch.log_softmax(model(ids).logits[0], dim=-1)
+            start = len(rollout.prompt_token_ids)
+            own = [
+                logprobs[start + i - 1, token]
+                for i, (token, is_policy) in enumerate(
+                    zip(rollout.token_ids, rollout.policy_mask, strict=True)
+                )
+                if is_policy
+            ]
+            loss = loss - advantages[p, g].double() * torch.stack(own).mean() / num_rows
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        # float32 against float64
+        torch.testing.assert_close(gradient[name].double(), parameter.grad, rtol=1e-3, atol=2e-6)
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()
+    assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def stop_early(topology, folder):
+    spec, assessor, updater = build(topology, folder, "grpo", lr=5.0, max_kl=1e-4, num_epochs=5)
+    rows = select(spec, random_groups(), random_rewards())
+    return updater.update(assessor.assess(rows, None, 0.0), step=0)
+
+
+def test_a_batch_is_left_once_the_policy_has_moved_far(folder):
+    for metrics in on_ranks(2, stop_early, folder):
+        assert metrics["policy/stopped_early"] == 1.0
+        assert 1 < metrics["policy/optimizer_steps"] < 10
+
+
+def diverge(topology, folder, budget):
+    spec, assessor, updater = build(topology, folder, "grpo", max_tokens=budget)
+    rewards = random_rewards()
+    rows = select(spec, random_groups(), rewards)
+    batch = assessor.assess(rows, None, 0.0)
+    batch.advantages[0] = torch.inf
+    before = whole(assessor.policy.model)
+    try:
+        updater.update(batch, step=7)
+    except NonFiniteLoss as error:
+        after = whole(assessor.policy.model)
+        return str(error), all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_weights_change(folder):
+    for text, is_unchanged in on_ranks(2, diverge, folder, 64):
+        assert "the policy's loss is" in text
+        assert "at step 7" in text
+        assert is_unchanged
+
+
+def beyond_the_budget(topology, folder):
+    try:
+        diverge(topology, folder, 9)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_a_row_beyond_the_budget_is_an_error_of_all_ranks(folder):
+    for text in on_ranks(2, beyond_the_budget, folder):
+        assert "rl.max_tokens_per_micro_batch=9 is less than a row takes" in text
+
+
+def test_a_lone_process_needs_no_process_group(folder):
+    from vectorlm.ranks.group import process_group
+
+    topology = Topology()
+    with process_group(topology):
+        weights, _ = train(topology, folder, "grpo", 200)
+    assert weights

@@ -1,0 +1,55 @@
+"""Objects that a config names by file or module."""
+
+import pytest
+
+from vectorlm.errors import ConfigError
+from vectorlm.plugin import is_plugin, load_plugin
+
+
+def test_what_looks_like_one():
+    assert is_plugin("rewards.py:length")
+    assert is_plugin("package.module:length")
+    assert not is_plugin("countdown")
+    assert not is_plugin("rewards.py:")
+    assert not is_plugin(":length")
+
+
+def test_a_file_is_run_once(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("first = object()\nsecond = first\n")
+    assert load_plugin(f"{path}:first") is load_plugin(f"{path}:second")
+
+
+def test_a_module_on_the_path():
+    import math
+
+    assert load_plugin("math:floor") is math.floor
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere.py:x", "nowhere.py is not a file"),
+        ("no_such_module_here:x", "no module named 'no_such_module_here'"),
+        ("math:no_such_function", "math has no 'no_such_function'"),
+    ],
+)
+def test_what_does_not_exist_is_named(name, words):
+    with pytest.raises(ConfigError, match=words):
+        load_plugin(name)
+
+
+def test_an_error_of_the_file_passes_through_and_may_be_mended(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        load_plugin(f"{path}:x")
+    path.write_text("x = 7\n")
+    assert load_plugin(f"{path}:x") == 7
+
+
+def test_a_package_that_a_module_needs_is_not_taken_for_the_module(tmp_path, monkeypatch):
+    (tmp_path / "needs_more.py").write_text("import no_such_package_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):
+        load_plugin("needs_more:x")

@@ -1,0 +1,1 @@
+"""Reinforcement learning on rollouts from the engine."""

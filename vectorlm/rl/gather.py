@@ -1,0 +1,156 @@
+"""One step's rollouts: sampled, scored, and chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.rl.scorer import Scorer
+from vectorlm.rollout.batch import RolloutBatch, make_batch
+from vectorlm.rollout.collect import Collector
+from vectorlm.rollout.prompts import PromptOrder
+from vectorlm.rollout.rollout import Rollout
+from vectorlm.telemetry.timers import Timer
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The groups of a step, before any model but the engine's has seen them."""
+
+    groups: list[list[Rollout]]
+    """P groups of G rollouts."""
+    rewards: torch.Tensor
+    """float32 [P, G], penalties for length included; NaN where a rollout could not be scored."""
+    parts: Mapping[str, torch.Tensor]
+    """float32 [P, G] of each reward function alone."""
+    greedy_rewards: torch.Tensor | None
+    """float32 [P], for algorithms that need them."""
+    num_sampled_groups: int
+    """Groups that were sampled, those that dynamic sampling dropped included."""
+    num_errors: int
+    """Calls of reward functions that raised or ran out of time."""
+    first_error: str | None
+    """The first of them."""
+
+    def chosen(self, spec: AlgorithmSpec, pad_token_id: int, drop_truncated: bool) -> RolloutBatch | None:
+        """Return the rows that the algorithm trains on; None where nothing of them is to be learned from."""
+        if not self.groups:
+            return None
+        selection = spec.select(self.rewards, torch.ones_like(self.rewards, dtype=torch.bool))
+        groups = [
+            [group[column] for column in columns]
+            for group, columns in zip(self.groups, selection.columns.tolist(), strict=True)
+        ]
+        batch = make_batch(
+            groups,
+            self.rewards.gather(1, selection.columns),
+            selection,
+            pad_token_id,
+            drop_truncated=drop_truncated,
+        )
+        return batch if batch.mask.any() else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gatherer:
+    """Samples and scores the rollouts of a step; its calls are collective."""
+
+    collector: Collector
+    order: PromptOrder
+    scorer: Scorer
+    num_groups: int
+    """P."""
+    needs_greedy: bool = False
+    """Whether a greedy completion of each prompt is scored too."""
+    drops_constant_groups: bool = False
+    """Dynamic sampling (DAPO): a group of equal rewards teaches nothing, and another one is sampled in its place."""
+    max_rounds: int = 1
+    """Rounds of sampling with dynamic sampling; what is missing then stays missing."""
+    max_tokens: int | None = None
+    """Longest completion, for the penalty below."""
+    overlong_buffer: int = 0
+    """Tokens before `max_tokens` over which the penalty grows; 0 leaves it out."""
+    overlong_penalty: float = 1.0
+    """What a completion of `max_tokens` tokens loses (DAPO)."""
+
+    @property
+    def group_size(self) -> int:
+        """G."""
+        return self.collector.group_size
+
+    def gather(self, step: int, timer: Timer) -> Gathered:
+        """Return the rollouts of `step`; `timer` learns how long sampling and scoring took.
+
+        Raises:
+            RewardError: A reward function failed, and that is to stop the run.
+        """
+        found: list[Gathered] = []
+        missing, round_index = self.num_groups, 0
+        while missing > 0 and round_index < (self.max_rounds if self.drops_constant_groups else 1):
+            gathered = self._round(missing, step, round_index, timer)
+            found.append(self._with_differences(gathered) if self.drops_constant_groups else gathered)
+            missing -= len(found[-1].groups)
+            round_index += 1
+        return _join(found)
+
+    def _round(self, count: int, step: int, round_index: int, timer: Timer) -> Gathered:
+        questions = self.order.take(count)
+        with timer.span("time/generate_s"):
+            groups = self.collector.collect(questions, step, round_index)
+            greedy = self.collector.greedy(questions) if self.needs_greedy else []
+        size = self.group_size
+        with timer.span("time/score_s"):
+            scored = self.scorer.score([rollout for group in groups for rollout in group] + greedy)
+        num_rollouts = count * size
+        rewards = scored.total[:num_rollouts].view(count, size) - self._overlong(groups)
+        parts = {name: values[:num_rollouts].view(count, size) for name, values in scored.parts.items()}
+        greedy_rewards = scored.total[num_rollouts:] if self.needs_greedy else None
+        return Gathered(
+            groups, rewards, parts, greedy_rewards, len(groups), scored.num_errors, scored.first_error
+        )
+
+    def _overlong(self, groups: Sequence[Sequence[Rollout]]) -> torch.Tensor:
+        """Return what each completion loses for its length, float32 [P, G].
+
+        Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13.
+        """
+        lengths = torch.tensor([[each.num_policy_tokens for each in group] for group in groups])
+        if not self.overlong_buffer or self.max_tokens is None:
+            return torch.zeros(lengths.shape)
+        beyond = lengths - (self.max_tokens - self.overlong_buffer)
+        return self.overlong_penalty * (beyond / self.overlong_buffer).clamp(0.0, 1.0)
+
+    def _with_differences(self, gathered: Gathered) -> Gathered:
+        rewards = gathered.rewards
+        scored = ~rewards.isnan()
+        highest = torch.where(scored, rewards, -torch.inf).amax(dim=1)
+        lowest = torch.where(scored, rewards, torch.inf).amin(dim=1)
+        kept = highest > lowest
+        return Gathered(
+            [group for group, is_kept in zip(gathered.groups, kept.tolist(), strict=True) if is_kept],
+            rewards[kept],
+            {name: values[kept] for name, values in gathered.parts.items()},
+            None if gathered.greedy_rewards is None else gathered.greedy_rewards[kept],
+            gathered.num_sampled_groups,
+            gathered.num_errors,
+            gathered.first_error,
+        )
+
+
+def _join(found: Sequence[Gathered]) -> Gathered:
+    if len(found) == 1:
+        return found[0]
+    return Gathered(
+        [group for each in found for group in each.groups],
+        torch.cat([each.rewards for each in found]),
+        {name: torch.cat([each.parts[name] for each in found]) for name in found[0].parts},
+        None
+        if found[0].greedy_rewards is None
+        else torch.cat([each.greedy_rewards for each in found if each.greedy_rewards is not None]),
+        sum(each.num_sampled_groups for each in found),
+        sum(each.num_errors for each in found),
+        next((each.first_error for each in found if each.first_error is not None), None),
+    )

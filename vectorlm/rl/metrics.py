@@ -1,0 +1,149 @@
+"""What a step's rollouts look like in numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from vectorlm.rl.gather import Gathered
+from vectorlm.rl.update import TrainBatch
+
+METRICS = {
+    "reward/mean": "Mean reward of the sampled completions, penalties for length included.",
+    "reward/std": "Standard deviation of the reward over the batch.",
+    "reward/min": "Smallest reward.",
+    "reward/max": "Largest reward.",
+    "reward/<name>/mean": "Mean of one reward function, over the completions that it scored.",
+    "reward/<name>/std": "Standard deviation of one reward function.",
+    "reward/group_std": "Mean over groups of the reward's standard deviation within the group.",
+    "reward/constant_groups": "Share of groups whose rewards are all the same; they teach nothing by themselves.",
+    "reward/unscored": "Completions without a reward.",
+    "reward/errors": "Calls of reward functions that raised or ran out of time.",
+    "rollout/sampled_groups": "Groups that were sampled, those that dynamic sampling dropped included.",
+    "rollout/groups": "Groups that were kept.",
+    "rollout/turns_mean": "Turns of the policy in a rollout.",
+    "prompt/length_mean": "Tokens of the prompts.",
+    "prompt/length_min": "Tokens of the shortest prompt.",
+    "prompt/length_max": "Tokens of the longest prompt.",
+    "completion/length_mean": "Tokens that the policy chose in a rollout.",
+    "completion/length_min": "The fewest of them.",
+    "completion/length_max": "The most of them.",
+    "completion/terminated_length_mean": "Tokens of the completions that ended by themselves.",
+    "completion/terminated_length_min": "The fewest of them.",
+    "completion/terminated_length_max": "The most of them.",
+    "completion/truncated": "Share of completions that were cut off.",
+    "rollout/version_lag_max": "Steps between the oldest weights that sampled a token and those being trained.",
+    "advantage/mean": "Mean advantage over the trained tokens.",
+    "advantage/std": "Its standard deviation.",
+    "advantage/min": "The smallest.",
+    "advantage/max": "The largest.",
+    "return/mean": "Mean of what the critic learns.",
+    "return/min": "The smallest.",
+    "return/max": "The largest.",
+    "value/mean": "Mean of the critic's values at the rollout.",
+    "value/min": "The smallest.",
+    "value/max": "The largest.",
+    "value/explained_variance": "1 - var(return - value) / var(return); 1 is a perfect critic.",
+    "sampler/logprob_gap_mean": "Mean absolute difference of the trainer's and the engine's log-probabilities.",
+    "sampler/logprob_gap_max": "The largest.",
+    "policy/loss": "The loss of an optimizer step, penalties included; of all `policy/` the mean over the steps.",
+    "policy/kl_loss": "The KL penalty in the loss, before its weight.",
+    "policy/entropy": "Mean entropy of the distributions that the tokens were drawn from, in nats.",
+    "policy/kl": "Divergence from the policy of the rollout (k3), mean over tokens.",
+    "policy/ratio_mean": "Mean ratio of the policy to that of the rollout.",
+    "policy/ratio_max": "The largest.",
+    "policy/clip_low": "Share of tokens that the lower bound of the ratio keeps from learning.",
+    "policy/clip_high": "Share of tokens that the upper bound keeps from learning.",
+    "policy/clip_fraction": "Both together.",
+    "policy/grad_norm": "Norm of the gradient before it is clipped.",
+    "policy/learning_rate": "Learning rate of the policy.",
+    "policy/optimizer_steps": "Optimizer steps that were made on the batch.",
+    "policy/stopped_early": "1 when the divergence from the rollout's policy ended the batch early.",
+    "reference/kl": "Divergence from the reference (k1), mean over tokens.",
+    "reference/kl_coef": "Weight of the KL penalty.",
+    "critic/loss": "The critic's loss.",
+    "critic/clip_fraction": "Share of values that moved further than the clip.",
+    "critic/grad_norm": "Norm of the critic's gradient before it is clipped.",
+    "critic/learning_rate": "Learning rate of the critic.",
+    "time/step_s": "Seconds of the whole step.",
+    "time/publish_s": "Seconds of the hot swap.",
+    "time/generate_s": "Seconds of sampling.",
+    "time/score_s": "Seconds of the rewards.",
+    "time/assess_s": "Seconds of the forward passes for old, reference and critic, and of the advantages.",
+    "time/update_s": "Seconds of the optimizer steps.",
+    "perf/tokens_per_s": "Tokens of prompts and completions per second of the step.",
+    "perf/generated_tokens_per_s": "Sampled tokens per second of sampling.",
+    "perf/device_memory_max_bytes": "The most device memory that torch has held on rank 0; CUDA alone.",
+    "eval/accuracy": "Share of held-out questions whose answer has a reward of 1.",
+}
+"""Every metric of a run, and what it says; ``<name>`` stands for each reward."""
+
+
+def rollout_metrics(gathered: Gathered, step: int) -> dict[str, float]:
+    """Describe what was sampled and what it was worth.
+
+    Args:
+        gathered: The rollouts of the step.
+        step: The version that is trained now.
+    """
+    metrics = {
+        "reward/unscored": float(gathered.rewards.isnan().sum()),
+        "reward/errors": float(gathered.num_errors),
+        "rollout/sampled_groups": float(gathered.num_sampled_groups),
+        "rollout/groups": float(len(gathered.groups)),
+    }
+    if not gathered.groups:
+        return metrics
+    rollouts = [rollout for group in gathered.groups for rollout in group]
+    metrics |= _spread("reward", gathered.rewards, "mean", "std", "min", "max")
+    for name, values in gathered.parts.items():
+        metrics |= _spread(f"reward/{name}", values, "mean", "std")
+    rewards = gathered.rewards
+    if rewards.shape[1] > 1:
+        scored = torch.where(rewards.isnan(), rewards.nanmean(dim=1, keepdim=True), rewards)
+        within = scored.std(dim=1)
+        metrics["reward/group_std"] = within.nanmean().item()
+        metrics["reward/constant_groups"] = (~(within > 0)).float().mean().item()
+    lengths = torch.tensor([float(each.num_policy_tokens) for each in rollouts])
+    is_cut = torch.tensor([each.is_truncated for each in rollouts])
+    metrics |= _spread(
+        "prompt/length", torch.tensor([float(len(each.prompt_token_ids)) for each in rollouts])
+    )
+    metrics |= _spread("completion/length", lengths)
+    metrics |= _spread("completion/terminated_length", lengths[~is_cut])
+    metrics["completion/truncated"] = is_cut.float().mean().item()
+    metrics["rollout/turns_mean"] = sum(each.num_turns for each in rollouts) / len(rollouts)
+    oldest = min((version for each in rollouts for version in each.versions if version >= 0), default=step)
+    metrics["rollout/version_lag_max"] = float(step - oldest)
+    return metrics
+
+
+def batch_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Describe what is trained on."""
+    mask = batch.rows.mask
+    metrics = _spread("advantage", batch.advantages[mask], "mean", "std", "min", "max", separator="/")
+    if batch.returns is not None and batch.values is not None:
+        returns, values = batch.returns[mask], batch.values[mask]
+        metrics |= _spread("return", returns, separator="/") | _spread("value", values, separator="/")
+        spread = returns.var(correction=0)
+        unexplained = (returns - values).var(correction=0) / spread if spread > 0 else torch.tensor(1.0)
+        metrics["value/explained_variance"] = 1.0 - unexplained.item()
+    if batch.old_logprobs is not None:
+        gap = (batch.old_logprobs - batch.rows.sampler_logprobs)[mask].abs()
+        metrics["sampler/logprob_gap_mean"] = gap.mean().item()
+        metrics["sampler/logprob_gap_max"] = gap.max().item()
+    return metrics
+
+
+def _spread(name: str, values: torch.Tensor, *which: str, separator: str | None = None) -> dict[str, float]:
+    """Return mean, min and max of the numbers that are there; nothing where there are none."""
+    numbers = values[~values.isnan()].double()
+    if not len(numbers):
+        return {}
+    found = {
+        "mean": numbers.mean(),
+        "std": numbers.std(correction=0),
+        "min": numbers.min(),
+        "max": numbers.max(),
+    }
+    between = separator or ("/" if "std" in which else "_")
+    return {f"{name}{between}{each}": found[each].item() for each in which or ("mean", "min", "max")}

@@ -1,0 +1,322 @@
+"""What one batch of rollouts does to the weights: mini-batches, epochs, optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vectorlm.algorithms import count_denominator, kl_estimate, reduce_loss, value_loss
+from vectorlm.algorithms.kl import Kind
+from vectorlm.algorithms.ratio import ratio
+from vectorlm.algorithms.reduce import How
+from vectorlm.algorithms.spec import AlgorithmSpec, Knobs, LossInputs
+from vectorlm.errors import NonFiniteLoss
+from vectorlm.ranks.topology import Topology
+from vectorlm.rl.roles import Critic, Policy
+from vectorlm.rl.rows import MicroBatch, micro_batches_of
+from vectorlm.rl.tally import Tally
+from vectorlm.rollout.batch import RolloutBatch
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Rollouts with all that the losses need; everything is the same on all ranks, and on the CPU."""
+
+    rows: RolloutBatch
+    rewards: torch.Tensor
+    """float32 [P, K], less the KL penalty where that is part of the reward."""
+    advantages: torch.Tensor
+    """float32 [B, T]."""
+    old_logprobs: torch.Tensor | None
+    """float32 [B, T]; None where the first and only optimizer step makes its own."""
+    reference_logprobs: torch.Tensor | None
+    """float32 [B, T]."""
+    values: torch.Tensor | None
+    """float32 [B, T] of the critic."""
+    returns: torch.Tensor | None
+    """float32 [B, T] that the critic learns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSettings:
+    """How a batch is trained on."""
+
+    num_epochs: int
+    """Passes over the batch."""
+    num_mini_batches: int
+    """Optimizer steps of each pass."""
+    max_tokens_per_micro_batch: int
+    """Tokens of one forward pass on one rank, padding included: never exceeded."""
+    reduction: How
+    """How losses of tokens become one number."""
+    fixed_length: int
+    """Tokens that each completion counts for under ``sequence_sum_fixed``."""
+    kl_kind: Kind
+    """Its estimate."""
+    kl_straight_through: bool
+    """Whether its gradient is that of k2, whatever the estimate."""
+    entropy_coef: float
+    """Weight of the entropy bonus; 0 leaves it out."""
+    value_clip: float | None
+    """Largest useful step of a value; None leaves the clip out."""
+    max_grad_norm: float
+    """Norm above which the policy's gradient is scaled down."""
+    critic_max_grad_norm: float
+    """Norm above which the critic's gradient is scaled down."""
+    max_kl: float | None
+    """Divergence from the rollout's policy (k3 per token) at which the rest of the batch is left; None goes on."""
+    seed: int
+    """With the step and the epoch, this decides which groups share a mini-batch."""
+
+
+class Updater:
+    """Trains policy and critic on batches of rollouts; called on all ranks.
+
+    Loss and gradient of an optimizer step are sums over its tokens or completions, on all ranks and in all
+    micro-batches, over one denominator: how the rows are split changes nothing but rounding.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        policy_optimizer: torch.optim.Optimizer,
+        critic: Critic | None,
+        critic_optimizer: torch.optim.Optimizer | None,
+        *,
+        spec: AlgorithmSpec,
+        knobs: Knobs,
+        settings: UpdateSettings,
+        topology: Topology,
+        schedules: Sequence[Any] = (),
+    ) -> None:
+        """Take everything that an update needs.
+
+        Args:
+            policy: The trained model.
+            policy_optimizer: Over its trainable parameters.
+            critic: For algorithms that need one.
+            critic_optimizer: Over its parameters.
+            spec: The algorithm.
+            knobs: Its numbers.
+            settings: How a batch is trained on.
+            topology: This rank's place.
+            schedules: Stepped after each optimizer step.
+        """
+        self._policy, self._policy_optimizer = policy, policy_optimizer
+        self._critic, self._critic_optimizer = critic, critic_optimizer
+        self._spec, self._knobs, self._settings = spec, knobs, settings
+        self._topology, self._schedules = topology, schedules
+
+    def update(
+        self, batch: TrainBatch, step: int, *, kl_coef: float = 0.0, trains_policy: bool = True
+    ) -> dict[str, float]:
+        """Train on a batch.
+
+        Args:
+            batch: The rollouts.
+            step: The training step, for the order of groups and for errors.
+            kl_coef: Weight of the divergence from the reference in the loss; 0 leaves it out.
+            trains_policy: False lets the critic alone learn.
+
+        Returns:
+            Metrics, averaged over the optimizer steps.
+
+        Raises:
+            NonFiniteLoss: A loss or a gradient norm is NaN or infinite; that step changed no weights.
+            ConfigError: A row exceeds the micro-batch budget.
+        """
+        tally, num_steps, is_stopped = Tally(self._topology), 0, False
+        for groups in self._mini_batches(batch, step):
+            parts = micro_batches_of(
+                batch.rows,
+                groups,
+                self._topology,
+                max_tokens=self._settings.max_tokens_per_micro_batch,
+                keep_groups_whole=self._spec.level == "group",
+            )
+            if trains_policy:
+                kl = self._train_policy(batch, groups, parts, step, kl_coef, tally)
+                limit = self._settings.max_kl
+                is_stopped = limit is not None and kl > limit
+            if self._critic is not None:
+                self._train_critic(batch, groups, parts, step, tally)
+            for schedule in self._schedules:
+                schedule.step()
+            num_steps += 1
+            if is_stopped:
+                break
+        return tally.averages() | {
+            "policy/optimizer_steps": float(num_steps),
+            "policy/stopped_early": float(is_stopped),
+        }
+
+    def _mini_batches(self, batch: TrainBatch, step: int) -> Iterator[list[int]]:
+        num_groups, count = len(batch.rewards), self._settings.num_mini_batches
+        for epoch in range(self._settings.num_epochs):
+            generator = np.random.default_rng((self._settings.seed, step, epoch))
+            order = generator.permutation(num_groups).tolist()
+            for index in range(count):
+                groups = sorted(order[index::count])
+                if groups:
+                    yield groups
+
+    def _train_policy(
+        self,
+        batch: TrainBatch,
+        groups: Sequence[int],
+        parts: Sequence[MicroBatch],
+        step: int,
+        kl_coef: float,
+        tally: Tally,
+    ) -> float:
+        """Make one optimizer step of the policy; return how far it has moved from the rollout's."""
+        denominator, num_tokens = self._denominators(batch, groups)
+        tally.begin_step(num_tokens)
+        for index, part in enumerate(parts):
+            self._sync_last(self._policy.model, index, len(parts))
+            loss = self._policy_loss(batch, part, (denominator, num_tokens), kl_coef, tally)
+            # FSDP averages gradients over ranks; the loss is already a share of the whole step's.
+            (loss * self._topology.world_size).backward()
+            tally.add("policy/loss", loss)
+        sums = tally.end_step()
+        self._require_finite(sums["policy/loss"], "policy", step)
+        norm = self._clip(self._policy.model, self._settings.max_grad_norm, "policy", step)
+        tally.note("policy/grad_norm", norm)
+        tally.note("policy/learning_rate", self._policy_optimizer.param_groups[0]["lr"])
+        self._policy_optimizer.step()
+        self._policy_optimizer.zero_grad()
+        return sums["policy/kl"]
+
+    def _policy_loss(
+        self, batch: TrainBatch, part: MicroBatch, counts: tuple[int, int], kl_coef: float, tally: Tally
+    ) -> torch.Tensor:
+        denominator, num_tokens = counts
+        settings, mask = self._settings, part.mask_of(batch.rows)
+        scores = self._policy(
+            part.cut(batch.rows.input_ids),
+            part.cut(batch.rows.attention_mask),
+            entropy_has_gradient=settings.entropy_coef > 0,
+        )
+        old = scores.logprobs.detach() if batch.old_logprobs is None else part.cut(batch.old_logprobs)
+        reference = None if batch.reference_logprobs is None else part.cut(batch.reference_logprobs)
+        inputs = LossInputs(
+            policy_logprobs=scores.logprobs,
+            old_logprobs=old,
+            reference_logprobs=reference,
+            advantages=part.cut(batch.advantages),
+            rewards=batch.rewards.view(-1)[part.rows].to(part.device),
+            mask=mask,
+            rows_per_group=batch.rows.rows_per_group,
+        )
+        loss = self._reduced(self._spec.loss(inputs, self._knobs), mask, denominator)
+        if kl_coef > 0 and reference is not None:
+            penalty = kl_estimate(scores.logprobs, reference, settings.kl_kind, settings.kl_straight_through)
+            penalty = reduce_loss(penalty, mask, "token_mean", num_tokens)
+            tally.add("policy/kl_loss", penalty)
+            loss = loss + kl_coef * penalty
+        if settings.entropy_coef > 0:
+            loss = loss - settings.entropy_coef * reduce_loss(scores.entropy, mask, "token_mean", num_tokens)
+        self._observe(inputs, scores.entropy, tally)
+        return loss
+
+    def _reduced(self, losses: torch.Tensor, mask: torch.Tensor, denominator: int) -> torch.Tensor:
+        if self._spec.level == "token":
+            return reduce_loss(losses, mask, self._settings.reduction, denominator)
+        units = mask.any(dim=1).view(len(losses), -1).any(dim=1, keepdim=True)
+        return reduce_loss(losses[:, None], units, "token_mean", denominator)
+
+    def _denominators(self, batch: TrainBatch, groups: Sequence[int]) -> tuple[int, int]:
+        """Count over the whole optimizer step what its losses, and means over its tokens, are divided by."""
+        size = batch.rows.rows_per_group
+        mask = batch.rows.mask.view(len(batch.rewards), size, -1)[list(groups)]
+        num_tokens = max(int(mask.sum()), 1)
+        match self._spec.level:
+            case "token":
+                how, length = self._settings.reduction, self._settings.fixed_length
+                count = count_denominator(mask.flatten(0, 1), how, length)
+            case "completion":
+                count = int(mask.any(dim=2).sum())
+            case "group":
+                count = int(mask.any(dim=2).any(dim=1).sum())
+        return max(count, 1), num_tokens
+
+    @torch.no_grad()
+    def _observe(self, inputs: LossInputs, spread: torch.Tensor, tally: Tally) -> None:
+        """Count what is worth knowing about the tokens of a micro-batch."""
+        mask = inputs.mask
+        ratios = ratio(inputs.policy_logprobs, inputs.old_logprobs)
+        low, high = ratios < 1 - self._knobs.clip_low, ratios > 1 + self._knobs.clip_high
+        binding_low, binding_high = low & (inputs.advantages < 0), high & (inputs.advantages > 0)
+        tally.add_tokens("policy/entropy", spread, mask)
+        tally.add_tokens("policy/kl", kl_estimate(inputs.policy_logprobs, inputs.old_logprobs, "k3"), mask)
+        tally.add_tokens("policy/ratio_mean", ratios, mask)
+        tally.add_tokens("policy/clip_low", binding_low.float(), mask)
+        tally.add_tokens("policy/clip_high", binding_high.float(), mask)
+        tally.add_tokens("policy/clip_fraction", (binding_low | binding_high).float(), mask)
+        tally.add_largest("policy/ratio_max", ratios, mask)
+        if inputs.reference_logprobs is not None:
+            divergence = kl_estimate(inputs.policy_logprobs, inputs.reference_logprobs, "k1")
+            tally.add_tokens("reference/kl", divergence, mask)
+
+    def _train_critic(
+        self,
+        batch: TrainBatch,
+        groups: Sequence[int],
+        parts: Sequence[MicroBatch],
+        step: int,
+        tally: Tally,
+    ) -> None:
+        """Make one optimizer step of the critic."""
+        assert self._critic is not None
+        assert self._critic_optimizer is not None
+        assert batch.values is not None
+        assert batch.returns is not None
+        _, num_tokens = self._denominators(batch, groups)
+        tally.begin_step(num_tokens)
+        for index, part in enumerate(parts):
+            self._sync_last(self._critic.model, index, len(parts))
+            mask = part.mask_of(batch.rows)
+            values = self._critic(part.cut(batch.rows.input_ids), part.cut(batch.rows.attention_mask))
+            old, returns = part.cut(batch.values), part.cut(batch.returns)
+            losses = value_loss(values, old, returns, self._settings.value_clip)
+            loss = reduce_loss(losses, mask, "token_mean", num_tokens)
+            (loss * self._topology.world_size).backward()
+            tally.add("critic/loss", loss)
+            if self._settings.value_clip is not None:
+                far = (values.detach() - old).abs() > self._settings.value_clip
+                tally.add_tokens("critic/clip_fraction", far.float(), mask)
+        sums = tally.end_step()
+        self._require_finite(sums["critic/loss"], "critic", step)
+        norm = self._clip(self._critic.model, self._settings.critic_max_grad_norm, "critic", step)
+        tally.note("critic/grad_norm", norm)
+        tally.note("critic/learning_rate", self._critic_optimizer.param_groups[0]["lr"])
+        self._critic_optimizer.step()
+        self._critic_optimizer.zero_grad()
+
+    def _sync_last(self, model: Any, index: int, count: int) -> None:
+        """Let replicas exchange gradients once, after the last micro-batch."""
+        model.set_requires_all_reduce(index == count - 1)
+
+    def _require_finite(self, loss: float, whose: str, step: int) -> None:
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(
+                f"the {whose}'s loss is {loss} at step {step} (over all ranks): training stops before the weights "
+                "change. Lower the learning rate, or look at the rewards in rollouts.jsonl."
+            )
+
+    def _clip(self, model: Any, max_norm: float, whose: str, step: int) -> float:
+        """Scale the gradient of a whole step down, and return its norm before that."""
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        whole = norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
+        value = whole.item()
+        if not math.isfinite(value):
+            raise NonFiniteLoss(
+                f"the {whose}'s gradient norm is {value} at step {step} although the loss is finite: training stops "
+                "before the weights change. Lower the learning rate, or train without use_mp."
+            )
+        return value

@@ -1,0 +1,1 @@
+"""Rollouts: completions sampled in groups, and the batches that are trained on."""
