@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
 from pathlib import Path
@@ -17,6 +18,10 @@ def let_go_of_last_error() -> None:
     the cell's next run. Frames of the caller's own are left for a debugger.
     """
     trace = getattr(sys, "last_traceback", None)
+    if trace is None:
+        return
+    # Errors shown before the last one are garbage, but in cycles with their frames.
+    gc.collect()
     for frame, _ in traceback.walk_tb(trace):
         if frame.f_code.co_filename.startswith(_PACKAGE):
             _empty(frame)
