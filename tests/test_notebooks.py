@@ -131,6 +131,7 @@ engine = vectorlm.SamplingEngine({str(folder)!r}, dtype="float32", max_model_len
     return construct, short
 
 
+@pytest.mark.slow
 def test_interrupting_a_cell_leaves_engine_and_kernel_usable(kernel, tmp_path):
     construct, short = cells(tmp_path)
     long = "engine.sample([[2, 3]] * 64, {'max_tokens': 250, 'ignore_eos': True, 'n': 8})"
@@ -145,6 +146,7 @@ def test_interrupting_a_cell_leaves_engine_and_kernel_usable(kernel, tmp_path):
     assert kernel.run(short) == ("5\n", None)
 
 
+@pytest.mark.slow
 def test_running_a_cell_again_replaces_its_engine_and_the_kernel_takes_the_last_one_along(kernel, tmp_path):
     construct, short = cells(tmp_path)
     assert kernel.run(construct) == ("", None)

@@ -87,6 +87,7 @@ def test_the_ten_lines_run_on_one_rank_and_on_two(checkout):
     run([sys.executable, "loop.py"], checkout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_custom_loop_learns_on_one_rank_and_on_two(checkout, world_size):
     command = next(command for command in commands() if "custom_loop" in command)

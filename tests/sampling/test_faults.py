@@ -88,14 +88,19 @@ class Run:
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        ("engine killed", r"EngineDied: the sampler process \(pid \d+\) was ended by SIGKILL"),
+        pytest.param(
+            "engine killed",
+            r"EngineDied: the sampler process \(pid \d+\) was ended by SIGKILL",
+            marks=pytest.mark.slow,
+        ),
         (
             "engine killed while training",
             r"rank 0 of 2 raised EngineDied: the sampler process .* was ended by SIGKILL",
         ),
-        (
+        pytest.param(
             "engine cannot start",
             r"(?s)EngineError: vLLM's engine knows no argument 'max_modle_len'",
+            marks=pytest.mark.slow,
         ),
         ("rank 1 killed", r"rank 1 of 2 was ended by SIGKILL"),
         (
@@ -107,7 +112,11 @@ class Run:
             r"RankMismatch: sample needs the same arguments on every rank, but rank 1 differs from rank 0. "
             r"Rank 0: 1 prompts, the first '\[2, 3\]'; rank 1: 2 prompts, the first '\[2, 3\]'",
         ),
-        ("other step", r"RankMismatch: update .*Rank 0: train_step=1; rank 1: train_step=2"),
+        pytest.param(
+            "other step",
+            r"RankMismatch: update .*Rank 0: train_step=1; rank 1: train_step=2",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_cause_is_reported_and_nothing_is_left(folder, tmp_path, what, expected):
@@ -117,7 +126,7 @@ def test_the_cause_is_reported_and_nothing_is_left(folder, tmp_path, what, expec
     assert error.count("Traceback (most recent call last)") <= 4, "a wall of tracebacks"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_silent_engine_is_an_error_within_the_deadline(folder, tmp_path, world_size):
     code, error = Run(folder, "engine frozen", world_size, tmp_path).outcome()
     assert code == 1
@@ -126,7 +135,13 @@ def test_a_silent_engine_is_an_error_within_the_deadline(folder, tmp_path, world
     ), error
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, id="ctrl-c"),
+        pytest.param(signal.SIGTERM, id="sigterm", marks=pytest.mark.slow),
+    ],
+)
 def test_an_interrupt_ends_everything(folder, tmp_path, number):
     run = Run(folder, "wait", 2, tmp_path)
     run.wait_until_sampling_works()
@@ -137,6 +152,7 @@ def test_an_interrupt_ends_everything(folder, tmp_path, number):
     assert error.count("Traceback (most recent call last)") <= 1, error
 
 
+@pytest.mark.slow
 def test_a_script_killed_without_a_launcher_leaves_nothing(folder, tmp_path):
     run = Run(folder, "wait", 0, tmp_path)
     run.wait_until_sampling_works()

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from rank_processes import save_tiny_llama
 from swap_cases import consecutive_samples_differ, swap_and_compare
@@ -10,11 +12,16 @@ FP32_GAP = 1e-4
 BF16_GAP = 0.15
 
 
-@pytest.mark.parametrize("receiver", ["live", "packed"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("world_size", [1, 2])
+QUICK = [(1, "tied", "live"), (2, "untied", "packed")]
+CASES = list(itertools.product([1, 2], ["tied", "untied"], ["live", "packed"]))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tied", "receiver"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
 def test_after_each_update_the_engine_is_the_trainer(tmp_path, world_size, tied, receiver):
-    folder = save_tiny_llama(tmp_path / "model", tied=tied, hidden_size=64)
+    folder = save_tiny_llama(tmp_path / "model", tied=tied == "tied", hidden_size=64)
     for rank, seen, versions in vectorlm.launch(
         swap_and_compare, str(folder), receiver, world_size=world_size
     ):
@@ -25,7 +32,7 @@ def test_after_each_update_the_engine_is_the_trainer(tmp_path, world_size, tied,
         assert consecutive_samples_differ(seen), "the updates changed nothing, so equality proves nothing"
 
 
-@pytest.mark.parametrize("receiver", ["live", "packed"])
+@pytest.mark.parametrize("receiver", [pytest.param("live", marks=pytest.mark.slow), "packed"])
 def test_a_bf16_engine_follows_an_fp32_trainer(tmp_path, receiver):
     folder = save_tiny_llama(tmp_path / "model", tied=True, hidden_size=64)
     for _, seen, _ in vectorlm.launch(swap_and_compare, str(folder), receiver, 2, "bfloat16", world_size=2):

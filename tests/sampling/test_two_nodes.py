@@ -3,6 +3,7 @@
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from rank_processes import save_tiny_llama
 from swap_cases import GREEDY, perturb, reference_greedy, reference_logprobs
@@ -73,6 +74,7 @@ def on_two_nodes(fn, *args):
         return list(pool.map(launch, range(2)))
 
 
+@pytest.mark.slow
 def test_the_engines_of_both_nodes_hold_the_trainers_weights_after_each_update(tmp_path):
     folder = save_tiny_llama(tmp_path / "model", tied=True, hidden_size=64)
     results = on_two_nodes(swap_on_nodes, str(folder))
