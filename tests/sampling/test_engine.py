@@ -240,6 +240,16 @@ def test_float16_samples_where_onednn_cannot_pack_it(folder, models):
         assert compare(half, models[1])[1] < 0.15
 
 
+def test_seeded_prompts_that_do_not_fit_into_one_step_are_sampled_alike_each_time(folder):
+    args = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 16 << 20}
+    prompts = [[2 + index] * 30 for index in range(8)]
+    params = [{"seed": seed, "max_tokens": 6, "ignore_eos": True, "n": 2} for seed in range(8)]
+    with SamplingEngine(str(folder), max_num_batched_tokens=64, **args) as narrow:
+        first, again = narrow.sample(prompts, params), narrow.sample(prompts, params)
+        assert first == again
+        assert first[0][0].token_ids != first[0][1].token_ids
+
+
 def test_an_interrupted_generate_leaves_the_engine_usable(engine, models, next_step):
     engine.update(models[0], next_step)
     endless = {"max_tokens": 250, "ignore_eos": True, "n": 64}

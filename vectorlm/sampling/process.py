@@ -24,7 +24,7 @@ from vectorlm.sampling.packed import pack_outputs
 from vectorlm.sampling.parts import SwappedParts
 from vectorlm.sampling.request_outputs import pack_request_outputs
 from vectorlm.sampling.rest import Rest, parts_of
-from vectorlm.sampling.vllm_shim import build_engine, make_prompt, per_prompt
+from vectorlm.sampling.vllm_shim import build_engine, let_seeded_requests_wait, make_prompt, per_prompt
 from vectorlm.sampling.warm_up import naming_the_model, warm_up
 from vectorlm.sampling.workers import Workers, shorten_socket_paths, start_worker
 from vectorlm.weights.pack import keep_plain_weights
@@ -50,6 +50,7 @@ class Sampler:
         on_cpu = not torch.cuda.is_available()
         if on_cpu:
             keep_plain_weights()
+            let_seeded_requests_wait()
         with naming_the_model(start.model):
             self._engine = build_engine(start.model, start.engine_args, on_cpu)
             self.workers = Workers()

@@ -39,6 +39,31 @@ def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> An
     return LLMEngine.from_engine_args(EngineArgs(**settings))
 
 
+def let_seeded_requests_wait() -> None:
+    """Keep vLLM from rewinding the generator of a seeded request on CPU, which fails; call before the engine is built.
+
+    vllm 0.32: a request whose prompt does not fit into one step draws a token that is thrown away, and its generator is
+    set back by an offset that CPU generators do not have. Without that the draw stays used up: what is sampled depends
+    on how prompts were cut, and is as random. Delete when ``_bookkeeping_sync`` leaves CPU generators alone.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    original = getattr(GPUModelRunner, "_bookkeeping_sync", None)
+    if original is None or hasattr(original, "leaves_generators_alone"):
+        return
+
+    def bookkeeping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The rewinding is all that this method wants of them.
+        generators, self.input_batch.generators = self.input_batch.generators, {}
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.input_batch.generators = generators
+
+    bookkeeping.leaves_generators_alone = True  # type: ignore[attr-defined]
+    GPUModelRunner._bookkeeping_sync = bookkeeping  # type: ignore[method-assign]
+
+
 def _defaults(model: str, on_cpu: bool) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "model": model,

@@ -79,11 +79,13 @@ def start_worker() -> None:
     """
     import torch
 
+    from vectorlm.sampling.vllm_shim import let_seeded_requests_wait
     from vectorlm.weights.pack import keep_plain_weights
 
     follow_parent(os.getppid(), before_exit=lambda: remove_reduction_buffers([os.getpid()]))
     if not torch.cuda.is_available():
         keep_plain_weights()
+        let_seeded_requests_wait()
 
 
 def shorten_socket_paths(folder: str) -> None:
