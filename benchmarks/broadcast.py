@@ -61,7 +61,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = save_bench_model(Path(scratch) / "model")
         by_rank = vectorlm.launch(on_rank, str(folder), world_size=2)
-    generate_s = by_rank[0]["generate"][0]
+    generate_s = max(times["generate"][0] for times in by_rank)
     titles = {
         "generate": "generate (once)",
         "arrays": "arrays to both ranks",
