@@ -106,6 +106,11 @@ def run_check(args: argparse.Namespace) -> int:
     """Check a config file and say what the run would do."""
     config = config_from_arguments(args)
     check_config(config, args.world_size, reward_names(), args.nnodes)
+    if config.rl is not None:
+        # torch is imported for this, which a check of fine-tuning does without.
+        from vectorlm.rl.check import check_rl
+
+        check_rl(config)
     asked = args.device_memory_gib
     device_bytes = device_memory_bytes() if asked is None else int(asked * GIB)
     report = memory_report(

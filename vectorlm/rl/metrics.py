@@ -147,3 +147,22 @@ def _spread(name: str, values: torch.Tensor, *which: str, separator: str | None 
     }
     between = separator or ("/" if "std" in which else "_")
     return {f"{name}{between}{each}": found[each].item() for each in which or ("mean", "min", "max")}
+
+
+def render_metrics() -> str:
+    """Return docs/metrics.md."""
+    rows = "\n".join(f"| `{name}` | {text} |" for name, text in METRICS.items())
+    return f"{_INTRODUCTION}\n| Metric | Meaning |\n|---|---|\n{rows}\n"
+
+
+_INTRODUCTION = """# Metrics of reinforcement learning
+
+Each line of `metrics.jsonl` holds those that its step has; `rollouts.jsonl` holds the completions themselves, with
+reward, rewards by function, advantage, version and finish reason. Hot swaps add `weights/`, exams `sampler/` and
+`eval/`.
+
+This page is made from `vectorlm/rl/metrics.py` by `python -m vectorlm.rl.metrics`.
+"""
+
+if __name__ == "__main__":
+    print(render_metrics(), end="")

@@ -1,7 +1,8 @@
 """Sinks: where the numbers of a training step go.
 
 Names in use: ``train/loss train/learning_rate train/grad_norm train/tokens_per_s train/step_s eval/loss
-eval/accuracy sampler/tokens_per_s sampler/generate_s weights/publish_s weights/load_s weights/update_s``.
+eval/accuracy sampler/tokens_per_s sampler/generate_s weights/publish_s weights/load_s weights/update_s``; those of
+reinforcement learning are in docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -142,6 +143,9 @@ class WandbSink:
 
 _SHOWN: dict[str, Callable[[float], str]] = {
     "train/loss": lambda x: f"loss {x:.4f}",
+    "reward/mean": lambda x: f"reward {x:.3f}",
+    "policy/entropy": lambda x: f"entropy {x:.2f}",
+    "time/step_s": lambda x: f"{x:.2f} s a step",
     "train/learning_rate": lambda x: f"lr {x:.2e}",
     "train/tokens_per_s": lambda x: f"{x:,.0f} tokens/s",
     "eval/loss": lambda x: f"eval loss {x:.4f}",

@@ -1,4 +1,4 @@
-"""The picture of a run: loss and share of right answers over the steps."""
+"""The picture of a run: loss, or reward, and share of right answers over the steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Series = list[tuple[int, float]]
 
 
 def plot_run(metrics_path: str | Path, output_png: str | Path, title: str | None = None) -> None:
-    """Draw the loss and the share of right answers of one run over its steps.
+    """Draw the loss and the share of right answers of one run over its steps; the reward where it learns from one.
 
     A panel without data says so; a value that was not finite leaves a gap.
 
@@ -30,7 +30,11 @@ def plot_run(metrics_path: str | Path, output_png: str | Path, title: str | None
     figure = Figure(figsize=(11, 4.2), dpi=120, layout="constrained")
     figure.suptitle(title or metrics_path.resolve().parent.name, fontsize=13, fontweight="bold")
     loss, share = figure.subplots(1, 2, sharex=True)
-    _draw_loss(loss, _series(lines, "train/loss"), _series(lines, "eval/loss"))
+    reward = _series(lines, "reward/mean")
+    if reward:
+        _draw_reward(loss, reward)
+    else:
+        _draw_loss(loss, _series(lines, "train/loss"), _series(lines, "eval/loss"))
     _draw_share(share, _series(lines, "eval/accuracy"))
     output_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output_png)
@@ -51,6 +55,12 @@ def _draw_loss(axes: Axes, train: Series, evaluation: Series) -> None:
     _draw_series(axes, train, "train", color="tab:blue", linewidth=1.2, alpha=0.75)
     _draw_series(axes, evaluation, "held out", color="tab:orange", linewidth=1.8)
     _finish(axes, has_data=bool(train or evaluation))
+
+
+def _draw_reward(axes: Axes, reward: Series) -> None:
+    axes.set(title="Reward", xlabel="step", ylabel="mean over the sampled completions")
+    _draw_series(axes, reward, "sampled", color="tab:blue", linewidth=1.2, alpha=0.75)
+    _finish(axes, has_data=True)
 
 
 def _draw_share(axes: Axes, accuracy: Series) -> None:

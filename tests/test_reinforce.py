@@ -1,0 +1,271 @@
+"""Whole reinforcement learning runs with vLLM: what they leave, that they go on, that they are the page's GRPO."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import save_tiny_llama
+from safetensors.torch import load_file
+
+import vectorlm
+from vectorlm.config import load_config
+from vectorlm.errors import ConfigError, RewardError
+from vectorlm.reinforce import reinforce
+from vectorlm.rl.check import check_rl
+from vectorlm.rl.metrics import METRICS
+
+ROOT = Path(__file__).parent.parent
+REWARD = """
+def letters(text, wanted, **columns):
+    return sum(text.count(letter) for letter in wanted) / 8
+
+def fails(text):
+    raise KeyError("no such answer")
+"""
+CONFIG = """
+model: {model}
+train_parameters:
+  output_dir: {output}
+  max_seq_len: 64
+  seed: 3
+  optimizer: {{lr: 1.0e-3}}
+  lr_scheduler_type: constant
+  checkpointing_enabled: True
+  sampler:
+    sample_frequency: 2
+    prompts: {questions}
+    reward: {rewards}:letters
+    vllm_dtype: float32
+    sampling_params: {{temperature: 1.0, max_tokens: 8, seed: 7}}
+    engine: {{max_model_len: 64, kv_cache_memory_bytes: 16777216}}
+rl:
+  algorithm: {algorithm}
+  max_steps: 4
+  prompts: {questions}
+  prompts_per_step: 4
+  group_size: 4
+  sampling_params: {{max_tokens: 8}}
+  rewards: {{"{rewards}:letters": 1.0}}
+  max_tokens_per_micro_batch: 128
+  save_every: 2
+"""
+PPO = [
+    "rl.num_mini_batches=2",
+    "rl.num_epochs=2",
+    "rl.kl_coef=0.05",
+    "rl.kl_in=reward",
+    "rl.kl_target=0.5",
+    "rl.kl_horizon=100",
+    "rl.critic.lr=1e-3",
+    "rl.critic.warmup_steps=1",
+    "rl.reference_sync_every=3",
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rl")
+    save_tiny_llama(folder / "model", hidden_size=64)
+    questions = [{"prompt": letter * 3, "wanted": letter} for letter in "abcdefgh"]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    (folder / "rewards.py").write_text(REWARD)
+    return folder
+
+
+def config_of(files, output, algorithm="grpo", overrides=()):
+    text = CONFIG.format(
+        model=files / "model",
+        output=output,
+        questions=files / "questions.jsonl",
+        rewards=files / "rewards.py",
+        algorithm=algorithm,
+    )
+    path = files / f"{Path(output).name}.yaml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def is_documented(name):
+    parts = name.split("/")
+    pattern = f"reward/<name>/{parts[2]}" if len(parts) == 3 else name
+    return pattern in METRICS or parts[0] in ("weights", "sampler", "eval")
+
+
+def test_a_grpo_run_leaves_model_metrics_rollouts_and_samples(files, tmp_path):
+    config = config_of(files, tmp_path / "grpo")
+    vectorlm.launch(reinforce, config, world_size=2)
+    output = tmp_path / "grpo"
+    metrics = lines(output / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in metrics if "eval/accuracy" in line] == [0, 2, 4]
+    names = {name for line in metrics for name in line if name != "step"}
+    assert [name for name in sorted(names) if not is_documented(name)] == []
+    rollouts = lines(output / "rollouts.jsonl")
+    assert len(rollouts) == 4 * 16
+    assert {row["version"] for row in rollouts if row["train_step"] == 3} == {2}
+    by_hand = sum(row["reward"] for row in rollouts if row["train_step"] == 1) / 16
+    assert metrics[1]["reward/mean"] == pytest.approx(by_hand)
+    assert all(row["advantage"] is not None for row in rollouts)
+    from transformers import AutoModelForCausalLM
+
+    trained = AutoModelForCausalLM.from_pretrained(output / "final-model")
+    start = AutoModelForCausalLM.from_pretrained(files / "model")
+    assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), start.parameters(), strict=True))
+    assert (output / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_has_the_librarys_losses(files, tmp_path):
+    """The same prompts, seeds and weights: two loops, one algorithm."""
+    path = ROOT / "examples/grpo_one_page.py"
+    assert path.read_text().count("\n") <= 150
+    spec = importlib.util.spec_from_file_location("grpo_one_page", path)
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    page.NUM_PROMPTS, page.GROUP_SIZE, page.SEED = 4, 4, 3
+    page.SAMPLING = {"temperature": 1.0, "max_tokens": 8}
+    rewards = {}
+    exec(REWARD, rewards)
+    page.countdown_reward = rewards["letters"]
+    losses = page.loop(str(files / "model"), str(files / "questions.jsonl"), 4, 1e-3)
+    overrides = [
+        "train_parameters.optimizer.betas=[0.9, 0.98]",
+        "train_parameters.optimizer.weight_decay=0.0",
+    ]
+    vectorlm.launch(reinforce, config_of(files, tmp_path / "page", overrides=overrides), world_size=1)
+    metrics = lines(tmp_path / "page" / "metrics.jsonl")[1:]
+    # Advantages of one sign each cancel in the sum, so the losses are small beside their terms of size 1.
+    assert losses == pytest.approx([line["policy/loss"] for line in metrics], abs=1e-5)
+    assert max(map(abs, losses)) > 1e-3
+
+
+def stop_after_step_2(config):
+    """Run until the checkpoint of step 2 is there, and be gone as if killed."""
+    from vectorlm.checkpoint.state import CheckpointStore
+
+    save = CheckpointStore.save
+
+    def save_and_die(self, step, *rest):
+        save(self, step, *rest)
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    CheckpointStore.save = save_and_die
+    reinforce(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_killed_ppo_run_started_again_ends_bit_for_bit_where_the_uninterrupted_one_ends(
+    files, tmp_path, world_size
+):
+    whole = config_of(files, tmp_path / "whole", "ppo", PPO)
+    vectorlm.launch(reinforce, whole, world_size=world_size)
+    cut = config_of(files, tmp_path / "cut", "ppo", PPO)
+    with pytest.raises(vectorlm.errors.RankFailed):
+        vectorlm.launch(stop_after_step_2, cut, world_size=world_size)
+    vectorlm.launch(reinforce, cut, world_size=world_size)
+    first, second = tmp_path / "whole", tmp_path / "cut"
+    mine, theirs = (load_file(each / "final-model" / "model.safetensors") for each in (first, second))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert lines(first / "rollouts.jsonl") == lines(second / "rollouts.jsonl")
+
+    def numbers(folder):
+        return [
+            {
+                name: value
+                for name, value in line.items()
+                if not name.startswith(("time/", "perf/")) and "_s" not in name
+            }
+            for line in lines(folder / "metrics.jsonl")
+        ]
+
+    assert numbers(first) == numbers(second)
+    assert numbers(first)[2]["critic/loss"] > 0
+    assert "policy/loss" not in numbers(first)[1], "the first step warms the critic up"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["online_dpo", "remax", "dapo"])
+def test_other_kinds_of_algorithms_run_too(files, tmp_path, algorithm):
+    config = config_of(files, tmp_path / algorithm, algorithm, ["rl.max_steps=2"])
+    vectorlm.launch(reinforce, config, world_size=2)
+    assert [line["step"] for line in lines(tmp_path / algorithm / "metrics.jsonl")] == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_an_algorithm_of_ones_own_and_a_tool(files, tmp_path):
+    overrides = [
+        f"rl.environment={ROOT}/examples/calculator_tool.py:Calculator",
+        "rl.max_steps=1",
+        "train_parameters.lora_peft_config={r: 4, target_modules: [q_proj, v_proj]}",
+        "rl.kl_coef=0.1",
+    ]
+    config = config_of(files, tmp_path / "own", f"{ROOT}/examples/my_algorithm.py:MEDIAN", overrides)
+    vectorlm.launch(reinforce, config, world_size=2)
+    metrics = lines(tmp_path / "own" / "metrics.jsonl")[-1]
+    # The adapters start at zero, where policy and reference are one.
+    assert metrics["reference/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert (tmp_path / "own" / "final-model" / "adapter_config.json").exists()
+
+
+def test_a_reward_that_fails_ends_the_run_with_its_prompt(files, tmp_path):
+    overrides = [f'rl.rewards={{"{files}/rewards.py:fails": 1.0}}']
+    config = config_of(files, tmp_path / "fails", overrides=overrides)
+    with pytest.raises(RewardError, match=r"'fails' failed: KeyError: 'no such answer' \(prompt"):
+        reinforce(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rl.algorithm=gpro", "rl.algorithm='gpro' is not known"),
+        ("rl.group_size=1", "rl.group_size=1 is too small for grpo"),
+        ("rl.sampling_params={top_p: 0.9}", "rl.sampling_params.top_p=0.9 makes the engine sample"),
+        ("rl.sampling_params={n: 2}", "Set 'rl.group_size'"),
+        ("rl.sampling_params={temperature: 0}", "rl.sampling_params.temperature=0 must be above 0"),
+        ("rl.rewards={}", "names no reward"),
+        ("rl.rewards={nothing: 1.0}", "unknown reward 'nothing'"),
+        ("rl.max_tokens_per_micro_batch=32", "is less than one sequence"),
+        ("rl.num_mini_batches=9", "rl.num_mini_batches=9 cannot cut 4 prompts"),
+        ("rl.kl_target=1.0", "needs an rl.kl_coef above 0"),
+        ("rl.dual_clip=0.5", "rl.dual_clip=0.5 must be above 1"),
+    ],
+)
+def test_a_section_that_cannot_be_carried_out_is_refused(files, tmp_path, override, words):
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+        check_rl(config_of(files, tmp_path / "refused", overrides=[override]))
+
+
+def test_truncated_sampling_is_fine_where_completions_need_not_be_the_policys(files, tmp_path):
+    config = config_of(files, tmp_path / "cut", "best_of_k", ["rl.sampling_params={top_p: 0.9}"])
+    assert check_rl(config).name == "best_of_k"
+
+
+def test_the_script_refuses_a_config_without_rl_in_one_line(files, tmp_path):
+    config_of(files, tmp_path / "text")
+    run = subprocess.run(
+        [
+            sys.executable,
+            ROOT / "examples/rl_example_mp.py",
+            "--yaml_path",
+            files / "text.yaml",
+            "--set",
+            "rl=null",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 1
+    assert "there is nothing to train on" in run.stderr
+    assert "Traceback" not in run.stderr
