@@ -18,7 +18,7 @@ OTHER_DEVICE := $(filter-out $(DEVICE),$(shell cat $(STAMP) 2>/dev/null))
 # Passed on when given on the command line: make run PYTHON=python3.12 VECTORLM_DEVICE=cpu
 export PYTHON VECTORLM_DEVICE
 
-.PHONY: help install run test test-all lint bench clean FORCE
+.PHONY: help install run countdown test test-all lint bench clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -32,6 +32,9 @@ $(STAMP): .ci/setup setup.py requirements/cpu.txt requirements/cuda.txt $(if $(O
 run: $(STAMP) ## fine-tune a tiny Llama on Countdown with vLLM beside it (WORLD_SIZE=2 CONFIG=... ARGS=...)
 	$(BIN)/python examples/make_countdown.py --output_dir data/countdown --seed 0
 	$(BIN)/python examples/llama_example_mp.py --yaml_path $(CONFIG) --world_size $(WORLD_SIZE) $(ARGS)
+
+countdown: $(STAMP) ## reinforcement learning on Countdown: four algorithms, three seeds each, a table and a picture
+	$(BIN)/python benchmarks/countdown.py
 
 test: $(STAMP) ## run the tests, without those marked slow (PYTEST_ARGS=...)
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)

@@ -11,6 +11,8 @@ BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 TITLES = {
     "hot_swap": "One hot swap of 142 MB, beside one memcpy of the same bytes (median of 25, taken in turn)",
     "sampling": "Sampling for 64 prompts of 32 tokens, 64 new tokens each (median of 7, taken in turn)",
+    "broadcast": "512 completions of 256 tokens with log-probabilities given to two ranks (median of 9)",
+    "startup": "From the import to the first token (medians, taken in turn)",
 }
 
 
