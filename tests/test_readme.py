@@ -54,6 +54,8 @@ def test_every_command_is_known_to_this_test():
         "make",
         "python",
         "python",
+        "python",
+        "python",
         "vectorlm",
         "torchrun",
         "python",
@@ -121,6 +123,37 @@ def test_the_main_command_leaves_what_the_readme_lists(checkout):
     ]
     assert made == set(listed)
     assert all(f"`{name}`" in README for name in listed)
+
+
+@pytest.mark.slow
+def test_the_commands_for_reinforcement_learning_train(checkout):
+    warm_up, reinforce = (command for command in commands() if "warmup" in command or "rl_example" in command)
+    run([sys.executable, *shlex.split(warm_up)[1:], *QUICK], checkout)
+    steps = ["--set", "rl.max_steps=2"]
+    printed = run([sys.executable, *shlex.split(reinforce)[1:], *steps], checkout)
+    assert re.search(r"^step 2: \d+/128 right$", printed, re.M)
+    assert (checkout / "runs/countdown_grpo/final-model").is_dir()
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
+def test_every_config_is_sound(checkout, name):
+    """Against stand-ins for what a config starts from and this machine does not have."""
+    stand_ins = {
+        "model": "data/countdown/model",
+        "rl.prompts": "data/countdown/train.jsonl",
+        "train_parameters.sampler.prompts": "data/countdown/eval.jsonl",
+        "train_parameters.max_seq_len": 64,
+        "train_parameters.use_flash_attention": "False",
+    }
+    text = (ROOT / "configs" / name).read_text()
+    settings = [
+        word
+        for key, value in stand_ins.items()
+        if key.split(".")[0] in ("model", "train_parameters") or "rl:" in text
+        for word in ("--set", f"{key}={value}")
+    ]
+    command = ["-m", "vectorlm", "check", f"configs/{name}", "--world_size", "2", *settings]
+    assert f"configs/{name}: ok" in run([sys.executable, *command], checkout)
 
 
 @pytest.mark.slow
