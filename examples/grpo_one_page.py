@@ -24,8 +24,8 @@ NUM_PROMPTS, GROUP_SIZE, SEED = 64, 8, 0
 SAMPLING = {"temperature": 1.0, "max_tokens": 12}
 
 
-def loop(path: str, prompts: str, num_steps: int, lr: float) -> list[float]:
-    """Train, and return the loss of every step."""
+def loop(path: str, prompts: str, num_steps: int, lr: float) -> list[tuple[float, float]]:
+    """Train, and return the loss of every step with the norm of its gradient."""
     here = vectorlm.Topology.from_environment()
     order, losses = PromptOrder(read_questions(prompts), SEED), []
     with vectorlm.SamplingEngine(path, dtype="float32", max_model_len=64) as engine:
@@ -59,18 +59,17 @@ def loop(path: str, prompts: str, num_steps: int, lr: float) -> list[float]:
             per_token = ppo_policy_loss(logprobs, logprobs.detach(), advantages[mine, None].to(here.device))
             loss = reduce_loss(per_token, mask[mine].to(here.device), "sequence_mean_token_mean", len(rows))
             (loss * here.world_size).backward()  # FSDP averages over ranks; this loss is a share of the sum
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()
             optimizer.step()
             optimizer.zero_grad()
             total = loss.detach()
             if here.world_size > 1:
                 dist.all_reduce(total)
-            losses.append(total.item())
+            # At a ratio of 1 the loss is minus the mean advantage, and that is 0; its gradient is not.
+            losses.append((total.item(), norm))
             if here.is_main:
                 right = (rewards == 1.0).float().mean()
-                print(
-                    f"step {step + 1}: loss {losses[-1]:+.5f}, {right:.0%} of the answers right", flush=True
-                )
+                print(f"step {step + 1}: gradient {norm:.3f}, {right:.0%} of the answers right", flush=True)
     return losses
 
 

@@ -35,8 +35,7 @@ class Policy:
             model: The sharded causal language model, without dropout (`disable_dropout`).
             temperature: That of sampling: it divides the logits here too.
         """
-        self.model = model
-        self._temperature = temperature
+        self.model, self.temperature = model, temperature
 
     def __call__(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, entropy_has_gradient: bool = False
@@ -49,9 +48,9 @@ class Policy:
             entropy_has_gradient: Whether the entropy is part of a loss.
         """
         logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-        logprobs = token_logprobs(logits, input_ids, self._temperature)
+        logprobs = token_logprobs(logits, input_ids, self.temperature)
         with nullcontext() if entropy_has_gradient else torch.no_grad():
-            spread = entropy(logits, self._temperature)
+            spread = entropy(logits, self.temperature)
         return TokenScores(logprobs, spread)
 
 
@@ -67,7 +66,7 @@ class Reference:
         """
         self._policy = policy
         self.model = model
-        self._frozen = policy if model is None else Policy(model, policy._temperature)
+        self._frozen = policy if model is None else Policy(model, policy.temperature)
 
     def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Return float32 [B, T], without gradient."""

@@ -15,6 +15,7 @@ from vectorlm.rl.roles import Critic, Policy, Reference
 from vectorlm.rl.rows import RowFunction, map_rows
 from vectorlm.rl.update import TrainBatch
 from vectorlm.rollout.batch import RolloutBatch
+from vectorlm.weights.plan import reshard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class Assessor:
             reference = self._map(batch, self.reference)
         if self.critic is not None:
             values = self._map(batch, self.critic)
+        self._reshard()
         token_rewards, rewards = rewards_of(batch), batch.rewards
         if in_reward and kl_coef > 0:
             assert old is not None
@@ -66,6 +68,12 @@ class Assessor:
         if self.whitens:
             advantages = whiten(advantages, batch.mask)
         return TrainBatch(batch, rewards, advantages, old, reference, values, returns)
+
+    def _reshard(self) -> None:
+        """Let whoever looks at the parameters next see shards, as ever: forward passes left some of them whole."""
+        for role in (self.policy, self.reference, self.critic):
+            if role is not None and role.model is not None:
+                reshard(role.model)
 
     def _map(self, batch: RolloutBatch, function: RowFunction) -> torch.Tensor:
         return map_rows(batch, function, self.topology, max_tokens=self.max_tokens)
