@@ -112,4 +112,4 @@ def test_vllm_answers_too_and_its_refusals_are_one_line(model_path, capsys):
     assert main([*common, "--param", "temprature=1"]) == 1
     printed = capsys.readouterr().err.splitlines()
     assert len(printed) == 1
-    assert "Unexpected keyword argument 'temprature'" in printed[0]
+    assert "knows no 'temprature'. Did you mean 'temperature'?" in printed[0]

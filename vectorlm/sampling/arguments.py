@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from vectorlm.ranks.topology import Topology
@@ -62,9 +63,63 @@ def require_devices(tensor_parallel_size: Any, ranks_per_engine: int, topology: 
         )
 
 
+def require_folder(model: str | Path) -> None:
+    """Raise FileNotFoundError for a name that can only be a folder and is none; others may be of a model hub."""
+    path = Path(model)
+    # A hub's "owner/name" has no folder called "owner" beside the script.
+    is_local = path.is_absolute() or (path.parent != Path() and path.parent.is_dir())
+    if is_local and not path.is_dir():
+        raise FileNotFoundError(f"the model folder {model} does not exist.")
+
+
+def require_model(model: Any) -> None:
+    """Raise TypeError for what is not a model, a state dict for example."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"update takes the model itself, a torch.nn.Module, not a {type(model).__name__}.")
+
+
+def require_step(train_step: Any) -> None:
+    """Raise TypeError or ValueError for a step that is no version: completions carry it as 32 bits."""
+    if isinstance(train_step, bool) or not isinstance(train_step, int):
+        raise TypeError(f"train_step={train_step!r} is not a version: it must be an integer.")
+    if not 0 <= train_step < 2**31:
+        raise ValueError(f"train_step={train_step} is not a version: it must be at least 0 and below 2^31.")
+
+
 def as_list(prompts: Sequence[Prompt] | str) -> list[Prompt]:
-    """Return a list of prompts; one text is one prompt."""
-    return [prompts] if isinstance(prompts, str) else list(prompts)
+    """Return a list of prompts; one text is one prompt.
+
+    Raises:
+        TypeError: Something is not a prompt; the text says which.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts={prompts!r} must be a text or a list of prompts.")
+    listed = list(prompts)
+    for index, prompt in enumerate(listed):
+        if not _is_prompt(prompt):
+            raise TypeError(
+                f"prompt {index} is {str(prompt)[:60]!r}, a {type(prompt).__name__}: a prompt is text, token ids or "
+                "chat messages ({'role': …, 'content': …})."
+            )
+    return listed
+
+
+def _is_prompt(prompt: Any) -> bool:
+    """Look at the first element alone: prompts may be long."""
+    if isinstance(prompt, str):
+        return True
+    if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Sequence):
+        # Arrays and tensors of token ids are no `Sequence`, and taken as they come.
+        return hasattr(prompt, "tolist") and hasattr(prompt, "__len__")
+    if not len(prompt):
+        return True
+    if isinstance(prompt[0], Mapping):
+        return {"role", "content"} <= prompt[0].keys()
+    return hasattr(prompt[0], "__index__")
 
 
 def one_each(params: Any, count: int) -> list[Any]:

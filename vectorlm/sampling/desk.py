@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vectorlm.errors import EngineError
 from vectorlm.ranks.meeting import Meeting
 from vectorlm.ranks.topology import Topology
+from vectorlm.sampling.arguments import as_list, one_each, require_step, summary
 from vectorlm.sampling.hosts import Hosts
 from vectorlm.sampling.readiness import Readiness
 from vectorlm.sampling.requests import Answers, Request, Requests, Work
@@ -80,10 +80,10 @@ class Desk:
 
     def submit(self, prompts: Sequence[Prompt] | str, sampling_params: Any) -> Request:
         """Queue a batch that is the same on every rank."""
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        prompts = as_list(prompts)
         params = self._sampling_params if sampling_params is None else sampling_params
         self.readiness.require_sampling()
-        self._hosts.agree("sample", (prompts, params), _summary(prompts))
+        self._hosts.agree("sample", (prompts, params), summary(prompts))
         return self._begin("sample", prompts, params)
 
     def sample(self, prompts: Sequence[Prompt] | str, sampling_params: Any) -> Answers:
@@ -92,16 +92,20 @@ class Desk:
 
     def sample_sharded(self, local_prompts: Sequence[Prompt], sampling_params: Any) -> Answers:
         """Answer every rank's prompts as one batch, and give each rank its own."""
-        prompts = list(local_prompts)
         params = self._sampling_params if sampling_params is None else sampling_params
         self.readiness.require_sampling()
-        notes = self._hosts.together("sample sharded", lambda: (prompts, _one_each(params, len(prompts))))
+
+        def bring() -> tuple[list[Prompt], list[Any]]:
+            prompts = as_list(local_prompts)
+            return prompts, one_each(params, len(prompts))
+
+        notes = self._hosts.together("sample sharded", bring)
         everything = [prompt for theirs, _ in notes for prompt in theirs]
         answers = _finish(
             self._begin("sample sharded", everything, [each for _, theirs in notes for each in theirs])
         )
         first = sum(len(theirs) for theirs, _ in notes[: self._topology.rank])
-        return answers[first : first + len(prompts)]
+        return answers[first : first + len(notes[self._topology.rank][0])]
 
     def poll(self) -> list[Request]:
         """Return the batches that have finished since the last call."""
@@ -110,8 +114,7 @@ class Desk:
 
     def update(self, model: torch.nn.Module, train_step: int) -> UpdateReport:
         """Take the weights of `model` over as version `train_step`."""
-        if train_step < 0:
-            raise ValueError(f"train_step={train_step} is not a version: it must be at least 0.")
+        require_step(train_step)
         self.readiness.require_open()
         start = time.perf_counter()
         self._hosts.agree("update", train_step, f"train_step={train_step}")
@@ -175,16 +178,3 @@ def _finish(request: Request) -> Answers:
         # An interrupted call leaves nothing under way; one that failed is gone already.
         request.cancel()
         raise
-
-
-def _one_each(params: Any, count: int) -> list[Any]:
-    if isinstance(params, Sequence) and len(params) != count:
-        raise EngineError(
-            f"{len(params)} sampling parameters were given for {count} prompts: pass one, or one each."
-        )
-    return list(params) if isinstance(params, Sequence) else [params] * count
-
-
-def _summary(prompts: Sequence[Prompt]) -> str:
-    first = f", the first {str(prompts[0])[:60]!r}" if prompts else ""
-    return f"{len(prompts)} prompts{first}"

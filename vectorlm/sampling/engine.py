@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from vectorlm.errors import EngineError
+from vectorlm.errors import EngineError, EngineTimeout
 from vectorlm.ranks.meeting import Meeting
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling import messages as say
@@ -19,7 +19,10 @@ from vectorlm.sampling.arguments import (
     one_each,
     require_devices,
     require_engines,
+    require_folder,
+    require_model,
     require_receiver,
+    require_step,
     summary,
 )
 from vectorlm.sampling.channel import Channel
@@ -86,8 +89,7 @@ class SamplingEngine:
         let_go_of_last_error()
         require_receiver(receiver)
         lora_mode = choose_lora_mode(lora_mode, bool(engine_args.get("enable_lora")))
-        if Path(model).is_absolute() and not Path(model).is_dir():
-            raise FileNotFoundError(f"the model folder {model} does not exist.")
+        require_folder(model)
         self._topology = Topology.from_environment() if topology is None else topology
         require_engines(data_parallel_size, self._topology)
         ranks_per_engine = self._topology.local_world_size // data_parallel_size
@@ -98,6 +100,7 @@ class SamplingEngine:
         self._meeting = Meeting(self._topology, timeout_s)
         self._hosts = Hosts(self._topology, self._meeting, data_parallel_size)
         self._ready: say.Ready | None = None
+        self._start_error: EngineError | None = None
         self._closed = False
         self._names = itertools.count()
         self._open: list[Submission] = []
@@ -141,8 +144,17 @@ class SamplingEngine:
         """
         if self._closed:
             raise EngineError("the engine is closed.")
+        if self._start_error is not None:
+            raise self._start_error
         if self._ready is None:
-            self._ready = self._hosts.each("wait for the engine to load", self._loaded)[0]
+            try:
+                self._ready = self._hosts.each("wait for the engine to load", self._loaded)[0]
+            except EngineTimeout:
+                raise
+            except EngineError as error:
+                # It is told once by the sampler, and asked for by every call.
+                self._start_error = error
+                raise
         return self._ready
 
     def sample(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[list[Completion]]:
@@ -257,13 +269,14 @@ class SamplingEngine:
         Raises:
             WeightMismatch: Trainer and engine do not hold the same model; no weight has changed.
             ConfigError: The model's LoRA options are beyond the engine's `lora_mode`.
-            ValueError: `train_step` is negative.
+            TypeError: `model` is no ``torch.nn.Module``, or `train_step` no integer.
+            ValueError: `train_step` is out of range.
             ChecksumMismatch: The engine does not hold what was sent; it generates nothing until an update succeeds.
             RankMismatch: Ranks passed different steps.
             EngineError, HandoffTimeout: As for `sample`.
         """
-        if train_step < 0:
-            raise ValueError(f"train_step={train_step} is not a version: it must be at least 0.")
+        require_model(model)
+        require_step(train_step)
         self.wait_until_ready()
         return self._swap.update(model, train_step)
 
@@ -334,17 +347,21 @@ class SamplingEngine:
         self, local_prompts: Sequence[Prompt], sampling_params: Any, as_request_outputs: bool
     ) -> tuple[Submission, int, int]:
         """Make one batch of all ranks' prompts; return it with the place of this rank's own."""
-        prompts = list(local_prompts)
         params = self._sampling_params if sampling_params is None else sampling_params
         self.wait_until_ready()
-        notes = self._hosts.together("sample sharded", lambda: (prompts, one_each(params, len(prompts))))
+
+        def bring() -> tuple[list[Prompt], list[Any]]:
+            prompts = as_list(local_prompts)
+            return prompts, one_each(params, len(prompts))
+
+        notes = self._hosts.together("sample sharded", bring)
         batch = self._begin(
             [prompt for theirs, _ in notes for prompt in theirs],
             [each for _, theirs in notes for each in theirs],
             as_request_outputs,
         )
         first = sum(len(theirs) for theirs, _ in notes[: self._topology.rank])
-        return batch, first, first + len(prompts)
+        return batch, first, first + len(notes[self._topology.rank][0])
 
     def _rest(self, command: say.Sleep | say.WakeUp) -> None:
         self.wait_until_ready()

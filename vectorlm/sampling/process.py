@@ -27,6 +27,7 @@ from vectorlm.sampling.rest import Rest, parts_of
 from vectorlm.sampling.vllm_shim import build_engine, let_seeded_requests_wait, make_prompt, per_prompt
 from vectorlm.sampling.warm_up import naming_the_model, warm_up
 from vectorlm.sampling.workers import Workers, shorten_socket_paths, start_worker
+from vectorlm.types import Prompt
 from vectorlm.weights.pack import keep_plain_weights
 
 ALIVE_EVERY_S = 1.0
@@ -90,26 +91,34 @@ class Sampler:
         try:
             for index, (prompt, each) in enumerate(zip(command.prompts, params, strict=True)):
                 name = f"{number}-{index}"
-                request = make_prompt(self._engine, prompt)
-                self._engine.add_request(name, request, each, lora_request=self._parts.adapter_request)
+                self._add(index, name, prompt, each)
                 group.ids.append(name)
         except BaseException:
             self.abort(number)
             raise
+
+    def _add(self, index: int, name: str, prompt: Prompt, params: Any) -> None:
+        try:
+            request = make_prompt(self._engine, prompt)
+            self._engine.add_request(name, request, params, lora_request=self._parts.adapter_request)
+        except VectorLMError:
+            raise
+        except Exception as error:
+            raise EngineError(f"prompt {index} cannot be sampled: {type(error).__name__}: {error}") from error
 
     def abort(self, number: int) -> None:
         """Forget the prompts of one command; unknown ones are gone already."""
         if group := self._groups.pop(number, None):
             self._engine.abort_request([name for name in group.ids if name not in group.finished])
 
-    def step(self) -> list[tuple[int, say.Generated]]:
+    def step(self) -> list[tuple[int, say.Generated | say.Failed]]:
         """Take one engine step; return the answers that it completed."""
         for output in self._engine.step():
             group = self._groups.get(int(output.request_id.partition("-")[0]))
             if output.finished and group is not None:
                 group.finished[output.request_id] = output
         done = [number for number, group in self._groups.items() if len(group.finished) == len(group.ids)]
-        return [(number, self._pack(self._groups.pop(number))) for number in done]
+        return [(number, self._packed(self._groups.pop(number))) for number in done]
 
     def give_up(self, error: Exception) -> list[int]:
         """Forget every request after a step that raised: the engine's own state is unknown from here on."""
@@ -158,6 +167,13 @@ class Sampler:
         """Take device memory back."""
         self._rest.wake_up(parts_of(weights=command.weights, kv_cache=command.kv_cache))
         return say.Rested()
+
+    def _packed(self, group: Group) -> say.Generated | say.Failed:
+        """Return the answer; somebody waits for it, so one that cannot be made is an answer too."""
+        try:
+            return self._pack(group)
+        except Exception as error:
+            return say.Failed(_portable(error))
 
     def _pack(self, group: Group) -> say.Generated:
         outputs = [group.finished[name] for name in group.ids]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,7 +87,23 @@ def make_sampling_params(given: Any) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    params = given.clone() if isinstance(given, SamplingParams) else SamplingParams(**(given or {}))
+    if isinstance(given, SamplingParams):
+        params = given.clone()
+    elif isinstance(given, Mapping | None):
+        known = set(inspect.signature(SamplingParams).parameters)
+        if unknown := [name for name in given or {} if name not in known]:
+            near = difflib.get_close_matches(unknown[0], known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise EngineError(f"vllm.SamplingParams knows no {unknown[0]!r}.{hint}")
+        try:
+            params = SamplingParams(**(given or {}))
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"sampling_params={dict(given or {})} cannot be used: {error}") from error
+    else:
+        raise EngineError(
+            f"sampling_params={given!r} is a {type(given).__name__}: pass a mapping or vllm.SamplingParams, or one of "
+            "these for each prompt."
+        )
     params.output_kind = RequestOutputKind.FINAL_ONLY
     return params
 
