@@ -22,6 +22,18 @@ from vectorlm.rl.metrics import METRICS
 
 ROOT = Path(__file__).parent.parent
 REWARD = """
+import random
+
+DICE = random.Random(0)
+
+def vowels(text, **columns):
+    return sum(text.count(letter) for letter in "aeiou") / 8
+
+def shuffled(completions, **columns):
+    rewards = [vowels(text) for text in completions]
+    DICE.shuffle(rewards)
+    return rewards
+
 def letters(text, wanted, **columns):
     return sum(text.count(letter) for letter in wanted) / 8
 
@@ -218,6 +230,51 @@ def test_an_algorithm_of_ones_own_and_a_tool(files, tmp_path):
     # The adapters start at zero, where policy and reference are one.
     assert metrics["reference/kl"] == pytest.approx(0.0, abs=1e-6)
     assert (tmp_path / "own" / "final-model" / "adapter_config.json").exists()
+
+
+CONTROL = """
+from dataclasses import replace
+from vectorlm.algorithms import get_algorithm
+
+GRPO = get_algorithm("grpo")
+FLIPPED = replace(GRPO, name="flipped", advantages=lambda scores, knobs: -GRPO.advantages(scores, knobs))
+"""
+
+
+def gain(files, output, algorithm, reward):
+    """Train for forty steps; return by how much the share of vowels rose."""
+    overrides = [
+        f'rl.rewards={{"{files}/rewards.py:{reward}": 1.0}}',
+        "rl.max_steps=40",
+        "rl.group_size=16",
+        "rl.save_every=100",
+        "rl.max_tokens_per_micro_batch=2048",
+        "train_parameters.optimizer.lr=3e-3",
+        "train_parameters.sampler.sample_frequency=100",
+    ]
+    vectorlm.launch(reinforce, config_of(files, output, algorithm, overrides), world_size=1)
+    # Of the true reward, whatever was trained on.
+    rewards = {}
+    exec(REWARD, rewards)
+    rows = lines(output / "rollouts.jsonl")
+
+    def mean(steps):
+        found = [rewards["vowels"](row["completion"]) for row in rows if row["train_step"] in steps]
+        return sum(found) / len(found)
+
+    return mean(range(36, 41)) - mean(range(1, 4))
+
+
+@pytest.mark.slow
+def test_rewards_teach_flipped_advantages_unteach_and_shuffled_rewards_do_neither(files, tmp_path):
+    (files / "control.py").write_text(CONTROL)
+    taught = gain(files, tmp_path / "taught", "grpo", "vowels")
+    untaught = gain(files, tmp_path / "untaught", f"{files}/control.py:FLIPPED", "vowels")
+    noise = gain(files, tmp_path / "noise", "grpo", "shuffled")
+    # A random model says a vowel at one token in ten.
+    assert taught > 0.3
+    assert untaught < -0.03
+    assert abs(noise) < taught / 3
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_prompt(files, tmp_path):
