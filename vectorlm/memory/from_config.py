@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from vectorlm.config import Config, SamplerSettings
+from vectorlm.config.receiver import packs_by_itself
 from vectorlm.memory.demand import CPU_KV_CACHE_BYTES, Demand, EngineDemand
 from vectorlm.memory.device import host_memory_bytes
 from vectorlm.memory.model_size import ModelSize, count_adapter_parameters, read_model_size
 from vectorlm.memory.plan import MemoryPlan, plan_memory
 from vectorlm.memory.refusal import check_memory
 from vectorlm.memory.table import memory_table
-
-PACKED_FROM_PARAMETERS = 4_000_000
-"""From here on `receiver: auto` packs, as in `vectorlm.weights.extension`."""
 
 
 def memory_report(
@@ -99,7 +97,7 @@ def _engine_demand(sampler: SamplerSettings, model: ModelSize, is_cpu: bool) -> 
     # Left to itself, vLLM computes in bf16 with weights that were saved in fp32.
     is_wide = sampler.vllm_dtype == "float32"
     given = sampler.engine.get("kv_cache_memory_bytes")
-    packs = sampler.receiver == "packed" or model.num_parameters >= PACKED_FROM_PARAMETERS
+    packs = sampler.receiver == "packed" or packs_by_itself(model.num_parameters)
     return EngineDemand(
         bytes_per_weight=4 if is_wide else 2,
         tensor_parallel=sampler.engine.get("tensor_parallel_size", 1),

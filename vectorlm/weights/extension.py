@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vectorlm.config.receiver import packs_by_itself
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.weights.adapter_receive import AdapterReceiver
 from vectorlm.weights.plan import Layout, TensorSpec
@@ -72,17 +73,13 @@ def _outcome(work: Callable[[], Any]) -> Outcome:
         )
 
 
-PACKED_FROM_PARAMETERS = 4_000_000
-"""Below this size a decode step gains nothing from packed weights, and a swap pays for packing them."""
-
-
 def choose_receiver(kind: str, model: Any) -> str:
     """Resolve `auto`: `packed` for models on CPU of some size, `live` otherwise."""
     parameters = list(model.parameters())
     on_host = all(parameter.device.type == "cpu" for parameter in parameters)
     if kind == "auto":
-        large = sum(parameter.numel() for parameter in parameters) >= PACKED_FROM_PARAMETERS
-        return "packed" if on_host and large else "live"
+        is_large = packs_by_itself(sum(parameter.numel() for parameter in parameters))
+        return "packed" if on_host and is_large else "live"
     if kind == "packed" and not on_host:
         raise ValueError("receiver='packed' is for models on CPU; on CUDA there is only 'live'.")
     return kind
