@@ -1,0 +1,138 @@
+"""Critic, reference and reward models: what they say, on one rank and on two."""
+
+import pytest
+import torch
+from rank_processes import on_ranks, save_tiny_llama
+from tiny_rl import build
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from vectorlm.data.questions import Question
+from vectorlm.errors import ConfigError
+from vectorlm.model.load import load_model
+from vectorlm.model.shard import shard_model
+from vectorlm.ranks.topology import Topology
+from vectorlm.rl.models import RewardModel, load_critic
+from vectorlm.rl.roles import Critic, Policy, Reference, disable_dropout
+from vectorlm.rollout.rollout import Rollout
+
+TEXTS = [("abc", "de"), ("a", "bcdefgh"), ("xyz", "")]
+IDS, ATTENTION = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("models") / "policy", dropout=0.5)
+
+
+@pytest.fixture(scope="module")
+def judge(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "judge"
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).save_pretrained(path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(path)
+    return path
+
+
+def rollouts():
+    return [
+        Rollout(Question(prompt), (2,), (3,), (True,), (0.0,), (0,), text, "stop") for prompt, text in TEXTS
+    ]
+
+
+def score(topology, judge, max_tokens=24):
+    def shard(model):
+        return shard_model(model, topology)
+
+    model = RewardModel(str(judge), shard, topology, max_tokens=max_tokens, max_length=12)
+    return [model(rollouts()), model(rollouts()), model([])]
+
+
+def test_a_reward_model_reads_prompt_and_completion_as_one_text(judge):
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    plain = AutoModelForSequenceClassification.from_pretrained(judge).eval()
+    expected = []
+    for prompt, text in TEXTS:
+        ids = torch.tensor([tokenizer(prompt + text)["input_ids"]])
+        expected.append(plain(ids).logits.item())
+    for world_size in (1, 2):
+        for first, again, nothing in on_ranks(world_size, score, judge):
+            assert first == pytest.approx(expected, abs=1e-5)
+            assert again == first
+            assert nothing == []
+
+
+def test_what_is_no_reward_model_is_refused(folder, tmp_path):
+    def shard(model):
+        return model
+
+    two = tmp_path / "two"
+    AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).save_pretrained(two)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(two)
+    with pytest.raises(ConfigError, match="has 2 labels: it must have one"):
+        RewardModel(str(two), shard, Topology(), max_tokens=8, max_length=8)
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        RewardModel(str(tmp_path / "nowhere"), shard, Topology(), max_tokens=8, max_length=8)
+
+
+def test_a_new_critic_says_nothing_and_its_value_is_that_of_the_state_before_the_token(folder):
+    model = load_critic(str(folder), lambda model: model)
+    critic = Critic(model)
+    assert critic(IDS, ATTENTION).eq(0).all()
+    with torch.no_grad():
+        model.score.weight.normal_()
+    values = critic(IDS, ATTENTION)
+    assert values[:, 0].eq(0).all()
+    hidden = model.model(input_ids=IDS[:1, :2]).last_hidden_state[0, -1]
+    torch.testing.assert_close(values[0, 2], model.score(hidden)[0])
+
+
+def test_without_dropout_two_passes_agree(folder):
+    model = load_model(folder)
+    policy = Policy(model, 1.0)
+    assert not torch.equal(policy(IDS, ATTENTION).logprobs, policy(IDS, ATTENTION).logprobs)
+    disable_dropout(model)
+    assert torch.equal(policy(IDS, ATTENTION).logprobs, policy(IDS, ATTENTION).logprobs)
+    assert model.training, "activation checkpointing needs training mode"
+
+
+def test_the_temperature_divides_the_logits(folder):
+    model = disable_dropout(load_model(folder))
+    logits = model(IDS, attention_mask=ATTENTION).logits
+    expected = torch.log_softmax(logits[0, 1] / 0.5, -1)[IDS[0, 2]]
+    torch.testing.assert_close(Policy(model, 0.5)(IDS, ATTENTION).logprobs[0, 2], expected)
+
+
+def follow(topology, folder):
+    _, assessor, _ = build(topology, folder, "copg")
+    reference, policy = assessor.reference, assessor.policy
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.1)
+        before = reference(IDS, ATTENTION)
+        reference.follow()
+        after = reference(IDS, ATTENTION)
+        target = policy(IDS, ATTENTION).logprobs
+    return before, after, target
+
+
+def test_a_reference_that_follows_becomes_the_policy(folder):
+    for before, after, target in on_ranks(2, follow, folder):
+        assert not torch.equal(before, target)
+        assert torch.equal(after, target)
+
+
+def test_with_adapters_the_reference_is_the_base(folder):
+    from vectorlm.model.lora import add_lora
+
+    base = disable_dropout(load_model(folder))
+    expected = Policy(base, 1.0)(IDS, ATTENTION).logprobs.detach()
+    model = disable_dropout(add_lora(load_model(folder), {"r": 4, "target_modules": ["q_proj"]}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    policy = Policy(model, 1.0)
+    assert not torch.allclose(policy(IDS, ATTENTION).logprobs, expected)
+    reference = Reference(policy, None)
+    torch.testing.assert_close(reference(IDS, ATTENTION), expected)
+    assert not torch.allclose(policy(IDS, ATTENTION).logprobs, expected), "the adapters stayed off"
