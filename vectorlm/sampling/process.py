@@ -191,7 +191,7 @@ def serve(connection: Connection) -> None:
     try:
         sampler = Sampler(start)
     except Exception as error:
-        traceback.print_exc()
+        # Not printed: rank 0 gets the text, and shows what a parallel engine's workers printed last beside it.
         connection.send((number, say.Failed(_portable(error))))
         # A process that is gone would be news of its own, and might be read first: stay until rank 0 lets go.
         while not isinstance(connection.recv()[1], say.Stop):
