@@ -90,12 +90,15 @@ def test_the_ten_lines_run_on_one_rank_and_on_two(checkout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_custom_loop_learns_on_one_rank_and_on_two(checkout, world_size):
+def test_the_custom_loop_runs_on_one_rank_and_on_two(checkout):
     command = next(command for command in commands() if "custom_loop" in command)
-    command = command.replace("--num_steps 300", "--num_steps 8").replace("_size 2", f"_size {world_size}")
-    printed = run([sys.executable, *shlex.split(command)[1:]], checkout)
-    assert re.findall(r"^step (\d+): \d+% of the held-out answers are right$", printed, re.M) == ["0", "8"]
+    for world_size in (1, 2):
+        words = command.replace("--num_steps 300", "--num_steps 2").replace("_size 2", f"_size {world_size}")
+        printed = run([sys.executable, *shlex.split(words)[1:]], checkout)
+        assert re.findall(r"^step (\d+): \d+% of the held-out answers are right$", printed, re.M) == [
+            "0",
+            "2",
+        ]
     assert (ROOT / "examples/custom_loop.py").read_text().count("\n") <= 80
 
 

@@ -178,16 +178,13 @@ def stop_after_step_2(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_killed_ppo_run_started_again_ends_bit_for_bit_where_the_uninterrupted_one_ends(
-    files, tmp_path, world_size
-):
+def test_a_killed_ppo_run_started_again_ends_bit_for_bit_where_the_uninterrupted_one_ends(files, tmp_path):
     whole = config_of(files, tmp_path / "whole", "ppo", PPO)
-    vectorlm.launch(reinforce, whole, world_size=world_size)
+    vectorlm.launch(reinforce, whole, world_size=2)
     cut = config_of(files, tmp_path / "cut", "ppo", PPO)
     with pytest.raises(vectorlm.errors.RankFailed):
-        vectorlm.launch(stop_after_step_2, cut, world_size=world_size)
-    vectorlm.launch(reinforce, cut, world_size=world_size)
+        vectorlm.launch(stop_after_step_2, cut, world_size=2)
+    vectorlm.launch(reinforce, cut, world_size=2)
     first, second = tmp_path / "whole", tmp_path / "cut"
     mine, theirs = (load_file(each / "final-model" / "model.safetensors") for each in (first, second))
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -209,7 +206,7 @@ def test_a_killed_ppo_run_started_again_ends_bit_for_bit_where_the_uninterrupted
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["online_dpo", "remax", "dapo"])
+@pytest.mark.parametrize("algorithm", ["online_dpo", "remax"])
 def test_other_kinds_of_algorithms_run_too(files, tmp_path, algorithm):
     config = config_of(files, tmp_path / algorithm, algorithm, ["rl.max_steps=2"])
     vectorlm.launch(reinforce, config, world_size=2)

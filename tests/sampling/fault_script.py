@@ -67,8 +67,6 @@ def run(model_path, what):
         if what in ("wait", "wait beside a parallel engine"):
             time.sleep(60)
         engine.sample([[2, 3], [4]] if topology.rank == 1 and what == "other prompts" else [[2, 3]])
-        if topology.rank == 1 and what == "other step":
-            engine.update(model, 2)
         engine.update(model, 1)
 
 

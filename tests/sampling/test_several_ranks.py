@@ -84,10 +84,9 @@ def two_engines(folder, receiver):
     return seen, tokens(answers[::8]) == tokens(alone), taken, again
 
 
-@pytest.mark.parametrize("receiver", [pytest.param("live", marks=pytest.mark.slow), "packed"])
-def test_two_engines_share_a_batch_and_both_hold_the_new_weights(tmp_path, receiver):
+def test_two_engines_share_a_batch_and_both_hold_the_new_weights(tmp_path):
     folder = save_tiny_llama(tmp_path / "model", tied=True, hidden_size=64)
-    results = vectorlm.launch(two_engines, str(folder), receiver, world_size=2)
+    results = vectorlm.launch(two_engines, str(folder), "packed", world_size=2)
     for seen, in_order, taken, again in results:
         *swaps, refused = seen
         assert refused == "refused"
