@@ -103,6 +103,7 @@ def test_an_engine_that_fails_ends_with_one_line_and_code_1(model_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_vllm_answers_too_and_its_refusals_are_one_line(model_path, capsys):
     common = ["sample", "--model", model_path, "--prompt", "abc", "--temperature", "0", "--max_tokens", "5"]
     assert main([*common, "--param", "ignore_eos=true"]) == 0

@@ -81,6 +81,7 @@ def test_the_check_command_runs(checkout):
     )
 
 
+@pytest.mark.slow
 def test_the_ten_lines_run_on_one_rank_and_on_two(checkout):
     (code,) = blocks("python")
     (checkout / "loop.py").write_text(code)

@@ -136,6 +136,7 @@ def test_a_grpo_run_leaves_model_metrics_rollouts_and_samples(files, tmp_path):
     assert (output / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_page_has_the_librarys_losses(files, tmp_path):
     """The same prompts, seeds and weights: two loops, one algorithm."""
     path = ROOT / "examples/grpo_one_page.py"

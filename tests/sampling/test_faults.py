@@ -102,7 +102,7 @@ class Run:
             r"(?s)EngineError: vLLM's engine knows no argument 'max_modle_len'",
             marks=pytest.mark.slow,
         ),
-        ("rank 1 killed", r"rank 1 of 2 was ended by SIGKILL"),
+        pytest.param("rank 1 killed", r"rank 1 of 2 was ended by SIGKILL", marks=pytest.mark.slow),
         (
             "rank 1 raises",
             r"(?s)rank 1 of 2 raised ValueError: a bad batch.*Traceback.*ValueError: a bad batch",
@@ -121,6 +121,7 @@ def test_the_cause_is_reported_and_nothing_is_left(folder, tmp_path, what, expec
     assert error.count("Traceback (most recent call last)") <= 4, "a wall of tracebacks"
 
 
+@pytest.mark.slow
 def test_a_silent_engine_is_an_error_within_the_deadline(folder, tmp_path):
     code, error = Run(folder, "engine frozen", 2, tmp_path).outcome()
     assert code == 1
@@ -154,6 +155,7 @@ def test_a_script_killed_without_a_launcher_leaves_nothing(folder, tmp_path):
     run.outcome(timeout_s=GONE_WITHIN_S)
 
 
+@pytest.mark.slow
 def test_a_launcher_killed_outright_takes_everything_with_it(folder, tmp_path):
     run = Run(folder, "wait", 2, tmp_path)
     run.wait_until_sampling_works()

@@ -54,6 +54,7 @@ def prove_base(engine, model):
     engine._swap._held_step = None
 
 
+@pytest.mark.slow
 def test_after_a_thousand_swaps_the_base_weights_are_bit_identical_and_the_adapter_is_the_last_one(
     engine, model, next_step
 ):

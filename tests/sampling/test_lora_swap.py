@@ -19,7 +19,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("world_size", "tied", "receiver", "engine_args"),
-    CASES,
+    [pytest.param(*case, marks=() if case == CASES[1] else pytest.mark.slow) for case in CASES],
     ids=[
         f"{world_size} ranks, {'tied' if tied else 'untied'}, {receiver}, {'adapter' if args else 'merged'}"
         for world_size, tied, receiver, args in CASES

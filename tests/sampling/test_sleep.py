@@ -104,6 +104,7 @@ def test_an_update_that_fails_leaves_weights_that_slept_shut(engine, models, nex
     assert all(compare(engine, models[1])[0])
 
 
+@pytest.mark.slow
 def test_two_ranks_train_hand_over_and_train_on(folder):
     results = vectorlm.launch(train_and_hand_over, str(folder), world_size=2)
     for seen in results:
