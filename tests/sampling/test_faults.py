@@ -107,10 +107,11 @@ class Run:
             "rank 1 raises",
             r"(?s)rank 1 of 2 raised ValueError: a bad batch.*Traceback.*ValueError: a bad batch",
         ),
-        (
+        pytest.param(
             "other prompts",
             r"RankMismatch: sample needs the same arguments on every rank, but rank 1 differs from rank 0. "
             r"Rank 0: 1 prompts, the first '\[2, 3\]'; rank 1: 2 prompts, the first '\[2, 3\]'",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -85,6 +85,7 @@ def two_engines(folder, receiver):
     return seen, tokens(answers[::8]) == tokens(alone), taken, again
 
 
+@pytest.mark.slow
 def test_two_engines_share_a_batch_and_both_hold_the_new_weights(tmp_path):
     folder = save_tiny_llama(tmp_path / "model", tied=True, hidden_size=64)
     results = vectorlm.launch(two_engines, str(folder), "packed", world_size=2)

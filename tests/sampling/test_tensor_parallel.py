@@ -56,6 +56,7 @@ def require_the_trainers_answers(seen):
     assert consecutive_samples_differ(seen), "the updates changed nothing, so equality proves nothing"
 
 
+@pytest.mark.slow
 def test_after_each_update_two_workers_are_the_trainer(engine, models):
     seen = []
     for step in range(3):
