@@ -8,7 +8,7 @@ import vectorlm
 PACKAGE = Path(vectorlm.__file__).parent
 FLOORS = [
     {"errors", "types"},
-    {"plugin"},
+    {"plugin", "receiver"},
     {"ranks", "config", "algorithms", "rewards", "data", "telemetry"},
     {"weights", "offload", "memory", "rollout"},
     {"sampling", "model", "checkpoint", "handover"},

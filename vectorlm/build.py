@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 from transformers import set_seed
 
+from vectorlm.checkpoint.shared import require_shared
+from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.config import Config, save_config
 from vectorlm.config.lora import engine_arguments, refused_options
 from vectorlm.data.questions import read_questions
@@ -22,6 +25,7 @@ from vectorlm.handover import DeviceTurn, lay_down
 from vectorlm.memory.from_config import memory_report
 from vectorlm.model.load import load_empty_model, load_model
 from vectorlm.model.lora import add_lora
+from vectorlm.model.schedule import Schedule
 from vectorlm.model.shard import fill_from_main, shard_model
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.registry import get_reward
@@ -125,6 +129,44 @@ def make_optimizer(
     arguments = asdict(config.train_parameters.optimizer)
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     return torch.optim.AdamW(trainable, **(arguments | ({} if lr is None else {"lr": lr})))
+
+
+def make_schedule(config: Config, optimizer: torch.optim.Optimizer, num_steps: int) -> Schedule:
+    """Return the config's learning rate over so many optimizer steps."""
+    settings = config.train_parameters
+    return Schedule(
+        settings.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=math.ceil(settings.warmup_ratio * num_steps),
+        num_steps=num_steps,
+    )
+
+
+def make_store(config: Config, topology: Topology, **identity: Any) -> CheckpointStore:
+    """Return the checkpoints of the run.
+
+    Args:
+        config: The run.
+        topology: This rank's place.
+        **identity: JSON values that must be equal to go on from a checkpoint, besides those of every run.
+
+    Raises:
+        CheckpointError: A node does not see the folder.
+    """
+    settings = config.train_parameters
+    require_shared(settings.output_dir, topology)
+    of_every_run = {
+        "model": config.model,
+        "world_size": topology.world_size,
+        "seed": settings.seed,
+        "optimizer": asdict(settings.optimizer),
+        "lr_scheduler_type": settings.lr_scheduler_type,
+        "warmup_ratio": settings.warmup_ratio,
+        "max_grad_norm": settings.max_grad_norm,
+        "use_mp": settings.use_mp,
+        "lora_peft_config": settings.lora_peft_config and dict(settings.lora_peft_config),
+    }
+    return CheckpointStore(Path(settings.output_dir) / "checkpoints", {**of_every_run, **identity})
 
 
 def make_turn(

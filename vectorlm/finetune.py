@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,18 +12,18 @@ from vectorlm.build import (
     make_exam,
     make_model,
     make_optimizer,
+    make_schedule,
+    make_store,
     make_turn,
     open_engine,
     open_sinks,
     say_memory,
 )
 from vectorlm.checkpoint.export import export_model
-from vectorlm.checkpoint.shared import require_shared
 from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.config import Config
 from vectorlm.data.loader import StepLoader, load_dataset
 from vectorlm.model.load import load_tokenizer
-from vectorlm.model.schedule import Schedule
 from vectorlm.ranks.group import process_group
 from vectorlm.ranks.topology import Topology
 from vectorlm.telemetry.plots import plot_run
@@ -82,12 +80,7 @@ def _build(
     num_steps = settings.epochs * len(train_loader)
     model = make_model(config, topology)
     optimizer = make_optimizer(config, model.parameters())
-    schedule = Schedule(
-        settings.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=math.ceil(settings.warmup_ratio * num_steps),
-        num_steps=num_steps,
-    )
+    schedule = make_schedule(config, optimizer, num_steps)
     store = _store(config, topology, num_steps) if settings.checkpointing_enabled else None
     resume_step = store.latest_step() if store else None
     sink, say = open_sinks(config, topology, num_steps, resume_step, stack)
@@ -135,21 +128,12 @@ def _loader(
 
 def _store(config: Config, topology: Topology, num_steps: int) -> CheckpointStore:
     settings, dataset = config.train_parameters, config.text
-    require_shared(settings.output_dir, topology)
-    identity = {
-        "model": config.model,
-        "train_ds": dataset.train_ds,
-        "num_steps": num_steps,
-        "epochs": settings.epochs,
-        "global_batch_size": topology.world_size * dataset.train_bs * settings.gradient_accumulation_steps,
-        "world_size": topology.world_size,
-        "seed": settings.seed,
-        "max_seq_len": settings.max_seq_len,
-        "optimizer": asdict(settings.optimizer),
-        "lr_scheduler_type": settings.lr_scheduler_type,
-        "warmup_ratio": settings.warmup_ratio,
-        "max_grad_norm": settings.max_grad_norm,
-        "use_mp": settings.use_mp,
-        "lora_peft_config": settings.lora_peft_config and dict(settings.lora_peft_config),
-    }
-    return CheckpointStore(Path(settings.output_dir) / "checkpoints", identity)
+    return make_store(
+        config,
+        topology,
+        train_ds=dataset.train_ds,
+        num_steps=num_steps,
+        epochs=settings.epochs,
+        global_batch_size=topology.world_size * dataset.train_bs * settings.gradient_accumulation_steps,
+        max_seq_len=settings.max_seq_len,
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -16,6 +15,8 @@ from vectorlm.build import (
     make_exam,
     make_model,
     make_optimizer,
+    make_schedule,
+    make_store,
     make_turn,
     open_engine,
     open_sinks,
@@ -23,12 +24,10 @@ from vectorlm.build import (
     shard_as_configured,
 )
 from vectorlm.checkpoint.export import export_model
-from vectorlm.checkpoint.shared import require_shared
 from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.config import Config, RLSettings
 from vectorlm.data.questions import read_questions
 from vectorlm.model.load import load_tokenizer
-from vectorlm.model.schedule import Schedule
 from vectorlm.plugin import load_plugin
 from vectorlm.ranks.group import process_group
 from vectorlm.ranks.topology import Topology
@@ -110,15 +109,7 @@ def _build(
         critic_optimizer = make_optimizer(config, critic.model.parameters(), rl.critic.lr)
     optimizers = [each for each in (policy_optimizer, critic_optimizer) if each is not None]
     num_steps = rl.max_steps * rl.num_epochs * rl.num_mini_batches
-    schedules = [
-        Schedule(
-            settings.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=math.ceil(settings.warmup_ratio * num_steps),
-            num_steps=num_steps,
-        )
-        for optimizer in optimizers
-    ]
+    schedules = [make_schedule(config, optimizer, num_steps) for optimizer in optimizers]
     store = _store(config, topology) if settings.checkpointing_enabled else None
     resume_step = store.latest_step() if store else None
     sink, say = open_sinks(config, topology, rl.max_steps, resume_step, stack)
@@ -288,24 +279,11 @@ def _update_settings(config: Config, spec: AlgorithmSpec) -> UpdateSettings:
 
 
 def _store(config: Config, topology: Topology) -> CheckpointStore:
-    settings, rl = config.train_parameters, config.rl
-    assert rl is not None
-    require_shared(settings.output_dir, topology)
+    assert config.rl is not None
     # Everything that decides what a step does; how much of it is shown or saved may change.
     free = ("save_every", "show_every", "max_tokens_per_micro_batch", "reward_timeout_s", "on_reward_error")
-    identity = {
-        "model": config.model,
-        "world_size": topology.world_size,
-        "seed": settings.seed,
-        "optimizer": asdict(settings.optimizer),
-        "lr_scheduler_type": settings.lr_scheduler_type,
-        "warmup_ratio": settings.warmup_ratio,
-        "max_grad_norm": settings.max_grad_norm,
-        "use_mp": settings.use_mp,
-        "lora_peft_config": settings.lora_peft_config and dict(settings.lora_peft_config),
-        "rl": {name: value for name, value in asdict(rl).items() if name not in free},
-    }
-    return CheckpointStore(Path(settings.output_dir) / "checkpoints", identity)
+    decisive = {name: value for name, value in asdict(config.rl).items() if name not in free}
+    return make_store(config, topology, rl=decisive)
 
 
 def _short_name(name: str) -> str:

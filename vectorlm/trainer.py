@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from vectorlm.checkpoint.state import Part
 from vectorlm.errors import NonFiniteLoss
+from vectorlm.model.gradient import clip_gradient
 from vectorlm.model.loss import next_tokens, token_losses
 from vectorlm.weights.plan import reshard
 
@@ -206,8 +207,7 @@ class Trainer:
 
     def clip_gradient(self) -> float:
         """Scale the gradient of the whole step down to `max_grad_norm`, and return its norm before that."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-        value = (norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm).item()
+        value = clip_gradient(self.model, self.max_grad_norm)
         if not math.isfinite(value):
             raise NonFiniteLoss(
                 f"the gradient norm is {value} at step {self.step + 1} (over all ranks, seen on rank "

@@ -36,7 +36,7 @@ def group_advantages(
     mean = _sum(rewards, kept) / count.clamp(min=1)
     centred = torch.where(enough, rewards - mean, 0.0)
     # A group whose rewards are all the same must give exactly 0; its mean may be rounded away from them.
-    centred = torch.where(_is_constant(rewards, kept), 0.0, centred)
+    centred = torch.where(is_constant(rewards, kept), 0.0, centred)
     if scale == "none":
         return centred
     variance = centred.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
@@ -61,7 +61,7 @@ def leave_one_out_advantages(rewards: torch.Tensor, valid: torch.Tensor | None =
     kept, count = _kept(rewards, valid)
     others = (_sum(rewards, kept) - torch.where(kept, rewards, 0.0)) / (count - 1).clamp(min=1)
     advantages = torch.where(kept & (count >= 2), rewards - others, 0.0)
-    return torch.where(_is_constant(rewards, kept), 0.0, advantages)
+    return torch.where(is_constant(rewards, kept), 0.0, advantages)
 
 
 def batch_advantages(
@@ -119,8 +119,16 @@ def _sum(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return torch.where(kept, rewards, 0.0).sum(dim=1, keepdim=True)
 
 
-def _is_constant(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Return whether the rewards that count are all the same [P, 1]."""
+def is_constant(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Return whether the rewards that count are all the same, or there are none.
+
+    Args:
+        rewards: float [P, G].
+        kept: bool [P, G], which of them count.
+
+    Returns:
+        bool [P, 1].
+    """
     highest = torch.where(kept, rewards, -torch.inf).amax(dim=1, keepdim=True)
     lowest = torch.where(kept, rewards, torch.inf).amin(dim=1, keepdim=True)
     return highest <= lowest

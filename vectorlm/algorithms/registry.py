@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from vectorlm.algorithms.gae import gae_advantages
@@ -12,6 +14,7 @@ from vectorlm.algorithms.groups import (
     leave_one_out_advantages,
 )
 from vectorlm.algorithms.policy_loss import (
+    Level,
     cispo_policy_loss,
     ppo_policy_loss,
     reinforce_policy_loss,
@@ -97,7 +100,7 @@ def _one(scores: Scores, knobs: Knobs) -> torch.Tensor:
     return scores.spread(scores.valid.to(scores.rewards.dtype))
 
 
-def _ppo(inputs: LossInputs, knobs: Knobs) -> torch.Tensor:
+def _ppo(inputs: LossInputs, knobs: Knobs, level: Level = "token") -> torch.Tensor:
     return ppo_policy_loss(
         inputs.policy_logprobs,
         inputs.old_logprobs,
@@ -105,19 +108,8 @@ def _ppo(inputs: LossInputs, knobs: Knobs) -> torch.Tensor:
         knobs.clip_low,
         knobs.clip_high,
         knobs.dual_clip,
-    )
-
-
-def _gspo(inputs: LossInputs, knobs: Knobs) -> torch.Tensor:
-    return ppo_policy_loss(
-        inputs.policy_logprobs,
-        inputs.old_logprobs,
-        inputs.advantages,
-        knobs.clip_low,
-        knobs.clip_high,
-        knobs.dual_clip,
-        level="sequence",
-        mask=inputs.mask,
+        level,
+        inputs.mask,
     )
 
 
@@ -207,7 +199,7 @@ for _spec in (
     AlgorithmSpec(
         name="gspo",
         advantages=_group_std,
-        loss=_gspo,
+        loss=partial(_ppo, level="sequence"),
         reduction="sequence_mean_token_mean",
         min_group_size=2,
         settings={"clip_low": 3e-4, "clip_high": 4e-4},

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from vectorlm.config import Config, SamplerSettings
-from vectorlm.config.receiver import packs_by_itself
 from vectorlm.memory.demand import CPU_KV_CACHE_BYTES, Demand, EngineDemand
 from vectorlm.memory.device import host_memory_bytes
 from vectorlm.memory.model_size import ModelSize, count_adapter_parameters, read_model_size
 from vectorlm.memory.plan import MemoryPlan, plan_memory
 from vectorlm.memory.refusal import check_memory
 from vectorlm.memory.table import memory_table
+from vectorlm.receiver import packs_by_itself
 
 
 def memory_report(

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy, as a sum over tokens; this file holds the only shift of the library."""
+"""Next-token cross-entropy for fine-tuning; `algorithms/logprobs.py` shifts for reinforcement learning."""
 
 from __future__ import annotations
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from vectorlm.algorithms.groups import is_constant
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.rl.scorer import Scorer
 from vectorlm.rollout.batch import RolloutBatch, make_batch
@@ -124,19 +125,13 @@ class Gatherer:
         return self.overlong_penalty * (beyond / self.overlong_buffer).clamp(0.0, 1.0)
 
     def _with_differences(self, gathered: Gathered) -> Gathered:
-        rewards = gathered.rewards
-        scored = ~rewards.isnan()
-        highest = torch.where(scored, rewards, -torch.inf).amax(dim=1)
-        lowest = torch.where(scored, rewards, torch.inf).amin(dim=1)
-        kept = highest > lowest
-        return Gathered(
-            [group for group, is_kept in zip(gathered.groups, kept.tolist(), strict=True) if is_kept],
-            rewards[kept],
-            {name: values[kept] for name, values in gathered.parts.items()},
-            None if gathered.greedy_rewards is None else gathered.greedy_rewards[kept],
-            gathered.num_sampled_groups,
-            gathered.num_errors,
-            gathered.first_error,
+        kept = ~is_constant(gathered.rewards, ~gathered.rewards.isnan())[:, 0]
+        return replace(
+            gathered,
+            groups=[group for group, is_kept in zip(gathered.groups, kept.tolist(), strict=True) if is_kept],
+            rewards=gathered.rewards[kept],
+            parts={name: values[kept] for name, values in gathered.parts.items()},
+            greedy_rewards=None if gathered.greedy_rewards is None else gathered.greedy_rewards[kept],
         )
 
 

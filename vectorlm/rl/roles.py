@@ -47,11 +47,18 @@ class Policy:
             attention_mask: int64 [B, T].
             entropy_has_gradient: Whether the entropy is part of a loss.
         """
-        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        logits = self._logits(input_ids, attention_mask)
         logprobs = token_logprobs(logits, input_ids, self.temperature)
         with nullcontext() if entropy_has_gradient else torch.no_grad():
             spread = entropy(logits, self.temperature)
         return TokenScores(logprobs, spread)
+
+    def logprobs(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities alone, float32 [B, T]."""
+        return token_logprobs(self._logits(input_ids, attention_mask), input_ids, self.temperature)
+
+    def _logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
 
 
 class Reference:
@@ -71,7 +78,7 @@ class Reference:
     def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Return float32 [B, T], without gradient."""
         with torch.no_grad(), self._without_adapters():
-            return self._frozen(input_ids, attention_mask).logprobs
+            return self._frozen.logprobs(input_ids, attention_mask)
 
     @torch.no_grad()
     def follow(self) -> None:

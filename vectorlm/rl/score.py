@@ -49,7 +49,7 @@ class Assessor:
         in_reward = self.reference is not None and self.kl_in == "reward"
         old = values = reference = None
         if in_reward or not self.is_one_step:
-            old = self._map(batch, lambda ids, attention: self.policy(ids, attention).logprobs)
+            old = self._map(batch, self.policy.logprobs)
         if self.reference is not None:
             reference = self._map(batch, self.reference)
         if self.critic is not None:

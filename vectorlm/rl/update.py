@@ -16,6 +16,7 @@ from vectorlm.algorithms.ratio import ratio
 from vectorlm.algorithms.reduce import How
 from vectorlm.algorithms.spec import AlgorithmSpec, Knobs, LossInputs
 from vectorlm.errors import NonFiniteLoss
+from vectorlm.model.gradient import clip_gradient
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.roles import Critic, Policy
 from vectorlm.rl.rows import MicroBatch, micro_batches_of
@@ -311,9 +312,7 @@ class Updater:
 
     def _clip(self, model: Any, max_norm: float, whose: str, step: int) -> float:
         """Scale the gradient of a whole step down, and return its norm before that."""
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        whole = norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
-        value = whole.item()
+        value = clip_gradient(model, max_norm)
         if not math.isfinite(value):
             raise NonFiniteLoss(
                 f"the {whose}'s gradient norm is {value} at step {step} although the loss is finite: training stops "

@@ -6,8 +6,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vectorlm.config.receiver import packs_by_itself
 from vectorlm.errors import EngineError, VectorLMError
+from vectorlm.receiver import packs_by_itself
 from vectorlm.weights.adapter_receive import AdapterReceiver
 from vectorlm.weights.plan import Layout, TensorSpec
 from vectorlm.weights.receive import Receiver
