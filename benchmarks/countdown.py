@@ -58,7 +58,7 @@ def main() -> None:
         )
         print(rows[-1], flush=True)
     setting = {"world_size": arguments.world_size, "seeds": list(arguments.seeds)}
-    write_result("countdown", setting, rows)
+    write_result("countdown", setting, rows, {"accuracy_by_step": curves})
     _draw(curves, ROOT / "docs/images/countdown_rl.png")
 
 

@@ -40,10 +40,12 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def write_result(name: str, setting: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Print the rows as a table and save them with their circumstances."""
+def write_result(
+    name: str, setting: dict[str, Any], rows: list[dict[str, Any]], details: dict[str, Any] | None = None
+) -> None:
+    """Print the rows as a table and save them with their circumstances, and with details that no table shows."""
     RESULTS.mkdir(exist_ok=True)
-    result = {"benchmark": name, **circumstances(), "setting": setting, "rows": rows}
+    result = {"benchmark": name, **circumstances(), "setting": setting, "rows": rows, **(details or {})}
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
     columns = list(rows[0])
     widths = [

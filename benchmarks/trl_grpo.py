@@ -11,11 +11,11 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -30,9 +30,14 @@ def main() -> None:
     from vectorlm.weights.pack import keep_plain_weights
 
     keep_plain_weights()
+    import trl.generation.vllm_generation as generation
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
+    from vllm import LLM
+
+    # TRL has no setting for it; compiled, vLLM would need a C++ compiler. The library's engine runs eagerly too.
+    generation.LLM = partial(LLM, enforce_eager=True)
 
     model, prompts = sys.argv[1:]
     starts: list[float] = []

@@ -6,7 +6,7 @@ files again. The folder then holds
 - ``model/``: weights drawn at random and the tokenizer, for ``AutoModelForCausalLM`` and ``AutoTokenizer``;
 - ``train/`` and ``eval/``: tokenised datasets whose labels leave the prompt out of the loss;
 - ``eval.jsonl``: held-out questions to sample answers for, scored by the ``countdown`` reward;
-- ``train.jsonl``: the questions of ``train/``, for reinforcement learning.
+- ``train.jsonl`` and ``held_out.jsonl``: the questions of ``train/`` and all of ``eval/``, for reinforcement learning.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("data/countdown"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_train", type=int, default=16_384, help="training problems")
-    parser.add_argument("--num_eval", type=int, default=512, help="held-out problems for the evaluation loss")
+    parser.add_argument("--num_eval", type=int, default=512, help="held-out problems")
     parser.add_argument(
-        "--num_questions", type=int, default=128, help="held-out problems to sample answers for"
+        "--num_questions", type=int, default=128, help="those of them that fine-tuning samples answers for"
     )
     parser.add_argument("--num_numbers", type=int, default=CountdownRules.num_numbers)
     parser.add_argument(
@@ -137,6 +137,7 @@ def main() -> None:
     tokenise(held_out, tokenizer).save_to_disk(folder / "eval")
     write_questions(held_out[: arguments.num_questions], folder / "eval.jsonl")
     write_questions(training, folder / "train.jsonl")
+    write_questions(held_out, folder / "held_out.jsonl")
     print(f"{folder}: {len(training)} problems to learn from, {len(held_out)} held out, for example")
     print(f"  {held_out[0].prompt}{held_out[0].completion}")
 

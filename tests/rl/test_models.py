@@ -102,6 +102,20 @@ def test_the_temperature_divides_the_logits(folder):
     torch.testing.assert_close(Policy(model, 0.5)(IDS, ATTENTION).logprobs[0, 2], expected)
 
 
+def test_no_logits_are_made_before_the_first_token_that_matters(folder):
+    model = disable_dropout(load_model(folder))
+    policy = Policy(model, 0.7)
+    whole = policy(IDS, ATTENTION)
+    shapes = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: shapes.append(output.shape))
+    part = policy(IDS, ATTENTION, first=3)
+    assert shapes[0][:2] == (len(IDS), IDS.shape[1] - 2)
+    assert part.logprobs[:, :3].eq(0).all()
+    torch.testing.assert_close(part.logprobs[:, 3:], whole.logprobs[:, 3:])
+    torch.testing.assert_close(part.entropy[:, 3:], whole.entropy[:, 3:])
+    torch.testing.assert_close(policy.logprobs(IDS, ATTENTION, 3), part.logprobs)
+
+
 def follow(topology, folder):
     _, assessor, _ = build(topology, folder, "copg")
     reference, policy = assessor.reference, assessor.policy

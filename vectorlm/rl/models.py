@@ -115,7 +115,7 @@ class RewardModel:
         reshard(self._model)
         return scores[:, 0].tolist()
 
-    def _scores(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def _scores(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, first: int) -> torch.Tensor:
         logits = self._model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
         return logits[:, :1].expand(input_ids.shape)
 

@@ -36,29 +36,43 @@ class Policy:
             temperature: That of sampling: it divides the logits here too.
         """
         self.model, self.temperature = model, temperature
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._can_skip_logits = "logits_to_keep" in inspect.signature(inner.forward).parameters
 
     def __call__(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, entropy_has_gradient: bool = False
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        first: int = 1,
+        entropy_has_gradient: bool = False,
     ) -> TokenScores:
         """Score each token given those before it.
 
         Args:
             input_ids: int64 [B, T], padded on the right.
             attention_mask: int64 [B, T].
+            first: The first token that matters to any row; those before it get 0, and no logits are made for them.
             entropy_has_gradient: Whether the entropy is part of a loss.
         """
-        logits = self._logits(input_ids, attention_mask)
-        logprobs = token_logprobs(logits, input_ids, self.temperature)
+        logits, targets, skipped = self._logits(input_ids, attention_mask, first)
+        logprobs = token_logprobs(logits, targets, self.temperature)
         with nullcontext() if entropy_has_gradient else torch.no_grad():
             spread = entropy(logits, self.temperature)
-        return TokenScores(logprobs, spread)
+        return TokenScores(_behind(logprobs, skipped), _behind(spread, skipped))
 
-    def logprobs(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def logprobs(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, first: int = 1) -> torch.Tensor:
         """Return the log-probabilities alone, float32 [B, T]."""
-        return token_logprobs(self._logits(input_ids, attention_mask), input_ids, self.temperature)
+        logits, targets, skipped = self._logits(input_ids, attention_mask, first)
+        return _behind(token_logprobs(logits, targets, self.temperature), skipped)
 
-    def _logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+    def _logits(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Return logits from the position that predicts `first`, the tokens from there, and how many are before."""
+        skipped = max(first - 1, 0) if self._can_skip_logits else 0
+        options = {"logits_to_keep": input_ids.shape[1] - skipped} if skipped else {}
+        answer = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **options)
+        return answer.logits, input_ids[:, skipped:], skipped
 
 
 class Reference:
@@ -75,10 +89,10 @@ class Reference:
         self.model = model
         self._frozen = policy if model is None else Policy(model, policy.temperature)
 
-    def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return float32 [B, T], without gradient."""
+    def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, first: int = 1) -> torch.Tensor:
+        """Return float32 [B, T] as `Policy.logprobs` does, without gradient."""
         with torch.no_grad(), self._without_adapters():
-            return self._frozen.logprobs(input_ids, attention_mask)
+            return self._frozen.logprobs(input_ids, attention_mask, first)
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -109,6 +123,11 @@ class Critic:
         """Return float32 [B, T]: the value of the state in which each token was chosen."""
         logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
         return align(logits[..., 0].float())
+
+
+def _behind(values: torch.Tensor, skipped: int) -> torch.Tensor:
+    """Put zeros before each row of [B, T - skipped]."""
+    return torch.nn.functional.pad(values, (skipped, 0))
 
 
 def disable_dropout(model: Any) -> Any:

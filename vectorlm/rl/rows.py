@@ -12,8 +12,8 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.rollout.balance import plan_micro_batches
 from vectorlm.rollout.batch import RolloutBatch
 
-RowFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From input_ids and attention_mask [b, t] to float [b, t]."""
+RowFunction = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""From input_ids and attention_mask [b, t], and the first token that is trained on, to float [b, t]."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class MicroBatch:
     """int64 [b], indices into the batch."""
     length: int
     """Tokens of the longest of them."""
+    first: int
+    """The first token that is trained on in any of them, at least 1."""
     is_filler: bool
     """Whether these rows only keep this rank in step with the others, and count nowhere."""
     device: str
@@ -85,7 +87,7 @@ def map_rows(
 
     Args:
         batch: The rows of the step.
-        function: From input_ids and attention_mask [b, t] to float [b, t].
+        function: What to apply.
         topology: This rank's place.
         max_tokens: What no forward pass may exceed, padding included.
 
@@ -97,7 +99,7 @@ def map_rows(
     parts = micro_batches_of(batch, groups, topology, max_tokens=max_tokens, keep_groups_whole=False)
     with torch.no_grad():
         for part in parts:
-            values = function(part.cut(batch.input_ids), part.cut(batch.attention_mask))
+            values = function(part.cut(batch.input_ids), part.cut(batch.attention_mask), part.first)
             if not part.is_filler:
                 found[part.rows, : part.length] = values.float()
     # Every row is one rank's: adding zeros of the others changes no bit.
@@ -108,4 +110,7 @@ def map_rows(
 
 def _micro_batch(batch: RolloutBatch, rows: list[int], spare: list[int], device: str) -> MicroBatch:
     used = rows or spare
-    return MicroBatch(torch.tensor(used), max(batch.num_tokens[row] for row in used), not rows, device)
+    length = max(batch.num_tokens[row] for row in used)
+    # Where nothing is trained on, the last token alone keeps the forward pass whole.
+    first = min((batch.first_trained[row] for row in used), default=length - 1)
+    return MicroBatch(torch.tensor(used), length, max(min(first, length - 1), 1), not rows, device)

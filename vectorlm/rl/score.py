@@ -53,7 +53,8 @@ class Assessor:
         if self.reference is not None:
             reference = self._map(batch, self.reference)
         if self.critic is not None:
-            values = self._map(batch, self.critic)
+            critic = self.critic
+            values = self._map(batch, lambda ids, attention, _: critic(ids, attention))
         self._reshard()
         token_rewards, rewards = rewards_of(batch), batch.rewards
         if in_reward and kl_coef > 0:

@@ -201,6 +201,7 @@ class Updater:
         scores = self._policy(
             part.cut(batch.rows.input_ids),
             part.cut(batch.rows.attention_mask),
+            part.first,
             entropy_has_gradient=settings.entropy_coef > 0,
         )
         old = scores.logprobs.detach() if batch.old_logprobs is None else part.cut(batch.old_logprobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -31,6 +32,12 @@ class RolloutBatch:
     """int64 [P, K], each row's place among the completions that were sampled for its prompt."""
     num_tokens: tuple[int, ...]
     """Length of each row."""
+
+    @cached_property
+    def first_trained(self) -> tuple[int, ...]:
+        """The first token of each row that is in its mask; T where none is."""
+        places = torch.where(self.mask, torch.arange(self.mask.shape[1]), self.mask.shape[1])
+        return tuple(places.amin(dim=1).tolist())
 
     @property
     def rows_per_group(self) -> int:
