@@ -36,7 +36,9 @@ class Policy:
             temperature: That of sampling: it divides the logits here too.
         """
         self.model, self.temperature = model, temperature
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner: Any = model
+        if hasattr(inner, "get_base_model"):  # of adapters
+            inner = inner.get_base_model()
         self._can_skip_logits = "logits_to_keep" in inspect.signature(inner.forward).parameters
 
     def __call__(
