@@ -1,7 +1,8 @@
 """One GRPO step beside TRL's GRPOTrainer with vLLM in the same process. Run: python benchmarks/rl_step.py
 
-Both train the same 36 M parameter Llama on the same prompts: 16 of 32 tokens, 8 completions of 64 tokens each, one
-optimizer step per batch, no reference model. Needs TRL: pip install --no-deps -r requirements/bench.txt
+Both train the same 36 M parameter Llama on the same prompts, 16 a step of 32 tokens each, 8 completions of each, one
+optimizer step per batch, no reference model. Completions either end at one of 200 tokens in 8000, so that most are
+short and a few reach 128, or all have 64. Needs TRL: pip install --no-deps -r requirements/bench.txt
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from bench_model import save_bench_model
 from report import ROOT, write_result
 
-PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS, STEPS, SKIPPED = 16, 8, 32, 64, 8, 2
+PROMPTS, GROUP, PROMPT_TOKENS, STEPS, SKIPPED = 16, 8, 32, 6, 2
+ROWS_PER_PASS = 16
+LENGTHS: dict[str, dict[str, Any]] = {
+    "long tail": {"max_tokens": 128, "stop_token_ids": list(range(3, 203))},
+    "equal": {"max_tokens": 64, "ignore_eos": True},
+}
 REWARD = Path(__file__).with_name("even_reward.py")
 PARTS = ("publish", "generate", "score", "assess", "update")
 
@@ -45,13 +52,14 @@ def save_prompts(folder: Path) -> tuple[Path, Path]:
     return model, path
 
 
-def ours(model: Path, prompts: Path, output: Path, world_size: int) -> list[dict[str, float]]:
+def ours(model: Path, prompts: Path, output: Path, lengths: str, world_size: int) -> list[dict[str, float]]:
     """Train with the library; return the metrics of every step."""
+    longest = PROMPT_TOKENS + LENGTHS[lengths]["max_tokens"]
     config = {
         "model": str(model),
         "train_parameters": {
             "output_dir": str(output),
-            "max_seq_len": PROMPT_TOKENS + NEW_TOKENS,
+            "max_seq_len": longest,
             "optimizer": {"lr": 1e-6, "weight_decay": 0.0},
             "lr_scheduler_type": "constant",
             "sampler": {
@@ -59,7 +67,7 @@ def ours(model: Path, prompts: Path, output: Path, world_size: int) -> list[dict
                 "prompts": ["3 4 5"],
                 "vllm_dtype": "float32",
                 "sampling_params": {"max_tokens": 1},
-                "engine": {"max_model_len": 128, "kv_cache_memory_bytes": 256 << 20},
+                "engine": {"max_model_len": 192, "kv_cache_memory_bytes": 256 << 20},
             },
         },
         "rl": {
@@ -68,9 +76,9 @@ def ours(model: Path, prompts: Path, output: Path, world_size: int) -> list[dict
             "prompts": str(prompts),
             "prompts_per_step": PROMPTS,
             "group_size": GROUP,
-            "sampling_params": {"max_tokens": NEW_TOKENS, "ignore_eos": True},
+            "sampling_params": LENGTHS[lengths],
             "rewards": {f"{REWARD}:even": 1.0},
-            "max_tokens_per_micro_batch": 16 * (PROMPT_TOKENS + NEW_TOKENS),
+            "max_tokens_per_micro_batch": ROWS_PER_PASS * longest,
             "show_every": 0,
         },
     }
@@ -82,9 +90,10 @@ def ours(model: Path, prompts: Path, output: Path, world_size: int) -> list[dict
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][1:]
 
 
-def theirs(model: Path, prompts: Path) -> list[float]:
-    """Train with TRL in a process of its own; return the seconds of every step."""
-    command = [sys.executable, str(Path(__file__).with_name("trl_grpo.py")), str(model), str(prompts)]
+def theirs(model: Path, prompts: Path, lengths: str) -> list[dict[str, float]]:
+    """Train with TRL in a process of its own; return the seconds of every step, and the tokens of a completion."""
+    script = Path(__file__).with_name("trl_grpo.py")
+    command = [sys.executable, str(script), str(model), str(prompts), lengths]
     environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())}
     run = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     return json.loads(run.stdout.strip().splitlines()[-1])
@@ -92,24 +101,40 @@ def theirs(model: Path, prompts: Path) -> list[float]:
 
 def main() -> None:
     """Measure, print and save."""
+    rows = []
     with tempfile.TemporaryDirectory() as scratch:
         model, prompts = save_prompts(Path(scratch))
-        steps = {size: ours(model, prompts, Path(scratch) / f"ours{size}", size)[SKIPPED:] for size in (1, 2)}
-        trl = statistics.median(theirs(model, prompts)[SKIPPED:])
-    rows = [{"what": "TRL, one process", "s a step": round(trl, 2), "TRL / this": 1.0}]
-    for size, lines in steps.items():
-        medians = {
-            name: statistics.median(line[f"time/{name}_s"] for line in lines) for name in ("step", *PARTS)
-        }
-        parts = {f"{name}, s": round(medians[name], 3) for name in PARTS}
-        whole = medians["step"]
-        rows.append(
-            {"what": f"vectorlm, {size} ranks" if size > 1 else "vectorlm, one rank"}
-            | {"s a step": round(whole, 2), "TRL / this": round(trl / whole, 2)}
-            | parts
-        )
-    setting = {"prompts": PROMPTS, "group": GROUP, "new_tokens": NEW_TOKENS, "steps": STEPS - SKIPPED}
-    write_result("rl_step", setting, rows[1:] + rows[:1])
+        for lengths in LENGTHS:
+            lines = theirs(model, prompts, lengths)[SKIPPED:]
+            trl = statistics.median(line["step_s"] for line in lines)
+            tokens = statistics.fmean(line["tokens"] for line in lines)
+            baseline = _row(lengths, "TRL, one process", trl, trl, tokens) | {
+                f"{name}, s": "" for name in PARTS
+            }
+            for size in (1, 2):
+                output = Path(scratch) / f"{lengths.replace(' ', '_')}_{size}"
+                measured = ours(model, prompts, output, lengths, size)[SKIPPED:]
+                medians = {
+                    name: statistics.median(line[f"time/{name}_s"] for line in measured)
+                    for name in ("step", *PARTS)
+                }
+                tokens = statistics.fmean(line["completion/length_mean"] for line in measured)
+                who = f"vectorlm, {size} ranks" if size > 1 else "vectorlm, one rank"
+                row = _row(lengths, who, medians["step"], trl, tokens)
+                rows.append(row | {f"{name}, s": f"{medians[name]:.2f}" for name in PARTS})
+            rows.append(baseline)
+    setting = {"prompts": PROMPTS, "group": GROUP, "prompt_tokens": PROMPT_TOKENS, "steps": STEPS - SKIPPED}
+    write_result("rl_step", setting, rows)
+
+
+def _row(lengths: str, who: str, step_s: float, trl_s: float, tokens: float) -> dict[str, Any]:
+    return {
+        "": who,
+        "lengths": lengths,
+        "tokens a completion": f"{tokens:.1f}",
+        "s a step": f"{step_s:.1f}",
+        "times faster than TRL": f"{trl_s / step_s:.2f}",
+    }
 
 
 if __name__ == "__main__":

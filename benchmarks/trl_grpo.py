@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with vLLM in its process, for rl_step.py: prints the seconds of each step.
+"""TRL's GRPOTrainer with vLLM in its process, for rl_step.py: prints the seconds of each step, and its tokens.
 
 TRL writes each tensor into the running vLLM by `load_weights`. On CPU vLLM gives linear weights to oneDNN when it loads
 and could not take new ones; with plain weights it can, so that is what it gets here.
@@ -22,7 +22,7 @@ os.environ |= {
 }
 
 from even_reward import even
-from rl_step import GROUP, NEW_TOKENS, PROMPTS, STEPS
+from rl_step import GROUP, LENGTHS, PROMPTS, ROWS_PER_PASS, STEPS
 
 
 def main() -> None:
@@ -39,7 +39,8 @@ def main() -> None:
     # TRL has no setting for it; compiled, vLLM would need a C++ compiler. The library's engine runs eagerly too.
     generation.LLM = partial(LLM, enforce_eager=True)
 
-    model, prompts = sys.argv[1:]
+    model, prompts, lengths = sys.argv[1:]
+    sampling = dict(LENGTHS[lengths])
     starts: list[float] = []
 
     class Clock(TrainerCallback):
@@ -57,12 +58,12 @@ def main() -> None:
         bf16=False,
         use_vllm=True,
         vllm_mode="colocate",
-        vllm_max_model_length=128,
-        per_device_train_batch_size=16,
-        gradient_accumulation_steps=PROMPTS * GROUP // 16,
+        vllm_max_model_length=192,
+        per_device_train_batch_size=ROWS_PER_PASS,
+        gradient_accumulation_steps=PROMPTS * GROUP // ROWS_PER_PASS,
         num_generations=GROUP,
-        max_completion_length=NEW_TOKENS,
-        generation_kwargs={"ignore_eos": True},
+        max_completion_length=sampling.pop("max_tokens"),
+        generation_kwargs=sampling,
         max_steps=STEPS,
         learning_rate=1e-6,
         lr_scheduler_type="constant",
@@ -87,7 +88,12 @@ def main() -> None:
         callbacks=[Clock()],
     )
     trainer.train()
-    print(json.dumps([end - start for start, end in zip(starts, ends, strict=True)]))
+    tokens = [line["completions/mean_length"] for line in trainer.state.log_history if "reward" in line]
+    lines = [
+        {"step_s": end - start, "tokens": float(mean)}
+        for start, end, mean in zip(starts, ends, tokens, strict=True)
+    ]
+    print(json.dumps(lines))
 
 
 if __name__ == "__main__":

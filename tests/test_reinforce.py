@@ -296,6 +296,7 @@ def test_a_reward_that_fails_ends_the_run_with_its_prompt(files, tmp_path):
         ("rl.num_mini_batches=9", "rl.num_mini_batches=9 cannot cut 4 prompts"),
         ("rl.kl_target=1.0", "needs an rl.kl_coef above 0"),
         ("rl.dual_clip=0.5", "rl.dual_clip=0.5 must be above 1"),
+        ("train_parameters.lr_scheduler_type=plateau-with-warmup", "waits for an evaluation loss"),
     ],
 )
 def test_a_section_that_cannot_be_carried_out_is_refused(files, tmp_path, override, words):

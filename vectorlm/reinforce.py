@@ -107,9 +107,12 @@ def _build(
     if spec.needs_critic:
         critic = Critic(load_critic(rl.critic.model or config.model, _shard(config, topology)))
         critic_optimizer = make_optimizer(config, critic.model.parameters(), rl.critic.lr)
-    optimizers = [each for each in (policy_optimizer, critic_optimizer) if each is not None]
-    num_steps = rl.max_steps * rl.num_epochs * rl.num_mini_batches
-    schedules = [make_schedule(config, optimizer, num_steps) for optimizer in optimizers]
+    per_batch, warmup_steps = rl.num_epochs * rl.num_mini_batches, _critic_warmup_steps(config, spec)
+    num_policy_steps = max(rl.max_steps - warmup_steps, 1) * per_batch
+    policy_schedule = make_schedule(config, policy_optimizer, num_policy_steps)
+    critic_schedule = None
+    if critic_optimizer is not None:
+        critic_schedule = make_schedule(config, critic_optimizer, rl.max_steps * per_batch)
     store = _store(config, topology) if settings.checkpointing_enabled else None
     resume_step = store.latest_step() if store else None
     sink, say = open_sinks(config, topology, rl.max_steps, resume_step, stack)
@@ -136,7 +139,8 @@ def _build(
         knobs=knobs,
         settings=_update_settings(config, spec),
         topology=topology,
-        schedules=schedules,
+        policy_schedule=policy_schedule,
+        critic_schedule=critic_schedule,
     )
     trainer = RLTrainer(
         spec=spec,
@@ -145,7 +149,7 @@ def _build(
         reference=reference,
         critic=critic,
         critic_optimizer=critic_optimizer,
-        schedules=schedules,
+        schedules=[each for each in (policy_schedule, critic_schedule) if each is not None],
         gatherer=_gatherer(config, spec, topology, tokenizer, engine),
         assessor=assessor,
         updater=updater,
@@ -161,7 +165,7 @@ def _build(
         kl_coef=rl.kl_coef,
         kl_controller=None if rl.kl_target is None else AdaptiveKL(rl.kl_coef, rl.kl_target, rl.kl_horizon),
         reference_sync_every=rl.reference_sync_every,
-        critic_warmup_steps=rl.critic.warmup_steps if spec.needs_critic else 0,
+        critic_warmup_steps=warmup_steps,
         drops_truncated=rl.drop_truncated,
         pad_token_id=tokenizer.pad_token_id or 0,
         exam=make_exam(config, topology, turn, engine, resume_step, say),
@@ -183,6 +187,11 @@ def knobs_of(rl: RLSettings, spec: AlgorithmSpec) -> Knobs:
 def _own(value: Any, spec: AlgorithmSpec, name: str, default: Any) -> Any:
     """Return a setting, or what the algorithm starts from where it is null."""
     return spec.settings.get(name, default) if value is None else value
+
+
+def _critic_warmup_steps(config: Config, spec: AlgorithmSpec) -> int:
+    assert config.rl is not None
+    return config.rl.critic.warmup_steps if spec.needs_critic else 0
 
 
 def _shard(config: Config, topology: Topology) -> Any:

@@ -11,6 +11,8 @@ from vectorlm.errors import ConfigError
 
 PLATEAU_NAMES = ("plateau-with-warmup", "plataeu-with-warmup", "reduce_lr_on_plateau")
 """Spellings of the plateau schedule; the second is VectorLM's own."""
+BY_LOSS = (*PLATEAU_NAMES, "greedy")
+"""Schedules that wait for evaluation losses."""
 
 
 class Schedule:

@@ -9,6 +9,7 @@ from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.config import Config
 from vectorlm.config.problem import describe_refusal, raise_problems
+from vectorlm.model.schedule import BY_LOSS
 from vectorlm.plugin import load_plugin
 from vectorlm.rewards.registry import get_reward
 
@@ -91,6 +92,12 @@ def _other_problems(config: Config) -> Iterator[str]:
         for name, weight in getattr(rl, place).items():
             if isinstance(weight, bool) or not isinstance(weight, int | float):
                 yield _refuse(config, f"{place}.{name}", weight, "must be a number", "Use 1.0.")
+    schedule = config.train_parameters.lr_scheduler_type
+    if schedule in BY_LOSS:
+        yield (
+            f"train_parameters.lr_scheduler_type={schedule!r} waits for an evaluation loss, and reinforcement learning "
+            "has none. Use constant, linear or cosine."
+        )
     if rl.max_tokens_per_micro_batch < longest:
         rule = f"is less than one sequence of train_parameters.max_seq_len={longest}"
         fix = f"Use {longest} or more."

@@ -17,6 +17,7 @@ from vectorlm.algorithms.reduce import How
 from vectorlm.algorithms.spec import AlgorithmSpec, Knobs, LossInputs
 from vectorlm.errors import NonFiniteLoss
 from vectorlm.model.gradient import clip_gradient
+from vectorlm.model.schedule import Schedule
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.roles import Critic, Policy
 from vectorlm.rl.rows import MicroBatch, micro_batches_of
@@ -93,7 +94,8 @@ class Updater:
         knobs: Knobs,
         settings: UpdateSettings,
         topology: Topology,
-        schedules: Sequence[Any] = (),
+        policy_schedule: Schedule | None = None,
+        critic_schedule: Schedule | None = None,
     ) -> None:
         """Take everything that an update needs.
 
@@ -106,12 +108,14 @@ class Updater:
             knobs: Its numbers.
             settings: How a batch is trained on.
             topology: This rank's place.
-            schedules: Stepped after each optimizer step.
+            policy_schedule: Stepped after each optimizer step of the policy; None leaves its learning rate alone.
+            critic_schedule: The same for the critic.
         """
         self._policy, self._policy_optimizer = policy, policy_optimizer
         self._critic, self._critic_optimizer = critic, critic_optimizer
         self._spec, self._knobs, self._settings = spec, knobs, settings
-        self._topology, self._schedules = topology, schedules
+        self._topology = topology
+        self._policy_schedule, self._critic_schedule = policy_schedule, critic_schedule
 
     def update(
         self, batch: TrainBatch, step: int, *, kl_coef: float = 0.0, trains_policy: bool = True
@@ -146,8 +150,6 @@ class Updater:
                 is_stopped = limit is not None and kl > limit
             if self._critic is not None:
                 self._train_critic(batch, groups, parts, step, tally)
-            for schedule in self._schedules:
-                schedule.step()
             num_steps += 1
             if is_stopped:
                 break
@@ -191,6 +193,8 @@ class Updater:
         tally.note("policy/learning_rate", self._policy_optimizer.param_groups[0]["lr"])
         self._policy_optimizer.step()
         self._policy_optimizer.zero_grad()
+        if self._policy_schedule is not None:
+            self._policy_schedule.step()
         return sums["policy/kl"]
 
     def _policy_loss(
@@ -299,6 +303,8 @@ class Updater:
         tally.note("critic/learning_rate", self._critic_optimizer.param_groups[0]["lr"])
         self._critic_optimizer.step()
         self._critic_optimizer.zero_grad()
+        if self._critic_schedule is not None:
+            self._critic_schedule.step()
 
     def _sync_last(self, model: Any, index: int, count: int) -> None:
         """Let replicas exchange gradients once, after the last micro-batch."""
