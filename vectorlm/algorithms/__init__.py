@@ -1,5 +1,6 @@
 """Reinforcement learning as pure functions: tensors and floats in, tensors out."""
 
+from vectorlm.algorithms.correction import correction_metrics, importance_weights, rejection_mask
 from vectorlm.algorithms.gae import gae_advantages
 from vectorlm.algorithms.groups import (
     baseline_advantages,
@@ -35,11 +36,13 @@ __all__ = [
     "batch_advantages",
     "cispo_policy_loss",
     "copg_loss",
+    "correction_metrics",
     "count_denominator",
     "entropy",
     "gae_advantages",
     "get_algorithm",
     "group_advantages",
+    "importance_weights",
     "kl_estimate",
     "leave_one_out_advantages",
     "online_dpo_loss",
@@ -48,6 +51,7 @@ __all__ = [
     "reduce_loss",
     "register",
     "reinforce_policy_loss",
+    "rejection_mask",
     "sapo_policy_loss",
     "token_logprobs",
     "value_loss",

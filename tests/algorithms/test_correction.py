@@ -1,0 +1,291 @@
+"""The correction: by hand, against a float64 loop, and on a problem small enough to count out."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from vectorlm.algorithms import correction_metrics, importance_weights, rejection_mask
+
+LEVELS = ("token", "sequence", "geometric")
+INF, NAN = math.inf, math.nan
+
+
+def rows(*ratios):
+    """Return old and sampler log-probabilities of rows with these ratios, and their mask; None is outside."""
+    mask = torch.tensor([[ratio is not None for ratio in row] for row in ratios])
+    logs = torch.tensor([[math.log(ratio or 1.0) for ratio in row] for row in ratios], dtype=torch.float64)
+    sampler = torch.full_like(logs, -1.5)
+    return sampler + logs, sampler, mask
+
+
+OLD, SAMPLER, MASK = rows([2.0, 0.5, 4.0], [None, 0.25, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("level", "mode", "low", "high", "expected"),
+    [
+        ("token", "truncate", None, None, [[2, 0.5, 4], [0, 0.25, 1]]),
+        ("token", "truncate", 0.5, 2.0, [[2, 0.5, 2], [0, 0.5, 1]]),
+        ("token", "mask", 0.4, 3.0, [[2, 0.5, 0], [0, 0, 1]]),
+        ("sequence", "truncate", None, None, [[4, 4, 4], [0, 0.25, 0.25]]),
+        ("sequence", "truncate", 0.5, 3.0, [[3, 3, 3], [0, 0.5, 0.5]]),
+        ("sequence", "mask", 0.5, 5.0, [[4, 4, 4], [0, 0, 0]]),
+        ("geometric", "truncate", None, 1.5, [[1.5] * 3, [0, 0.5, 0.5]]),
+        ("geometric", "mask", 0.6, 2.0, [[2, 0.5, 4], [0, 0, 0]]),
+    ],
+)
+def test_weights_by_hand(level, mode, low, high, expected):
+    weights, kept = importance_weights(OLD, SAMPLER, MASK, level=level, mode=mode, low=low, high=high)
+    expected = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(weights, expected)
+    assert torch.equal(kept, expected > 0), "what is kept has a weight, what is dropped has none"
+
+
+def loop_weights(old, sampler, mask, level, mode, low, high):
+    """The table of the docstring, a token at a time."""
+    found = [[0.0] * len(row) for row in old.tolist()]
+    for b, t in itertools.product(range(len(found)), range(len(found[0]))):
+        if not mask[b, t]:
+            continue
+        logs = [float(old[b, k] - sampler[b, k]) for k in range(len(found[0])) if mask[b, k]]
+        token = math.exp(float(old[b, t] - sampler[b, t]))
+        compared = {
+            "token": token,
+            "sequence": math.exp(sum(logs)),
+            "geometric": math.exp(sum(logs) / len(logs)),
+        }[level]
+        if mode == "truncate":
+            found[b][t] = min(max(compared, low), high)
+        elif low <= compared <= high:
+            found[b][t] = token if level == "geometric" else compared
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_weights_against_a_loop(level, mode):
+    generator = torch.Generator().manual_seed(1)
+    old = -torch.rand(6, 7, generator=generator, dtype=torch.float64)
+    sampler = -torch.rand(6, 7, generator=generator, dtype=torch.float64)
+    mask = torch.rand(6, 7, generator=generator) < 0.7
+    mask[2] = False
+    weights, _ = importance_weights(old, sampler, mask, level=level, mode=mode, low=0.7, high=1.4)
+    torch.testing.assert_close(weights, loop_weights(old, sampler, mask, level, mode, 0.7, 1.4))
+    single, _ = importance_weights(
+        old.float(), sampler.float(), mask, level=level, mode=mode, low=0.7, high=1.4
+    )
+    assert single.dtype == torch.float32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_equal_logprobs_give_weights_of_exactly_one(level, mode, normalise):
+    old = -torch.rand(3, 5) * 30
+    mask = torch.rand(3, 5) < 0.8
+    weights, kept = importance_weights(
+        old, old.clone(), mask, level=level, mode=mode, low=0.5, high=2.0, normalise=normalise
+    )
+    assert torch.equal(weights, mask.float())
+    assert torch.equal(kept, mask)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_normalised_weights_have_mean_one(level):
+    weights, kept = importance_weights(OLD, SAMPLER, MASK, level=level, normalise=True)
+    if level == "token":
+        mean = weights[kept].mean()
+    else:
+        mean = torch.stack([row[keep].mean() for row, keep in zip(weights, kept, strict=True)]).mean()
+    assert mean.item() == pytest.approx(1.0)
+
+
+def test_weights_carry_no_gradient():
+    old = OLD.clone().requires_grad_()
+    for level in LEVELS:
+        assert not importance_weights(old, SAMPLER, MASK, level=level)[0].requires_grad
+    kept = rejection_mask(old, SAMPLER, MASK, divergence="k3", bound=1.0)
+    assert not kept.requires_grad
+
+
+def test_log_probabilities_that_are_no_numbers():
+    old = torch.tensor([[-1.0, NAN, -1.0], [-INF, -1.0, -1.0], [-1.0, -INF, -1.0], [-1.0, -1.0, -1.0]])
+    sampler = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, -INF, -1.0], [-1.0, -INF, -1.0], [-1.0, -1.0, -1.0]])
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    weights, kept = importance_weights(old, sampler, mask, high=2.0)
+    # NaN, and -inf on both sides, are dropped; impossible for the trainer is e^-20, for the sampler the bound.
+    assert weights.isfinite().all()
+    assert kept.tolist() == [[True, False, True], [True, True, True], [True, False, True], [True, True, True]]
+    assert weights[1].tolist() == pytest.approx([math.exp(-20), 2.0, 1.0])
+    for level in ("sequence", "geometric"):
+        weights, kept = importance_weights(old, sampler, mask, level=level)
+        assert weights.isfinite().all()
+        assert kept.any(dim=1).tolist() == [False, True, False, True]
+    gate = rejection_mask(old, sampler, mask, divergence="tv", level="mean", bound=1.0)
+    assert gate.any(dim=1).tolist() == [False, True, False, True]
+    metrics = correction_metrics(old, sampler, mask)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["correction/unknown"] == 2
+
+
+def test_rows_without_tokens_and_rows_of_one():
+    mask = torch.tensor([[False, False], [False, True]])
+    old, sampler = torch.zeros(2, 2), torch.tensor([[-9.0, -9.0], [-9.0, -math.log(2)]])
+    for level in LEVELS:
+        weights, kept = importance_weights(old, sampler, mask, level=level, mode="mask", low=0.5, high=3.0)
+        assert weights.tolist() == [[0, 0], [0, pytest.approx(2.0)]]
+        assert torch.equal(kept, mask)
+    nothing = torch.zeros(2, 2, dtype=torch.bool)
+    assert not importance_weights(old, sampler, nothing, normalise=True)[0].any()
+    assert not rejection_mask(old, sampler, nothing, veto=0.1).any()
+    metrics = correction_metrics(old, sampler, nothing)
+    assert metrics["correction/ess"] == metrics["correction/ratio_mean"] == 1.0
+    assert metrics["correction/k1"] == metrics["correction/out_of_band"] == 0.0
+
+
+def test_the_expectation_is_the_trainers_and_bounds_trade_it_for_variance():
+    """Two tokens out of three words each, all nine completions counted out: exact, no sampling."""
+    generator = torch.Generator().manual_seed(3)
+    size = 3
+
+    def policy():
+        first = torch.log_softmax(torch.randn(size, generator=generator, dtype=torch.float64), 0)
+        second = torch.log_softmax(torch.randn(size, size, generator=generator, dtype=torch.float64), 1)
+        return first, second
+
+    (new_first, new_second), (old_first, old_second) = policy(), policy()
+    pairs = list(itertools.product(range(size), repeat=2))
+    trainer = torch.stack([torch.stack([new_first[a], new_second[a, b]]) for a, b in pairs])
+    sampler = torch.stack([torch.stack([old_first[a], old_second[a, b]]) for a, b in pairs])
+    probability, wanted = sampler.sum(1).exp(), trainer.sum(1).exp()
+    reward = torch.randn(len(pairs), generator=generator, dtype=torch.float64)
+    mask = torch.ones_like(trainer, dtype=torch.bool)
+
+    def moments(**how):
+        weights, _ = importance_weights(trainer, sampler, mask, **how)
+        estimate = weights[:, 0] * reward
+        mean = (probability * estimate).sum()
+        return mean, (probability * (estimate - mean).square()).sum()
+
+    truth = (wanted * reward).sum()
+    mean, variance = moments(level="sequence")
+    torch.testing.assert_close(mean, truth)
+    uncorrected = (probability * reward).sum()
+    assert (uncorrected - truth).abs() > 0.05
+    # Each tighter bound has less variance, and the bias that the cut-off weights make.
+    cut_off = []
+    for high in (4.0, 2.0, 1.0):
+        cut_mean, cut_variance = moments(level="sequence", high=high)
+        weights = (wanted / probability).clamp(max=high)
+        torch.testing.assert_close(cut_mean, (probability * weights * reward).sum())
+        assert cut_variance < variance
+        variance = cut_variance
+        cut_off.append((cut_mean - truth).abs().item())
+    assert cut_off[0] < cut_off[-1]
+
+
+@pytest.mark.parametrize(
+    ("divergence", "expected"),
+    [
+        ("k2", [0.5 * math.log(2) ** 2, 0.0]),
+        ("k3", [2 - 1 - math.log(2), 0.0]),
+        ("tv", [0.25, 0.0]),
+        ("bernoulli_kl", [0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5), 0.0]),
+    ],
+)
+def test_divergences_by_hand(divergence, expected):
+    """The sampler gave the token 1/4, the trainer gives it 1/2."""
+    old, sampler = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.5]]).log()
+    mask = torch.ones(1, 2, dtype=torch.bool)
+
+    def kept(bound, level):
+        return rejection_mask(old, sampler, mask, divergence=divergence, level=level, bound=bound).tolist()[0]
+
+    value = expected[0]
+    assert kept(value + 1e-6, "token") == [True, True]
+    assert kept(value - 1e-6, "token") == [False, True]
+    for level, of_row in (("sum", value), ("mean", value / 2), ("max", value)):
+        assert kept(of_row + 1e-6, level) == [True, True]
+        assert kept(of_row - 1e-6, level) == [False, False]
+
+
+@pytest.mark.parametrize("divergence", ["k2", "k3", "tv", "bernoulli_kl"])
+def test_equal_tokens_pass_a_bound_of_zero(divergence):
+    old = -torch.rand(20, 50) * 12
+    mask = torch.ones_like(old, dtype=torch.bool)
+    assert rejection_mask(old, old.clone(), mask, divergence=divergence, bound=0.0).all()
+
+
+def test_a_token_that_nearly_cannot_be_told_apart_passes():
+    """Rounding makes the sum of two near numbers negative or a little positive; neither may reject."""
+    old = torch.tensor([[-1e-7, -1e-4, -5.0]])
+    kept = rejection_mask(old, old + 1e-7, torch.ones(1, 3), divergence="bernoulli_kl", bound=1e-6)
+    assert kept.all()
+
+
+def test_a_veto_drops_the_row_that_holds_the_token():
+    kept = rejection_mask(OLD, SAMPLER, MASK, veto=0.3)
+    assert kept.tolist() == [[True, True, True], [False, False, False]]
+    assert torch.equal(rejection_mask(OLD, SAMPLER, MASK), MASK)
+
+
+def test_metrics_by_hand():
+    """Ratios 2, 1/2, 4 in the first row and 1/4, 1 in the second; rows 4 and 1/4."""
+    found = correction_metrics(OLD, SAMPLER, MASK, low=0.4, high=3.0)
+    mean, square = (2 + 0.5 + 4 + 0.25 + 1) / 5, (4 + 0.25 + 16 + 0.0625 + 1) / 5
+    logs = [math.log(2) * k for k in (1, -1, 2, -2, 0)]
+    expected = {
+        "ratio_mean": mean,
+        "ratio_min": 0.25,
+        "ratio_max": 4.0,
+        "out_of_band": 2 / 5,
+        "out_of_band_sequences": 1.0,
+        "ess": mean**2 / square,
+        "ess_sequences": (4.25 / 2) ** 2 / ((16 + 0.0625) / 2),
+        "chi2": square - 1,
+        "chi2_sequences": (16 + 0.0625) / 2 - 1,
+        "k1": -sum(logs) / 5,
+        "k3": mean - 1 - sum(logs) / 5,
+        "ppl_ratio": math.exp(-(math.log(4) / 3 - math.log(4) / 2) / 2),
+        "unknown": 0.0,
+    }
+    assert found == {f"correction/{name}": pytest.approx(value) for name, value in expected.items()}
+
+
+def test_the_correlation_is_of_probabilities():
+    old, sampler = torch.tensor([[0.1, 0.5, 0.9]]).log(), torch.tensor([[0.2, 0.4, 0.6]]).log()
+    assert correction_metrics(old, sampler, torch.ones(1, 3))["correction/pearson"] == pytest.approx(1.0)
+    assert correction_metrics(old, sampler.flip(1), torch.ones(1, 3))["correction/pearson"] == pytest.approx(
+        -1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"level": "word"}, "level='word' is unknown"),
+        ({"mode": "drop"}, "mode='drop' is unknown"),
+        ({"low": 1.5}, "must be bounds around 1"),
+        ({"high": 0.5}, "must be bounds around 1"),
+        ({"low": -0.5}, "must be bounds around 1"),
+    ],
+)
+def test_wrong_arguments_of_weights(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        importance_weights(OLD, SAMPLER, MASK, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"divergence": "k4", "bound": 1.0}, "divergence='k4' is unknown"),
+        ({"divergence": "k3", "bound": 1.0, "level": "row"}, "level='row' is unknown"),
+        ({"divergence": "k3"}, "bound=None must be at least 0"),
+        ({"divergence": "k3", "bound": -1.0}, "bound=-1.0 must be at least 0"),
+    ],
+)
+def test_wrong_arguments_of_gates(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        rejection_mask(OLD, SAMPLER, MASK, **arguments)

@@ -1,0 +1,258 @@
+"""Weights and gates for tokens that were sampled by something that is not quite the policy.
+
+Everywhere the ratio is that of the trainer to the sampler, ``r = exp(old - sampler)``: above 1 where the sampler was
+too timid, below 1 where it was too eager. Bounds are bounds of r itself. Nothing here carries a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+
+from vectorlm.algorithms.ratio import MAX_LOG_RATIO, masked_mean, masked_sum
+
+Level = Literal["token", "sequence", "geometric"]
+Mode = Literal["truncate", "mask"]
+Divergence = Literal["bernoulli_kl", "tv", "k2", "k3"]
+GateLevel = Literal["token", "sum", "mean", "max"]
+
+
+def importance_weights(
+    old_logprobs: torch.Tensor,
+    sampler_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    level: Level = "token",
+    mode: Mode = "truncate",
+    low: float | None = None,
+    high: float | None = None,
+    normalise: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weigh each token by how likely the trainer finds it, beside the sampler.
+
+    =========  =====================================  ===================================================
+    level      truncate                               mask
+    =========  =====================================  ===================================================
+    token      clamp(r)                               r, or 0 where r is out of bounds
+    sequence   clamp(exp(sum log r)) for the row      exp(sum log r), or 0 for a row that is out of bounds
+    geometric  clamp(exp(mean log r)) for the row     each token's r, or 0 for a row whose exp(mean log r)
+                                                      is out of bounds
+    =========  =====================================  ===================================================
+
+    Equal log-probabilities give weights of exactly 1. The expectation under the sampler of ``exp(sum log r) f`` is that
+    of f under the trainer; token weights and every bound trade that for less variance. Log-ratios are clamped to +-20.
+    A token whose ratio is not a number (a NaN, or -inf on both sides) is dropped; at the levels of rows so is its row.
+
+    Source: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl (token truncate, TIS); Ling Team 2025,
+    arXiv:2510.18855 (token mask, IcePop); Liu et al. 2025, "When speed kills stability" (masks by sequence).
+
+    Args:
+        old_logprobs: float [B, T], the trainer's at the weights of the rollout.
+        sampler_logprobs: float [B, T], the engine's.
+        mask: bool or 0/1 [B, T], the tokens that the policy chose.
+        level: What the bounds are compared with.
+        mode: What happens beyond them.
+        low: Lower bound; None is none.
+        high: Upper bound; None is none.
+        normalise: Divide by the mean weight, over kept tokens at level token and over kept rows at the others.
+
+    Returns:
+        Weights float [B, T], 0 outside the mask and for what is dropped; and what is kept, bool [B, T].
+
+    Raises:
+        ValueError: `level` or `mode` is unknown, or the bounds are not 0 <= low <= 1 <= high.
+    """
+    _require("level", level, Level)
+    _require("mode", mode, Mode)
+    if not (0 <= (0 if low is None else low) <= 1 <= (1 if high is None else high)):
+        raise ValueError(f"low={low} and high={high} must be bounds around 1: 0 <= low <= 1 <= high.")
+    log_ratios, known = _log_ratios(old_logprobs, sampler_logprobs, mask)
+    tokens = torch.where(known, log_ratios.exp(), 0.0)
+    if level == "token":
+        compared, kept = tokens, known
+    else:
+        row = masked_sum(log_ratios, known) if level == "sequence" else masked_mean(log_ratios, known)
+        compared = row.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()[:, None].expand_as(tokens)
+        kept = mask.bool() & ~(mask.bool() & ~known).any(dim=1, keepdim=True)
+    if mode == "truncate":
+        weights = compared.clamp(low, high) if low is not None or high is not None else compared
+    else:
+        weights = tokens if level == "geometric" else compared
+        kept = kept & _within(compared, low, high)
+    weights = torch.where(kept, weights, 0.0)
+    return (_normalised(weights, kept, level) if normalise else weights), kept
+
+
+def rejection_mask(
+    old_logprobs: torch.Tensor,
+    sampler_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    divergence: Divergence | None = None,
+    level: GateLevel = "token",
+    bound: float | None = None,
+    veto: float | None = None,
+) -> torch.Tensor:
+    """Say which tokens are near enough to the trainer to be learned from.
+
+    With p the sampler's probability of the token and r the ratio::
+
+        bernoulli_kl   p log(p / (p r)) + (1 - p) log((1 - p) / (1 - p r))      tv   |p r - p|
+        k2             (log r)^2 / 2                                             k3   r - 1 - log r
+
+    all of them estimates of how far the trainer is from the sampler, at least 0. ``level="token"`` drops the tokens
+    beyond `bound`; ``sum``, ``mean`` and ``max`` drop the rows whose tokens' sum, mean or largest is. `veto` drops a
+    row that holds a token with r below it. A token whose ratio is not a number is dropped, and its row with it where
+    rows are judged.
+
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html (k2, k3); the other two are divergences of one event,
+    that this token is drawn.
+
+    Args:
+        old_logprobs: float [B, T], the trainer's.
+        sampler_logprobs: float [B, T], the engine's.
+        mask: bool or 0/1 [B, T].
+        divergence: What is bounded; None leaves that gate open.
+        level: Whose divergence.
+        bound: The largest that passes, at least 0.
+        veto: Smallest ratio that a row may hold; None leaves the veto out.
+
+    Returns:
+        bool [B, T], False outside the mask.
+
+    Raises:
+        ValueError: A name is unknown, or a divergence has no bound of at least 0.
+    """
+    log_ratios, known = _log_ratios(old_logprobs, sampler_logprobs, mask)
+    kept = known
+    judges_rows = veto is not None or (divergence is not None and level != "token")
+    if divergence is not None:
+        _require("divergence", divergence, Divergence)
+        _require("level", level, GateLevel)
+        if bound is None or bound < 0:
+            raise ValueError(f"bound={bound} must be at least 0: it is the largest {divergence} that passes.")
+        distances = torch.where(
+            known, _divergence(log_ratios, old_logprobs, sampler_logprobs, divergence), 0.0
+        )
+        match level:
+            case "token":
+                kept = kept & (distances <= bound)
+            case "sum":
+                kept = kept & (distances.sum(dim=1, keepdim=True) <= bound)
+            case "mean":
+                kept = kept & (masked_mean(distances, known)[:, None] <= bound)
+            case "max":
+                kept = kept & (distances.amax(dim=1, keepdim=True) <= bound)
+    if veto is not None:
+        ratios = torch.where(known, log_ratios.exp(), 1.0)
+        kept = kept & (ratios.amin(dim=1, keepdim=True) >= veto)
+    if judges_rows:
+        kept = kept & ~(mask.bool() & ~known).any(dim=1, keepdim=True)
+    return kept
+
+
+def correction_metrics(
+    old_logprobs: torch.Tensor,
+    sampler_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    low: float = 0.5,
+    high: float = 2.0,
+) -> dict[str, float]:
+    """Describe the raw ratios, before any bound.
+
+    ``ess`` is the effective sample size as a share, 1 / mean((r / mean r)^2) over tokens, in (0, 1]; with it
+    ``chi2 = mean(r^2) - 1``. Both exist for whole rows too, by exp(sum log r). k1 and k3 estimate the divergence
+    KL(sampler || trainer) per token; ``ppl_ratio`` is the trainer's perplexity over the sampler's, a geometric mean
+    over rows; ``pearson`` the correlation of the probabilities, left out where one of them is constant.
+
+    Args:
+        old_logprobs: float [B, T], the trainer's.
+        sampler_logprobs: float [B, T], the engine's.
+        mask: bool or 0/1 [B, T].
+        low: Ratios below count as out of band.
+        high: Ratios above count as out of band.
+
+    Returns:
+        Numbers by name, each beginning with ``correction/``; those of a perfect match where the mask is empty.
+    """
+    log_ratios, known = _log_ratios(old_logprobs.double(), sampler_logprobs.double(), mask)
+    log_tokens = log_ratios[known]
+    has_tokens = known.any(dim=1)
+    log_rows = masked_sum(log_ratios, known)[has_tokens].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    mean_rows = masked_mean(log_ratios, known)[has_tokens]
+    if not len(log_tokens):
+        log_tokens = log_rows = mean_rows = log_ratios.new_zeros(1)
+    tokens, rows = log_tokens.exp(), log_rows.exp()
+    outside = (tokens < low) | (tokens > high)
+    found = {
+        "ratio_mean": tokens.mean(),
+        "ratio_min": tokens.min(),
+        "ratio_max": tokens.max(),
+        "out_of_band": outside.double().mean(),
+        "out_of_band_sequences": ((rows < low) | (rows > high)).double().mean(),
+        "ess": _effective_share(tokens),
+        "ess_sequences": _effective_share(rows),
+        "chi2": tokens.square().mean() - 1,
+        "chi2_sequences": rows.square().mean() - 1,
+        "k1": -log_tokens.mean(),
+        "k3": (torch.expm1(log_tokens) - log_tokens).clamp(min=0.0).mean(),
+        "ppl_ratio": (-mean_rows).mean().exp(),
+        "unknown": (mask.bool() & ~known).double().sum(),
+    }
+    trainer, sampler = old_logprobs[known].double().exp(), sampler_logprobs[known].double().exp()
+    if len(trainer) > 1 and trainer.std() > 0 and sampler.std() > 0:
+        found["pearson"] = torch.corrcoef(torch.stack([trainer, sampler]))[0, 1]
+    return {f"correction/{name}": value.item() for name, value in found.items()}
+
+
+def _log_ratios(
+    old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log r [B, T], clamped and 0 where it is not known, and where it is."""
+    difference = (old_logprobs - sampler_logprobs).detach()
+    known = mask.bool() & ~difference.isnan()
+    return torch.where(known, difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0), known
+
+
+def _within(values: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
+    kept = torch.ones_like(values, dtype=torch.bool)
+    if low is not None:
+        kept = kept & (values >= low)
+    if high is not None:
+        kept = kept & (values <= high)
+    return kept
+
+
+def _normalised(weights: torch.Tensor, kept: torch.Tensor, level: Level) -> torch.Tensor:
+    """Divide by the mean over tokens, or over rows of their mean token."""
+    if level == "token":
+        mean = weights.sum() / kept.sum().clamp(min=1)
+    else:
+        mean = masked_mean(weights, kept).sum() / kept.any(dim=1).sum().clamp(min=1)
+    return weights / torch.where(mean > 0, mean, 1.0)
+
+
+def _divergence(
+    log_ratios: torch.Tensor, old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, kind: Divergence
+) -> torch.Tensor:
+    if kind == "k2":
+        return 0.5 * log_ratios.square()
+    if kind == "k3":
+        return (torch.expm1(log_ratios) - log_ratios).clamp(min=0.0)
+    trainer, sampler = old_logprobs.detach().exp(), sampler_logprobs.detach().exp()
+    if kind == "tv":
+        return (trainer - sampler).abs()
+    # The same function of both, so that equal tokens give exactly 0.
+    rest = torch.where(sampler < 1, (1 - sampler) * (torch.log1p(-sampler) - torch.log1p(-trainer)), 0.0)
+    # Rounding leaves the difference of two near numbers a little below 0, which is none.
+    return (rest - sampler * log_ratios).clamp(min=0.0)
+
+
+def _effective_share(weights: torch.Tensor) -> torch.Tensor:
+    return 1 / (weights / weights.mean()).square().mean()
+
+
+def _require(name: str, value: str, kind: object) -> None:
+    if value not in get_args(kind):
+        raise ValueError(f"{name}={value!r} is unknown: it must be one of {', '.join(get_args(kind))}.")
