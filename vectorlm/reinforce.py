@@ -33,6 +33,7 @@ from vectorlm.ranks.group import process_group
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.registry import get_reward
 from vectorlm.rl.check import check_rl
+from vectorlm.rl.correction import correction_of
 from vectorlm.rl.diary import Diary
 from vectorlm.rl.gather import Gatherer
 from vectorlm.rl.models import RewardModel, load_critic, load_reference
@@ -117,6 +118,7 @@ def _build(
     resume_step = store.latest_step() if store else None
     sink, say = open_sinks(config, topology, rl.max_steps, resume_step, stack)
     turn = make_turn(config, topology, engine, policy.model, policy_optimizer)
+    correction = correction_of(rl.correction, spec)
     assessor = Assessor(
         policy=policy,
         reference=reference,
@@ -129,6 +131,8 @@ def _build(
         is_one_step=rl.num_epochs * rl.num_mini_batches == 1,
         max_tokens=rl.max_tokens_per_micro_batch,
         topology=topology,
+        correction=correction,
+        band=(rl.correction.band_low, rl.correction.band_high),
     )
     updater = Updater(
         policy,
@@ -139,6 +143,7 @@ def _build(
         knobs=knobs,
         settings=_update_settings(config, spec),
         topology=topology,
+        correction=correction,
         policy_schedule=policy_schedule,
         critic_schedule=critic_schedule,
     )

@@ -3,10 +3,12 @@
 import torch
 
 from vectorlm.algorithms.registry import get_algorithm
+from vectorlm.config.rl import CorrectionSettings
 from vectorlm.data.questions import Question
 from vectorlm.model.load import load_model
 from vectorlm.model.shard import shard_model
 from vectorlm.reinforce import knobs_of
+from vectorlm.rl.correction import correction_of
 from vectorlm.rl.models import load_critic, load_reference
 from vectorlm.rl.roles import Critic, Policy, Reference, disable_dropout
 from vectorlm.rl.score import Assessor
@@ -64,9 +66,21 @@ class Settings:
         return None
 
 
-def build(topology, folder, algorithm, *, lr=0.1, max_tokens=64, kl_coef=0.0, temperature=1.0, **more):
+def build(
+    topology,
+    folder,
+    algorithm,
+    *,
+    lr=0.1,
+    max_tokens=64,
+    kl_coef=0.0,
+    temperature=1.0,
+    correction=None,
+    **more,
+):
     """Return assessor, updater and models of a tiny run with plain gradient descent."""
     spec = get_algorithm(algorithm)
+    correction = correction_of(CorrectionSettings(**(correction or {})), spec)
     knobs = knobs_of(Settings(), spec)
 
     def shard(model):
@@ -103,6 +117,7 @@ def build(topology, folder, algorithm, *, lr=0.1, max_tokens=64, kl_coef=0.0, te
         is_one_step=settings["num_epochs"] * settings["num_mini_batches"] == 1,
         max_tokens=max_tokens,
         topology=topology,
+        correction=correction,
     )
     updater = Updater(
         policy,
@@ -113,6 +128,7 @@ def build(topology, folder, algorithm, *, lr=0.1, max_tokens=64, kl_coef=0.0, te
         knobs=knobs,
         settings=UpdateSettings(**settings),
         topology=topology,
+        correction=correction,
     )
     return spec, assessor, updater
 

@@ -110,6 +110,8 @@ class AlgorithmSpec:
     """Whether the loss itself reads the reference's log-probabilities; a KL penalty asks for them by itself."""
     needs_greedy: bool = False
     """Whether a greedy completion of each prompt is sampled and scored besides."""
+    has_ratio: bool = False
+    """Whether the loss itself weighs tokens by the ratio of the policy to `old_logprobs`."""
     samples_from_policy: bool = True
     """Whether the loss is right only for completions drawn from the policy itself, so that sampling may not be cut."""
     min_group_size: int = 1

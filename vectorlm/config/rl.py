@@ -35,6 +35,42 @@ class CriticSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CorrectionSettings:
+    """What is done about tokens that the engine sampled with other probabilities than the trainer finds."""
+
+    preset: Literal["off", "tis", "icepop", "seq_mask_tis", "mis", "geometric", "decoupled", "bypass"] = "off"
+    """A row of the table in correction.md; every other key, where it is not null, takes the place of the row's."""
+    bypass: bool | None = None
+    """Take the engine's log-probabilities for the old ones, without a forward pass of the trainer."""
+    level: Literal["token", "sequence", "geometric"] | None = None
+    """What the bounds of the weights are compared with; null makes no weights."""
+    mode: Literal["truncate", "mask"] | None = None
+    """What happens to weights beyond the bounds."""
+    low: NonNegativeFloat | None = None
+    """Lower bound of the ratio trainer / engine, at most 1."""
+    high: PositiveFloat | None = None
+    """Upper bound of the ratio, at least 1."""
+    normalise: bool | None = None
+    """Divide the weights by their mean."""
+    gate: Literal["ratio", "bernoulli_kl", "tv", "k2", "k3"] | None = None
+    """What a token or completion may not exceed without being rejected."""
+    gate_level: Literal["token", "sum", "mean", "max"] | None = None
+    """Whose: single tokens, or of a completion's tokens the sum, mean or largest."""
+    gate_low: NonNegativeFloat | None = None
+    """Lower bound of the gate, for `ratio` alone."""
+    gate_high: NonNegativeFloat | None = None
+    """Upper bound of the gate."""
+    veto: UnitInterval | None = None
+    """Reject completions that hold a token with a ratio below this."""
+    band_low: UnitInterval = 0.5
+    """Ratios below count as out of band in the metrics."""
+    band_high: PositiveFloat = 2.0
+    """Ratios above count as out of band in the metrics."""
+    min_ess: UnitInterval = 0.5
+    """Effective sample size, as a share, below which a warning is printed; 0 prints none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RLSettings:
     """Reinforcement learning on completions that the engine samples; with it, `dataset` is not needed."""
 
@@ -128,6 +164,8 @@ class RLSettings:
     """Steps between two moments at which the reference becomes the policy; null leaves it where it began."""
     critic: CriticSettings = CriticSettings()
     """The critic's own section."""
+    correction: CorrectionSettings = CorrectionSettings()
+    """The section of off-policy correction."""
 
     save_every: PositiveInt = 50
     """Steps between two checkpoints, with `train_parameters.checkpointing_enabled`."""

@@ -12,6 +12,7 @@ from vectorlm.config.problem import describe_refusal, raise_problems
 from vectorlm.model.schedule import BY_LOSS
 from vectorlm.plugin import load_plugin
 from vectorlm.rewards.registry import get_reward
+from vectorlm.rl.correction import correction_problems
 
 # Parameters that change which tokens can be drawn, or how likely they are, other than by the temperature. The values
 # are those that do nothing.
@@ -39,7 +40,12 @@ def check_rl(config: Config) -> AlgorithmSpec:
     assert config.rl is not None
     spec = get_algorithm(config.rl.algorithm)
     raise_problems(
-        [*_group_problems(config, spec), *_sampling_problems(config, spec), *_other_problems(config)]
+        [
+            *_group_problems(config, spec),
+            *_sampling_problems(config, spec),
+            *_correction_problems(config, spec),
+            *_other_problems(config),
+        ]
     )
     for name in config.rl.rewards:
         get_reward(name)
@@ -81,6 +87,12 @@ def _sampling_problems(config: Config, spec: AlgorithmSpec) -> Iterator[str]:
             )
             fix = "Leave it out; online_dpo, best_of_k and copg may use it."
             yield _refuse(config, f"sampling_params.{name}", given[name], rule, fix)
+
+
+def _correction_problems(config: Config, spec: AlgorithmSpec) -> Iterator[str]:
+    assert config.rl is not None
+    for name, value, rule, fix in correction_problems(config.rl.correction, spec):
+        yield _refuse(config, f"correction.{name}", value, rule, fix)
 
 
 def _other_problems(config: Config) -> Iterator[str]:

@@ -7,10 +7,11 @@ from typing import Literal
 
 import torch
 
-from vectorlm.algorithms import kl_estimate, whiten
+from vectorlm.algorithms import correction_metrics, kl_estimate, whiten
 from vectorlm.algorithms.kl import Kind
 from vectorlm.algorithms.spec import AlgorithmSpec, Knobs, Scores
 from vectorlm.ranks.topology import Topology
+from vectorlm.rl.correction import NO_CORRECTION, Correction
 from vectorlm.rl.roles import Critic, Policy, Reference
 from vectorlm.rl.rows import RowFunction, map_rows
 from vectorlm.rl.update import TrainBatch
@@ -37,6 +38,10 @@ class Assessor:
     max_tokens: int
     """Tokens of one forward pass on one rank."""
     topology: Topology
+    correction: Correction = NO_CORRECTION
+    """What is done about tokens that the engine sampled with other probabilities."""
+    band: tuple[float, float] = (0.5, 2.0)
+    """Ratios of trainer and engine outside count as out of band."""
 
     def assess(self, batch: RolloutBatch, greedy_rewards: torch.Tensor | None, kl_coef: float) -> TrainBatch:
         """Return the batch that is trained on; called on all ranks.
@@ -48,8 +53,15 @@ class Assessor:
         """
         in_reward = self.reference is not None and self.kl_in == "reward"
         old = values = reference = None
-        if in_reward or not self.is_one_step:
+        weights, metrics = None, {}
+        if self.correction.bypass:
+            old = batch.sampler_logprobs
+        elif in_reward or self.correction.is_on or not self.is_one_step:
             old = self._map(batch, self.policy.logprobs)
+            metrics = correction_metrics(old, batch.sampler_logprobs, batch.mask, *self.band)
+            judged = self.correction.judge(batch, old)
+            batch, weights = judged.rows, judged.weights
+            metrics |= judged.metrics()
         if self.reference is not None:
             reference = self._map(batch, self.reference)
         if self.critic is not None:
@@ -68,7 +80,9 @@ class Assessor:
         returns = None if values is None else torch.where(batch.mask, advantages + values, 0.0)
         if self.whitens:
             advantages = whiten(advantages, batch.mask)
-        return TrainBatch(batch, rewards, advantages, old, reference, values, returns)
+        return TrainBatch(
+            batch, rewards, advantages, old, reference, values, returns, weights=weights, metrics=metrics
+        )
 
     def _reshard(self) -> None:
         """Let whoever looks at the parameters next see shards, as ever: forward passes left some of them whole."""

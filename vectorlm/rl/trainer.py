@@ -104,13 +104,16 @@ class RLTrainer:
             if rows is not None:
                 with timer.span("time/assess_s"):
                     batch = self.assessor.assess(rows, gathered.greedy_rewards, self.kl_weight)
-                with timer.span("time/update_s"):
-                    metrics |= batch_metrics(batch) | self.updater.update(
-                        batch,
-                        self.step,
-                        kl_coef=self.kl_weight if self.assessor.kl_in == "loss" else 0.0,
-                        trains_policy=self.step >= self.critic_warmup_steps,
-                    )
+                metrics |= batch.metrics
+                # Of a batch that was rejected whole nothing is left to learn.
+                if batch.rows.mask.any():
+                    with timer.span("time/update_s"):
+                        metrics |= batch_metrics(batch) | self.updater.update(
+                            batch,
+                            self.step,
+                            kl_coef=self.kl_weight if self.assessor.kl_in == "loss" else 0.0,
+                            trains_policy=self.step >= self.critic_warmup_steps,
+                        )
         self.diary.write(self.step + 1, gathered, batch)
         return metrics | self.speed(timer.drain(), metrics)
 

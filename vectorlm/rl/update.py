@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from vectorlm.errors import NonFiniteLoss
 from vectorlm.model.gradient import clip_gradient
 from vectorlm.model.schedule import Schedule
 from vectorlm.ranks.topology import Topology
+from vectorlm.rl.correction import NO_CORRECTION, Correction
 from vectorlm.rl.roles import Critic, Policy
 from vectorlm.rl.rows import MicroBatch, micro_batches_of
 from vectorlm.rl.tally import Tally
@@ -42,6 +43,10 @@ class TrainBatch:
     """float32 [B, T] of the critic."""
     returns: torch.Tensor | None
     """float32 [B, T] that the critic learns."""
+    weights: torch.Tensor | None = None
+    """float32 [B, T] that the policy's losses are multiplied by; None counts every token once."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the correction found and did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +99,7 @@ class Updater:
         knobs: Knobs,
         settings: UpdateSettings,
         topology: Topology,
+        correction: Correction = NO_CORRECTION,
         policy_schedule: Schedule | None = None,
         critic_schedule: Schedule | None = None,
     ) -> None:
@@ -108,13 +114,14 @@ class Updater:
             knobs: Its numbers.
             settings: How a batch is trained on.
             topology: This rank's place.
+            correction: Makes the weights of the policy as it is now, where they are made that late.
             policy_schedule: Stepped after each optimizer step of the policy; None leaves its learning rate alone.
             critic_schedule: The same for the critic.
         """
         self._policy, self._policy_optimizer = policy, policy_optimizer
         self._critic, self._critic_optimizer = critic, critic_optimizer
         self._spec, self._knobs, self._settings = spec, knobs, settings
-        self._topology = topology
+        self._topology, self._correction = topology, correction
         self._policy_schedule, self._critic_schedule = policy_schedule, critic_schedule
 
     def update(
@@ -219,7 +226,8 @@ class Updater:
             mask=mask,
             rows_per_group=batch.rows.rows_per_group,
         )
-        loss = self._reduced(self._spec.loss(inputs, self._knobs), mask, denominator)
+        losses = self._spec.loss(inputs, self._knobs)
+        loss = self._reduced(self._weighed(losses, batch, part, inputs), mask, denominator)
         if kl_coef > 0 and reference is not None:
             penalty = kl_estimate(scores.logprobs, reference, settings.kl_kind, settings.kl_straight_through)
             penalty = reduce_loss(penalty, mask, "token_mean", num_tokens)
@@ -229,6 +237,19 @@ class Updater:
             loss = loss - settings.entropy_coef * reduce_loss(scores.entropy, mask, "token_mean", num_tokens)
         self._observe(inputs, scores.entropy, tally)
         return loss
+
+    def _weighed(
+        self, losses: torch.Tensor, batch: TrainBatch, part: MicroBatch, inputs: LossInputs
+    ) -> torch.Tensor:
+        """Multiply losses by the correction's weights; a completion's is that of any of its tokens."""
+        if batch.weights is not None:
+            weights: torch.Tensor | None = part.cut(batch.weights)
+        else:
+            sampler = part.cut(batch.rows.sampler_logprobs)
+            weights = self._correction.weights_in_update(inputs.policy_logprobs, sampler, inputs.mask)
+        if weights is None:
+            return losses
+        return losses * (weights if self._spec.level == "token" else weights.amax(dim=1))
 
     def _reduced(self, losses: torch.Tensor, mask: torch.Tensor, denominator: int) -> torch.Tensor:
         if self._spec.level == "token":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -32,6 +32,16 @@ class RolloutBatch:
     """int64 [P, K], each row's place among the completions that were sampled for its prompt."""
     num_tokens: tuple[int, ...]
     """Length of each row."""
+
+    def without(self, rejected: torch.Tensor) -> RolloutBatch:
+        """Return the batch as if some tokens had never been sampled.
+
+        Args:
+            rejected: bool [B, T]. A row that loses all its tokens is not valid any more.
+        """
+        mask = self.mask & ~rejected
+        lost = (self.mask.any(dim=1) & ~mask.any(dim=1)).view_as(self.valid)
+        return replace(self, mask=mask, valid=self.valid & ~lost)
 
     @cached_property
     def first_trained(self) -> tuple[int, ...]:

@@ -1,0 +1,198 @@
+"""The correction inside a step: presets by hand, what rejection leaves, what is refused, one result on any split."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from rank_processes import on_ranks, save_tiny_llama
+from tiny_rl import build, random_groups, random_rewards, select, whole
+
+from vectorlm.algorithms import leave_one_out_advantages
+from vectorlm.algorithms.registry import algorithm_names, get_algorithm
+from vectorlm.config.rl import CorrectionSettings
+from vectorlm.rl.correction import PRESETS, correction_of, correction_problems
+from vectorlm.rollout.batch import RolloutBatch
+
+# Ratios of trainer and engine, token by token; sums of their logs are 8, 1/16, 1 and 32.
+RATIOS = [[4.0, 2.0], [0.25, 0.25], [8.0, 0.125], [None, 32.0]]
+COMBINED = ("ppo", "grpo", "rloo", "gspo", "cispo", "reinforce")
+
+
+def batch_of(ratios):
+    mask = torch.tensor([[ratio is not None for ratio in row] for row in ratios])
+    old = torch.tensor([[math.log(ratio or 1.0) for ratio in row] for row in ratios])
+    rows = RolloutBatch(
+        input_ids=torch.ones_like(mask, dtype=torch.int64),
+        attention_mask=torch.ones_like(mask, dtype=torch.int64),
+        mask=mask,
+        sampler_logprobs=torch.full(mask.shape, -4.0),
+        rewards=torch.tensor([[1.0, 0.0, 0.0, 1.0]]),
+        valid=torch.ones(1, 4, dtype=torch.bool),
+        columns=torch.arange(4)[None],
+        num_tokens=(2,) * 4,
+    )
+    return rows, old - 4.0
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("tis", [[2, 2], [0.25, 0.25], [2, 0.125], [0, 2]]),
+        ("icepop", [[4, 2], [0, 0], [0, 0], [0, 0]]),
+        # Geometric means: sqrt 8, 1/4, 1, 32.
+        ("seq_mask_tis", [[0, 0], [0, 0], [2, 0.125], [0, 0]]),
+        ("mis", [[0, 0], [0, 0], [8, 0.125], [0, 0]]),
+        ("geometric", [[2, 2], [0.5, 0.5], [1, 1], [0, 2]]),
+        ("decoupled", [[4, 2], [0.25, 0.25], [5, 0.125], [0, 5]]),
+    ],
+)
+def test_presets_by_hand(preset, expected):
+    rows, old = batch_of(RATIOS)
+    judged = correction_of(CorrectionSettings(preset=preset), get_algorithm("grpo")).judge(rows, old)
+    expected = torch.tensor(expected, dtype=torch.float32)
+    torch.testing.assert_close(judged.weights, expected)
+    assert torch.equal(judged.rows.mask, expected > 0)
+    metrics = judged.metrics()
+    assert metrics["correction/rejected_tokens"] == pytest.approx(1 - (expected > 0).sum().item() / 7)
+    assert metrics["correction/weight_max"] == expected.max()
+
+
+def test_every_preset_is_a_choice_of_the_config_and_off_does_nothing():
+    choices = CorrectionSettings.__dataclass_fields__["preset"].type
+    assert all(repr(name)[1:-1] in choices for name in PRESETS)
+    rows, old = batch_of(RATIOS)
+    judged = correction_of(CorrectionSettings(), get_algorithm("grpo")).judge(rows, old)
+    assert judged.weights is None
+    assert torch.equal(judged.rows.mask, rows.mask)
+
+
+def test_a_completion_that_is_rejected_whole_leaves_its_groups_baseline():
+    rows, old = batch_of(RATIOS)
+    judged = correction_of(CorrectionSettings(veto=0.2, preset="off"), get_algorithm("rloo")).judge(rows, old)
+    assert judged.rows.valid.tolist() == [[True, True, False, True]]
+    advantages = leave_one_out_advantages(judged.rows.rewards, judged.rows.valid)
+    assert advantages.tolist() == [[0.5, -1.0, 0.0, 0.5]]
+    # A token that is rejected alone leaves its completion where it was.
+    gate = CorrectionSettings(gate="ratio", gate_low=0.2, gate_high=5.0)
+    judged = correction_of(gate, get_algorithm("rloo")).judge(rows, old)
+    assert judged.rows.mask.tolist() == [[True, True], [True, True], [False, False], [False, False]]
+    gate = CorrectionSettings(gate="k2", gate_high=1.0)
+    judged = correction_of(gate, get_algorithm("rloo")).judge(rows, old)
+    assert judged.rows.mask.tolist() == [[True, True], [True, True], [False, False], [False, False]]
+
+
+def test_knobs_take_the_place_of_the_presets():
+    settings = CorrectionSettings(preset="tis", high=3.0, normalise=True)
+    correction = correction_of(settings, get_algorithm("grpo"))
+    assert (correction.level, correction.high, correction.normalise) == ("token", 3.0, True)
+
+
+def test_bypass_weighs_only_losses_without_a_ratio_of_their_own():
+    for name in algorithm_names():
+        spec = get_algorithm(name)
+        correction = correction_of(CorrectionSettings(preset="bypass"), spec)
+        assert (correction.level is None) == spec.has_ratio
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    sampler, mask = torch.tensor([[-1.0, -4.0]]), torch.ones(1, 2, dtype=torch.bool)
+    bypass = correction_of(CorrectionSettings(preset="bypass"), get_algorithm("reinforce"))
+    weights = bypass.weights_in_update(logprobs, sampler, mask)
+    assert weights.tolist() == [[1.0, 2.0]]
+    assert not weights.requires_grad
+    tis = correction_of(CorrectionSettings(preset="tis"), get_algorithm("reinforce"))
+    assert tis.weights_in_update(logprobs, sampler, mask) is None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "words"),
+    [
+        ("grpo", {"preset": "bypass", "level": "token"}, "counts the mismatch twice with bypass: grpo"),
+        ("gspo", {"preset": "tis", "bypass": True}, "counts the mismatch twice"),
+        ("online_dpo", {"preset": "tis"}, "has nothing to correct: online_dpo"),
+        ("best_of_k", {"preset": "bypass"}, "has nothing to correct"),
+        ("rloo", {"preset": "bypass", "veto": 0.1}, "makes no forward pass of the old policy"),
+        ("proximal_rloo", {"preset": "tis"}, "proximal_rloo has one loss for a whole completion"),
+        ("proximal_rloo", {"preset": "mis"}, "one loss for a whole completion"),
+        ("grpo", {"level": "token", "low": 0.5, "high": 0.9}, "must be bounds around 1"),
+        ("grpo", {"gate": "k3"}, "is needed: the largest k3"),
+        ("grpo", {"gate": "ratio"}, "must be bounds around 1"),
+        ("grpo", {"gate": "ratio", "gate_high": 2.0, "gate_level": "max"}, "is not a level of ratios"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_a_reason(algorithm, settings, words):
+    problems = list(correction_problems(CorrectionSettings(**settings), get_algorithm(algorithm)))
+    assert any(words in rule for _, _, rule, _ in problems), problems
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "off"])
+@pytest.mark.parametrize("algorithm", COMBINED)
+def test_every_preset_goes_with_every_policy_gradient(algorithm, preset):
+    assert not list(correction_problems(CorrectionSettings(preset=preset), get_algorithm(algorithm)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("policy") / "model")
+
+
+def train(topology, folder, algorithm, preset, max_tokens, drift):
+    """Make four optimizer steps on completions of a sampler that is `drift` away; 0 is the trainer itself."""
+    spec, assessor, updater = build(
+        topology, folder, algorithm, max_tokens=max_tokens, correction={"preset": preset}
+    )
+    rows = select(spec, random_groups(), random_rewards())
+    plain = replace(assessor, correction=correction_of(CorrectionSettings(), spec))
+    greedy = torch.full((len(rows.rewards),), 0.5)
+    old = plain.assess(rows, greedy, 0.0).old_logprobs
+    noise = torch.randn(old.shape, generator=torch.Generator().manual_seed(5))
+    rows = replace(rows, sampler_logprobs=torch.where(rows.mask, old - drift * noise, 0.0))
+    batch = assessor.assess(rows, greedy, 0.0)
+    metrics = batch.metrics | updater.update(batch, step=3)
+    return whole(assessor.policy.model), metrics
+
+
+def train_all(topology, folder, max_tokens, drift, pairs):
+    return {pair: train(topology, folder, *pair, max_tokens, drift) for pair in pairs}
+
+
+def test_where_engine_and_trainer_agree_no_preset_changes_a_bit(folder):
+    pairs = [(algorithm, preset) for algorithm in COMBINED for preset in PRESETS]
+    (found,) = on_ranks(1, train_all, folder, 200, 0.0, pairs)
+    for algorithm in COMBINED:
+        weights, metrics = found[algorithm, "off"]
+        for preset in PRESETS:
+            others, other_metrics = found[algorithm, preset]
+            # Bypass makes the weights of the policy as it moves within the batch.
+            if preset == "bypass" and not get_algorithm(algorithm).has_ratio:
+                continue
+            assert all(torch.equal(others[name], tensor) for name, tensor in weights.items()), (
+                algorithm,
+                preset,
+            )
+            assert other_metrics["policy/loss"] == metrics["policy/loss"]
+            if preset != "bypass":
+                assert other_metrics["correction/ess"] == 1.0
+
+
+def test_ranks_and_micro_batches_change_nothing_with_weights_and_rejections(folder):
+    pairs = [
+        ("ppo", "tis"),
+        ("grpo", "mis"),
+        ("rloo", "bypass"),
+        ("gspo", "seq_mask_tis"),
+        ("cispo", "icepop"),
+    ]
+    (wide,) = on_ranks(1, train_all, folder, 2000, 0.7, pairs)
+    others = [
+        *on_ranks(1, train_all, folder, 60, 0.7, pairs),
+        *on_ranks(2, train_all, folder, 60, 0.7, pairs),
+    ]
+    (uncorrected,) = on_ranks(1, train_all, folder, 2000, 0.7, [(name, "off") for name, _ in pairs])
+    for pair in pairs:
+        weights, metrics = wide[pair]
+        for other_weights, other_metrics in (other[pair] for other in others):
+            assert other_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-5)
+            for name, tensor in weights.items():
+                torch.testing.assert_close(other_weights[name], tensor, rtol=2e-4, atol=2e-6)
+        plain, _ = uncorrected[pair[0], "off"]
+        assert any(not torch.allclose(plain[name], tensor) for name, tensor in weights.items()), pair
