@@ -44,7 +44,7 @@ from vectorlm.rl.trainer import RLTrainer
 from vectorlm.rl.update import Updater, UpdateSettings
 from vectorlm.rollout.collect import Collector
 from vectorlm.rollout.prompts import PromptOrder
-from vectorlm.telemetry.plots import plot_run
+from vectorlm.telemetry.plots import plot_correction, plot_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +56,8 @@ def reinforce(config: Config, topology: Topology | None = None) -> None:
     """Train as `config` says and leave everything in its ``output_dir``; called on every rank.
 
     The folder then holds ``final-model``, ``metrics.jsonl``, ``rollouts.jsonl``, ``samples.jsonl``, ``run.png``,
-    ``config.yaml`` and, with checkpointing, ``checkpoints``. A run that was killed goes on from its latest checkpoint.
+    ``correction.jsonl``, ``correction.png``, ``config.yaml`` and, with checkpointing, ``checkpoints``. A run that was
+    killed goes on from its latest checkpoint.
 
     Args:
         config: The whole run, with a section ``rl``.
@@ -86,6 +87,12 @@ def reinforce(config: Config, topology: Topology | None = None) -> None:
         export_model(trainer.policy.model, tokenizer, output / "final-model")
     if topology.is_main:
         plot_run(output / "metrics.jsonl", output / "run.png")
+        plot_correction(
+            output / "metrics.jsonl",
+            output / "correction.jsonl",
+            output / "correction.png",
+            trainer.assessor.band,
+        )
 
 
 def _build(
@@ -161,9 +168,10 @@ def _build(
         turn=turn,
         sink=sink,
         diary=Diary(
-            Path(settings.output_dir) / "rollouts.jsonl" if topology.is_main else None,
+            Path(settings.output_dir) if topology.is_main else None,
             resume_step=resume_step,
             show_every=rl.show_every,
+            min_ess=rl.correction.min_ess,
             say=say,
         ),
         max_steps=rl.max_steps,

@@ -1,5 +1,6 @@
 """The picture of a run is drawn from whatever the run logged."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from vectorlm.telemetry.metrics import JsonlSink
-from vectorlm.telemetry.plots import plot_run
+from vectorlm.telemetry.plots import plot_correction, plot_run
 
 
 @pytest.fixture
@@ -66,3 +67,40 @@ def test_a_run_that_logged_nothing_still_gives_a_picture(
     (tmp_path / "metrics.jsonl").write_text("")
     plot_run(tmp_path / "metrics.jsonl", tmp_path / "run.png")
     assert drawn == {"Loss: not logged": [], "Right answers: not logged": []}
+
+
+def test_the_distance_of_engine_and_trainer_is_drawn_in_four_panels(
+    tmp_path: Path, drawn: dict[str, list[tuple[float, float]]]
+) -> None:
+    with JsonlSink(tmp_path / "metrics.jsonl") as sink:
+        for step, ess in ((1, 1.0), (2, 0.5)):
+            sink.write(
+                step,
+                {
+                    "correction/ess": ess,
+                    "correction/ess_sequences": ess / 2,
+                    "sampler/logprob_gap_mean": 0.1 * step,
+                    "sampler/logprob_gap_max": 0.2 * step,
+                },
+            )
+    places = {"tokens_per_place": 2, "tokens": [4, 2], "out_of_band": [1, 2]}
+    line = {"lowest": -2.0, "highest": 2.0, "histogram": [0, 5, 1, 0], **places}
+    (tmp_path / "drift.jsonl").write_text(f"{json.dumps(line)}\n" * 2)
+    plot_correction(tmp_path / "metrics.jsonl", tmp_path / "drift.jsonl", tmp_path / "out.png", (0.5, 2.0))
+    assert drawn == {
+        "Effective sample size: tokens": [(1, 1.0), (2, 0.5)],
+        "Effective sample size: completions": [(1, 0.5), (2, 0.25)],
+        "Tokens with a ratio outside 0.5 to 2: all steps": [(0, 0.25), (2, 1.0)],
+        "Gap of log-probabilities: mean": [(1, 0.1), (2, 0.2)],
+        "Gap of log-probabilities: largest": [(1, 0.2), (2, 0.4)],
+    }
+    assert imread(tmp_path / "out.png").shape[:2] == (912, 1320)
+
+
+def test_a_run_that_never_compared_them_still_gives_a_picture(
+    tmp_path: Path, drawn: dict[str, list[tuple[float, float]]]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    plot_correction(tmp_path / "metrics.jsonl", tmp_path / "drift.jsonl", tmp_path / "out.png", (0.5, 2.0))
+    assert len(drawn) == 4
+    assert all(name.endswith("not logged") for name in drawn)

@@ -18,40 +18,59 @@ WIDTH = 60
 
 
 class Diary:
-    """Writes every rollout with its reward, and shows a few."""
+    """Writes every rollout with its reward, and how far engine and trainer were apart; shows a few, and warns."""
 
     def __init__(
         self,
-        path: Path | None,
+        folder: Path | None,
         *,
         resume_step: int | None = None,
         show_every: int = 10,
         num_shown: int = 3,
+        min_ess: float = 0.0,
         say: Callable[[str], None] = print,
     ) -> None:
-        """Open the file.
+        """Open the files.
 
         Args:
-            path: JSONL file that rank 0 writes; None on the other ranks, which then say nothing.
-            resume_step: Keep the lines up to this step; None starts the file anew.
+            folder: Where rank 0 writes ``rollouts.jsonl`` and ``correction.jsonl``; None on the other ranks, which then
+                say nothing.
+            resume_step: Keep the lines up to this step; None starts the files anew.
             show_every: Steps between two tables on the console; 0 shows none.
             num_shown: Rollouts in a table.
+            min_ess: Effective sample size, as a share, below which a warning is shown, once until it has recovered.
             say: Shows text on the console.
         """
-        self._lines = None if path is None else StepLines(path, resume_step)
+        self._lines = None if folder is None else StepLines(folder / "rollouts.jsonl", resume_step)
+        self._drift = None if folder is None else StepLines(folder / "correction.jsonl", resume_step)
+        self._min_ess, self._has_warned = min_ess, False
         self._show_every, self._num_shown, self._say = show_every, num_shown, say
 
     def write(self, step: int, gathered: Gathered, batch: TrainBatch | None) -> None:
         """Keep the rollouts of `step`; `batch` is None where nothing was trained on."""
-        if self._lines is None:
+        if self._lines is None or self._drift is None:
             return
         self._lines.write(step, self._records(gathered, batch))
+        if batch is not None and batch.drift is not None:
+            self._drift.write(step, [batch.drift])
+            self._warn(step, batch.metrics["correction/ess"])
         if gathered.first_error is not None:
             self._say(
                 f"step {step}: {gathered.num_errors} reward calls failed; the first: {gathered.first_error}"
             )
         if self._show_every and step % self._show_every == 0:
             self._say(self._table(step, gathered))
+
+    def _warn(self, step: int, ess: float) -> None:
+        is_low = ess < self._min_ess
+        if is_low and not self._has_warned:
+            self._say(
+                f"warning: step {step}: the effective sample size of the tokens is {ess:.0%} of their number: the "
+                "engine samples with other probabilities than the trainer finds. Train on fresher rollouts, set "
+                "train_parameters.sampler.vllm_dtype to the trainer's, or choose an rl.correction.preset "
+                "(docs/correction.md); correction.png shows where."
+            )
+        self._has_warned = is_low
 
     def _records(self, gathered: Gathered, batch: TrainBatch | None) -> Iterator[dict[str, Any]]:
         advantages = _advantages(gathered, batch)

@@ -147,10 +147,6 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
         spread = returns.var(correction=0)
         unexplained = (returns - values).var(correction=0) / spread if spread > 0 else torch.tensor(1.0)
         metrics["value/explained_variance"] = 1.0 - unexplained.item()
-    if batch.old_logprobs is not None:
-        gap = (batch.old_logprobs - batch.rows.sampler_logprobs)[mask].abs()
-        metrics["sampler/logprob_gap_mean"] = gap.mean().item()
-        metrics["sampler/logprob_gap_max"] = gap.max().item()
     return metrics
 
 

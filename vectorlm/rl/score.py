@@ -12,6 +12,7 @@ from vectorlm.algorithms.kl import Kind
 from vectorlm.algorithms.spec import AlgorithmSpec, Knobs, Scores
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.correction import NO_CORRECTION, Correction
+from vectorlm.rl.drift import drift_of, gap_of
 from vectorlm.rl.roles import Critic, Policy, Reference
 from vectorlm.rl.rows import RowFunction, map_rows
 from vectorlm.rl.update import TrainBatch
@@ -53,12 +54,14 @@ class Assessor:
         """
         in_reward = self.reference is not None and self.kl_in == "reward"
         old = values = reference = None
-        weights, metrics = None, {}
+        weights, metrics, drift = None, {}, None
         if self.correction.bypass:
             old = batch.sampler_logprobs
         elif in_reward or self.correction.is_on or not self.is_one_step:
             old = self._map(batch, self.policy.logprobs)
-            metrics = correction_metrics(old, batch.sampler_logprobs, batch.mask, *self.band)
+            metrics = gap_of(batch, old)
+            metrics |= correction_metrics(old, batch.sampler_logprobs, batch.mask, *self.band)
+            drift = drift_of(batch, old, self.band)
             judged = self.correction.judge(batch, old)
             batch, weights = judged.rows, judged.weights
             metrics |= judged.metrics()
@@ -81,7 +84,16 @@ class Assessor:
         if self.whitens:
             advantages = whiten(advantages, batch.mask)
         return TrainBatch(
-            batch, rewards, advantages, old, reference, values, returns, weights=weights, metrics=metrics
+            batch,
+            rewards,
+            advantages,
+            old,
+            reference,
+            values,
+            returns,
+            weights=weights,
+            metrics=metrics,
+            drift=drift,
         )
 
     def _reshard(self) -> None:

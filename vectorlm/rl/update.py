@@ -47,6 +47,8 @@ class TrainBatch:
     """float32 [B, T] that the policy's losses are multiplied by; None counts every token once."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the correction found and did."""
+    drift: Mapping[str, Any] | None = None
+    """Counts of the log-ratios of trainer and engine; see `drift_of`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The picture of a run: loss, or reward, and share of right answers over the steps."""
+"""The pictures of a run: loss or reward and right answers over the steps, and how far engine and trainer are apart."""
 
 from __future__ import annotations
 
@@ -38,6 +38,88 @@ def plot_run(metrics_path: str | Path, output_png: str | Path, title: str | None
     _draw_share(share, _series(lines, "eval/accuracy"))
     output_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output_png)
+
+
+def plot_correction(
+    metrics_path: str | Path, drift_path: str | Path, output_png: str | Path, band: tuple[float, float]
+) -> None:
+    """Draw how far the engine's probabilities are from the trainer's.
+
+    Four panels: the log-ratios of the first and the last tenth of the steps, the effective sample size over the steps,
+    the share of tokens out of band by their place in a completion, and the gap of log-probabilities over the steps. A
+    panel without data says so.
+
+    Args:
+        metrics_path: The run's ``metrics.jsonl``.
+        drift_path: Its ``correction.jsonl``.
+        output_png: The picture to write; its folder is made.
+        band: Ratios outside count as out of band.
+    """
+    from matplotlib.figure import Figure
+
+    metrics_path, drift_path, output_png = Path(metrics_path), Path(drift_path), Path(output_png)
+    lines, drift = _read(metrics_path), _read(drift_path) if drift_path.exists() else []
+    figure = Figure(figsize=(11, 7.6), dpi=120, layout="constrained")
+    name = metrics_path.resolve().parent.name
+    figure.suptitle(f"{name}: engine and trainer", fontsize=13, fontweight="bold")
+    (ratios, size), (places, gap) = figure.subplots(2, 2)
+    _draw_ratios(ratios, drift, band)
+    size.set(
+        title="Effective sample size", xlabel="step", ylabel="share of what was sampled", ylim=(-0.03, 1.03)
+    )
+    tokens = _series(lines, "correction/ess")
+    _draw_series(size, tokens, "tokens", color="tab:blue")
+    _draw_series(size, _series(lines, "correction/ess_sequences"), "completions", color="tab:orange")
+    _finish(size, has_data=bool(tokens))
+    _draw_places(places, drift, band)
+    gap.set(title="Gap of log-probabilities", xlabel="step", ylabel="nats")
+    mean, largest = _series(lines, "sampler/logprob_gap_mean"), _series(lines, "sampler/logprob_gap_max")
+    _draw_series(gap, mean, "mean", color="tab:blue")
+    _draw_series(gap, largest, "largest", color="tab:orange")
+    if any(value > 0 for _, value in mean):
+        gap.set_yscale("log")
+    _finish(gap, has_data=bool(mean))
+    output_png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output_png)
+
+
+def _draw_ratios(axes: Axes, drift: list[dict[str, Any]], band: tuple[float, float]) -> None:
+    axes.set(title="Log-ratios trainer / engine", xlabel="log ratio of a token", ylabel="share of tokens")
+    tenth = max(len(drift) // 10, 1)
+    for part, label, colour in (
+        (drift[:tenth], "first tenth", "tab:blue"),
+        (drift[-tenth:], "last tenth", "tab:red"),
+    ):
+        counts = [sum(column) for column in zip(*(line["histogram"] for line in part), strict=True)]
+        if sum(counts):
+            low, high = part[0]["lowest"], part[0]["highest"]
+            edges = [low + (high - low) * index / len(counts) for index in range(len(counts) + 1)]
+            axes.stairs([count / sum(counts) for count in counts], edges, label=label, color=colour)
+    if drift:
+        axes.set_yscale("log")
+        for bound in band:
+            if bound > 0:
+                axes.axvline(math.log(bound), color="grey", linewidth=0.8, linestyle=":")
+    _finish(axes, has_data=bool(drift))
+
+
+def _draw_places(axes: Axes, drift: list[dict[str, Any]], band: tuple[float, float]) -> None:
+    axes.set(
+        title=f"Tokens with a ratio outside {band[0]:g} to {band[1]:g}",
+        xlabel="token of the completion",
+        ylabel="share",
+    )
+    tokens: dict[int, int] = {}
+    outside: dict[int, int] = {}
+    for line in drift:
+        for index, (count, beyond) in enumerate(zip(line["tokens"], line["out_of_band"], strict=True)):
+            place = index * line["tokens_per_place"]
+            tokens[place] = tokens.get(place, 0) + count
+            outside[place] = outside.get(place, 0) + beyond
+    series = [(place, outside[place] / count) for place, count in sorted(tokens.items()) if count]
+    _draw_series(axes, series, "all steps", color="tab:purple")
+    axes.set_ylim(bottom=0)
+    _finish(axes, has_data=bool(series))
 
 
 def _read(metrics_path: Path) -> list[dict[str, Any]]:
