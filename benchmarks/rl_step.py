@@ -67,7 +67,7 @@ def ours(model: Path, prompts: Path, output: Path, lengths: str, world_size: int
                 "prompts": ["3 4 5"],
                 "vllm_dtype": "float32",
                 "sampling_params": {"max_tokens": 1},
-                "engine": {"max_model_len": 192, "kv_cache_memory_bytes": 256 << 20},
+                "engine": {"max_model_len": longest, "kv_cache_memory_bytes": 256 << 20},
             },
         },
         "rl": {

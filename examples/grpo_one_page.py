@@ -2,8 +2,8 @@
 
 python examples/grpo_one_page.py --world_size 2
 
-It starts from the model that configs/countdown_warmup.yaml leaves, and its losses are those of
-examples/rl_example_mp.py with configs/countdown_grpo.yaml; a test compares them. Shao et al. 2024, arXiv 2402.03300.
+It starts from the model that configs/countdown_warmup.yaml leaves. Its losses are those of examples/rl_example_mp.py
+with rl.algorithm: grpo and one optimizer step per batch; a test compares them. Shao et al. 2024, arXiv 2402.03300.
 """
 
 import argparse

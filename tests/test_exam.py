@@ -6,7 +6,7 @@ from rank_processes import on_ranks, save_tiny_llama
 from tiny_runs import build_trainer
 
 from vectorlm.data.questions import Question, read_questions
-from vectorlm.errors import DatasetError
+from vectorlm.errors import DatasetError, RewardError
 from vectorlm.exam import Exam
 from vectorlm.model.load import load_model
 from vectorlm.ranks.topology import Topology
@@ -138,3 +138,35 @@ def test_the_trainer_holds_exams_before_training_every_so_often_and_at_the_end(m
     path = tmp_path / "samples.jsonl"
     assert on_ranks(2, train_with_exams, model_dir, path) == [[0, 4, 6], [0, 4, 6]]
     assert [line["train_step"] for line in lines(path)] == [0, 4, 6]
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        "def reward(completion): return 1.0",
+        "def reward(completions): return [1.0] * len(completions)",
+        "async def reward(completion, wanted): return 1.0",
+    ],
+)
+def test_rewards_of_all_forms_mark_answers(model_dir, tmp_path, reward):
+    space = {}
+    exec(reward, space)
+    questions = [Question("a b", {"wanted": "c"}), Question("b", {"wanted": "d"})]
+    exam = Exam(answering_engine(model_dir), questions, samples_path=None, reward=space["reward"])
+    assert exam.hold(load_model(model_dir), 1)["eval/accuracy"] == 1.0
+
+
+def test_a_reward_that_fails_is_named_with_its_prompt(model_dir):
+    def reward(text, **columns):
+        raise KeyError("gone")
+
+    exam = Exam(answering_engine(model_dir), [Question("a b")], samples_path=None, reward=reward)
+    with pytest.raises(RewardError, match=r"sampler.reward failed: KeyError: 'gone' \(prompt 'a b'"):
+        exam.hold(load_model(model_dir), 1)
+
+
+def test_blank_lines_and_separators_inside_a_text_are_no_lines(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    texts = ["a\u2028b", "c\u0085d"]
+    path.write_text("\n".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in texts))
+    assert [question.prompt for question in read_questions(path)] == texts

@@ -202,6 +202,9 @@ def test_a_killed_ppo_run_started_again_ends_bit_for_bit_where_the_uninterrupted
         ]
 
     assert numbers(first) == numbers(second)
+    assert all(
+        is_documented(name) for line in lines(first / "metrics.jsonl") for name in line if name != "step"
+    )
     assert numbers(first)[2]["critic/loss"] > 0
     assert "policy/loss" not in numbers(first)[1], "the first step warms the critic up"
 
@@ -211,7 +214,13 @@ def test_a_killed_ppo_run_started_again_ends_bit_for_bit_where_the_uninterrupted
 def test_other_kinds_of_algorithms_run_too(files, tmp_path, algorithm):
     config = config_of(files, tmp_path / algorithm, algorithm, ["rl.max_steps=2"])
     vectorlm.launch(reinforce, config, world_size=2)
-    assert [line["step"] for line in lines(tmp_path / algorithm / "metrics.jsonl")] == [0, 1, 2]
+    metrics = lines(tmp_path / algorithm / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [0, 1, 2]
+    assert all(is_documented(name) for line in metrics for name in line if name != "step")
+    if algorithm == "online_dpo":
+        # In the first and only optimizer step of the first batch the policy is the reference.
+        assert metrics[1]["preference/margin"] == pytest.approx(0.0, abs=1e-5)
+        assert metrics[1]["preference/chosen_logprob"] < 0
 
 
 @pytest.mark.slow
@@ -289,19 +298,48 @@ def test_a_reward_that_fails_ends_the_run_with_its_prompt(files, tmp_path):
         ("rl.group_size=1", "rl.group_size=1 is too small for grpo"),
         ("rl.sampling_params={top_p: 0.9}", "rl.sampling_params.top_p=0.9 makes the engine sample"),
         ("rl.sampling_params={n: 2}", "Set 'rl.group_size'"),
-        ("rl.sampling_params={temperature: 0}", "rl.sampling_params.temperature=0 must be above 0"),
+        ("rl.sampling_params={temperature: 0}", "rl.sampling_params.temperature=0 must be at least 0.01"),
         ("rl.rewards={}", "names no reward"),
         ("rl.rewards={nothing: 1.0}", "unknown reward 'nothing'"),
         ("rl.max_tokens_per_micro_batch=32", "is less than one sequence"),
         ("rl.num_mini_batches=9", "rl.num_mini_batches=9 cannot cut 4 prompts"),
         ("rl.kl_target=1.0", "needs an rl.kl_coef above 0"),
         ("rl.dual_clip=0.5", "rl.dual_clip=0.5 must be above 1"),
+        ("rl.sampling_params={temperature: null}", "temperature=null must be at least 0.01"),
+        ("rl.sampling_params={structured_outputs: {choice: [a]}}", "makes the engine sample"),
+        ("rl.rewards={a.py:score: 1, b.py:score: 1}", "would both be called 'score'"),
+        ("rl.reward_models={no/such: 1.0}", "has no config.json"),
+        ("rl.critic.model=no/such", "has no config.json"),
+        ("rl.overlong_buffer_tokens=9", "must lie within rl.sampling_params.max_tokens=8"),
+        ("train_parameters.sampler.engine.max_model_len=65", "is more than train_parameters.max_seq_len=64"),
         ("train_parameters.lr_scheduler_type=plateau-with-warmup", "waits for an evaluation loss"),
     ],
 )
 def test_a_section_that_cannot_be_carried_out_is_refused(files, tmp_path, override, words):
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
         check_rl(config_of(files, tmp_path / "refused", overrides=[override]))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "words"),
+    [
+        ("ppo", ["rl.group_size=1", "rl.dynamic_sampling=True"], "would drop every group"),
+        ("ppo", ["rl.critic.warmup_steps=4"], "leaves no step of rl.max_steps=4 to the policy"),
+        ("best_of_k", ["rl.whiten_advantages=True"], "has nothing to whiten"),
+        ("online_dpo", ["rl.kl_coef=0.1", "rl.kl_in=reward"], "would change nothing"),
+        ("grpo", ["rl.kl_coef=0.1", "rl.kl_target=1.0", "rl.kl_horizon=10"], "less than the 16 completions"),
+        ("online_dpo", ["rl.max_tokens_per_micro_batch=127"], "the 2 sequences that online_dpo compares"),
+        ("copg", ["rl.max_tokens_per_micro_batch=255"], "the 4 sequences that copg compares"),
+        ("online_dpo", ["rl.preference=ipo", "rl.label_smoothing=0.1"], "belongs to preference: sigmoid"),
+        ("grpo", ["rl.correction.preset=bypass", "rl.correction.level=token"], "counts the mismatch twice"),
+        ("rloo", ["rl.environment=x.py:Tool", "rl.overlong_buffer_tokens=4"], "is for single turns"),
+    ],
+)
+def test_settings_that_would_change_nothing_or_fail_later_are_refused(
+    files, tmp_path, algorithm, overrides, words
+):
+    with pytest.raises(ConfigError, match=words):
+        check_rl(config_of(files, tmp_path / "refused", algorithm, overrides))
 
 
 def test_truncated_sampling_is_fine_where_completions_need_not_be_the_policys(files, tmp_path):

@@ -80,6 +80,10 @@ class RewardError(VectorLMError, RuntimeError):
     """A reward function raised, or ran out of time."""
 
 
+class RolloutError(VectorLMError, RuntimeError):
+    """An environment failed in the middle of a rollout."""
+
+
 class NonFiniteLoss(VectorLMError, ArithmeticError):
     """The loss or the gradient norm is NaN or infinite."""
 

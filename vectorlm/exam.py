@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.data.questions import Question
+from vectorlm.errors import RewardError
 from vectorlm.handover import DeviceTurn
+from vectorlm.rewards.runner import Scorable, run_reward
 from vectorlm.telemetry.step_lines import StepLines
 from vectorlm.types import Completion, Engine, UpdateReport
 
@@ -31,7 +34,7 @@ class Exam:
         *,
         samples_path: Path | None,
         resume_step: int | None = None,
-        reward: Callable[..., float] | None = None,
+        reward: Callable[..., Any] | None = None,
         say: Callable[[str], None] = print,
         turn: DeviceTurn | None = None,
     ) -> None:
@@ -42,7 +45,7 @@ class Exam:
             questions: The same on all ranks.
             samples_path: JSONL file that rank 0 writes; None on the other ranks, which then say nothing.
             resume_step: Keep the file's lines up to this training step; None starts the file anew.
-            reward: ``reward(text, **columns)``; an answer is right when it is 1.
+            reward: In any form that `vectorlm.rewards.runner` takes; an answer is right when it is 1.
             say: Shows text on the console.
             turn: Hands the devices over to the engine and back; None where nothing has to make room.
         """
@@ -54,7 +57,11 @@ class Exam:
         self._turn = turn
 
     def hold(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Examine the weights of `model` as they are after training step `step`; called on all ranks."""
+        """Examine the weights of `model` as they are after training step `step`; called on all ranks.
+
+        Raises:
+            RewardError: The reward failed.
+        """
         turn = self._turn or DeviceTurn(self._engine, model=model)
         with turn.sampling(step) as report:
             start_s = time.perf_counter()
@@ -76,10 +83,20 @@ class Exam:
     def _mark(self, answers: Answers) -> list[list[float]] | None:
         if self._reward is None:
             return None
-        return [
-            [self._reward(completion.text, **question.columns) for completion in options]
+        items = [
+            Scorable(completion.text, question.prompt, completion.token_ids, question.columns)
             for question, options in zip(self._questions, answers, strict=True)
+            for completion in options
         ]
+        outcomes = run_reward(self._reward, items)
+        for item, outcome in zip(items, outcomes, strict=True):
+            if outcome.error is not None:
+                raise RewardError(
+                    f"sampler.reward failed: {outcome.error} (prompt {str(item.prompt)[:80]!r}, completion "
+                    f"{item.text[:80]!r}). Mend the function."
+                )
+        marks = iter(outcome.reward for outcome in outcomes)
+        return [[next(marks) for _ in options] for options in answers]
 
     def _records(
         self, answers: Answers, rewards: list[list[float]] | None, time_taken_s: float
@@ -90,7 +107,12 @@ class Exam:
                 "options": [completion.text for completion in options],
                 "time_taken": time_taken_s,
             }
-            yield line | ({"rewards": rewards[index]} if rewards else {})
+            marks = (
+                {"rewards": [None if math.isnan(each) else each for each in rewards[index]]}
+                if rewards
+                else {}
+            )
+            yield line | marks
 
     def _summary(self, step: int, answers: Answers, rewards: list[list[float]] | None) -> str:
         if rewards is None:

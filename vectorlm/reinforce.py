@@ -26,13 +26,13 @@ from vectorlm.build import (
 from vectorlm.checkpoint.export import export_model
 from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.config import Config, RLSettings
-from vectorlm.data.questions import read_questions
+from vectorlm.data.questions import check_lengths, read_questions
 from vectorlm.model.load import load_tokenizer
 from vectorlm.plugin import load_plugin
 from vectorlm.ranks.group import process_group
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.registry import get_reward
-from vectorlm.rl.check import check_rl
+from vectorlm.rl.check import check_rl, own, short_name
 from vectorlm.rl.correction import correction_of
 from vectorlm.rl.diary import Diary
 from vectorlm.rl.gather import Gatherer
@@ -68,6 +68,7 @@ def reinforce(config: Config, topology: Topology | None = None) -> None:
         CheckpointError: The checkpoints in ``output_dir`` are those of another run, or a node does not see them.
         NonFiniteLoss: Training diverged.
         RewardError: A reward function failed, and that is to stop the run.
+        RolloutError: An environment failed.
     """
     topology = topology or Topology.from_environment()
     spec = check_rl(config)
@@ -78,7 +79,10 @@ def reinforce(config: Config, topology: Topology | None = None) -> None:
         stack.enter_context(process_group(topology))
         # First of all: the engine loads in its own process while the ranks load the models.
         # The engine's log-probabilities are those at the temperature of sampling, as the trainer's are.
-        engine = open_engine(config, topology, stack, logprobs_mode="processed_logprobs")
+        longest = config.train_parameters.max_seq_len
+        engine = open_engine(
+            config, topology, stack, logprobs_mode="processed_logprobs", max_model_len=longest
+        )
         assert engine is not None
         tokenizer = load_tokenizer(config.model)
         trainer, resume_step = _build(config, spec, topology, tokenizer, engine, stack)
@@ -134,7 +138,7 @@ def _build(
         knobs=knobs,
         kl_in=rl.kl_in,
         kl_kind=rl.kl_kind,
-        whitens=_own(rl.whiten_advantages, spec, "whiten_advantages", False),
+        whitens=own(rl, spec, "whiten_advantages", False),
         is_one_step=rl.num_epochs * rl.num_mini_batches == 1,
         max_tokens=rl.max_tokens_per_micro_batch,
         topology=topology,
@@ -197,11 +201,6 @@ def knobs_of(rl: RLSettings, spec: AlgorithmSpec) -> Knobs:
     return Knobs(**(own | given))
 
 
-def _own(value: Any, spec: AlgorithmSpec, name: str, default: Any) -> Any:
-    """Return a setting, or what the algorithm starts from where it is null."""
-    return spec.settings.get(name, default) if value is None else value
-
-
 def _critic_warmup_steps(config: Config, spec: AlgorithmSpec) -> int:
     assert config.rl is not None
     return config.rl.critic.warmup_steps if spec.needs_critic else 0
@@ -232,6 +231,11 @@ def _gatherer(
     settings, rl = config.train_parameters, config.rl
     assert rl is not None
 
+    assert settings.sampler is not None
+    longest = int(settings.sampler.engine.get("max_model_len", settings.max_seq_len))
+    questions = read_questions(rl.prompts, "rl.prompts")
+    check_lengths(questions, tokenizer, longest - 1, "rl.prompts")
+
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
@@ -240,28 +244,29 @@ def _gatherer(
         group_size=rl.group_size,
         sampling_params={"temperature": 1.0, **rl.sampling_params},
         seed=settings.seed,
-        max_model_len=settings.max_seq_len,
+        max_model_len=longest,
         encode=encode,
         make_environment=None if rl.environment is None else load_plugin(rl.environment),
         max_turns=rl.max_turns,
+        topology=topology,
     )
     scorer = Scorer(
-        functions={_short_name(name): get_reward(name) for name in rl.rewards},
+        functions={short_name(name): get_reward(name) for name in rl.rewards},
         weights={
-            _short_name(name): float(weight) for name, weight in {**rl.rewards, **rl.reward_models}.items()
+            short_name(name): float(weight) for name, weight in {**rl.rewards, **rl.reward_models}.items()
         },
-        models={_short_name(path): _reward_model(config, path, topology) for path in rl.reward_models},
+        models={short_name(path): _reward_model(config, path, topology) for path in rl.reward_models},
         timeout_s=rl.reward_timeout_s,
         on_error=rl.on_reward_error,
         topology=topology,
     )
     return Gatherer(
         collector=collector,
-        order=PromptOrder(read_questions(rl.prompts, "rl.prompts"), settings.seed),
+        order=PromptOrder(questions, settings.seed),
         scorer=scorer,
         num_groups=rl.prompts_per_step,
         needs_greedy=spec.needs_greedy,
-        drops_constant_groups=_own(rl.dynamic_sampling, spec, "dynamic_sampling", False),
+        drops_constant_groups=own(rl, spec, "dynamic_sampling", False),
         max_rounds=rl.max_sampling_rounds,
         max_tokens=rl.sampling_params.get("max_tokens", 16),
         overlong_buffer=rl.overlong_buffer_tokens,
@@ -306,8 +311,3 @@ def _store(config: Config, topology: Topology) -> CheckpointStore:
     free = ("save_every", "show_every", "max_tokens_per_micro_batch", "reward_timeout_s", "on_reward_error")
     decisive = {name: value for name, value in asdict(config.rl).items() if name not in free}
     return make_store(config, topology, rl=decisive)
-
-
-def _short_name(name: str) -> str:
-    """Return what metrics call a reward: the function's name, or the last folder of a model's path."""
-    return name.rpartition(":")[2].rstrip("/").rpartition("/")[2]

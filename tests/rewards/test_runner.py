@@ -128,3 +128,46 @@ def test_a_batch_that_fails_fails_for_all():
 def test_infinite_rewards_are_errors_and_nothing_needs_no_call():
     assert run_reward(lambda text: math.inf, items("a"))[0].error.startswith("it returned inf")
     assert run_reward(lambda text: 1 / 0, []) == []
+
+
+def test_a_column_named_like_the_first_parameter_is_not_given_twice():
+    item = Scorable("said", "asked", (1,), {"completion": "a model answer", "limit": 3})
+    assert run_reward(lambda completion, limit: float(len(completion) + limit), [item])[0].reward == 7.0
+    items = [Scorable("said", "asked", (1,), {"completions": 1})] * 2
+    assert [
+        each.reward for each in run_reward(lambda completions, **more: [float(len(more))] * 2, items)
+    ] == [2.0, 2.0]
+
+
+def test_a_batch_function_sees_the_columns_of_all_items():
+    items = [Scorable("a", "", (1,), {}), Scorable("b", "", (1,), {"answer": "b"})]
+
+    def reward(completions, answer):
+        return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+    assert [each.reward for each in run_reward(reward, items)] == [0.0, 1.0]
+
+
+def test_an_answer_of_a_batch_that_is_no_number_is_that_items_error():
+    items = [Scorable(text, "", (1,), {}) for text in "ab"]
+    wrong, right = run_reward(lambda completions: ["x", 1.0], items)
+    assert "ValueError" in wrong.error
+    assert right.reward == 1.0
+    assert all("TypeError" in each.error for each in run_reward(lambda completions: [[1.0], [2.0]], items))
+
+
+def test_a_coroutines_own_timeout_is_its_own():
+    async def reward(completion):
+        raise TimeoutError("the judge did not answer")
+
+    for limit in (None, 5.0):
+        (found,) = run_reward(reward, [Scorable("a", "", (1,), {})], limit)
+        assert found.error == "TimeoutError: the judge did not answer"
+
+
+def test_an_object_that_is_called_like_a_coroutine():
+    class Judge:
+        async def __call__(self, completion):
+            return 0.25
+
+    assert run_reward(Judge(), [Scorable("a", "", (1,), {})])[0].reward == 0.25

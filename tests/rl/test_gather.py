@@ -1,14 +1,18 @@
 """Rollouts of a step: groups, seeds, dynamic sampling, penalties for length, turns with an environment."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from rank_processes import on_ranks
 
 from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.data.questions import Question
+from vectorlm.errors import RolloutError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.gather import Gatherer
+from vectorlm.rl.metrics import rollout_metrics
 from vectorlm.rl.scorer import Scorer
 from vectorlm.rollout.collect import Collector
 from vectorlm.rollout.prompts import PromptOrder
@@ -87,6 +91,12 @@ def test_dynamic_sampling_replaces_groups_of_equal_rewards():
     assert len(found.groups) == 6
     assert found.rewards.tolist() == [[1.0, 0.0]] * 6
     assert found.num_sampled_groups > 6
+    assert len(found.sampled.groups) == found.num_sampled_groups
+    metrics = rollout_metrics(found, 0)
+    assert metrics["rollout/groups"] == 6
+    share = found.sampled.rewards.mean().item()
+    assert share > 0.5, "dropped groups were sampled too"
+    assert metrics["reward/mean"] == pytest.approx(share)
     assert len({params[0]["seed"] for _, params in engine.calls}) == len(engine.calls)
     assert mine.order.position == found.num_sampled_groups
 
@@ -114,6 +124,10 @@ def test_greedy_completions_are_scored_apart():
     engine = Echo(lambda prompt, index: "a" * (index + 1))
     found = gatherer(engine, lambda text: float(len(text)), needs_greedy=True).gather(0, Timer())
     assert found.greedy_rewards.tolist() == [1.0] * 3
+    cut = gatherer(
+        engine, lambda text: float(len(text)), needs_greedy=True, max_tokens=1, overlong_buffer=1
+    ).gather(0, Timer())
+    assert cut.greedy_rewards.tolist() == cut.rewards[:, 0].tolist() == [0.0] * 3, "a penalty spares nobody"
     assert engine.calls[1][1] == {"logprobs": 0, "temperature": 0.0, "max_tokens": 10, "n": 1}
 
 
@@ -136,6 +150,16 @@ def test_the_best_and_the_worst_of_a_group_are_chosen_in_this_order():
     assert batch.columns.tolist() == [[3, 1]]
     torch.testing.assert_close(batch.rewards, torch.tensor([[0.9, 0.1]]))
     assert found.chosen(get_algorithm("best_of_k"), 0, False).columns.tolist() == [[3]]
+
+
+def test_what_was_cut_is_not_chosen_where_cut_completions_are_left_out():
+    engine = Echo(lambda prompt, index: ["a", "bb…", "ccc", "dddd…"][index])
+    found = gatherer(engine, lambda text: float(len(text)), group_size=4, num_groups=1).gather(0, Timer())
+    assert found.chosen(get_algorithm("online_dpo"), 0, False).columns.tolist() == [[3, 0]]
+    batch = found.chosen(get_algorithm("online_dpo"), 0, True)
+    assert batch.columns.tolist() == [[2, 0]]
+    assert batch.mask.any(dim=1).all(), "a pair has two halves"
+    assert found.chosen(get_algorithm("best_of_k"), 0, True).columns.tolist() == [[2]]
 
 
 class Calculator:
@@ -191,3 +215,43 @@ def test_a_conversation_ends_after_its_turns_where_it_is_cut_and_where_there_is_
 def test_a_group_that_nobody_could_score_is_not_trained_on(name):
     found = gatherer(Echo(lambda prompt, index: "x"), lambda text: None).gather(0, Timer())
     assert found.chosen(get_algorithm(name), 0, False) is None
+
+
+def converse_on_rank(topology, breaks):
+    asked = []
+
+    class Noting(Calculator):
+        def respond(self, text):
+            asked.append(self.index)
+            if breaks and self.index == breaks:
+                raise OSError("no such tool")
+            return super().respond(text)
+
+    mine = gatherer(
+        Echo(lambda prompt, index: "1+1" if isinstance(prompt, str) else "done"),
+        lambda text: 1.0,
+        num_groups=4,
+        group_size=1,
+        num_questions=4,
+        collector={"make_environment": Noting, "max_turns": 4, "topology": topology},
+    )
+    mine = replace(mine, scorer=replace(mine.scorer, topology=topology))
+    try:
+        return [group[0].text for group in mine.gather(0, Timer()).groups], asked
+    except RolloutError as error:
+        return str(error), asked
+
+
+def test_each_environment_lives_on_one_rank_and_all_ranks_read_its_replies():
+    (texts, asked), (texts_too, asked_too) = on_ranks(2, converse_on_rank, None)
+    assert texts == texts_too
+    assert all(text.startswith("1+1=") for text in texts)
+    # Each is asked twice: after the sum and after "done".
+    assert sorted(asked + asked_too) == sorted([0, 1, 2, 3] * 2)
+    assert len(asked) == len(asked_too) == 4
+
+
+def test_an_environment_that_fails_ends_the_run_on_all_ranks_with_its_prompt():
+    (error, _), (error_too, _) = on_ranks(2, converse_on_rank, 3)
+    assert error == error_too
+    assert "the environment failed: OSError: no such tool (prompt 'q3', after '1+1')" in error

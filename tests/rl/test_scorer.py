@@ -62,6 +62,29 @@ def test_nothing_said_by_anybody_is_no_reward():
     assert quiet.score(rollouts("a")).total.isnan().tolist() == [True]
 
 
+def compare_on_rank(topology):
+    question, other = Question("one"), Question("two")
+    groups = [
+        Rollout(asked, (2,), (3,), (True,), (0.0,), (0,), text, "stop")
+        for asked, texts in ((question, "abc"), (other, "dd"))
+        for text in texts
+    ]
+
+    def rank(completions, prompts):
+        return [float(sum(other == prompt for other in prompts)) for prompt in prompts]
+
+    return (
+        Scorer(functions={"rank": rank}, weights={"rank": 1.0}, topology=topology)
+        .score(groups)
+        .total.tolist()
+    )
+
+
+def test_a_function_of_a_batch_sees_whole_groups_on_any_number_of_ranks():
+    assert on_ranks(1, compare_on_rank) == [[3.0, 3.0, 3.0, 2.0, 2.0]]
+    assert on_ranks(2, compare_on_rank) == [[3.0, 3.0, 3.0, 2.0, 2.0]] * 2
+
+
 def score_on_rank(topology):
     seen = []
 
@@ -89,6 +112,6 @@ def score_on_rank(topology):
 def test_ranks_share_the_calls_and_all_know_all_rewards_and_errors():
     (first, seen, error), (second, seen_too, error_too) = on_ranks(2, score_on_rank)
     assert first.tolist() == second.tolist() == [9.0, 20.0, 31.0]
-    assert (seen, seen_too) == (["a", "ccc"], ["bb"])
+    assert (seen, seen_too) == (["a"], ["bb", "ccc"])
     assert error == error_too
     assert "not a word" in error

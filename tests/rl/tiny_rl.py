@@ -138,4 +138,9 @@ def whole(model):
     return {name: parameter.full_tensor().detach().clone() for name, parameter in model.named_parameters()}
 
 
-__all__ = ["GROUP_SIZE", "NUM_GROUPS", "build", "random_groups", "random_rewards", "select", "whole"]
+def same(metrics):
+    """Return the metrics that do not depend on how rows are shared out."""
+    return {name: value for name, value in metrics.items() if not name.startswith("balance/")}
+
+
+__all__ = ["GROUP_SIZE", "NUM_GROUPS", "build", "random_groups", "random_rewards", "same", "select", "whole"]

@@ -65,7 +65,8 @@ def kl_estimate(
 class AdaptiveKL:
     """Weighs the KL penalty so that the divergence stays near a target.
 
-    ``value *= 1 + clip(kl / target - 1, +-0.2) num_completions / horizon`` after each batch.
+    ``value *= 1 + clip(kl / target - 1, +-0.2) num_completions / horizon`` after each batch, where a batch of more
+    completions than the horizon counts as one of the horizon: the weight never moves by more than a fifth at once.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
@@ -90,8 +91,8 @@ class AdaptiveKL:
     def update(self, kl: float, num_completions: int) -> float:
         """Move the weight after a batch of so many completions with this mean divergence; return it."""
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        # A batch larger than five horizons would turn the weight negative.
-        self.value *= max(1.0 + error * num_completions / self.horizon, 0.0)
+        # Uncapped, a batch of five horizons would make the weight 0, where it would stay.
+        self.value *= 1.0 + error * min(num_completions / self.horizon, 1.0)
         return self.value
 
     def state_dict(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def token_logprobs(
     Raises:
         ValueError: The temperature is not above 0.
     """
-    targets = token_ids[:, 1:].reshape(-1)
+    targets = token_ids.roll(-1, dims=1).flatten()
 
     def picked(scores: torch.Tensor, start: int) -> torch.Tensor:
         chosen = scores.gather(-1, targets[start : start + len(scores), None])[:, 0]
@@ -87,7 +87,8 @@ def _over_chunks(
             f"temperature={temperature} must be above 0: a greedy token has no probability to speak of."
         )
     num_rows, length = logits.shape[:2]
-    states = logits[:, :-1].flatten(0, 1)
+    # A view of all positions, not a copy of all but the last ones; what those say is thrown away.
+    states = logits.flatten(0, 1)
 
     def of_chunk(chunk: torch.Tensor, start: int) -> torch.Tensor:
         scores = chunk if head is None else head(chunk)
@@ -103,7 +104,7 @@ def _over_chunks(
         else:
             parts.append(of_chunk(chunk, start))
     flat = torch.cat(parts) if parts else states.new_zeros(0, dtype=torch.float32)
-    return torch.nn.functional.pad(flat.view(num_rows, length - 1), (1, 0))
+    return torch.nn.functional.pad(flat.view(num_rows, length)[:, :-1], (1, 0))
 
 
 def align(per_position: torch.Tensor) -> torch.Tensor:

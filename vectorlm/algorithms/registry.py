@@ -134,17 +134,32 @@ def _proximal_rloo(inputs: LossInputs, knobs: Knobs) -> torch.Tensor:
     return proximal_rloo_loss(*rows, knobs.clip_low, knobs.clip_high)
 
 
-def _online_dpo(inputs: LossInputs, knobs: Knobs) -> torch.Tensor:
+def _pairs(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return log-probabilities of the better and the worse completion, of the policy and of the reference, [P] each."""
     assert inputs.reference_logprobs is not None
     chosen, rejected = masked_sum(inputs.policy_logprobs, inputs.mask).view(-1, 2).unbind(1)
     reference_chosen, reference_rejected = (
         masked_sum(inputs.reference_logprobs, inputs.mask).view(-1, 2).unbind(1)
     )
+    return chosen, rejected, reference_chosen, reference_rejected
+
+
+def _observe_pairs(inputs: LossInputs, knobs: Knobs) -> dict[str, torch.Tensor]:
+    chosen, rejected, reference_chosen, reference_rejected = _pairs(inputs)
+    better, worse = knobs.beta * (chosen - reference_chosen), knobs.beta * (rejected - reference_rejected)
+    return {
+        "preference/chosen_reward": better,
+        "preference/rejected_reward": worse,
+        "preference/margin": better - worse,
+        "preference/accuracy": (better > worse).to(better.dtype),
+        "preference/chosen_logprob": chosen,
+        "preference/rejected_logprob": rejected,
+    }
+
+
+def _online_dpo(inputs: LossInputs, knobs: Knobs) -> torch.Tensor:
     return online_dpo_loss(
-        chosen,
-        rejected,
-        reference_chosen,
-        reference_rejected,
+        *_pairs(inputs),
         knobs.beta,
         knobs.label_smoothing,
         knobs.preference,
@@ -169,6 +184,7 @@ for _spec in (
         advantages=_gae,
         loss=_ppo,
         has_ratio=True,
+        clips="token",
         needs_critic=True,
         settings={"whiten_advantages": True},
         source="Schulman et al. 2017, arXiv:1707.06347",
@@ -178,6 +194,7 @@ for _spec in (
         advantages=_group_std,
         loss=_ppo,
         has_ratio=True,
+        clips="token",
         reduction="sequence_mean_token_mean",
         min_group_size=2,
         source="Shao et al. 2024, arXiv:2402.03300",
@@ -187,6 +204,7 @@ for _spec in (
         advantages=_group_mean,
         loss=_ppo,
         has_ratio=True,
+        clips="token",
         reduction="sequence_sum_fixed",
         min_group_size=2,
         source="Liu et al. 2025, arXiv:2503.20783",
@@ -196,6 +214,7 @@ for _spec in (
         advantages=_group_std,
         loss=_ppo,
         has_ratio=True,
+        clips="token",
         min_group_size=2,
         settings={"clip_high": 0.28, "dynamic_sampling": True},
         source="Yu et al. 2025, arXiv:2503.14476",
@@ -205,6 +224,7 @@ for _spec in (
         advantages=_group_std,
         loss=partial(_ppo, level="sequence"),
         has_ratio=True,
+        clips="mean",
         reduction="sequence_mean_token_mean",
         min_group_size=2,
         settings={"clip_low": 3e-4, "clip_high": 4e-4},
@@ -241,6 +261,7 @@ for _spec in (
         advantages=_leave_one_out,
         loss=_proximal_rloo,
         has_ratio=True,
+        clips="sum",
         level="completion",
         min_group_size=2,
         source="Noukhovitch et al. 2024, arXiv:2410.18252",
@@ -257,6 +278,7 @@ for _spec in (
         advantages=_batch,
         loss=_ppo,
         has_ratio=True,
+        clips="token",
         source="Hu 2025, arXiv:2501.03262",
     ),
     AlgorithmSpec(
@@ -272,6 +294,7 @@ for _spec in (
         advantages=_one,
         samples_from_policy=False,
         loss=_online_dpo,
+        observe=_observe_pairs,
         level="group",
         select=keep_best_and_worst,
         needs_reference=True,

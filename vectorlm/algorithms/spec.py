@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -85,7 +85,14 @@ AdvantageFunction = Callable[[Scores, Knobs], torch.Tensor]
 """Returns float [B, T], detached and 0 outside the mask."""
 LossFunction = Callable[[LossInputs, Knobs], torch.Tensor]
 """Returns float [B, T] per token, [B] per completion or [B / K] per group, as the spec's `level` says."""
+ObserveFunction = Callable[[LossInputs, Knobs], Mapping[str, torch.Tensor]]
+"""Returns metrics by name, float [B] per completion, or [B / K] per group where `level` is ``group``."""
 SelectionFunction = Callable[[torch.Tensor, torch.Tensor], Selection]
+
+
+def observe_nothing(inputs: LossInputs, knobs: Knobs) -> Mapping[str, torch.Tensor]:
+    """Return no metrics."""
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +119,39 @@ class AlgorithmSpec:
     """Whether a greedy completion of each prompt is sampled and scored besides."""
     has_ratio: bool = False
     """Whether the loss itself weighs tokens by the ratio of the policy to `old_logprobs`."""
+    clips: Literal["token", "mean", "sum"] | None = None
+    """Whose ratio is clipped, for the metrics: each token's, or of a completion's log-ratios the mean or the sum; None
+    where no ratio keeps a token from learning."""
     samples_from_policy: bool = True
     """Whether the loss is right only for completions drawn from the policy itself, so that sampling may not be cut."""
+    observe: ObserveFunction = observe_nothing
+    """Metrics of its own; their means over completions or groups are logged. For losses of tokens there are none."""
     min_group_size: int = 1
     """Completions per prompt below which the algorithm makes no sense."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the section `rl` that this algorithm starts from; a config's own win."""
+    """What the algorithm starts from, of the numbers in `Knobs`, ``whiten_advantages`` and ``dynamic_sampling``; a
+    config's own win."""
     source: str = ""
     """Where it comes from."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that nothing would read."""
+        known = {each.name for each in fields(Knobs)} | {"whiten_advantages", "dynamic_sampling"}
+        unknown = sorted(self.settings.keys() - known)
+        if unknown:
+            raise ValueError(
+                f"the algorithm {self.name!r} has settings that it cannot start from: {', '.join(unknown)}. They may "
+                f"be {', '.join(sorted(known))}; the rest belongs into configs."
+            )
+
+    def rows_per_loss(self, group_size: int) -> int:
+        """Return how many completions must meet in one micro-batch: those of a group, for losses of groups."""
+        if self.level != "group":
+            return 1
+        rewards = torch.zeros(1, group_size)
+        return self.select(rewards, torch.ones_like(rewards, dtype=torch.bool)).columns.shape[1]
+
+    @property
+    def chooses(self) -> bool:
+        """Whether only some completions of a group are trained on."""
+        return self.select is not keep_all

@@ -41,11 +41,20 @@ class Part:
     optimizer: Optimizer | None
     """None for a model that is not trained; it is kept whole, its frozen weights too."""
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the optimizer has made no step yet."""
+        return self.optimizer is not None and not self.optimizer.state
+
     def state(self) -> dict[str, Any]:
         """Return what is written, as tensors that `set_state` reads back."""
         if self.optimizer is None:
             return {"model": get_model_state_dict(self.model)}
+        is_fresh = self.is_fresh
         weights, optimizer_state = get_state_dict(self.model, self.optimizer, options=_OPTIONS)
+        if is_fresh:
+            # To have something to return, torch made a step of its own, which would count in Adam's bias correction.
+            self.optimizer.state.clear()
         return {"model": weights, "optimizer": optimizer_state}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -105,7 +114,8 @@ class CheckpointStore:
         dist.barrier()
         work = folder.unfinished(target)
         dcp.save({name: part.state() for name, part in parts.items()}, checkpoint_id=work / "shards")
-        torch.save({"loop": loop, "rng": capture_rng()}, work / f"rank-{rank}.pt")
+        fresh = [name for name, part in parts.items() if part.is_fresh]
+        torch.save({"loop": loop, "rng": capture_rng(), "fresh": fresh}, work / f"rank-{rank}.pt")
         dist.barrier()
         if rank == 0:
             (work / "identity.json").write_text(json.dumps(self._identity, indent=2))
@@ -126,6 +136,10 @@ class CheckpointStore:
         for name, part in parts.items():
             part.set_state(states[name])
         mine = torch.load(source / f"rank-{dist.get_rank()}.pt", weights_only=True)
+        for name in mine["fresh"]:
+            optimizer = parts[name].optimizer
+            assert optimizer is not None
+            optimizer.state.clear()
         restore_rng(mine["rng"])
         return mine["loop"]
 

@@ -241,7 +241,7 @@ def _prompt_file_problems(config: Config, path: str, file: str) -> Iterator[str]
         yield _refuse(config, path, file, "is not a file", fix)
         return
     num_prompts = 0
-    for number, line in enumerate(Path(file).read_bytes().splitlines(), start=1):
+    for number, line in enumerate(Path(file).read_bytes().split(b"\n"), start=1):
         if line.strip():
             num_prompts += 1
             if not _is_prompt(line):

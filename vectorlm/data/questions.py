@@ -6,10 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import DatasetError
 from vectorlm.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,10 @@ def read_questions(source: str | Path | Sequence[str], setting: str = "sampler.p
             f"{setting}={str(source)!r} is not a file. Make it first, or list the prompts instead."
         )
     questions = []
-    for number, line in enumerate(Path(source).read_text().splitlines(), start=1):
+    # Not splitlines(), which would also cut at separators that stand inside a text.
+    for number, line in enumerate(Path(source).read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
             columns = json.loads(line)
             questions.append(Question(columns.pop("prompt"), columns))
@@ -50,3 +56,36 @@ def read_questions(source: str | Path | Sequence[str], setting: str = "sampler.p
     if not questions:
         raise DatasetError(f"{setting}={str(source)!r} is empty: it must hold at least one prompt.")
     return questions
+
+
+def check_lengths(
+    questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase, max_tokens: int, setting: str
+) -> None:
+    """Make sure that every prompt leaves room for an answer.
+
+    Args:
+        questions: At least one.
+        tokenizer: The model's.
+        max_tokens: Longest prompt.
+        setting: What an error calls the source.
+
+    Raises:
+        DatasetError: Names the first prompt that is longer.
+    """
+    prompts: list[Any] = [question.prompt for question in questions]
+    texts = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
+    rows: list[Any] = tokenizer([prompts[index] for index in texts])["input_ids"] if texts else []  # type: ignore[assignment]
+    lengths = {index: len(row) for index, row in zip(texts, rows, strict=True)}
+    for index, prompt in enumerate(prompts):
+        if index in lengths:
+            length = lengths[index]
+        elif prompt and not isinstance(prompt[0], int):
+            chat: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+            length = len(chat["input_ids"])
+        else:
+            length = len(prompt)
+        if length > max_tokens:
+            raise DatasetError(
+                f"prompt {index} of {setting} has {length} tokens, more than the {max_tokens} that leave room for an "
+                "answer: leave it out, or raise train_parameters.max_seq_len and sampler.engine.max_model_len."
+            )

@@ -61,7 +61,7 @@ def run_reward(
     names = _accepted(reward)
     if _takes_batches(reward):
         return _run_batch(reward, items, names, timeout_s)
-    if inspect.iscoroutinefunction(reward):
+    if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
         return asyncio_run(_run_together(reward, items, names, timeout_s))
     return _run_each([_call(reward, item, names) for item in items], timeout_s)
 
@@ -83,35 +83,47 @@ def _takes_batches(reward: Callable[..., Any]) -> bool:
     return next(iter(inspect.signature(reward).parameters), "") == BATCH_PARAMETER
 
 
-def _accepted(reward: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the names that `reward` takes, None where it takes any."""
-    parameters = inspect.signature(reward).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return frozenset(parameter.name for parameter in parameters)
+@dataclass(frozen=True)
+class _Accepted:
+    """What a reward function can be given by name."""
+
+    first: str
+    """Its first parameter, which is the completion and is never given by name."""
+    names: frozenset[str] | None
+    """The others; None where it takes any."""
+
+    def __contains__(self, name: str) -> bool:
+        return name != self.first and (self.names is None or name in self.names)
 
 
-def _arguments(item: Scorable, names: frozenset[str] | None) -> dict[str, Any]:
+def _accepted(reward: Callable[..., Any]) -> _Accepted:
+    parameters = inspect.signature(reward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return _Accepted(next(iter(parameters), ""), None if takes_any else frozenset(parameters))
+
+
+def _arguments(item: Scorable, names: _Accepted) -> dict[str, Any]:
     offered = {"prompt": item.prompt, "completion_ids": list(item.token_ids), **item.columns}
-    return {name: value for name, value in offered.items() if names is None or name in names}
+    return {name: value for name, value in offered.items() if name in names}
 
 
-def _call(reward: Callable[..., Any], item: Scorable, names: frozenset[str] | None) -> Callable[[], Any]:
+def _call(reward: Callable[..., Any], item: Scorable, names: _Accepted) -> Callable[[], Any]:
     return lambda: reward(item.text, **_arguments(item, names))
 
 
 def _run_batch(
     reward: Callable[..., Any],
     items: Sequence[Scorable],
-    names: frozenset[str] | None,
+    names: _Accepted,
     timeout_s: float | None,
 ) -> list[Outcome]:
+    of_any = dict.fromkeys(name for item in items for name in item.columns)
     columns = {
         "prompts": [item.prompt for item in items],
         "completion_ids": [list(item.token_ids) for item in items],
-        **{name: [item.columns.get(name) for item in items] for name in items[0].columns},
+        **{name: [item.columns.get(name) for item in items] for name in of_any},
     }
-    arguments = {name: values for name, values in columns.items() if names is None or name in names}
+    arguments = {name: values for name, values in columns.items() if name in names}
     texts = [item.text for item in items]
 
     def call() -> list[Any]:
@@ -124,24 +136,22 @@ def _run_batch(
     (answer,) = _run_each([call], timeout_s, convert=lambda found: found)
     if isinstance(answer, Outcome):
         return [answer] * len(items)
-    return [_outcome_of(value) for value in answer]
+    return [_attempt(lambda value=value: value, _outcome_of) for value in answer]  # type: ignore[misc]
 
 
 async def _run_together(
     reward: Callable[..., Any],
     items: Sequence[Scorable],
-    names: frozenset[str] | None,
+    names: _Accepted,
     timeout_s: float | None,
 ) -> list[Outcome]:
     async def one(item: Scorable) -> Outcome:
         try:
-            return _outcome_of(
-                await asyncio.wait_for(reward(item.text, **_arguments(item, names)), timeout_s)
-            )
-        except TimeoutError:
-            return _late(timeout_s)
+            async with asyncio.timeout(timeout_s) as limit:
+                return _outcome_of(await reward(item.text, **_arguments(item, names)))
         except Exception as error:
-            return _raised(error)
+            # A TimeoutError may also be the function's own, of a server that it asked.
+            return _late(timeout_s) if limit.expired() else _raised(error)
 
     return await asyncio.gather(*map(one, items))
 

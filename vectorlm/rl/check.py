@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
-from vectorlm.config import Config
+from vectorlm.config import Config, RLSettings
 from vectorlm.config.problem import describe_refusal, raise_problems
 from vectorlm.model.schedule import BY_LOSS
 from vectorlm.plugin import load_plugin
@@ -27,6 +28,7 @@ _RESHAPING: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
     "min_tokens": (0,),
+    "structured_outputs": (None,),
 }
 _OURS = {"n": "rl.group_size", "seed": "train_parameters.seed"}
 
@@ -44,7 +46,7 @@ def check_rl(config: Config) -> AlgorithmSpec:
             *_group_problems(config, spec),
             *_sampling_problems(config, spec),
             *_correction_problems(config, spec),
-            *_other_problems(config),
+            *_other_problems(config, spec),
         ]
     )
     for name in config.rl.rewards:
@@ -60,6 +62,9 @@ def _group_problems(config: Config, spec: AlgorithmSpec) -> Iterator[str]:
         rule = f"is too small for {spec.name}, which compares completions of one prompt"
         fix = f"Use {spec.min_group_size} or more."
         yield _refuse(config, "group_size", config.rl.group_size, rule, fix)
+    if config.rl.group_size < 2 and own(config.rl, spec, "dynamic_sampling", False):
+        rule = "would drop every group with rl.dynamic_sampling, as one completion has nothing to differ from"
+        yield _refuse(config, "group_size", config.rl.group_size, rule, "Use 2 or more.")
     if config.rl.num_mini_batches > config.rl.prompts_per_step:
         rule = f"cannot cut {config.rl.prompts_per_step} prompts, whose groups stay together, into so many"
         yield _refuse(
@@ -76,8 +81,9 @@ def _sampling_problems(config: Config, spec: AlgorithmSpec) -> Iterator[str]:
                 config, f"sampling_params.{name}", given[name], "has a setting of its own", f"Set '{place}'."
             )
     temperature = given.get("temperature", 1.0)
-    if spec.samples_from_policy and not (isinstance(temperature, int | float) and temperature > 0):
-        rule = "must be above 0: greedy completions have no probability to learn from"
+    # vLLM takes what is below 0.01 for 0.01, or for greedy sampling, which gives no groups.
+    if not (isinstance(temperature, int | float) and temperature >= 0.01):
+        rule = "must be at least 0.01: greedy completions are all the same, and vLLM knows none in between"
         yield _refuse(config, "sampling_params.temperature", temperature, rule, "Use 1.0.")
     for name, harmless in _RESHAPING.items():
         if spec.samples_from_policy and name in given and given[name] not in harmless:
@@ -95,9 +101,62 @@ def _correction_problems(config: Config, spec: AlgorithmSpec) -> Iterator[str]:
         yield _refuse(config, f"correction.{name}", value, rule, fix)
 
 
-def _other_problems(config: Config) -> Iterator[str]:
+def _overlong_problems(config: Config) -> Iterator[str]:
+    assert config.rl is not None
+    buffer, longest = config.rl.overlong_buffer_tokens, config.rl.sampling_params.get("max_tokens")
+    if not buffer:
+        return
+    if config.rl.environment is not None:
+        rule = "is for single turns: with an environment, it would hold all turns against the length of one"
+        yield _refuse(config, "overlong_buffer_tokens", buffer, rule, "Leave it out.")
+    elif longest is None or buffer > longest:
+        rule = f"must lie within rl.sampling_params.max_tokens={longest}"
+        yield _refuse(config, "overlong_buffer_tokens", buffer, rule, "Set max_tokens, or use a smaller one.")
+
+
+def _reward_problems(config: Config) -> Iterator[str]:
+    assert config.rl is not None
+    full_names: dict[str, str] = {}
+    for name in [*config.rl.rewards, *config.rl.reward_models]:
+        other = full_names.setdefault(short_name(name), name)
+        if other != name:
+            yield (
+                f"the rewards {other!r} and {name!r} would both be called {short_name(name)!r} in metrics: rename one "
+                "of the functions or folders."
+            )
+    folders = [(f"reward_models.{path}", path) for path in config.rl.reward_models]
+    if config.rl.critic.model is not None:
+        folders.append(("critic.model", config.rl.critic.model))
+    for place, path in folders:
+        if not (Path(path) / "config.json").is_file():
+            yield _refuse(config, place, path, "has no config.json", "Name a folder of save_pretrained.")
+
+
+def _no_effect_problems(config: Config, spec: AlgorithmSpec) -> Iterator[str]:
+    """Yield settings that would be carried out and change nothing, or leave nothing to learn."""
+    assert config.rl is not None
+    rl = config.rl
+    if spec.needs_critic and rl.critic.warmup_steps >= rl.max_steps:
+        rule = f"leaves no step of rl.max_steps={rl.max_steps} to the policy"
+        yield _refuse(config, "critic.warmup_steps", rl.critic.warmup_steps, rule, "Use fewer.")
+    if not spec.samples_from_policy:
+        if rl.whiten_advantages:
+            rule = f"has nothing to whiten: {spec.name} trains on what it has chosen, without advantages"
+            yield _refuse(config, "whiten_advantages", True, rule, "Leave it out.")
+        if rl.kl_coef > 0 and rl.kl_in == "reward":
+            rule = f"would change nothing: {spec.name} compares the rewards before the penalty"
+            yield _refuse(config, "kl_in", "reward", rule, "Use loss.")
+    if rl.kl_target is not None and rl.kl_horizon < rl.prompts_per_step * rl.group_size:
+        rule = f"is less than the {rl.prompts_per_step * rl.group_size} completions of one step"
+        yield _refuse(config, "kl_horizon", rl.kl_horizon, rule, "Use ten times as many.")
+
+
+def _other_problems(config: Config, spec: AlgorithmSpec) -> Iterator[str]:
     assert config.rl is not None
     rl, longest = config.rl, config.train_parameters.max_seq_len
+    yield from _overlong_problems(config)
+    yield from _reward_problems(config)
+    yield from _no_effect_problems(config, spec)
     if not rl.rewards and not rl.reward_models:
         yield "the section 'rl' names no reward: fill rl.rewards or rl.reward_models."
     for place in ("rewards", "reward_models"):
@@ -110,12 +169,24 @@ def _other_problems(config: Config) -> Iterator[str]:
             f"train_parameters.lr_scheduler_type={schedule!r} waits for an evaluation loss, and reinforcement learning "
             "has none. Use constant, linear or cosine."
         )
-    if rl.max_tokens_per_micro_batch < longest:
-        rule = f"is less than one sequence of train_parameters.max_seq_len={longest}"
-        fix = f"Use {longest} or more."
+    unit = spec.rows_per_loss(rl.group_size)
+    if rl.max_tokens_per_micro_batch < longest * unit:
+        what = "one sequence" if unit == 1 else f"the {unit} sequences that {spec.name} compares"
+        rule = f"is less than {what} of train_parameters.max_seq_len={longest}"
+        fix = f"Use {longest * unit} or more."
         yield _refuse(config, "max_tokens_per_micro_batch", rl.max_tokens_per_micro_batch, rule, fix)
     if rl.dual_clip is not None and rl.dual_clip <= 1:
         yield _refuse(config, "dual_clip", rl.dual_clip, "must be above 1", "Use 3.0.")
+    sampler = config.train_parameters.sampler
+    engine_length = None if sampler is None else sampler.engine.get("max_model_len")
+    if isinstance(engine_length, int) and engine_length > longest:
+        yield (
+            f"train_parameters.sampler.engine.max_model_len={engine_length} is more than train_parameters.max_seq_len="
+            f"{longest}: rollouts could be too long to train on. Leave it out, or use {longest} or less."
+        )
+    if rl.preference == "ipo" and rl.label_smoothing:
+        rule = "belongs to preference: sigmoid"
+        yield _refuse(config, "label_smoothing", rl.label_smoothing, rule, "Leave it out with ipo.")
     if rl.label_smoothing is not None and rl.label_smoothing >= 0.5:
         yield _refuse(config, "label_smoothing", rl.label_smoothing, "must be below 0.5", "Use 0.1.")
     if rl.kl_target is not None and rl.kl_coef == 0:
@@ -124,6 +195,17 @@ def _other_problems(config: Config) -> Iterator[str]:
     if rl.reference_sync_every is not None and config.train_parameters.lora_peft_config is not None:
         rule = "cannot be done with LoRA, whose reference is the base without adapters"
         yield _refuse(config, "reference_sync_every", rl.reference_sync_every, rule, "Leave it out.")
+
+
+def own(rl: RLSettings, spec: AlgorithmSpec, name: str, default: Any) -> Any:
+    """Return a setting of the section ``rl``, or what the algorithm starts from where it is null."""
+    value = getattr(rl, name)
+    return spec.settings.get(name, default) if value is None else value
+
+
+def short_name(name: str) -> str:
+    """Return what metrics call a reward: the function's name, or the last folder of a model's path."""
+    return name.rpartition(":")[2].rstrip("/").rpartition("/")[2]
 
 
 def _refuse(config: Config, name: str, value: Any, rule: str, fix: str) -> str:

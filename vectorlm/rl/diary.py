@@ -54,6 +54,13 @@ class Diary:
         if batch is not None and batch.drift is not None:
             self._drift.write(step, [batch.drift])
             self._warn(step, batch.metrics["correction/ess"])
+        if batch is None or not batch.rows.mask.any():
+            sampled = gathered.sampled or gathered
+            num_unscored = int(sampled.rewards.isnan().sum())
+            self._say(
+                f"step {step}: nothing to learn from {sampled.rewards.numel()} completions, {num_unscored} of them "
+                "without a reward; the weights stay as they are"
+            )
         if gathered.first_error is not None:
             self._say(
                 f"step {step}: {gathered.num_errors} reward calls failed; the first: {gathered.first_error}"

@@ -35,12 +35,18 @@ class Gathered:
     """Calls of reward functions that raised or ran out of time."""
     first_error: str | None
     """The first of them."""
+    sampled: Gathered | None = None
+    """Everything that was sampled, where dynamic sampling dropped groups; None where it is this itself."""
 
     def chosen(self, spec: AlgorithmSpec, pad_token_id: int, drop_truncated: bool) -> RolloutBatch | None:
         """Return the rows that the algorithm trains on; None where nothing of them is to be learned from."""
         if not self.groups:
             return None
-        selection = spec.select(self.rewards, torch.ones_like(self.rewards, dtype=torch.bool))
+        eligible = torch.ones_like(self.rewards, dtype=torch.bool)
+        if drop_truncated and spec.chooses:
+            # What would be left out of the loss must not be chosen, nor be half of a pair.
+            eligible = torch.tensor([[not each.is_truncated for each in group] for group in self.groups])
+        selection = spec.select(self.rewards, eligible)
         groups = [
             [group[column] for column in columns]
             for group, columns in zip(self.groups, selection.columns.tolist(), strict=True)
@@ -88,14 +94,17 @@ class Gatherer:
         Raises:
             RewardError: A reward function failed, and that is to stop the run.
         """
-        found: list[Gathered] = []
-        missing, round_index = self.num_groups, 0
-        while missing > 0 and round_index < (self.max_rounds if self.drops_constant_groups else 1):
-            gathered = self._round(missing, step, round_index, timer)
-            found.append(self._with_differences(gathered) if self.drops_constant_groups else gathered)
-            missing -= len(found[-1].groups)
-            round_index += 1
-        return _join(found)
+        if not self.drops_constant_groups:
+            return self._round(self.num_groups, step, 0, timer)
+        sampled, kept = [], []
+        missing = self.num_groups
+        for round_index in range(self.max_rounds):
+            sampled.append(self._round(missing, step, round_index, timer))
+            kept.append(self._with_differences(sampled[-1]))
+            missing -= len(kept[-1].groups)
+            if not missing:
+                break
+        return replace(_join(kept), sampled=_join(sampled))
 
     def _round(self, count: int, step: int, round_index: int, timer: Timer) -> Gathered:
         questions = self.order.take(count)
@@ -108,7 +117,9 @@ class Gatherer:
         num_rollouts = count * size
         rewards = scored.total[:num_rollouts].view(count, size) - self._overlong(groups)
         parts = {name: values[:num_rollouts].view(count, size) for name, values in scored.parts.items()}
-        greedy_rewards = scored.total[num_rollouts:] if self.needs_greedy else None
+        greedy_rewards = None
+        if self.needs_greedy:
+            greedy_rewards = scored.total[num_rollouts:] - self._overlong([greedy])[0]
         return Gathered(
             groups, rewards, parts, greedy_rewards, len(groups), scored.num_errors, scored.first_error
         )

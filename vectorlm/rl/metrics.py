@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from vectorlm.algorithms.groups import is_constant
 from vectorlm.rl.gather import Gathered
 from vectorlm.rl.update import TrainBatch
 
 METRICS = {
-    "reward/mean": "Mean reward of the sampled completions, penalties for length included.",
+    "reward/mean": "Mean reward of all sampled completions, dropped groups and penalties for length included.",
     "reward/std": "Standard deviation of the reward over the batch.",
     "reward/min": "Smallest reward.",
     "reward/max": "Largest reward.",
@@ -19,7 +20,7 @@ METRICS = {
     "reward/unscored": "Completions without a reward.",
     "reward/errors": "Calls of reward functions that raised or ran out of time.",
     "rollout/sampled_groups": "Groups that were sampled, those that dynamic sampling dropped included.",
-    "rollout/groups": "Groups that were kept.",
+    "rollout/groups": "Groups that were kept; `rollouts.jsonl` holds these.",
     "rollout/turns_mean": "Turns of the policy in a rollout.",
     "prompt/length_mean": "Tokens of the prompts.",
     "prompt/length_min": "Tokens of the shortest prompt.",
@@ -32,6 +33,7 @@ METRICS = {
     "completion/terminated_length_max": "The most of them.",
     "completion/truncated": "Share of completions that were cut off.",
     "rollout/version_lag_max": "Steps between the oldest weights that sampled a token and those being trained.",
+    "reward/trained_mean": "Mean reward of what is trained on, less the KL penalty where that is in the reward.",
     "advantage/mean": "Mean advantage over the trained tokens.",
     "advantage/std": "Its standard deviation.",
     "advantage/min": "The smallest.",
@@ -71,12 +73,20 @@ METRICS = {
     "policy/kl": "Divergence from the policy of the rollout (k3), mean over tokens.",
     "policy/ratio_mean": "Mean ratio of the policy to that of the rollout.",
     "policy/ratio_max": "The largest.",
-    "policy/clip_low": "Share of tokens that the lower bound of the ratio keeps from learning.",
+    "policy/clip_low": "Share of tokens that the lower bound of the ratio keeps from learning, if any can.",
     "policy/clip_high": "Share of tokens that the upper bound keeps from learning.",
     "policy/clip_fraction": "Both together.",
+    "preference/chosen_reward": "Implicit reward of the better completions, beta log(policy / reference).",
+    "preference/rejected_reward": "The same of the worse ones.",
+    "preference/margin": "The first less the second.",
+    "preference/accuracy": "Share of pairs whose margin is above 0.",
+    "preference/chosen_logprob": "Log-probability of the better completions.",
+    "preference/rejected_logprob": "The same of the worse ones.",
+    "balance/rank_tokens_mean": "Tokens that a rank trains on in an optimizer step, padding included, mean over ranks.",
+    "balance/rank_tokens_max": "The same of the rank with the most.",
     "policy/grad_norm": "Norm of the gradient before it is clipped.",
     "policy/learning_rate": "Learning rate of the policy.",
-    "policy/optimizer_steps": "Optimizer steps that were made on the batch.",
+    "policy/optimizer_steps": "Optimizer steps of the policy that were made on the batch.",
     "policy/stopped_early": "1 when the divergence from the rollout's policy ended the batch early.",
     "reference/kl": "Divergence from the reference (k1), mean over tokens.",
     "reference/kl_coef": "Weight of the KL penalty.",
@@ -90,6 +100,7 @@ METRICS = {
     "time/score_s": "Seconds of the rewards.",
     "time/assess_s": "Seconds of the forward passes for old, reference and critic, and of the advantages.",
     "time/update_s": "Seconds of the optimizer steps.",
+    "perf/tokens_seen": "Tokens of prompts and completions that the whole run has sampled until now.",
     "perf/tokens_per_s": "Tokens of prompts and completions per second of the step.",
     "perf/generated_tokens_per_s": "Sampled tokens per second of sampling.",
     "perf/device_memory_max_bytes": "The most device memory that torch has held on rank 0; CUDA alone.",
@@ -105,11 +116,13 @@ def rollout_metrics(gathered: Gathered, step: int) -> dict[str, float]:
         gathered: The rollouts of the step.
         step: The version that is trained now.
     """
-    metrics = {
+    metrics = {"rollout/groups": float(len(gathered.groups))}
+    # What dynamic sampling drops is not trained on, but it was sampled.
+    gathered = gathered.sampled or gathered
+    metrics |= {
         "reward/unscored": float(gathered.rewards.isnan().sum()),
         "reward/errors": float(gathered.num_errors),
         "rollout/sampled_groups": float(gathered.num_sampled_groups),
-        "rollout/groups": float(len(gathered.groups)),
     }
     if not gathered.groups:
         return metrics
@@ -119,10 +132,12 @@ def rollout_metrics(gathered: Gathered, step: int) -> dict[str, float]:
         metrics |= _spread(f"reward/{name}", values, "mean", "std")
     rewards = gathered.rewards
     if rewards.shape[1] > 1:
+        is_same = is_constant(rewards, ~rewards.isnan())
         scored = torch.where(rewards.isnan(), rewards.nanmean(dim=1, keepdim=True), rewards)
-        within = scored.std(dim=1)
-        metrics["reward/group_std"] = within.nanmean().item()
-        metrics["reward/constant_groups"] = (~(within > 0)).float().mean().item()
+        # Rounding leaves equal rewards a little apart from their mean.
+        within = torch.where(is_same[:, 0], 0.0, scored.std(dim=1))
+        metrics["reward/group_std"] = within.mean().item()
+        metrics["reward/constant_groups"] = is_same.float().mean().item()
     lengths = torch.tensor([float(each.num_policy_tokens) for each in rollouts])
     is_cut = torch.tensor([each.is_truncated for each in rollouts])
     metrics |= _spread(
@@ -140,7 +155,8 @@ def rollout_metrics(gathered: Gathered, step: int) -> dict[str, float]:
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     """Describe what is trained on."""
     mask = batch.rows.mask
-    metrics = _spread("advantage", batch.advantages[mask], "mean", "std", "min", "max", separator="/")
+    metrics = {"reward/trained_mean": batch.rewards[batch.rows.valid].mean().item()}
+    metrics |= _spread("advantage", batch.advantages[mask], "mean", "std", "min", "max", separator="/")
     if batch.returns is not None and batch.values is not None:
         returns, values = batch.returns[mask], batch.values[mask]
         metrics |= _spread("return", returns, separator="/") | _spread("value", values, separator="/")

@@ -81,7 +81,11 @@ class RewardModel:
                 f"reward model {path!r} has {model.config.num_labels} labels: it must have one."
             )
         # The score is read at the last token that is not padding.
-        self._pad_token_id = self._tokenizer.pad_token_id or 0
+        if self._tokenizer.pad_token_id is None:
+            raise ConfigError(
+                f"the tokenizer of reward model {path!r} has no pad token: give it one and save it."
+            )
+        self._pad_token_id = self._tokenizer.pad_token_id
         model.config.pad_token_id = self._pad_token_id
         model.requires_grad_(False)
         self._model = shard(disable_dropout(model))
@@ -91,8 +95,7 @@ class RewardModel:
         """Score rollouts; called on all ranks with the same ones."""
         if not rollouts:
             return []
-        texts = [self._text(rollout) for rollout in rollouts]
-        rows = self._tokenizer(texts, truncation=True, max_length=self._max_length)["input_ids"]
+        rows = [self._token_ids(rollout) for rollout in rollouts]
         lengths = tuple(map(len, rows))
         input_ids = torch.full((len(rows), max(lengths)), self._pad_token_id)
         attention_mask = torch.zeros_like(input_ids)
@@ -119,14 +122,19 @@ class RewardModel:
         logits = self._model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
         return logits[:, :1].expand(input_ids.shape)
 
-    def _text(self, rollout: Rollout) -> str:
+    def _token_ids(self, rollout: Rollout) -> list[int]:
         prompt: Any = rollout.question.prompt
-        if isinstance(prompt, str):
-            return prompt + rollout.text
-        if len(prompt) and isinstance(prompt[0], int):
-            return str(self._tokenizer.decode(list(prompt))) + rollout.text
-        chat: Any = [*prompt, {"role": "assistant", "content": rollout.text}]
-        return str(self._tokenizer.apply_chat_template(chat, tokenize=False))
+        is_text = isinstance(prompt, str)
+        if is_text:
+            text = prompt + rollout.text
+        elif len(prompt) and isinstance(prompt[0], int):
+            text = str(self._tokenizer.decode(list(prompt))) + rollout.text
+        else:
+            chat: Any = [*prompt, {"role": "assistant", "content": rollout.text}]
+            text = str(self._tokenizer.apply_chat_template(chat, tokenize=False))
+        # Templates and tokens hold their special tokens already.
+        limits = {"truncation": True, "max_length": self._max_length}
+        return self._tokenizer(text, add_special_tokens=is_text, **limits)["input_ids"]
 
 
 def _head_name(model: nn.Module) -> str:

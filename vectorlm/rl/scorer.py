@@ -78,8 +78,13 @@ class Scorer:
         return Scored(self._total(parts, has_failed), parts, len(failures), first)
 
     def _run_functions(self, rollouts: Sequence[Rollout]) -> dict[str, list[Outcome]]:
-        """Let every rank score a share, so that a random or slow function is called once for each completion."""
-        mine = rollouts[self.topology.rank :: self.topology.world_size]
+        """Let every rank score a share, so that a random or slow function is called once for each completion.
+
+        The completions of one question stay together: a function of a batch may compare them.
+        """
+        blocks = _blocks(rollouts, self.topology.world_size)
+        first, last = blocks[self.topology.rank]
+        mine = rollouts[first:last]
         items = [
             Scorable(each.text, each.question.prompt, each.token_ids, each.question.columns) for each in mine
         ]
@@ -90,19 +95,24 @@ class Scorer:
             here = shares[0]
             shares = [None] * self.topology.world_size
             dist.all_gather_object(shares, here)
-        outcomes: dict[str, list[Outcome]] = {}
-        for name in self.functions:
-            ordered: list[Outcome] = [Outcome(math.nan)] * len(rollouts)
-            for rank, share in enumerate(shares):
-                ordered[rank :: self.topology.world_size] = share[name]
-            outcomes[name] = ordered
-        return outcomes
+        return {name: [each for share in shares for each in share[name]] for name in self.functions}
 
     def _total(self, parts: Mapping[str, torch.Tensor], has_failed: torch.Tensor) -> torch.Tensor:
         """Add up what was said; a function that said nothing has no part in the sum."""
         weighted = torch.stack([self.weights[name] * values for name, values in parts.items()])
         said_nothing = weighted.isnan().all(dim=0) | has_failed
         return weighted.nansum(dim=0).masked_fill(said_nothing, math.nan)
+
+
+def _blocks(rollouts: Sequence[Rollout], count: int) -> list[tuple[int, int]]:
+    """Cut rollouts into `count` blocks of about equal size, never between two of the same question."""
+    starts = [
+        index
+        for index, rollout in enumerate(rollouts)
+        if index == 0 or rollout.question is not rollouts[index - 1].question
+    ]
+    cuts = [starts[len(starts) * rank // count] if starts else 0 for rank in range(count)]
+    return list(zip(cuts, [*cuts[1:], len(rollouts)], strict=True))
 
 
 def _describe(name: str, rollout: Rollout, error: str | None) -> str:

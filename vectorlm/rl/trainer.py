@@ -72,6 +72,8 @@ class RLTrainer:
     """Steps between checkpoints."""
     step: int = 0
     """Batches of rollouts that were trained on."""
+    tokens_seen: int = 0
+    """Tokens of the prompts and completions that were sampled."""
 
     def run(self, resume_step: int | None = None) -> None:
         """Train to the end, from the start or from the checkpoint of `resume_step`; called on all ranks.
@@ -104,6 +106,9 @@ class RLTrainer:
             if rows is not None:
                 with timer.span("time/assess_s"):
                     batch = self.assessor.assess(rows, gathered.greedy_rewards, self.kl_weight)
+            # Before the update, which may end the run: what it failed on is to be found there.
+            self.diary.write(self.step + 1, gathered, batch)
+            if batch is not None:
                 metrics |= batch.metrics
                 # Of a batch that was rejected whole nothing is left to learn.
                 if batch.rows.mask.any():
@@ -114,7 +119,6 @@ class RLTrainer:
                             kl_coef=self.kl_weight if self.assessor.kl_in == "loss" else 0.0,
                             trains_policy=self.step >= self.critic_warmup_steps,
                         )
-        self.diary.write(self.step + 1, gathered, batch)
         return metrics | self.speed(timer.drain(), metrics)
 
     def follow(self, metrics: dict[str, float]) -> None:
@@ -142,9 +146,11 @@ class RLTrainer:
     def speed(self, times: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
         """Return the times of a step, and what was done in them."""
         if "completion/length_mean" in metrics:
-            num_rollouts = metrics["rollout/groups"] * self.gatherer.group_size
+            num_rollouts = metrics["rollout/sampled_groups"] * self.gatherer.group_size
             generated = metrics["completion/length_mean"] * num_rollouts
             read = metrics["prompt/length_mean"] * num_rollouts
+            self.tokens_seen += int(generated + read)
+            times["perf/tokens_seen"] = float(self.tokens_seen)
             times["perf/tokens_per_s"] = (generated + read) / times["time/step_s"]
             times["perf/generated_tokens_per_s"] = generated / times["time/generate_s"]
         if torch.cuda.is_available():
@@ -165,6 +171,7 @@ class RLTrainer:
         return {
             "schedules": [schedule.state_dict() for schedule in self.schedules],
             "position": self.gatherer.order.position,
+            "tokens_seen": self.tokens_seen,
             "kl": None if self.kl_controller is None else self.kl_controller.state_dict(),
         }
 
@@ -175,6 +182,7 @@ class RLTrainer:
         for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(saved)
         self.gatherer.order.position = state["position"]
+        self.tokens_seen = state["tokens_seen"]
         if self.kl_controller is not None:
             self.kl_controller.load_state_dict(state["kl"])
         self.step = step

@@ -12,7 +12,7 @@ import torch
 
 from vectorlm.algorithms import count_denominator, kl_estimate, reduce_loss, value_loss
 from vectorlm.algorithms.kl import Kind
-from vectorlm.algorithms.ratio import ratio
+from vectorlm.algorithms.ratio import exp_clamped, log_ratio, masked_mean, masked_sum, ratio
 from vectorlm.algorithms.reduce import How
 from vectorlm.algorithms.spec import AlgorithmSpec, Knobs, LossInputs
 from vectorlm.errors import NonFiniteLoss
@@ -159,7 +159,7 @@ class Updater:
                 is_stopped = limit is not None and kl > limit
             if self._critic is not None:
                 self._train_critic(batch, groups, parts, step, tally)
-            num_steps += 1
+            num_steps += trains_policy
             if is_stopped:
                 break
         return tally.averages() | {
@@ -168,10 +168,13 @@ class Updater:
         }
 
     def _mini_batches(self, batch: TrainBatch, step: int) -> Iterator[list[int]]:
-        num_groups, count = len(batch.rewards), self._settings.num_mini_batches
+        # A group of which nothing is trained on has no part in any step: of such groups alone, a step would move the
+        # weights by its momentum.
+        rows = batch.rows.mask.any(dim=1).view(len(batch.rewards), -1)
+        trained, count = torch.nonzero(rows.any(dim=1))[:, 0].tolist(), self._settings.num_mini_batches
         for epoch in range(self._settings.num_epochs):
             generator = np.random.default_rng((self._settings.seed, step, epoch))
-            order = generator.permutation(num_groups).tolist()
+            order = generator.permutation(trained).tolist()
             for index in range(count):
                 groups = sorted(order[index::count])
                 if groups:
@@ -189,6 +192,10 @@ class Updater:
         """Make one optimizer step of the policy; return how far it has moved from the rollout's."""
         denominator, num_tokens = self._denominators(batch, groups)
         tally.begin_step(num_tokens)
+        work = sum(len(part.rows) * part.length for part in parts if not part.is_filler)
+        here = torch.tensor([float(work)], device=self._topology.device)
+        tally.add("balance/rank_tokens_mean", here[0] / self._topology.world_size)
+        tally.add_largest("balance/rank_tokens_max", here, here > 0)
         for index, part in enumerate(parts):
             self._sync_last(self._policy.model, index, len(parts))
             loss = self._policy_loss(batch, part, (denominator, num_tokens), kl_coef, tally)
@@ -230,14 +237,24 @@ class Updater:
         )
         losses = self._spec.loss(inputs, self._knobs)
         loss = self._reduced(self._weighed(losses, batch, part, inputs), mask, denominator)
+        # Both have a value for each token: they are reduced as the losses of tokens are, where the algorithm has such.
+        how, count = (
+            (settings.reduction, denominator) if self._spec.level == "token" else ("token_mean", num_tokens)
+        )
         if kl_coef > 0 and reference is not None:
             penalty = kl_estimate(scores.logprobs, reference, settings.kl_kind, settings.kl_straight_through)
-            penalty = reduce_loss(penalty, mask, "token_mean", num_tokens)
+            penalty = reduce_loss(penalty, mask, how, count)
             tally.add("policy/kl_loss", penalty)
             loss = loss + kl_coef * penalty
         if settings.entropy_coef > 0:
-            loss = loss - settings.entropy_coef * reduce_loss(scores.entropy, mask, "token_mean", num_tokens)
+            loss = loss - settings.entropy_coef * reduce_loss(scores.entropy, mask, how, count)
         self._observe(inputs, scores.entropy, tally)
+        self._observe_units(inputs, denominator, tally)
+        if batch.old_logprobs is None:
+            # The only look that the trainer takes at these tokens with the weights that sampled them.
+            gap = (scores.logprobs.detach() - part.cut(batch.rows.sampler_logprobs)).abs()
+            tally.add_tokens("sampler/logprob_gap_mean", gap, mask)
+            tally.add_largest("sampler/logprob_gap_max", gap, mask)
         return loss
 
     def _weighed(
@@ -279,18 +296,37 @@ class Updater:
         """Count what is worth knowing about the tokens of a micro-batch."""
         mask = inputs.mask
         ratios = ratio(inputs.policy_logprobs, inputs.old_logprobs)
-        low, high = ratios < 1 - self._knobs.clip_low, ratios > 1 + self._knobs.clip_high
-        binding_low, binding_high = low & (inputs.advantages < 0), high & (inputs.advantages > 0)
         tally.add_tokens("policy/entropy", spread, mask)
         tally.add_tokens("policy/kl", kl_estimate(inputs.policy_logprobs, inputs.old_logprobs, "k3"), mask)
         tally.add_tokens("policy/ratio_mean", ratios, mask)
-        tally.add_tokens("policy/clip_low", binding_low.float(), mask)
-        tally.add_tokens("policy/clip_high", binding_high.float(), mask)
-        tally.add_tokens("policy/clip_fraction", (binding_low | binding_high).float(), mask)
         tally.add_largest("policy/ratio_max", ratios, mask)
+        if self._spec.clips is not None:
+            self._observe_clip(inputs, tally)
         if inputs.reference_logprobs is not None:
             divergence = kl_estimate(inputs.policy_logprobs, inputs.reference_logprobs, "k1")
             tally.add_tokens("reference/kl", divergence, mask)
+
+    @torch.no_grad()
+    def _observe_units(self, inputs: LossInputs, denominator: int, tally: Tally) -> None:
+        """Count what the algorithm itself has to say of its completions or groups."""
+        size = inputs.rows_per_group if self._spec.level == "group" else 1
+        units = inputs.mask.any(dim=1).view(-1, size).any(dim=1)
+        for name, values in self._spec.observe(inputs, self._knobs).items():
+            tally.add(name, torch.where(units, values, 0.0).sum() / denominator)
+
+    def _observe_clip(self, inputs: LossInputs, tally: Tally) -> None:
+        """Count the tokens that a clipped ratio keeps from learning."""
+        mask, logs = inputs.mask, log_ratio(inputs.policy_logprobs, inputs.old_logprobs)
+        if self._spec.clips == "mean":
+            logs = masked_mean(logs, mask)[:, None]
+        elif self._spec.clips == "sum":
+            logs = masked_sum(logs, mask)[:, None]
+        clipped = exp_clamped(logs).expand_as(mask)
+        low = (clipped < 1 - self._knobs.clip_low) & (inputs.advantages < 0)
+        high = (clipped > 1 + self._knobs.clip_high) & (inputs.advantages > 0)
+        tally.add_tokens("policy/clip_low", low.float(), mask)
+        tally.add_tokens("policy/clip_high", high.float(), mask)
+        tally.add_tokens("policy/clip_fraction", (low | high).float(), mask)
 
     def _train_critic(
         self,

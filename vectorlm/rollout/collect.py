@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch.distributed as dist
 
 from vectorlm.data.questions import Question
+from vectorlm.errors import RolloutError
+from vectorlm.ranks.topology import Topology
 from vectorlm.rollout.rollout import Rollout
 from vectorlm.types import Engine
 
 
 class Environment(Protocol):
-    """What one rollout talks to: a tool, a game, a user. One object per rollout, the same on all ranks."""
+    """What one rollout talks to: a tool, a game, a user. One object per rollout, which lives on one of the ranks."""
 
     def respond(self, text: str) -> str | None:
         """Return what the policy reads next, or None to end the rollout.
@@ -48,6 +51,8 @@ class Collector:
     """None for single turns."""
     max_turns: int = 1
     """Turns of the policy after which a rollout ends."""
+    topology: Topology = field(default_factory=Topology)
+    """This rank's place: environments are shared out over the ranks."""
 
     def collect(self, questions: Sequence[Question], step: int, round_index: int = 0) -> list[list[Rollout]]:
         """Return a group of rollouts for each question, sampled with the engine's weights.
@@ -89,16 +94,14 @@ class Collector:
         """Let every rollout and its environment talk in turns until all have ended."""
         assert self.make_environment is not None
         rollouts = [rollout for group in groups for rollout in group]
-        environments = [self.make_environment(**rollout.question.columns) for rollout in rollouts]
+        environments: dict[int, Environment] = {}
         said = [rollout.text for rollout in rollouts]
         active = list(range(len(rollouts)))
         for turn in range(1, self.max_turns):
             replies: dict[int, tuple[str, tuple[int, ...]]] = {}
-            for index in active:
-                # A turn that was cut off has not finished what it wanted to say.
-                if rollouts[index].is_truncated:
-                    continue
-                reply = environments[index].respond(said[index])
+            # A turn that was cut off has not finished what it wanted to say.
+            asked = {index: said[index] for index in active if not rollouts[index].is_truncated}
+            for index, reply in self._replies(environments, rollouts, asked).items():
                 ids = tuple(self.encode(reply)) if reply is not None else ()
                 if reply is not None and self._has_room(rollouts[index], ids):
                     replies[index] = (reply, ids)
@@ -118,6 +121,39 @@ class Collector:
                 said[index] = completion.text
         size = self.group_size
         return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+
+    def _replies(
+        self, environments: dict[int, Environment], rollouts: Sequence[Rollout], said: Mapping[int, str]
+    ) -> dict[int, str | None]:
+        """Let each rank's environments respond, so that a tool is used once, and give all replies to all ranks."""
+        assert self.make_environment is not None
+        mine: dict[int, str | None] = {}
+        problem = None
+        for index, text in said.items():
+            if index % self.topology.world_size != self.topology.rank:
+                continue
+            question = rollouts[index].question
+            try:
+                if index not in environments:
+                    environments[index] = self.make_environment(**question.columns)
+                mine[index] = environments[index].respond(text)
+            except Exception as error:
+                problem = (
+                    f"the environment failed: {type(error).__name__}: {error} (prompt {str(question.prompt)[:80]!r}, "
+                    f"after {text[:80]!r})"
+                )
+                break
+        shares: list[Any] = [(mine, problem)]
+        if self.topology.world_size > 1:
+            shares = [None] * self.topology.world_size
+            dist.all_gather_object(shares, (mine, problem))
+        problems = [problem for _, problem in shares if problem is not None]
+        if problems:
+            raise RolloutError(
+                f"{problems[0]}. Catch in it what may go wrong, and answer with a text or None."
+            )
+        found = {index: reply for replies, _ in shares for index, reply in replies.items()}
+        return {index: found[index] for index in said}
 
     def _has_room(self, rollout: Rollout, reply_ids: tuple[int, ...]) -> bool:
         length = len(rollout.prompt_token_ids) + len(rollout.token_ids) + len(reply_ids)
