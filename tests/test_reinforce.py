@@ -210,6 +210,30 @@ def test_a_killed_ppo_run_started_again_ends_bit_for_bit_where_the_uninterrupted
 
 
 @pytest.mark.slow
+def test_rollouts_that_one_run_kept_are_trained_on_by_another_beside_its_own(files, tmp_path):
+    kept = config_of(files, tmp_path / "kept", overrides=["rl.rollout.save_tokens=True", "rl.max_steps=2"])
+    reinforce(kept)
+    path = tmp_path / "kept" / "rollouts.jsonl"
+    overrides = [
+        "rl.rollout.source=file",
+        f"rl.rollout.path={path}",
+        "rl.rollout.replayed_share=0.5",
+        "rl.correction.preset=tis",
+        "rl.max_steps=3",
+    ]
+    reinforce(config_of(files, tmp_path / "again", overrides=overrides))
+    first, *_, last = lines(tmp_path / "again" / "metrics.jsonl")[1:]
+    assert first["rollout/replayed"] == 0.5
+    # At first both halves are of the start's weights or one step later; then the policy leaves what is stored.
+    assert first["correction/ess"] > 0.9
+    assert last["correction/ratio_max"] > first["correction/ratio_min"]
+    assert all(is_documented(name) for name in last if name != "step")
+    drift = lines(tmp_path / "again" / "correction.jsonl")
+    assert [line["train_step"] for line in drift] == [1, 2, 3]
+    assert (tmp_path / "again" / "correction.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["online_dpo", "remax"])
 def test_other_kinds_of_algorithms_run_too(files, tmp_path, algorithm):
     config = config_of(files, tmp_path / algorithm, algorithm, ["rl.max_steps=2"])

@@ -44,6 +44,7 @@ from vectorlm.rl.trainer import RLTrainer
 from vectorlm.rl.update import Updater, UpdateSettings
 from vectorlm.rollout.collect import Collector
 from vectorlm.rollout.prompts import PromptOrder
+from vectorlm.rollout.replay import Replay, read_rollouts
 from vectorlm.telemetry.plots import plot_correction, plot_run
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ def _build(
             Path(settings.output_dir) if topology.is_main else None,
             resume_step=resume_step,
             show_every=rl.show_every,
+            saves_tokens=rl.rollout.save_tokens,
             min_ess=rl.correction.min_ess,
             say=say,
         ),
@@ -271,7 +273,18 @@ def _gatherer(
         max_tokens=rl.sampling_params.get("max_tokens", 16),
         overlong_buffer=rl.overlong_buffer_tokens,
         overlong_penalty=rl.overlong_penalty,
+        replay=_replay(config),
+        replayed_share=rl.rollout.replayed_share,
     )
+
+
+def _replay(config: Config) -> Replay | None:
+    assert config.rl is not None
+    if config.rl.rollout.source == "engine":
+        return None
+    assert config.rl.rollout.path is not None
+    groups = read_rollouts(config.rl.rollout.path)
+    return Replay(groups, config.rl.group_size, config.train_parameters.seed)
 
 
 def _reward_model(config: Config, path: str, topology: Topology) -> RewardModel:

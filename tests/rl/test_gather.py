@@ -16,6 +16,8 @@ from vectorlm.rl.metrics import rollout_metrics
 from vectorlm.rl.scorer import Scorer
 from vectorlm.rollout.collect import Collector
 from vectorlm.rollout.prompts import PromptOrder
+from vectorlm.rollout.replay import Replay
+from vectorlm.rollout.rollout import Rollout
 from vectorlm.telemetry.timers import Timer
 from vectorlm.types import Completion
 
@@ -255,3 +257,36 @@ def test_an_environment_that_fails_ends_the_run_on_all_ranks_with_its_prompt():
     (error, _), (error_too, _) = on_ranks(2, converse_on_rank, 3)
     assert error == error_too
     assert "the environment failed: OSError: no such tool (prompt 'q3', after '1+1')" in error
+
+
+def test_stored_groups_take_their_share_of_each_step():
+    stored = [
+        [
+            Rollout(
+                Question(f"old{group}", {"index": 0}),
+                (1,),
+                (2,),
+                (True,),
+                (-1.0,),
+                (0,),
+                "s",
+                "stop",
+                is_replayed=True,
+            )
+        ]
+        * 2
+        for group in range(3)
+    ]
+    engine = Echo(lambda prompt, index: "ab"[index])
+    mine = gatherer(
+        engine, lambda text: float(text == "a"), num_groups=4, replay=Replay(stored, 2, 0), replayed_share=0.5
+    )
+    found = mine.gather(0, Timer())
+    prompts = [group[0].question.prompt for group in found.groups]
+    assert [prompt.startswith("old") for prompt in prompts] == [False, False, True, True]
+    assert engine.calls[0][0] == prompts[:2]
+    assert rollout_metrics(found, 9)["rollout/replayed"] == 0.5
+    assert rollout_metrics(found, 9)["rollout/version_lag_max"] == 5.0
+    alone = gatherer(engine, lambda text: 1.0, num_groups=3, replay=Replay(stored, 2, 0), replayed_share=1.0)
+    assert len(alone.gather(0, Timer()).groups) == 3
+    assert len(engine.calls) == 1, "nothing was sampled"

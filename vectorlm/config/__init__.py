@@ -3,7 +3,7 @@
 from vectorlm.config.arguments import add_config_arguments, add_node_arguments, config_from_arguments
 from vectorlm.config.check import check_config
 from vectorlm.config.load import load_config
-from vectorlm.config.rl import CorrectionSettings, CriticSettings, RLSettings
+from vectorlm.config.rl import CorrectionSettings, CriticSettings, RLSettings, RolloutSettings
 from vectorlm.config.save import save_config
 from vectorlm.config.schema import (
     Config,
@@ -22,6 +22,7 @@ __all__ = [
     "OptimizerSettings",
     "PreprocessSettings",
     "RLSettings",
+    "RolloutSettings",
     "SamplerSettings",
     "TrainSettings",
     "add_config_arguments",

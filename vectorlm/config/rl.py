@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from vectorlm.config.rules import (
     ClippingNorm,
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -68,6 +69,20 @@ class CorrectionSettings:
     """Ratios above count as out of band in the metrics."""
     min_ess: UnitInterval = 0.5
     """Effective sample size, as a share, below which a warning is printed; 0 prints none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """Where the completions that are trained on come from."""
+
+    source: Literal["engine", "file"] = "engine"
+    """`engine` samples them with the policy's weights; `file` takes stored ones, of this policy or any other."""
+    path: Text | None = None
+    """The `rollouts.jsonl` of a run with `save_tokens`, for `file`."""
+    replayed_share: Fraction = 1.0
+    """With `file`, share of each step's groups that come from there; the engine samples the rest."""
+    save_tokens: bool = False
+    """Write tokens and log-probabilities into `rollouts.jsonl`, so that they can be trained on again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +177,8 @@ class RLSettings:
     """Completions over which `kl_coef` may move by a fifth."""
     reference_sync_every: PositiveInt | None = None
     """Steps between two moments at which the reference becomes the policy; null leaves it where it began."""
+    rollout: RolloutSettings = RolloutSettings()
+    """The section of where completions come from."""
     critic: CriticSettings = CriticSettings()
     """The critic's own section."""
     correction: CorrectionSettings = CorrectionSettings()

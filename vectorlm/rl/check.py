@@ -151,9 +151,22 @@ def _no_effect_problems(config: Config, spec: AlgorithmSpec) -> Iterator[str]:
         yield _refuse(config, "kl_horizon", rl.kl_horizon, rule, "Use ten times as many.")
 
 
+def _rollout_problems(config: Config) -> Iterator[str]:
+    assert config.rl is not None
+    rollout = config.rl.rollout
+    if rollout.source == "file" and rollout.path is None:
+        yield _refuse(config, "rollout.path", None, "is needed for source: file", "Name a rollouts.jsonl.")
+    if rollout.source == "file" and rollout.path is not None and not Path(rollout.path).is_file():
+        yield _refuse(config, "rollout.path", rollout.path, "is not a file", "Name a rollouts.jsonl.")
+    if rollout.source == "engine" and rollout.path is not None:
+        rule = "is not read with source: engine"
+        yield _refuse(config, "rollout.path", rollout.path, rule, "Set rl.rollout.source: file.")
+
+
 def _other_problems(config: Config, spec: AlgorithmSpec) -> Iterator[str]:
     assert config.rl is not None
     rl, longest = config.rl, config.train_parameters.max_seq_len
+    yield from _rollout_problems(config)
     yield from _overlong_problems(config)
     yield from _reward_problems(config)
     yield from _no_effect_problems(config, spec)

@@ -11,6 +11,7 @@ import torch
 from vectorlm.algorithms.ratio import masked_mean
 from vectorlm.rl.gather import Gathered
 from vectorlm.rl.update import TrainBatch
+from vectorlm.rollout.replay import record_of
 from vectorlm.telemetry.step_lines import StepLines
 
 WIDTH = 60
@@ -27,6 +28,7 @@ class Diary:
         resume_step: int | None = None,
         show_every: int = 10,
         num_shown: int = 3,
+        saves_tokens: bool = False,
         min_ess: float = 0.0,
         say: Callable[[str], None] = print,
     ) -> None:
@@ -38,11 +40,13 @@ class Diary:
             resume_step: Keep the lines up to this step; None starts the files anew.
             show_every: Steps between two tables on the console; 0 shows none.
             num_shown: Rollouts in a table.
+            saves_tokens: Write what training on a rollout again needs.
             min_ess: Effective sample size, as a share, below which a warning is shown, once until it has recovered.
             say: Shows text on the console.
         """
         self._lines = None if folder is None else StepLines(folder / "rollouts.jsonl", resume_step)
         self._drift = None if folder is None else StepLines(folder / "correction.jsonl", resume_step)
+        self._saves_tokens = saves_tokens
         self._min_ess, self._has_warned = min_ess, False
         self._show_every, self._num_shown, self._say = show_every, num_shown, say
 
@@ -83,7 +87,8 @@ class Diary:
         advantages = _advantages(gathered, batch)
         for p, group in enumerate(gathered.groups):
             for g, rollout in enumerate(group):
-                yield {
+                record = {
+                    "group": p,
                     "prompt": rollout.question.prompt,
                     "completion": rollout.text,
                     "reward": _number(gathered.rewards[p, g]),
@@ -93,6 +98,7 @@ class Diary:
                     "finish_reason": rollout.finish_reason,
                     "num_turns": rollout.num_turns,
                 }
+                yield record | record_of(rollout) if self._saves_tokens else record
 
     def _table(self, step: int, gathered: Gathered) -> str:
         rows = [("reward", "prompt", "completion")]

@@ -9,10 +9,12 @@ import torch
 
 from vectorlm.algorithms.groups import is_constant
 from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.data.questions import Question
 from vectorlm.rl.scorer import Scorer
 from vectorlm.rollout.batch import RolloutBatch, make_batch
 from vectorlm.rollout.collect import Collector
 from vectorlm.rollout.prompts import PromptOrder
+from vectorlm.rollout.replay import Replay
 from vectorlm.rollout.rollout import Rollout
 from vectorlm.telemetry.timers import Timer
 
@@ -66,7 +68,7 @@ class Gatherer:
     """Samples and scores the rollouts of a step; its calls are collective."""
 
     collector: Collector
-    order: PromptOrder
+    order: PromptOrder[Question]
     scorer: Scorer
     num_groups: int
     """P."""
@@ -82,6 +84,10 @@ class Gatherer:
     """Tokens before `max_tokens` over which the penalty grows; 0 leaves it out."""
     overlong_penalty: float = 1.0
     """What a completion of `max_tokens` tokens loses (DAPO)."""
+    replay: Replay | None = None
+    """Stored groups."""
+    replayed_share: float = 0.0
+    """Share of the groups of each round that come from there."""
 
     @property
     def group_size(self) -> int:
@@ -107,9 +113,13 @@ class Gatherer:
         return replace(_join(kept), sampled=_join(sampled))
 
     def _round(self, count: int, step: int, round_index: int, timer: Timer) -> Gathered:
-        questions = self.order.take(count)
+        num_replayed = 0 if self.replay is None else round(count * self.replayed_share)
+        fresh = self.order.take(count - num_replayed)
         with timer.span("time/generate_s"):
-            groups = self.collector.collect(questions, step, round_index)
+            groups = self.collector.collect(fresh, step, round_index) if fresh else []
+            if self.replay is not None:
+                groups += self.replay.take(num_replayed)
+            questions = [group[0].question for group in groups]
             greedy = self.collector.greedy(questions) if self.needs_greedy else []
         size = self.group_size
         with timer.span("time/score_s"):

@@ -32,6 +32,7 @@ METRICS = {
     "completion/terminated_length_min": "The fewest of them.",
     "completion/terminated_length_max": "The most of them.",
     "completion/truncated": "Share of completions that were cut off.",
+    "rollout/replayed": "Share of completions that come from a file.",
     "rollout/version_lag_max": "Steps between the oldest weights that sampled a token and those being trained.",
     "reward/trained_mean": "Mean reward of what is trained on, less the KL penalty where that is in the reward.",
     "advantage/mean": "Mean advantage over the trained tokens.",
@@ -147,7 +148,9 @@ def rollout_metrics(gathered: Gathered, step: int) -> dict[str, float]:
     metrics |= _spread("completion/terminated_length", lengths[~is_cut])
     metrics["completion/truncated"] = is_cut.float().mean().item()
     metrics["rollout/turns_mean"] = sum(each.num_turns for each in rollouts) / len(rollouts)
-    oldest = min((version for each in rollouts for version in each.versions if version >= 0), default=step)
+    fresh = [each for each in rollouts if not each.is_replayed]
+    metrics["rollout/replayed"] = 1 - len(fresh) / len(rollouts)
+    oldest = min((version for each in fresh for version in each.versions if version >= 0), default=step)
     metrics["rollout/version_lag_max"] = float(step - oldest)
     return metrics
 

@@ -171,6 +171,7 @@ class RLTrainer:
         return {
             "schedules": [schedule.state_dict() for schedule in self.schedules],
             "position": self.gatherer.order.position,
+            "replay_position": 0 if self.gatherer.replay is None else self.gatherer.replay.position,
             "tokens_seen": self.tokens_seen,
             "kl": None if self.kl_controller is None else self.kl_controller.state_dict(),
         }
@@ -182,6 +183,8 @@ class RLTrainer:
         for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(saved)
         self.gatherer.order.position = state["position"]
+        if self.gatherer.replay is not None:
+            self.gatherer.replay.position = state["replay_position"]
         self.tokens_seen = state["tokens_seen"]
         if self.kl_controller is not None:
             self.kl_controller.load_state_dict(state["kl"])

@@ -1,21 +1,22 @@
-"""The order in which questions are asked."""
+"""The order in which questions are asked, and stored groups trained on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from vectorlm.data.questions import Question
+Item = TypeVar("Item")
 
 
-class PromptOrder:
-    """Walks through the questions, in a new order on each pass, drawn from the seed.
+class PromptOrder(Generic[Item]):
+    """Walks through questions, or anything else, in a new order on each pass, drawn from the seed.
 
     The only state is `position`: a run that resumes sets it and goes on.
     """
 
-    def __init__(self, questions: Sequence[Question], seed: int, position: int = 0) -> None:
+    def __init__(self, questions: Sequence[Item], seed: int, position: int = 0) -> None:
         """Start at a position.
 
         Args:
@@ -27,13 +28,13 @@ class PromptOrder:
         self.position = position
         self._order: tuple[int, np.ndarray] | None = None
 
-    def take(self, count: int) -> list[Question]:
+    def take(self, count: int) -> list[Item]:
         """Return the next questions; a pass that ends is followed by the next one."""
         taken = [self._question(self.position + index) for index in range(count)]
         self.position += count
         return taken
 
-    def _question(self, position: int) -> Question:
+    def _question(self, position: int) -> Item:
         epoch, index = divmod(position, len(self._questions))
         if self._order is None or self._order[0] != epoch:
             # The pair is hashed: seed + epoch would give one seed's second pass another seed's first.

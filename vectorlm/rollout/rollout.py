@@ -30,6 +30,8 @@ class Rollout:
     """That of the last turn: ``stop``, ``length`` or ``abort``."""
     num_turns: int = 1
     """Turns of the policy."""
+    is_replayed: bool = False
+    """Whether it comes from a file; `versions` are then those of the run that wrote it."""
 
     @property
     def is_truncated(self) -> bool:
