@@ -53,18 +53,16 @@ class Assessor:
             kl_coef: Weight of the divergence, used here where it is part of the reward.
         """
         in_reward = self.reference is not None and self.kl_in == "reward"
-        old = values = reference = None
+        needs_old = in_reward or self.correction.is_on or not self.is_one_step
+        old = batch.sampler_logprobs if self.correction.bypass else None
         weights, metrics, drift = None, {}, None
-        if self.correction.bypass:
-            old = batch.sampler_logprobs
-        elif in_reward or self.correction.is_on or not self.is_one_step:
+        if needs_old and old is None:
             old = self._map(batch, self.policy.logprobs)
-            metrics = gap_of(batch, old)
-            metrics |= correction_metrics(old, batch.sampler_logprobs, batch.mask, *self.band)
-            drift = drift_of(batch, old, self.band)
+            metrics, drift = self._compare(batch, old), drift_of(batch, old, self.band)
             judged = self.correction.judge(batch, old)
-            batch, weights = judged.rows, judged.weights
             metrics |= judged.metrics()
+            batch, weights = judged.rows, judged.weights
+        reference = values = None
         if self.reference is not None:
             reference = self._map(batch, self.reference)
         if self.critic is not None:
@@ -95,6 +93,11 @@ class Assessor:
             metrics=metrics,
             drift=drift,
         )
+
+    def _compare(self, batch: RolloutBatch, old: torch.Tensor) -> dict[str, float]:
+        """Describe how far trainer and engine are apart."""
+        low, high = self.band
+        return gap_of(batch, old) | correction_metrics(old, batch.sampler_logprobs, batch.mask, low, high)
 
     def _reshard(self) -> None:
         """Let whoever looks at the parameters next see shards, as ever: forward passes left some of them whole."""
