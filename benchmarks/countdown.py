@@ -14,8 +14,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from report import ROOT, write_result
+from report import RESULTS, ROOT, circumstances, write_result
 
 ALGORITHMS = ("ppo", "grpo", "rloo", "online_dpo")
 COLOURS = dict(zip(ALGORITHMS, ("tab:blue", "tab:orange", "tab:green", "tab:red"), strict=True))
@@ -28,12 +29,15 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS, choices=ALGORITHMS)
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     parser.add_argument("--world_size", type=int, default=2)
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the rows of the last result that are not measured now"
+    )
     arguments = parser.parse_args()
     if not (ROOT / "data/countdown/train.jsonl").exists():
         _run("examples/make_countdown.py", "--output_dir", "data/countdown", "--seed", "0")
     if not (ROOT / "runs/countdown_warmup/final-model").exists():
         _run_config("examples/llama_example_mp.py", "countdown_warmup", arguments.world_size)
-    rows, curves = [], {}
+    rows, curves = _kept(set(ALGORITHMS) - set(arguments.algorithms)) if arguments.keep else ([], {})
     for algorithm in arguments.algorithms:
         runs, times_s = [], []
         for seed in arguments.seeds:
@@ -54,12 +58,20 @@ def main() -> None:
                 "after, %": _mean_and_range([100 * run[-1][1] for run in runs]),
                 "gain, points": _mean_and_range(gains),
                 "longest run, s": round(max(times_s)),
+                "commit": circumstances()["commit"],
             }
         )
         print(rows[-1], flush=True)
     setting = {"world_size": arguments.world_size, "seeds": list(arguments.seeds)}
     write_result("countdown", setting, rows, {"accuracy_by_step": curves})
     _draw(curves, ROOT / "docs/images/countdown_rl.png")
+
+
+def _kept(algorithms: set[str]) -> tuple[list[dict[str, Any]], dict[str, list[Curve]]]:
+    """Return the rows and curves of these algorithms in the last result."""
+    last = json.loads((RESULTS / "countdown.json").read_text())
+    curves = {name: runs for name, runs in last["accuracy_by_step"].items() if name in algorithms}
+    return [row for row in last["rows"] if row["algorithm"] in algorithms], curves
 
 
 def _run_config(script: str, name: str, world_size: int, *settings: str) -> None:
