@@ -13,6 +13,8 @@ TITLES = {
     "sampling": "Sampling for 64 prompts of 32 tokens, 64 new tokens each (median of 7, taken in turn)",
     "broadcast": "512 completions of 256 tokens with log-probabilities given to two ranks (median of 9)",
     "startup": "From the import to the first token (medians, taken in turn)",
+    "countdown": "Right answers to held-out Countdown questions, in percent: mean (range) of three seeds",
+    "rl_step": "A step of GRPO beside TRL with vLLM in its process (medians of steps)",
 }
 
 
