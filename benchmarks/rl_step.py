@@ -1,6 +1,6 @@
 """One GRPO step beside TRL's GRPOTrainer with vLLM in the same process. Run: python benchmarks/rl_step.py
 
-Both train the same 36 M parameter Llama on the same prompts, 16 a step of 32 tokens each, 8 completions of each, one
+Both train the same 36 M parameter Llama on the same prompts, 8 a step of 32 tokens each, 8 completions of each, one
 optimizer step per batch, no reference model. Completions either end at one of 200 tokens in 8000, so that most are
 short and a few reach 128, or all have 64. Needs TRL: pip install --no-deps -r requirements/bench.txt
 """
@@ -20,7 +20,7 @@ from typing import Any
 from bench_model import save_bench_model
 from report import ROOT, write_result
 
-PROMPTS, GROUP, PROMPT_TOKENS, STEPS, SKIPPED = 16, 8, 32, 6, 2
+PROMPTS, GROUP, PROMPT_TOKENS, STEPS, SKIPPED = 8, 8, 32, 5, 1
 ROWS_PER_PASS = 16
 LENGTHS: dict[str, dict[str, Any]] = {
     "long tail": {"max_tokens": 128, "stop_token_ids": list(range(3, 203))},
