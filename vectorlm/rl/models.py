@@ -80,13 +80,7 @@ class RewardModel:
             raise ConfigError(
                 f"reward model {path!r} has {model.config.num_labels} labels: it must have one."
             )
-        # The score is read at the last token that is not padding.
-        if self._tokenizer.pad_token_id is None:
-            raise ConfigError(
-                f"the tokenizer of reward model {path!r} has no pad token: give it one and save it."
-            )
-        self._pad_token_id = self._tokenizer.pad_token_id
-        model.config.pad_token_id = self._pad_token_id
+        self._config = model.config
         model.requires_grad_(False)
         self._model = shard(disable_dropout(model))
         self._topology, self._max_tokens, self._max_length = topology, max_tokens, max_length
@@ -97,7 +91,13 @@ class RewardModel:
             return []
         rows = [self._token_ids(rollout) for rollout in rollouts]
         lengths = tuple(map(len, rows))
-        input_ids = torch.full((len(rows), max(lengths)), self._pad_token_id)
+        # The score is read at the last token that is not padding, so padding must be a token that ends no row.
+        padding = self._tokenizer.pad_token_id
+        if padding is None:
+            used = {token for row in rows for token in row}
+            padding = next(token for token in range(len(used) + 1) if token not in used)
+        self._config.pad_token_id = padding
+        input_ids = torch.full((len(rows), max(lengths)), padding)
         attention_mask = torch.zeros_like(input_ids)
         for index, row in enumerate(rows):
             input_ids[index, : len(row)] = torch.tensor(row)
