@@ -96,6 +96,7 @@ def _mean_and_range(values: list[float]) -> str:
 def _draw(curves: dict[str, list[Curve]], path: Path) -> None:
     """Draw the mean of the seeds for each algorithm, and their spread."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MultipleLocator
 
     figure = Figure(figsize=(8, 4.6), dpi=120, layout="constrained")
     axes = figure.subplots()
@@ -111,8 +112,8 @@ def _draw(curves: dict[str, list[Curve]], path: Path) -> None:
         title="Countdown: right answers to held-out questions, sampled at temperature 1",
         xlabel="step (a batch of rollouts)",
         ylabel="share of questions; line: mean, band: range of seeds",
-        ylim=(0, 1),
     )
+    axes.yaxis.set_major_locator(MultipleLocator(0.05))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
