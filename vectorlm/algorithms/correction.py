@@ -6,11 +6,13 @@ too timid, below 1 where it was too eager. Bounds are bounds of r itself. Nothin
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
-from vectorlm.algorithms.ratio import MAX_LOG_RATIO, masked_mean, masked_sum
+from vectorlm.algorithms.choice import require_choice
+from vectorlm.algorithms.kl import kl_estimate
+from vectorlm.algorithms.ratio import MAX_LOG_RATIO, exp_clamped, log_ratio, masked_mean, masked_sum
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "mask"]
@@ -63,8 +65,8 @@ def importance_weights(
     Raises:
         ValueError: `level` or `mode` is unknown, or the bounds are not 0 <= low <= 1 <= high.
     """
-    _require("level", level, Level)
-    _require("mode", mode, Mode)
+    require_choice("level", level, Level)
+    require_choice("mode", mode, Mode)
     if not (0 <= (0 if low is None else low) <= 1 <= (1 if high is None else high)):
         raise ValueError(f"low={low} and high={high} must be bounds around 1: 0 <= low <= 1 <= high.")
     log_ratios, known = _log_ratios(old_logprobs, sampler_logprobs, mask)
@@ -73,8 +75,8 @@ def importance_weights(
         compared, kept = tokens, known
     else:
         row = masked_sum(log_ratios, known) if level == "sequence" else masked_mean(log_ratios, known)
-        compared = row.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()[:, None].expand_as(tokens)
-        kept = mask.bool() & ~(mask.bool() & ~known).any(dim=1, keepdim=True)
+        compared = exp_clamped(row)[:, None].expand_as(tokens)
+        kept = known & _known_rows(mask, known)
     if mode == "truncate":
         weights = compared.clamp(low, high) if low is not None or high is not None else compared
     else:
@@ -128,8 +130,8 @@ def rejection_mask(
     kept = known
     judges_rows = veto is not None or (divergence is not None and level != "token")
     if divergence is not None:
-        _require("divergence", divergence, Divergence)
-        _require("level", level, GateLevel)
+        require_choice("divergence", divergence, Divergence)
+        require_choice("level", level, GateLevel)
         if bound is None or bound < 0:
             raise ValueError(f"bound={bound} must be at least 0: it is the largest {divergence} that passes.")
         distances = torch.where(
@@ -148,7 +150,7 @@ def rejection_mask(
         ratios = torch.where(known, log_ratios.exp(), 1.0)
         kept = kept & (ratios.amin(dim=1, keepdim=True) >= veto)
     if judges_rows:
-        kept = kept & ~(mask.bool() & ~known).any(dim=1, keepdim=True)
+        kept = kept & _known_rows(mask, known)
     return kept
 
 
@@ -196,7 +198,7 @@ def correction_metrics(
         "chi2": tokens.square().mean() - 1,
         "chi2_sequences": rows.square().mean() - 1,
         "k1": -log_tokens.mean(),
-        "k3": (torch.expm1(log_tokens) - log_tokens).clamp(min=0.0).mean(),
+        "k3": kl_estimate(-log_tokens, torch.zeros_like(log_tokens), "k3").mean(),
         "ppl_ratio": (-mean_rows).mean().exp(),
         "unknown": (mask.bool() & ~known).double().sum(),
     }
@@ -210,9 +212,14 @@ def _log_ratios(
     old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log r [B, T], clamped and 0 where it is not known, and where it is."""
-    difference = (old_logprobs - sampler_logprobs).detach()
+    difference = log_ratio(old_logprobs, sampler_logprobs).detach()
     known = mask.bool() & ~difference.isnan()
     return torch.where(known, difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0), known
+
+
+def _known_rows(mask: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Return bool [B, 1]: the rows all of whose tokens have a ratio."""
+    return ~(mask.bool() & ~known).any(dim=1, keepdim=True)
 
 
 def _within(values: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
@@ -236,10 +243,8 @@ def _normalised(weights: torch.Tensor, kept: torch.Tensor, level: Level) -> torc
 def _divergence(
     log_ratios: torch.Tensor, old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, kind: Divergence
 ) -> torch.Tensor:
-    if kind == "k2":
-        return 0.5 * log_ratios.square()
-    if kind == "k3":
-        return (torch.expm1(log_ratios) - log_ratios).clamp(min=0.0)
+    if kind in ("k2", "k3"):
+        return kl_estimate(-log_ratios, torch.zeros_like(log_ratios), kind)
     trainer, sampler = old_logprobs.detach().exp(), sampler_logprobs.detach().exp()
     if kind == "tv":
         return (trainer - sampler).abs()
@@ -251,8 +256,3 @@ def _divergence(
 
 def _effective_share(weights: torch.Tensor) -> torch.Tensor:
     return 1 / (weights / weights.mean()).square().mean()
-
-
-def _require(name: str, value: str, kind: object) -> None:
-    if value not in get_args(kind):
-        raise ValueError(f"{name}={value!r} is unknown: it must be one of {', '.join(get_args(kind))}.")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
+from vectorlm.algorithms.choice import require_choice
 from vectorlm.algorithms.ratio import masked_sum
 
 How = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_sum_fixed"]
@@ -41,8 +42,7 @@ def reduce_loss(
     Raises:
         ValueError: `how` is unknown, or a fixed denominator is missing.
     """
-    if how not in get_args(How):
-        raise ValueError(f"how={how!r} is unknown: it must be one of {', '.join(get_args(How))}.")
+    require_choice("how", how, How)
     if denominator is None:
         if how == "sequence_sum_fixed":
             raise ValueError("sequence_sum_fixed needs its denominator: sequences times the fixed length.")

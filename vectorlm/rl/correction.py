@@ -39,9 +39,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 _LEVEL_OF_RATIO: dict[str, Level] = {"token": "token", "sum": "sequence", "mean": "geometric"}
 """What a gate's level is called where it is one of ratios."""
 
-_WITHOUT_RATIO: dict[str, Any] = {"level": "token", "mode": "truncate", "high": 2.0}
-"""What bypass adds for a loss that has no ratio of policies of its own."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
@@ -164,7 +161,8 @@ def correction_of(settings: CorrectionSettings, spec: AlgorithmSpec) -> Correcti
     own = {name: value for name in names if (value := getattr(settings, name)) is not None}
     correction = Correction(**{**PRESETS[settings.preset], **own})
     if correction.bypass and not spec.has_ratio and correction.level is None:
-        correction = replace(correction, **_WITHOUT_RATIO)
+        # Such a loss has no weight for what the engine did otherwise, so it gets one.
+        correction = replace(correction, **PRESETS["tis"])
     return correction
 
 
