@@ -197,10 +197,10 @@ def _build(
 
 def knobs_of(rl: RLSettings, spec: AlgorithmSpec) -> Knobs:
     """Return the algorithm's numbers: the config's own, else the algorithm's, else the defaults."""
-    names = [field.name for field in fields(Knobs)]
-    given = {name: value for name in names if (value := getattr(rl, name)) is not None}
-    own = {name: value for name, value in spec.settings.items() if name in names}
-    return Knobs(**(own | given))
+    defaults = Knobs()
+    return Knobs(
+        **{each.name: own(rl, spec, each.name, getattr(defaults, each.name)) for each in fields(Knobs)}
+    )
 
 
 def _critic_warmup_steps(config: Config, spec: AlgorithmSpec) -> int:
