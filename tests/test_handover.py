@@ -10,6 +10,7 @@ from vectorlm.handover import DeviceTurn
 from vectorlm.model.load import load_model
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.hf_engine import HFEngine
+from vectorlm.types import UpdateReport
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +36,9 @@ class ScribeEngine:
     def wake_up(self, *, weights=True, kv_cache=True):
         self._note("wake", weights=weights, kv=kv_cache)
 
-    def update(self, model, train_step):
+    def update(self, model, train_step, in_flight="refuse"):
         self._note(f"update {train_step}")
-        return f"report of {train_step}"
+        return UpdateReport(train_step, train_step == 4, 0, 0.0, 0.0, 0.0, busy=((1.0, 2.0),))
 
 
 def stepped(model):
@@ -68,8 +69,20 @@ def test_the_engine_takes_its_kv_cache_back_last_and_sleeps_again(sleep, expecte
     turn = turn_over(engine, sleep=sleep)
     with turn.sampling(3) as report:
         engine.calls.append("sample")
-    assert report == "report of 3"
+    assert report.version == 3
     assert engine.calls == expected
+
+
+def test_what_the_engine_did_is_kept_until_somebody_asks():
+    turn = turn_over(ScribeEngine())
+    assert (turn.swapped_at, turn.busy) == (None, [])
+    with turn.sampling(3):
+        pass
+    swapped_at = turn.swapped_at
+    assert turn.busy == [(1.0, 2.0)]
+    with turn.sampling(4) as report:
+        assert report.skipped
+    assert (turn.swapped_at, turn.busy) == (swapped_at, [(1.0, 2.0)])
 
 
 def test_the_optimizer_is_off_the_device_before_the_engine_wakes_and_back_after_it_sleeps():

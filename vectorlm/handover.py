@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
@@ -11,7 +12,7 @@ import torch
 from vectorlm.errors import EngineDied, EngineError, EngineTimeout, OutOfTurn, RankMismatch, WeightMismatch
 from vectorlm.offload import Offload
 from vectorlm.ranks.topology import Topology
-from vectorlm.types import Engine, UpdateReport
+from vectorlm.types import Engine, InFlight, UpdateReport
 
 SleepMode = Literal["none", "kv_cache", "all"]
 """What of the engine sleeps while the trainer works."""
@@ -52,6 +53,7 @@ class DeviceTurn:
         optimizer: torch.optim.Optimizer | None = None,
         sleep: SleepMode = "none",
         offload_optimizer: bool = False,
+        in_flight: InFlight = "refuse",
         topology: Topology | None = None,
     ) -> None:
         """Put the engine to sleep, so that the turn is the trainer's; called on all ranks.
@@ -62,23 +64,33 @@ class DeviceTurn:
             optimizer: Guarded against steps out of turn.
             sleep: What of the engine sleeps while the trainer works: nothing, its KV cache, or its weights too.
             offload_optimizer: Keep the optimizer's state and the gradients on the host while the engine works.
+            in_flight: What becomes of requests under way when a block brings new weights; see `Engine.update`. Other
+                than `refuse`, it needs an engine that stays awake.
             topology: This rank's place; read from the environment when omitted.
 
         Raises:
-            ValueError: `sleep` is unknown, or there is no optimizer to offload.
+            ValueError: `sleep` is unknown, or requests shall outlive it, or there is no optimizer to offload.
             EngineError: The engine cannot sleep; the text says why.
         """
         if sleep not in get_args(SleepMode):
             raise ValueError(
                 f"sleep={sleep!r} is not known: it must be one of {', '.join(get_args(SleepMode))}."
             )
+        if sleep != "none" and in_flight != "refuse":
+            raise ValueError(
+                f"in_flight={in_flight!r} needs sleep='none': an engine that sleeps holds no requests."
+            )
         if offload_optimizer and optimizer is None:
             raise ValueError("offload_optimizer=True needs the optimizer: pass optimizer=….")
         topology = Topology.from_environment() if topology is None else topology
-        self._engine, self._model, self._sleep = engine, model, sleep
+        self._engine, self._model, self._sleep, self._in_flight = engine, model, sleep, in_flight
         self._is_cuda, self._is_alone = topology.is_cuda, topology.world_size == 1
         self._offload = Offload(optimizer, topology.device) if optimizer and offload_optimizer else None
         self._step: int | None = None
+        self.swapped_at: float | None = None
+        """When the engine got its newest weights, in seconds of ``time.perf_counter``."""
+        self.busy: list[tuple[float, float]] = []
+        """When the engine computed until then, by its own reports; whoever reads this empties it."""
         if optimizer is not None:
             optimizer.register_step_pre_hook(self._refuse_step)
         lay_down(engine, sleep)
@@ -110,7 +122,10 @@ class DeviceTurn:
             self._clear_device()
             if self._sleep == "all":
                 self._engine.wake_up(weights=True, kv_cache=False)
-            report = self._engine.update(self._model, step)
+            report = self._engine.update(self._model, step, in_flight=self._in_flight)
+            if not report.skipped:
+                self.swapped_at = time.perf_counter()
+                self.busy += report.busy
             if self._sleep != "none":
                 self._engine.wake_up(weights=False, kv_cache=True)
             yield report

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """What a caller may ask to be continued: text, token ids, or chat messages (``{"role", "content"}``)."""
+
+InFlight = Literal["refuse", "keep", "recompute", "drain"]
+"""What an update does about requests under way: it raises; they go on with their KV cache of the old weights; their
+cache is computed anew with the new weights; or it waits for their end first."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,10 @@ class UpdateReport:
     """Seconds that the engine spent taking the weights over, checks included."""
     total_s: float
     """Seconds that the caller waited for the whole update, not counting an engine that was still loading."""
+    stall_s: float = 0.0
+    """Seconds that requests under way stood still for it; 0 without any."""
+    busy: tuple[tuple[float, float], ...] = field(default=(), repr=False)
+    """When the engine computed since its last update, in seconds of ``time.perf_counter``; empty where unknown."""
 
 
 class Handle(Protocol):
@@ -106,11 +114,11 @@ class Engine(Protocol):
         """
         ...
 
-    def update(self, model: torch.nn.Module, train_step: int) -> UpdateReport:
+    def update(self, model: torch.nn.Module, train_step: int, in_flight: InFlight = "refuse") -> UpdateReport:
         """Hot-swap the weights of `model` into the engine as version `train_step`; nothing moves if it holds that.
 
-        With requests under way an engine raises `EngineError`, or goes on with the new weights: each token bears the
-        version that sampled it.
+        Requests under way are treated as `in_flight` says; each of their tokens bears the version that sampled it. An
+        engine may refuse `keep` and `recompute` with `EngineError`, before anything has changed.
         """
         ...
 

@@ -53,7 +53,7 @@ def run(model_path, what):
             print(f"sampling works, launcher {os.environ['FAULT_LAUNCHER']}", flush=True)
         if topology.is_main and what == "worker of a parallel engine killed":
             os.kill(worker_pids(engine)[1], signal.SIGKILL)
-        if topology.is_main and what in ("engine killed", "parallel engine killed"):
+        if topology.is_main and what == "engine killed":
             os.kill(engine._channel.pid, signal.SIGKILL)
         if topology.is_main and what == "engine killed while training":
             os.kill(engine._channel.pid, signal.SIGKILL)

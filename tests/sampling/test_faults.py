@@ -103,9 +103,10 @@ class Run:
             marks=pytest.mark.slow,
         ),
         pytest.param("rank 1 killed", r"rank 1 of 2 was ended by SIGKILL", marks=pytest.mark.slow),
-        (
+        pytest.param(
             "rank 1 raises",
             r"(?s)rank 1 of 2 raised ValueError: a bad batch.*Traceback.*ValueError: a bad batch",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "other prompts",

@@ -31,9 +31,9 @@ def outputs():
 
 
 def test_completions_come_back_as_they_were():
-    packed = PackedCompletions.from_arrays(pack_outputs(outputs(), version=6).arrays())
+    packed = PackedCompletions.from_arrays(pack_outputs(outputs(), [[5, 6], [], [6, 6, 6]]).arrays())
     (stopped, empty), (unscored,), none = packed.unpack()
-    assert stopped == Completion((3, 5), (4, 7), (-0.5, -2.0), (6, 6), "dé", "stop")
+    assert stopped == Completion((3, 5), (4, 7), (-0.5, -2.0), (5, 6), "dé", "stop")
     assert empty == Completion((3, 5), (), (), (), "", "length")
     assert unscored == Completion((8,), (1, 2, 3), (), (6, 6, 6), "\ud800 three", None)
     assert none == []
@@ -42,12 +42,12 @@ def test_completions_come_back_as_they_were():
 @pytest.mark.parametrize("first", range(4))
 @pytest.mark.parametrize("last", range(4))
 def test_a_slice_of_the_prompts_is_that_slice_of_the_whole(first, last):
-    packed = pack_outputs(outputs(), version=1)
+    packed = pack_outputs(outputs(), [[1, 1], [], [1, 1, 1]])
     assert packed.unpack(first, last) == packed.unpack()[first:last]
 
 
 def test_nothing_packs_to_nothing():
-    assert PackedCompletions.from_arrays(pack_outputs([], 0).arrays()).unpack() == []
+    assert PackedCompletions.from_arrays(pack_outputs([], []).arrays()).unpack() == []
 
 
 def test_request_outputs_come_back_equal_in_every_field():

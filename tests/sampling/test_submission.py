@@ -117,7 +117,7 @@ def test_weights_do_not_change_under_a_running_batch(engine, folder):
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
     handle = engine.submit([[2, 3]], LONG)
     perturb(*models, seed=1)
-    with pytest.raises(EngineError, match="an update began while 1 requests were running; wait for them"):
+    with pytest.raises(EngineError, match="1 requests are under way: wait for them"):
         engine.update(models[0], engine.version + 1)
     assert handle.result()
     engine.update(models[0], engine.version + 1)

@@ -37,6 +37,7 @@ def test_an_engine_of_ones_own_goes_through_every_check(folder):
     assert f"{len(CHECKS)} of them" in DOCS
 
 
+@pytest.mark.slow
 def test_every_rank_may_run_the_checks(folder):
     (folder / "ranks.py").write_text(RANKS)
     run(folder, "ranks.py")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from vectorlm.ranks.topology import Topology
-from vectorlm.types import Prompt
+from vectorlm.types import InFlight, Prompt
 
 RECEIVERS = ("auto", "live", "packed")
 LORA_MODES = ("auto", "adapter", "merged")
@@ -86,6 +86,13 @@ def require_step(train_step: Any) -> None:
         raise TypeError(f"train_step={train_step!r} is not a version: it must be an integer.")
     if not 0 <= train_step < 2**31:
         raise ValueError(f"train_step={train_step} is not a version: it must be at least 0 and below 2^31.")
+
+
+def require_in_flight(in_flight: str) -> None:
+    """Raise ValueError for a way to treat requests under way that does not exist."""
+    if in_flight not in get_args(InFlight):
+        known = ", ".join(get_args(InFlight))
+        raise ValueError(f"in_flight={in_flight!r} is not known: it must be one of {known}.")
 
 
 def as_list(prompts: Sequence[Prompt] | str) -> list[Prompt]:

@@ -74,6 +74,10 @@ class Decoding:
         )
         self._tokens, self._cache = output.sequences, output.past_key_values
 
+    def forget_cache(self) -> None:
+        """Have the next step compute everything that was written with the weights of then."""
+        self._cache = None
+
 
 class _Choose(LogitsProcessor):
     """Samples each row's next token from the raw logits, and leaves it as the only possible one."""

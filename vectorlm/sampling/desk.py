@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vectorlm.errors import EngineError
 from vectorlm.ranks.meeting import Meeting
 from vectorlm.ranks.topology import Topology
-from vectorlm.sampling.arguments import as_list, one_each, require_step, summary
+from vectorlm.sampling.arguments import as_list, one_each, require_in_flight, require_step, summary
 from vectorlm.sampling.hosts import Hosts
 from vectorlm.sampling.readiness import Readiness
 from vectorlm.sampling.requests import Answers, Request, Requests, Work
-from vectorlm.types import Prompt, UpdateReport
+from vectorlm.types import InFlight, Prompt, UpdateReport
 
 if TYPE_CHECKING:
     import torch
@@ -112,22 +113,34 @@ class Desk:
         self.readiness.require_open()
         return self._requests.poll()
 
-    def update(self, model: torch.nn.Module, train_step: int) -> UpdateReport:
+    def update(self, model: torch.nn.Module, train_step: int, in_flight: InFlight) -> UpdateReport:
         """Take the weights of `model` over as version `train_step`."""
         require_step(train_step)
+        require_in_flight(in_flight)
         self.readiness.require_open()
         start = time.perf_counter()
         self._hosts.agree("update", train_step, f"train_step={train_step}")
         if train_step == self.readiness.held_step:
             return UpdateReport(train_step, True, 0, 0.0, 0.0, time.perf_counter() - start)
         self._on_main("compare the models", lambda sampler: sampler.check(model))
+        if in_flight == "drain":
+            self._on_main("finish the requests", lambda _: self._requests.finish())
+        num_under_way = self._meeting.share("update", self._requests.num_under_way)[0]
+        if num_under_way and in_flight == "refuse":
+            raise EngineError(
+                f"{num_under_way} requests are under way: wait for them, or say what becomes of them (in_flight)."
+            )
         self._wake_weights()
         self.readiness.begin_update()
         copied_from = time.perf_counter()
         num_bytes = self._hosts.together("copy the weights", lambda: self._replace(model))[0]
         publish_s = time.perf_counter() - copied_from
+        if in_flight == "recompute":
+            self._requests.recompute()
         self.readiness.finish_update(train_step)
-        return UpdateReport(train_step, False, num_bytes, publish_s, 0.0, time.perf_counter() - start)
+        stall_s = publish_s if num_under_way else 0.0
+        total_s = time.perf_counter() - start
+        return UpdateReport(train_step, False, num_bytes, publish_s, 0.0, total_s, stall_s)
 
     def sleep(self, *, weights: bool, kv_cache: bool) -> None:
         """Give memory away; nothing may be under way."""

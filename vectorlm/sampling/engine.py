@@ -20,6 +20,7 @@ from vectorlm.sampling.arguments import (
     require_devices,
     require_engines,
     require_folder,
+    require_in_flight,
     require_model,
     require_receiver,
     require_step,
@@ -30,11 +31,14 @@ from vectorlm.sampling.hosts import Hosts
 from vectorlm.sampling.last_error import let_go_of_last_error
 from vectorlm.sampling.submission import Submission
 from vectorlm.sampling.swap import HotSwap
-from vectorlm.types import Completion, Prompt, UpdateReport
+from vectorlm.types import Completion, InFlight, Prompt, UpdateReport
 
 if TYPE_CHECKING:
     import torch
     import vllm
+
+DRAIN_POLL_S = 0.005
+"""How often an update that drains looks whether the requests under way have ended."""
 
 
 class SamplingEngine:
@@ -234,7 +238,8 @@ class SamplingEngine:
             sampling_params: As for `sample`.
 
         Returns:
-            The batch: `done()`, `result(timeout_s)` and `cancel()`. Until it is done, `update` is refused.
+            The batch: `done()`, `result(timeout_s)` and `cancel()`. Until it is done, `update` must be told what
+            becomes of it.
 
         Raises:
             RankMismatch, HandoffTimeout: As for `sample`. What the engine raises comes with the result.
@@ -255,16 +260,20 @@ class SamplingEngine:
         self._open = [batch for batch in self._open if batch not in finished]
         return finished
 
-    def update(self, model: torch.nn.Module, train_step: int) -> UpdateReport:
+    def update(self, model: torch.nn.Module, train_step: int, in_flight: InFlight = "refuse") -> UpdateReport:
         """Hot-swap the weights of `model` into the running engine; nothing moves if it holds `train_step` already.
 
-        Every rank writes its own shard into memory shared with the engine; nothing is gathered. The prefix cache is
-        emptied. Works for plain modules, FSDP2 modules and tied embeddings; of PEFT models with LoRA the adapters alone
-        are swapped, or merged weights, as `lora_mode` says. The model is never modified.
+        Every rank writes its own shard into memory shared with the engine; nothing is gathered. No request that begins
+        afterwards finds blocks of the old weights in the prefix cache. Works for plain modules, FSDP2 modules and tied
+        embeddings; of PEFT models with LoRA the adapters alone are swapped, or merged weights, as `lora_mode` says. The
+        model is never modified.
 
         Args:
             model: The trained model, on every rank.
             train_step: The version that its weights are, at least 0.
+            in_flight: What becomes of requests under way, between two of the engine's steps. `refuse`: the update is
+                refused. `keep`: they go on at once with the KV cache that they have, of both weights. `recompute`:
+                their cache is computed anew with the new weights. `drain`: the update waits for their end.
 
         Raises:
             WeightMismatch: Trainer and engine do not hold the same model; no weight has changed.
@@ -277,8 +286,12 @@ class SamplingEngine:
         """
         require_model(model)
         require_step(train_step)
+        require_in_flight(in_flight)
         self.wait_until_ready()
-        return self._swap.update(model, train_step)
+        if in_flight == "drain":
+            while not all(batch.done() for batch in self._open):
+                time.sleep(DRAIN_POLL_S)
+        return self._swap.update(model, train_step, in_flight)
 
     def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> None:
         """Give device memory back to the trainer; until `wake_up` the engine samples nothing.

@@ -10,7 +10,7 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.desk import Desk
 from vectorlm.sampling.fake_sampler import FakeSampler
 from vectorlm.sampling.requests import Answers, Request
-from vectorlm.types import Prompt, UpdateReport
+from vectorlm.types import InFlight, Prompt, UpdateReport
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,7 @@ class FakeEngine:
         """Take one step; return the batches that have finished since last time."""
         return self._desk.poll()
 
-    def update(self, model: torch.nn.Module, train_step: int) -> UpdateReport:
+    def update(self, model: torch.nn.Module, train_step: int, in_flight: InFlight = "refuse") -> UpdateReport:
         """Note the version; the first update says which parameters later models must have.
 
         Raises:
@@ -103,7 +103,7 @@ class FakeEngine:
             ValueError: `train_step` is negative.
             RankMismatch: Ranks passed different steps.
         """
-        report = self._desk.update(model, train_step)
+        report = self._desk.update(model, train_step, in_flight)
         if not report.skipped:
             self.updates.append(train_step)
         return report

@@ -102,6 +102,9 @@ class FakeWork:
         if self.is_finished:
             self._answers = self._answer()
 
+    def recompute(self) -> None:
+        """Do nothing: there is no cache."""
+
     def answers(self) -> Answers:
         """Return the scripted completions."""
         return self._answers

@@ -11,7 +11,7 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.desk import Desk
 from vectorlm.sampling.hf_sampler import HFSampler
 from vectorlm.sampling.requests import Answers, Request
-from vectorlm.types import Prompt, UpdateReport
+from vectorlm.types import InFlight, Prompt, UpdateReport
 from vectorlm.weights.whole import copy_whole
 
 if TYPE_CHECKING:
@@ -100,10 +100,10 @@ class HFEngine:
         """Go on with the oldest batch for a second at most; return the batches that have finished since last time."""
         return self._desk.poll()
 
-    def update(self, model: torch.nn.Module, train_step: int) -> UpdateReport:
+    def update(self, model: torch.nn.Module, train_step: int, in_flight: InFlight = "refuse") -> UpdateReport:
         """Copy the weights of `model` into rank 0's copy, a parameter at a time.
 
-        Completions under way go on with the new weights; each of their tokens bears its own version.
+        Requests under way are treated as `in_flight` says, as in `SamplingEngine.update`.
 
         Raises:
             WeightMismatch: The models do not have the same parameters; nothing has changed.
@@ -111,7 +111,7 @@ class HFEngine:
             RankMismatch: Ranks passed different steps.
             EngineError, HandoffTimeout: As for `sample`.
         """
-        return self._desk.update(model, train_step)
+        return self._desk.update(model, train_step, in_flight)
 
     def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> None:
         """Free the weights' memory; caches live no longer than the requests that need them.

@@ -120,6 +120,11 @@ class HFWork:
             self._decoding = None
             self._batches.pop(0)
 
+    def recompute(self) -> None:
+        """Forget the cache of the batch at hand."""
+        if self._decoding is not None:
+            self._decoding.forget_cache()
+
     def answers(self) -> Answers:
         """Return the completions of each prompt."""
         return [[row.completion() for row in group] for group in self._rows]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from vectorlm.types import Prompt
+from vectorlm.types import InFlight, Prompt
 from vectorlm.weights.plan import Layout, TensorSpec
 
 
@@ -86,6 +86,9 @@ class Connected:
 class BeginUpdate:
     """Take no further step until `FinishUpdate`: the ranks are about to write."""
 
+    in_flight: InFlight = "refuse"
+    """What becomes of requests under way."""
+
 
 @dataclass(frozen=True)
 class Paused:
@@ -108,6 +111,10 @@ class Updated:
     """The engine holds the new weights."""
 
     load_s: float
+    stall_s: float
+    """Seconds that requests under way stood still; 0 without any."""
+    busy: tuple[tuple[float, float], ...]
+    """When the engine computed since the last update, from and to."""
 
 
 @dataclass(frozen=True)

@@ -32,20 +32,20 @@ class PackedCompletions:
     """UTF-8 [C rows]."""
     finish_codes: np.ndarray
     """int8 [C], places in `FINISH_REASONS`."""
-    versions: np.ndarray
-    """int32 [C], the weight version that sampled the completion."""
+    versions: Ragged
+    """int32 weight versions of the tokens [C rows]."""
 
     def arrays(self) -> list[np.ndarray]:
         """Return all that this holds as plain arrays; `from_arrays` turns them back."""
-        ragged = (self.prompts, self.tokens, self.logprobs, self.texts)
+        ragged = (self.prompts, self.tokens, self.logprobs, self.texts, self.versions)
         flat = [array for each in ragged for array in (each.lengths, each.values)]
-        return [self.counts, *flat, self.finish_codes, self.versions]
+        return [self.counts, *flat, self.finish_codes]
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[np.ndarray]) -> PackedCompletions:
         """Rebuild from what `arrays` returned."""
-        counts, *flat, finish_codes, versions = arrays
-        prompts, tokens, logprobs, texts = (
+        counts, *flat, finish_codes = arrays
+        prompts, tokens, logprobs, texts, versions = (
             Ragged(*flat[place : place + 2]) for place in range(0, len(flat), 2)
         )
         return cls(counts, prompts, tokens, logprobs, texts, finish_codes, versions)
@@ -63,7 +63,7 @@ class PackedCompletions:
             owners,
             self.tokens.rows(start, stop),
             self.logprobs.rows(start, stop),
-            self.versions[start:stop].tolist(),
+            self.versions.rows(start, stop),
             self.texts.texts(start, stop),
             self.finish_codes[start:stop].tolist(),
             strict=True,
@@ -73,20 +73,19 @@ class PackedCompletions:
         return [flat[begin:end] for begin, end in pairwise(bounds)]
 
 
-def _completion(prompt: Any, tokens: Any, logprobs: Any, version: int, text: Any, code: int) -> Completion:
-    token_ids = tuple(tokens.tolist())
+def _completion(prompt: Any, tokens: Any, logprobs: Any, versions: Any, text: Any, code: int) -> Completion:
     return Completion(
         prompt_token_ids=prompt,
-        token_ids=token_ids,
+        token_ids=tuple(tokens.tolist()),
         sampler_logprobs=tuple(logprobs.tolist()),
-        versions=(version,) * len(token_ids),
+        versions=tuple(versions.tolist()),
         text=text,
         finish_reason=FINISH_REASONS[code],
     )
 
 
-def pack_outputs(outputs: Sequence[Any], version: int) -> PackedCompletions:
-    """Pack vLLM's finished ``RequestOutput`` objects, in the order of the prompts."""
+def pack_outputs(outputs: Sequence[Any], versions: Sequence[Sequence[int]]) -> PackedCompletions:
+    """Pack vLLM's finished ``RequestOutput`` objects, in the order of the prompts, and the versions of their tokens."""
     completions = [completion for output in outputs for completion in output.outputs]
     return PackedCompletions(
         counts=ints(len(output.outputs) for output in outputs),
@@ -95,7 +94,7 @@ def pack_outputs(outputs: Sequence[Any], version: int) -> PackedCompletions:
         logprobs=Ragged.of((_sampled_logprobs(completion) for completion in completions), np.float32),
         texts=Ragged.of_texts(completion.text for completion in completions),
         finish_codes=np.array([FINISH_REASONS.index(each.finish_reason) for each in completions], np.int8),
-        versions=np.full(len(completions), version, np.int32),
+        versions=Ragged.of(versions, np.int32),
     )
 
 

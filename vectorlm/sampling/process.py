@@ -24,10 +24,12 @@ from vectorlm.sampling.packed import pack_outputs
 from vectorlm.sampling.parts import SwappedParts
 from vectorlm.sampling.request_outputs import pack_request_outputs
 from vectorlm.sampling.rest import Rest, parts_of
+from vectorlm.sampling.version_spans import VersionSpans
 from vectorlm.sampling.vllm_shim import build_engine, let_seeded_requests_wait, make_prompt, per_prompt
 from vectorlm.sampling.warm_up import naming_the_model, warm_up
 from vectorlm.sampling.workers import Workers, shorten_socket_paths, start_worker
-from vectorlm.types import Prompt
+from vectorlm.telemetry.timers import Timer
+from vectorlm.types import InFlight, Prompt
 from vectorlm.weights.pack import keep_plain_weights
 
 ALIVE_EVERY_S = 1.0
@@ -64,9 +66,15 @@ class Sampler:
         self._rest = Rest(bed.drop, bed.restore)
         self._groups: dict[int, Group] = {}
         self._version = -1
+        self._spans = VersionSpans()
+        self._clock = Timer()
+        self._in_flight: InFlight = "refuse"
+        self._paused_at = 0.0
         self._stale: Exception | None = None
         self._broken: Exception | None = None
         self.paused = False
+        self.lost: list[tuple[int, say.Failed]] = []
+        """Answers for requests that an update took with it; whoever sends them empties this."""
 
     @property
     def max_num_seqs(self) -> int:
@@ -100,6 +108,8 @@ class Sampler:
     def _add(self, index: int, name: str, prompt: Prompt, params: Any) -> None:
         try:
             request = make_prompt(self._engine, prompt)
+            # Blocks of other weights are never found, however long requests of theirs keep them.
+            request["cache_salt"] = f"version {self._version}"
             self._engine.add_request(name, request, params, lora_request=self._parts.adapter_request)
         except VectorLMError:
             raise
@@ -110,10 +120,13 @@ class Sampler:
         """Forget the prompts of one command; unknown ones are gone already."""
         if group := self._groups.pop(number, None):
             self._engine.abort_request([name for name in group.ids if name not in group.finished])
+            self._spans.forget(group.ids)
 
     def step(self) -> list[tuple[int, say.Generated | say.Failed]]:
         """Take one engine step; return the answers that it completed."""
-        for output in self._engine.step():
+        with self._clock.span("step"):
+            outputs = self._engine.step()
+        for output in outputs:
             group = self._groups.get(int(output.request_id.partition("-")[0]))
             if output.finished and group is not None:
                 group.finished[output.request_id] = output
@@ -131,31 +144,45 @@ class Sampler:
         """Match the trainer's tensors with the engine's."""
         return say.Connected(self._parts.connect(command))
 
-    def begin_update(self) -> say.Paused:
+    def begin_update(self, command: say.BeginUpdate) -> say.Paused:
         """Stand still: the ranks write into memory that the engine computes with."""
-        if self._groups:
+        if self._groups and command.in_flight == "refuse":
             raise EngineError(
-                f"an update began while {len(self._groups)} requests were running; wait for them first."
+                f"{len(self._groups)} requests are under way: wait for them, or say what becomes of them (in_flight)."
             )
         self._rest.begin_update()
-        self.paused = True
+        self.paused, self._in_flight, self._paused_at = True, command.in_flight, time.perf_counter()
         return say.Paused()
 
     def finish_update(self, command: say.FinishUpdate) -> say.Updated:
         """Take the new weights over; until an update succeeds after a failed one, refuse to generate."""
         self.paused = False
+        num_running = len(self._groups)
         try:
             load_s = self._parts.load(command)
-            if not self._engine.reset_prefix_cache():
-                raise EngineError(
-                    "the prefix cache still holds blocks of the old weights: requests are running."
-                )
+            self._leave_old_cache()
         except Exception as error:
+            # Nobody knows what weights those under way would go on with.
             self._stale = error
+            for number in list(self._groups):
+                self.abort(number)
+                self.lost.append((number, say.Failed(EngineError(f"a weight update failed: {error}"))))
             raise
+        self._spans.close(self._engine, self._version)
         self._version, self._stale = command.version, None
         self._rest.finish_update()
-        return say.Updated(load_s)
+        stall_s = time.perf_counter() - self._paused_at if num_running else 0.0
+        busy = tuple((start, end) for _, start, end in self._clock.spans)
+        self._clock = Timer()
+        return say.Updated(load_s, stall_s, busy)
+
+    def _leave_old_cache(self) -> None:
+        """Let nothing new be computed from blocks of the old weights, but for requests that keep their own."""
+        if not self._groups:
+            if not self._engine.reset_prefix_cache():
+                raise EngineError("the prefix cache still holds blocks of the old weights.")
+        elif self._in_flight == "recompute":
+            self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def sleep(self, command: say.Sleep) -> say.Rested:
         """Give device memory away."""
@@ -178,7 +205,8 @@ class Sampler:
     def _pack(self, group: Group) -> say.Generated:
         outputs = [group.finished[name] for name in group.ids]
         if not group.as_request_outputs:
-            return say.Generated(pack_outputs(outputs, self._version).arrays())
+            versions = self._spans.of(outputs, self._version)
+            return say.Generated(pack_outputs(outputs, versions).arrays())
         for index, output in enumerate(outputs):
             output.request_id = str(index)
         return say.Generated(pack_request_outputs(outputs).arrays())
@@ -206,7 +234,11 @@ def serve(connection: Connection) -> None:
             if isinstance(command, say.Stop):
                 sampler.workers.end()
                 return
-            if (answer := _answer(sampler, number, command)) is not None:
+            answer = _answer(sampler, number, command)
+            for numbered in sampler.lost:
+                connection.send(numbered)
+            sampler.lost.clear()
+            if answer is not None:
                 connection.send((number, answer))
         for numbered in _step(sampler):
             connection.send(numbered)
@@ -235,7 +267,7 @@ def _answer(sampler: Sampler, number: int, command: Any) -> Any:
             case say.Connect():
                 return sampler.connect(command)
             case say.BeginUpdate():
-                return sampler.begin_update()
+                return sampler.begin_update(command)
             case say.FinishUpdate():
                 return sampler.finish_update(command)
             case say.Sleep():

@@ -28,6 +28,10 @@ class Work(Protocol):
         """Do the next part of the work, a second's worth at most."""
         ...
 
+    def recompute(self) -> None:
+        """Compute anew, before the next step, what was computed with weights that have gone."""
+        ...
+
     def answers(self) -> Answers:
         """Return the completions of each prompt."""
         ...
@@ -76,6 +80,16 @@ class Requests:
         found = self._meeting.share("poll", ended)[0]
         return [self._unreported.pop(number) for number in found]
 
+    def finish(self) -> None:
+        """Do all the work there is, on rank 0."""
+        while self._waiting:
+            self.step()
+
+    def recompute(self) -> None:
+        """Have every batch compute its cache anew, on rank 0."""
+        for request in self._waiting:
+            request.recompute()
+
     def forget(self, request: Request) -> None:
         """Drop a batch whose outcome somebody knows already."""
         self._unreported.pop(request.number, None)
@@ -103,6 +117,11 @@ class Request:
         """Do a part of the work, on rank 0."""
         assert self._work is not None
         self._failure = outcome_of(self._work.step)[1]
+
+    def recompute(self) -> None:
+        """Compute its cache anew, on rank 0."""
+        assert self._work is not None
+        self._work.recompute()
 
     def done(self) -> bool:
         """Return whether `result` would not wait; does a part of the work where it would."""

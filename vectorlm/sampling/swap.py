@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.sampling import messages as say
-from vectorlm.types import UpdateReport
+from vectorlm.types import InFlight, UpdateReport
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class HotSwap:
         self.version = -1
         """The training step of the last update that succeeded; -1 before the first."""
 
-    def update(self, model: torch.nn.Module, train_step: int) -> UpdateReport:
+    def update(self, model: torch.nn.Module, train_step: int, in_flight: InFlight) -> UpdateReport:
         """Do what `SamplingEngine.update` says, on engines that are ready."""
         start = time.perf_counter()
         self._hosts.agree("update", train_step, f"train_step={train_step}")
@@ -66,7 +66,7 @@ class HotSwap:
         self._hosts.together("prepare the update", lambda: shares.extend(publisher.shares(model)))
         # From here until the engines have proven the new weights, nobody knows what they hold.
         self._held_step = None
-        self._hosts.each("begin the update", lambda: self._call(say.BeginUpdate()))
+        self._hosts.each("begin the update", lambda: self._call(say.BeginUpdate(in_flight)))
         published_from = time.perf_counter()
         sums = self._hosts.together("publish weights", lambda: publisher.write(shares, self._verify))
         publish_s = time.perf_counter() - published_from
@@ -76,7 +76,10 @@ class HotSwap:
         self.version = self._held_step = train_step
         load_s = max(answer.load_s for answer in updated)
         total_s = time.perf_counter() - start
-        return UpdateReport(train_step, False, publisher.num_bytes, publish_s, load_s, total_s)
+        stall_s = max(answer.stall_s for answer in updated)
+        return UpdateReport(
+            train_step, False, publisher.num_bytes, publish_s, load_s, total_s, stall_s, updated[0].busy
+        )
 
     def forget(self) -> None:
         """Take note that the engines' weights are lost: the next update moves them whatever its step."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from vectorlm.errors import EngineError, RankMismatch, WeightMismatch
 from vectorlm.testing.subject import GREEDY, PROMPTS, Subject, raises
 
+LONG = {**GREEDY, "max_tokens": 40}
+
 
 def an_update_brings_its_version_and_other_answers(subject: Subject) -> None:
     """The report says what happened, and the answers show it."""
@@ -52,20 +54,50 @@ def another_model_is_refused_and_the_engine_keeps_its_weights(subject: Subject) 
     )
 
 
-def requests_under_way_meet_an_update(subject: Subject) -> None:
-    """An engine may refuse the update, or go on with the new weights; then each token says which sampled it."""
+def an_update_is_refused_while_requests_are_under_way(subject: Subject) -> None:
+    """Unless it is told what becomes of them; they end as if nobody had tried."""
     trained, _ = subject.models(6)
     subject.engine.update(trained, step := subject.next_step)
-    handle = subject.engine.submit(PROMPTS, {**GREEDY, "max_tokens": 40})
-    handle.done()
-    try:
-        subject.engine.update(subject.models(7)[0], step + 1)
-    except EngineError:
-        assert subject.engine.version == step
-    for (completion,) in handle.result():
-        assert set(completion.versions) <= {step, subject.engine.version}
-        assert list(completion.versions) == sorted(completion.versions)
+    expected, other = subject.engine.sample(PROMPTS, LONG), subject.models(7)[0]
+    handle = subject.engine.submit(PROMPTS, LONG)
+    with raises(EngineError, saying="under way"):
+        subject.engine.update(other, step + 1)
+    with raises(ValueError, saying="in_flight='later'"):
+        subject.engine.update(other, step + 1, in_flight="later")  # type: ignore[arg-type]
+    assert subject.engine.version == step
+    assert handle.result() == expected
     subject.engine.poll()
+
+
+def an_update_that_drains_waits_for_requests_under_way(subject: Subject) -> None:
+    """All of their tokens are of the old weights."""
+    trained, _ = subject.models(6)
+    subject.engine.update(trained, step := subject.next_step)
+    other = subject.models(7)[0]
+    handle = subject.engine.submit(PROMPTS, LONG)
+    subject.engine.update(other, step + 1, in_flight="drain")
+    assert subject.engine.version == step + 1
+    for (completion,) in handle.result():
+        assert set(completion.versions) == {step}
+    subject.engine.poll()
+
+
+def requests_under_way_go_on_with_the_new_weights(subject: Subject) -> None:
+    """Each token says which weights sampled it; an engine that cannot do this refuses, and has changed nothing."""
+    for in_flight in ("keep", "recompute"):
+        trained, _ = subject.models(6)
+        subject.engine.update(trained, step := subject.next_step)
+        other = subject.models(7)[0]
+        handle = subject.engine.submit(PROMPTS, LONG)
+        handle.done()
+        try:
+            subject.engine.update(other, step + 1, in_flight=in_flight)  # type: ignore[arg-type]
+        except EngineError:
+            assert subject.engine.version == step
+        for (completion,) in handle.result():
+            assert set(completion.versions) <= {step, subject.engine.version}
+            assert list(completion.versions) == sorted(completion.versions)
+        subject.engine.poll()
 
 
 def ranks_must_agree_on_the_step(subject: Subject) -> None:
