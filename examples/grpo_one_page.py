@@ -37,9 +37,9 @@ def loop(path: str, prompts: str, num_steps: int, lr: float) -> list[tuple[float
         for step in range(num_steps):
             # Collect: the engine takes the policy's weights over, and answers each question several times.
             engine.update(policy, step)
-            questions = order.take(NUM_PROMPTS)
-            seeds = np.random.default_rng((SEED, step, 0)).integers(0, 2**62, NUM_PROMPTS)
-            params = [{**SAMPLING, "n": GROUP_SIZE, "seed": int(seed)} for seed in seeds]
+            first, questions = order.position, order.take(NUM_PROMPTS)
+            dice = [np.random.default_rng((SEED, first + place)) for place in range(NUM_PROMPTS)]
+            params = [{**SAMPLING, "n": GROUP_SIZE, "seed": int(die.integers(0, 2**62))} for die in dice]
             groups = engine.sample([question.prompt for question in questions], params)
             # Score: every answer by itself, then against the others of its group.
             rewards = torch.tensor(

@@ -4,8 +4,9 @@ import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
 from tiny_runs import build_trainer
+from transformers import AutoTokenizer
 
-from vectorlm.data.questions import Question, read_questions
+from vectorlm.data.questions import Question, check_lengths, read_questions
 from vectorlm.errors import DatasetError, RewardError
 from vectorlm.exam import Exam
 from vectorlm.model.load import load_model
@@ -170,3 +171,14 @@ def test_blank_lines_and_separators_inside_a_text_are_no_lines(tmp_path):
     texts = ["a\u2028b", "c\u0085d"]
     path.write_text("\n".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in texts))
     assert [question.prompt for question in read_questions(path)] == texts
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_whatever_its_form(model_dir):
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    fitting = [Question("a b"), Question([5, 6]), Question([{"role": "user", "content": "a b"}])]
+    check_lengths(fitting, tokenizer, 20, "rl.prompts")
+    for prompt in ("a b " * 12, [5] * 21, [{"role": "user", "content": "a b " * 12}]):
+        with pytest.raises(
+            DatasetError, match=r"prompt 3 of rl.prompts has \d+ tokens, more than the 20 that leave"
+        ):
+            check_lengths([*fitting, Question(prompt)], tokenizer, 20, "rl.prompts")

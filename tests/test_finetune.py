@@ -167,7 +167,9 @@ def start(*command):
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 
-@pytest.mark.parametrize(("launcher", "world_size"), [((), 1), (TORCHRUN, 2)])
+@pytest.mark.parametrize(
+    ("launcher", "world_size"), [((), 1), pytest.param(TORCHRUN, 2, marks=pytest.mark.slow)]
+)
 def test_the_plain_example_trains_without_the_sampler_and_says_what_samples(
     launcher, world_size, inputs, tmp_path
 ):
@@ -212,8 +214,8 @@ def assert_last_answers_are_those_of(model, tokenizer, samples):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", ["", "sleep: all, offload_optimizer: true, "], ids=["awake", "sleeping"])
-def test_the_last_answers_of_the_engine_are_those_of_the_final_model(inputs, tmp_path, settings):
+def test_the_last_answers_of_the_engine_are_those_of_the_final_model(inputs, tmp_path):
+    settings = "sleep: all, offload_optimizer: true, "
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     output = tmp_path / "run"

@@ -82,24 +82,20 @@ def test_the_check_command_runs(checkout):
 
 
 @pytest.mark.slow
-def test_the_ten_lines_run_on_one_rank_and_on_two(checkout):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_ten_lines_run_on_one_rank_and_on_two(checkout, world_size):
     (code,) = blocks("python")
-    (checkout / "loop.py").write_text(code)
-    run([sys.executable, "loop.py"], checkout)
-    (checkout / "loop.py").write_text(code.replace("world_size=2", "world_size=1"))
+    (checkout / "loop.py").write_text(code.replace("world_size=2", f"world_size={world_size}"))
     run([sys.executable, "loop.py"], checkout)
 
 
 @pytest.mark.slow
-def test_the_custom_loop_runs_on_one_rank_and_on_two(checkout):
+def test_the_custom_loop_runs(checkout):
     command = next(command for command in commands() if "custom_loop" in command)
-    for world_size in (1, 2):
-        words = command.replace("--num_steps 300", "--num_steps 2").replace("_size 2", f"_size {world_size}")
-        printed = run([sys.executable, *shlex.split(words)[1:]], checkout)
-        assert re.findall(r"^step (\d+): \d+% of the held-out answers are right$", printed, re.M) == [
-            "0",
-            "2",
-        ]
+    words = shlex.split(command.replace("--num_steps 300", "--num_steps 2"))
+    printed = run([sys.executable, *words[1:]], checkout)
+    answers = re.findall(r"^step (\d+): \d+% of the held-out answers are right$", printed, re.M)
+    assert answers == ["0", "2"]
     assert (ROOT / "examples/custom_loop.py").read_text().count("\n") <= 80
 
 

@@ -175,12 +175,14 @@ def make_turn(
     """Return the owner of the devices."""
     sampler = config.train_parameters.sampler
     assert sampler is not None
+    overlap = None if config.rl is None else config.rl.async_
     return DeviceTurn(
         engine,
         model=model,
         optimizer=optimizer,
         sleep=sampler.sleep,
         offload_optimizer=sampler.offload_optimizer,
+        in_flight="refuse" if overlap is None else overlap.update,
         topology=topology,
     )
 

@@ -35,7 +35,8 @@ from vectorlm.rewards.registry import get_reward
 from vectorlm.rl.check import check_rl, own, short_name
 from vectorlm.rl.correction import correction_of
 from vectorlm.rl.diary import Diary
-from vectorlm.rl.gather import Gatherer
+from vectorlm.rl.feed import Feed
+from vectorlm.rl.gather import Gatherer, Source
 from vectorlm.rl.models import RewardModel, load_critic, load_reference
 from vectorlm.rl.roles import Critic, Policy, Reference, disable_dropout
 from vectorlm.rl.score import Assessor
@@ -46,6 +47,7 @@ from vectorlm.rollout.collect import Collector
 from vectorlm.rollout.prompts import PromptOrder
 from vectorlm.rollout.replay import Replay, read_rollouts
 from vectorlm.telemetry.plots import plot_correction, plot_run
+from vectorlm.telemetry.timeline import Timeline, plot_timeline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,8 +59,8 @@ def reinforce(config: Config, topology: Topology | None = None) -> None:
     """Train as `config` says and leave everything in its ``output_dir``; called on every rank.
 
     The folder then holds ``final-model``, ``metrics.jsonl``, ``rollouts.jsonl``, ``samples.jsonl``, ``run.png``,
-    ``correction.jsonl``, ``correction.png``, ``config.yaml`` and, with checkpointing, ``checkpoints``. A run that was
-    killed goes on from its latest checkpoint.
+    ``correction.jsonl``, ``correction.png``, ``timeline.jsonl``, ``timeline.png``, ``config.yaml`` and, with
+    checkpointing, ``checkpoints``. A run that was killed goes on from its latest checkpoint.
 
     Args:
         config: The whole run, with a section ``rl``.
@@ -92,6 +94,7 @@ def reinforce(config: Config, topology: Topology | None = None) -> None:
         export_model(trainer.policy.model, tokenizer, output / "final-model")
     if topology.is_main:
         plot_run(output / "metrics.jsonl", output / "run.png")
+        plot_timeline(output / "timeline.jsonl", output / "timeline.png")
         plot_correction(
             output / "metrics.jsonl",
             output / "correction.jsonl",
@@ -167,7 +170,7 @@ def _build(
         critic=critic,
         critic_optimizer=critic_optimizer,
         schedules=[each for each in (policy_schedule, critic_schedule) if each is not None],
-        gatherer=_gatherer(config, spec, topology, tokenizer, engine),
+        source=_source(config, _gatherer(config, spec, topology, tokenizer, engine)),
         assessor=assessor,
         updater=updater,
         turn=turn,
@@ -180,6 +183,9 @@ def _build(
             min_ess=rl.correction.min_ess,
             say=say,
         ),
+        timeline=Timeline(
+            Path(settings.output_dir) / "timeline.jsonl" if topology.is_main else None, resume_step
+        ),
         max_steps=rl.max_steps,
         kl_coef=rl.kl_coef,
         kl_controller=None if rl.kl_target is None else AdaptiveKL(rl.kl_coef, rl.kl_target, rl.kl_horizon),
@@ -191,6 +197,7 @@ def _build(
         exam_every=settings.sampler.sample_frequency,
         store=store,
         save_every=rl.save_every,
+        peak_flops=rl.device_peak_tflops and rl.device_peak_tflops * 1e12 * topology.world_size,
     )
     return trainer, resume_step
 
@@ -278,6 +285,14 @@ def _gatherer(
     )
 
 
+def _source(config: Config, gatherer: Gatherer) -> Source:
+    assert config.rl is not None
+    overlap = config.rl.async_
+    if overlap is None or overlap.max_staleness == 0:
+        return gatherer
+    return Feed(gatherer, max_staleness=overlap.max_staleness, overdue=overlap.overdue)
+
+
 def _replay(config: Config) -> Replay | None:
     assert config.rl is not None
     if config.rl.rollout.source == "engine":
@@ -321,6 +336,13 @@ def _update_settings(config: Config, spec: AlgorithmSpec) -> UpdateSettings:
 def _store(config: Config, topology: Topology) -> CheckpointStore:
     assert config.rl is not None
     # Everything that decides what a step does; how much of it is shown or saved may change.
-    free = ("save_every", "show_every", "max_tokens_per_micro_batch", "reward_timeout_s", "on_reward_error")
+    free = (
+        "save_every",
+        "show_every",
+        "device_peak_tflops",
+        "max_tokens_per_micro_batch",
+        "reward_timeout_s",
+        "on_reward_error",
+    )
     decisive = {name: value for name, value in asdict(config.rl).items() if name not in free}
     return make_store(config, topology, rl=decisive)

@@ -1,6 +1,7 @@
 """Algorithms by name, and one's own."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,13 @@ def test_a_row_names_its_source_and_settings_that_exist(name):
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ConfigError, match=r"'gpro' is not known: use one of best_of_k, .* or file.py:NAME"):
         get_algorithm("gpro")
+
+
+def test_settings_that_nothing_would_read_are_refused():
+    with pytest.raises(
+        ValueError, match=r"'mine' has settings that it cannot start from: clip_hgih, lr\. They may be"
+    ):
+        replace(get_algorithm("grpo"), name="mine", settings={"clip_hgih": 0.3, "lr": 1.0, "clip_low": 0.1})
 
 
 def test_a_taken_name_is_refused():

@@ -96,3 +96,17 @@ def test_an_override_below_a_broken_section_blames_the_file(write_config):
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["wandb_config.a.b=1"])
     assert str(caught.value) == "wandb_config.a=5 must be a mapping. (my.yaml:1)"
+
+
+@pytest.mark.parametrize("preset", ["off", "'off'", "false"])
+def test_an_off_without_quotes_is_no_false(write_config, preset):
+    overrides = [
+        "rl={algorithm: grpo, max_steps: 1, prompts: ['a'], prompts_per_step: 1, rewards: {countdown: 1.0}}",
+        f"rl.correction.preset={preset}",
+        "dataset=null",
+        "train_parameters.sampler={sample_frequency: 2, prompts: ['a']}",
+    ]
+    config = load_config(write_config(), overrides)
+    assert config.rl.correction.preset == "off"
+    with pytest.raises(ConfigError, match=r"update=false must be one of"):
+        load_config(write_config(), [*overrides, "rl.async={max_staleness: 1, update: false}"])

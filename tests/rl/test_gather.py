@@ -62,7 +62,7 @@ def gatherer(engine, reward, *, group_size=2, num_groups=3, num_questions=20, co
     )
 
 
-def test_every_prompt_has_a_seed_of_its_own_that_step_and_run_decide():
+def test_every_prompt_has_a_seed_of_its_own_that_its_place_and_the_run_decide():
     engine = Echo(lambda prompt, index: "ab"[index])
     mine = gatherer(engine, lambda text: float(text == "a"))
     found = mine.gather(7, Timer())
@@ -130,7 +130,7 @@ def test_greedy_completions_are_scored_apart():
         engine, lambda text: float(len(text)), needs_greedy=True, max_tokens=1, overlong_buffer=1
     ).gather(0, Timer())
     assert cut.greedy_rewards.tolist() == cut.rewards[:, 0].tolist() == [0.0] * 3, "a penalty spares nobody"
-    assert engine.calls[1][1] == {"logprobs": 0, "temperature": 0.0, "max_tokens": 10, "n": 1}
+    assert engine.calls[1][1] == [{"logprobs": 0, "temperature": 0.0, "max_tokens": 10, "n": 1}] * 3
 
 
 def test_cut_completions_stay_in_the_baseline_and_leave_the_loss():
@@ -286,7 +286,7 @@ def test_stored_groups_take_their_share_of_each_step():
     assert [prompt.startswith("old") for prompt in prompts] == [False, False, True, True]
     assert engine.calls[0][0] == prompts[:2]
     assert rollout_metrics(found, 9)["rollout/replayed"] == 0.5
-    assert rollout_metrics(found, 9)["rollout/version_lag_max"] == 5.0
+    assert rollout_metrics(found, 9)["staleness/token_max"] == 5.0
     alone = gatherer(engine, lambda text: 1.0, num_groups=3, replay=Replay(stored, 2, 0), replayed_share=1.0)
     assert len(alone.gather(0, Timer()).groups) == 3
     assert len(engine.calls) == 1, "nothing was sampled"

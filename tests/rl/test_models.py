@@ -1,9 +1,12 @@
 """Critic, reference and reward models: what they say, on one rank and on two."""
 
+import shutil
+
 import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
 from tiny_rl import build
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from vectorlm.data.questions import Question
@@ -45,6 +48,29 @@ def score(topology, judge, max_tokens=24):
 
     model = RewardModel(str(judge), shard, topology, max_tokens=max_tokens, max_length=12)
     return [model(rollouts()), model(rollouts()), model([])]
+
+
+def score_chat(topology, judge):
+    def shard(model):
+        return shard_model(model, topology)
+
+    model = RewardModel(str(judge), shard, topology, max_tokens=24, max_length=12)
+    chat = Question([{"role": "user", "content": "ab"}])
+    return model([Rollout(chat, (2,), (3,), (True,), (0.0,), (0,), "cd", "stop")])
+
+
+def test_a_chat_gets_the_special_tokens_of_its_template_and_no_others(judge, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    begin = [("</s>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="</s> $A", special_tokens=begin)
+    assert tokenizer("ab")["input_ids"][0] == tokenizer.eos_token_id
+    tokenizer.chat_template = "</s>{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    shutil.copytree(judge, tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    plain = AutoModelForSequenceClassification.from_pretrained(judge).eval()
+    ids = torch.tensor([tokenizer("</s>abcd", add_special_tokens=False)["input_ids"]])
+    ((found,),) = on_ranks(1, score_chat, tmp_path / "judge")
+    assert found == pytest.approx(plain(ids).logits.item(), abs=1e-5)
 
 
 def test_a_reward_model_reads_prompt_and_completion_as_one_text(judge):

@@ -31,7 +31,7 @@ def test_numbers_of_rollouts_by_hand():
     assert metrics["completion/length_max"] == max(lengths)
     cut = [each.is_truncated for group in groups for each in group]
     assert metrics["completion/truncated"] == pytest.approx(sum(cut) / 20)
-    assert metrics["rollout/version_lag_max"] == 3.0
+    assert metrics["staleness/token_max"] == 3.0
 
 
 def test_nothing_sampled_is_no_error():

@@ -1,5 +1,8 @@
 """An update does the same however its rows are split over ranks and micro-batches, and what its formula says."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
@@ -112,6 +115,100 @@ def test_the_gradient_is_that_of_the_papers_formula_row_by_row(folder):
         torch.testing.assert_close(gradient[name].double(), parameter.grad, rtol=1e-3, atol=2e-6)
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()
     assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def penalty_step(topology, folder, reduction, kl_coef, entropy_coef):
+    """Make one step of a penalty or bonus alone; return the gradient, the metrics and the reference's part."""
+    spec, assessor, updater = build(
+        topology,
+        folder,
+        "reinforce",
+        num_epochs=1,
+        num_mini_batches=1,
+        kl_coef=1.0,
+        entropy_coef=entropy_coef,
+        reduction=reduction,
+        max_grad_norm=1e9,
+        lr=1.0,
+    )
+    before = whole(assessor.policy.model)
+    batch = assessor.assess(select(spec, random_groups(), random_rewards()), None, 0.0)
+    noise = torch.randn(batch.advantages.shape, generator=torch.Generator().manual_seed(5))
+    batch = replace(
+        batch,
+        advantages=torch.zeros_like(batch.advantages),
+        reference_logprobs=batch.reference_logprobs + 0.3 * noise,
+    )
+    metrics = updater.update(batch, step=0, kl_coef=kl_coef)
+    after = whole(assessor.policy.model)
+    gradient = {name: before[name] - after[name] for name in before}
+    return gradient, metrics, batch.reference_logprobs, batch.rows.mask
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean_token_mean", "sequence_sum_fixed"])
+@pytest.mark.parametrize(("kl_coef", "entropy_coef"), [(0.5, 0.0), (0.0, 0.5)])
+def test_penalty_and_bonus_are_reduced_as_the_loss_is(folder, reduction, kl_coef, entropy_coef):
+    """The k3 penalty and the entropy, row by row and in float64."""
+    from transformers import AutoModelForCausalLM
+
+    steps = on_ranks(2, penalty_step, folder, reduction, kl_coef, entropy_coef)
+    gradient, metrics, reference, mask = steps[0]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    per_row = []
+    for row, rollout in enumerate(rollout for group in random_groups() for rollout in group):
+        if not mask[row].any():
+            continue
+        start = len(rollout.prompt_token_ids)
+        ids = torch.tensor([[*rollout.prompt_token_ids, *rollout.token_ids]])
+        says = torch.log_softmax(model(ids).logits[0], dim=-1)
+        values = []
+        for place, token in enumerate(rollout.token_ids, start=start):
+            if mask[row, place]:
+                d = reference[row, place].double() - says[place - 1, token]
+                spread = -(says[place - 1].exp() * says[place - 1]).sum()
+                values.append(kl_coef * (d.exp() - d - 1) - entropy_coef * spread)
+        per_row.append(torch.stack(values))
+    loss = {
+        "token_mean": torch.cat(per_row).mean(),
+        "sequence_mean_token_mean": torch.stack([row.mean() for row in per_row]).mean(),
+        "sequence_sum_fixed": torch.stack([row.sum() for row in per_row]).sum() / (len(per_row) * 9),
+    }[reduction]
+    loss.backward()
+    assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-4)
+    for name, parameter in model.named_parameters():
+        # float32 against float64
+        torch.testing.assert_close(gradient[name].double(), parameter.grad, rtol=1e-3, atol=2e-6)
+
+
+def far_step(topology, folder, algorithm):
+    """Make one step whose policy has gone from the rollout's by known ratios; return the metrics and those."""
+    spec, assessor, updater = build(
+        topology, folder, algorithm, num_epochs=1, num_mini_batches=1, correction={"preset": "decoupled"}
+    )
+    batch = assessor.assess(select(spec, random_groups(), random_rewards()), None, 0.0)
+    generator = torch.Generator().manual_seed(2)
+    logs = torch.randn(batch.advantages.shape, generator=generator) * 0.4
+    signs = torch.randint(0, 2, batch.advantages.shape, generator=generator) * 2.0 - 1.0
+    advantages = torch.where(batch.rows.mask, signs, 0.0)
+    batch = replace(batch, old_logprobs=batch.old_logprobs - logs, advantages=advantages)
+    return updater.update(batch, step=0), logs, advantages, batch.rows.mask
+
+
+@pytest.mark.parametrize(("algorithm", "low", "high"), [("grpo", 0.2, 0.2), ("gspo", 3e-4, 4e-4)])
+def test_clip_metrics_count_the_tokens_that_the_clip_keeps_from_learning(folder, algorithm, low, high):
+    metrics, logs, advantages, mask = on_ranks(2, far_step, folder, algorithm)[0]
+    counts = {"low": 0, "high": 0}
+    for row in range(len(mask)):
+        own = logs[row][mask[row]].tolist()
+        for value, advantage in zip(own, advantages[row][mask[row]].tolist(), strict=True):
+            ratio = math.exp(value if algorithm == "grpo" else sum(own) / len(own))
+            counts["low"] += ratio < 1 - low and advantage < 0
+            counts["high"] += ratio > 1 + high and advantage > 0
+    num_tokens = int(mask.sum())
+    assert min(counts.values()) > 5
+    assert metrics["policy/clip_low"] == pytest.approx(counts["low"] / num_tokens)
+    assert metrics["policy/clip_high"] == pytest.approx(counts["high"] / num_tokens)
+    assert metrics["policy/clip_fraction"] == pytest.approx(sum(counts.values()) / num_tokens)
 
 
 def stop_early(topology, folder):

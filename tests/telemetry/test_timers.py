@@ -47,3 +47,15 @@ def test_a_span_that_raises_is_counted_and_raises_on() -> None:
     with pytest.raises(KeyError):
         fail()
     assert timer.drain() == {"step": 3.0}
+
+
+def test_spans_are_kept_and_short_breaks_left_out() -> None:
+    clock = HandClock()
+    timer = Timer(clock)
+    for pause in (0.005, 2.0, 0.0):
+        with timer.span("step"):
+            clock.now += 1.0
+        clock.now += pause
+    assert timer.spans == [("step", 100.0, 102.005), ("step", 104.005, 105.005)]
+    timer.drain()
+    assert len(timer.spans) == 2

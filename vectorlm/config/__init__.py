@@ -3,7 +3,7 @@
 from vectorlm.config.arguments import add_config_arguments, add_node_arguments, config_from_arguments
 from vectorlm.config.check import check_config
 from vectorlm.config.load import load_config
-from vectorlm.config.rl import CorrectionSettings, CriticSettings, RLSettings, RolloutSettings
+from vectorlm.config.rl import AsyncSettings, CorrectionSettings, CriticSettings, RLSettings, RolloutSettings
 from vectorlm.config.save import save_config
 from vectorlm.config.schema import (
     Config,
@@ -15,6 +15,7 @@ from vectorlm.config.schema import (
 )
 
 __all__ = [
+    "AsyncSettings",
     "Config",
     "CorrectionSettings",
     "CriticSettings",

@@ -89,10 +89,12 @@ def _read_section(section: type, entry: Entry, prefix: str, problems: list[str])
     known, values, num_before = settings_of(section), {}, len(problems)
     for key, child in entry.value.items():
         if key in known:
-            values[key] = _read_setting(known[key], child, prefix + key, problems)
+            values[known[key].field_name] = _read_setting(known[key], child, prefix + key, problems)
         else:
             problems.append(describe_unknown(section, prefix, key, child.origin))
-    missing = [name for name, setting in known.items() if setting.is_required and name not in values]
+    missing = [
+        name for name, setting in known.items() if setting.is_required and setting.field_name not in values
+    ]
     if missing:
         problems.append(describe_missing(section, prefix, missing, entry.origin))
     return section(**values) if len(problems) == num_before else None

@@ -86,6 +86,20 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AsyncSettings:
+    """How sampling and training overlap."""
+
+    max_staleness: NonNegativeInt
+    """Steps by which the weights that sampled a token may lag behind those being trained; 0 overlaps nothing."""
+    update: Literal["keep", "recompute", "drain"] = "keep"
+    """What becomes of completions under way when new weights arrive: they keep the KV cache of the old weights, it is
+    computed anew, or the weights wait for their end."""
+    overdue: Literal["wait", "correct", "drop"] = "wait"
+    """What becomes of completions still under way at the last step that may train on them: the step waits for them, a
+    later step trains on them all the same, or they are dropped."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RLSettings:
     """Reinforcement learning on completions that the engine samples; with it, `dataset` is not needed."""
 
@@ -183,8 +197,12 @@ class RLSettings:
     """The critic's own section."""
     correction: CorrectionSettings = CorrectionSettings()
     """The section of off-policy correction."""
+    async_: AsyncSettings | None = None
+    """The section of overlapping sampling and training; null lets them take turns."""
 
     save_every: PositiveInt = 50
     """Steps between two checkpoints, with `train_parameters.checkpointing_enabled`."""
     show_every: NonNegativeInt = 10
     """Steps between two tables of rollouts on the console; 0 shows none."""
+    device_peak_tflops: PositiveFloat | None = None
+    """What one device could compute at best, in 1e12 operations per second, for `perf/mfu`; null leaves that out."""

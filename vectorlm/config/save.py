@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from vectorlm.config.schema import Config
+from vectorlm.config.setting import key_of
 from vectorlm.config.source import Dumper
 
 
@@ -22,5 +23,5 @@ def save_config(config: Config, path: str | PathLike[str]) -> None:
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
         settings = [entry.name for entry in fields(value) if entry.metadata.get("is_setting", True)]
-        return {name: _plain(getattr(value, name)) for name in settings}
+        return {key_of(name): _plain(getattr(value, name)) for name in settings}
     return value

@@ -25,6 +25,8 @@ class Setting:
     """Its value where the key is left out; `MISSING` where it may not be."""
     doc: str
     """The line under the field."""
+    field_name: str
+    """What the dataclass calls it."""
 
     @property
     def is_required(self) -> bool:
@@ -52,8 +54,14 @@ def settings_of(cls: type) -> dict[str, Setting]:
     for entry in fields(cls):
         if entry.metadata.get("is_setting", True):
             default = entry.default if entry.default_factory is MISSING else entry.default_factory()
-            settings[entry.name] = Setting(entry.name, hints[entry.name], default, docs[entry.name])
+            key = key_of(entry.name)
+            settings[key] = Setting(key, hints[entry.name], default, docs[entry.name], entry.name)
     return settings
+
+
+def key_of(field_name: str) -> str:
+    """Return what YAML calls a field: words of Python's own, like ``async``, bear an underscore as fields."""
+    return field_name.rstrip("_")
 
 
 @cache

@@ -69,8 +69,10 @@ def _unwrap(hint: Any) -> tuple[Any, Rule | None, Mapping[str, str]]:
 def _convert_base(base: Any, entry: Entry, path: str) -> Any:
     value, kind = entry.value, get_origin(base)
     if kind is Literal:
-        if isinstance(value, str) and value in get_args(base):
-            return value
+        # YAML takes an `off` without quotes for false.
+        word = "off" if value is False else value
+        if isinstance(word, str) and word in get_args(base):
+            return word
     elif kind is Mapping:
         if value is None or isinstance(value, dict):
             return {} if value is None else entry.plain()

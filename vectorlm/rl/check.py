@@ -163,6 +163,21 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         yield _refuse(config, "rollout.path", rollout.path, rule, "Set rl.rollout.source: file.")
 
 
+def _async_problems(config: Config) -> Iterator[str]:
+    assert config.rl is not None
+    sampler = config.train_parameters.sampler
+    if config.rl.async_ is None:
+        return
+    if config.rl.rollout.source == "file":
+        rule = "has nothing to overlap with training: stored completions are there already"
+        yield _refuse(config, "async", config.rl.rollout.source, rule, "Leave rl.async out.")
+    if sampler is not None and (sampler.sleep != "none" or sampler.offload_optimizer):
+        yield (
+            f"train_parameters.sampler.sleep={sampler.sleep!r} and offload_optimizer={sampler.offload_optimizer}: with "
+            "rl.async engine and trainer work at the same time. Use sleep: none and offload_optimizer: False."
+        )
+
+
 def _other_problems(config: Config, spec: AlgorithmSpec) -> Iterator[str]:
     assert config.rl is not None
     rl, longest = config.rl, config.train_parameters.max_seq_len
@@ -170,6 +185,7 @@ def _other_problems(config: Config, spec: AlgorithmSpec) -> Iterator[str]:
     yield from _overlong_problems(config)
     yield from _reward_problems(config)
     yield from _no_effect_problems(config, spec)
+    yield from _async_problems(config)
     if not rl.rewards and not rl.reward_models:
         yield "the section 'rl' names no reward: fill rl.rewards or rl.reward_models."
     for place in ("rewards", "reward_models"):

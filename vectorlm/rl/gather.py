@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -40,6 +41,21 @@ class Gathered:
     sampled: Gathered | None = None
     """Everything that was sampled, where dynamic sampling dropped groups; None where it is this itself."""
 
+    def split(self) -> list[Gathered]:
+        """Return each group by itself; errors are those of the first."""
+        return [
+            Gathered(
+                [group],
+                self.rewards[index : index + 1],
+                {name: values[index : index + 1] for name, values in self.parts.items()},
+                None if self.greedy_rewards is None else self.greedy_rewards[index : index + 1],
+                1,
+                self.num_errors if index == 0 else 0,
+                self.first_error if index == 0 else None,
+            )
+            for index, group in enumerate(self.groups)
+        ]
+
     def chosen(self, spec: AlgorithmSpec, pad_token_id: int, drop_truncated: bool) -> RolloutBatch | None:
         """Return the rows that the algorithm trains on; None where nothing of them is to be learned from."""
         if not self.groups:
@@ -63,9 +79,34 @@ class Gathered:
         return batch if batch.mask.any() else None
 
 
+class Source(Protocol):
+    """Where the rollouts of a step come from; its calls are collective."""
+
+    @property
+    def group_size(self) -> int:
+        """G."""
+        ...
+
+    def gather(self, step: int, timer: Timer) -> Gathered:
+        """Return the rollouts of `step`, whose weights the engine holds."""
+        ...
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Describe what goes on while the ranks train on what `gather` returned."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gatherer:
-    """Samples and scores the rollouts of a step; its calls are collective."""
+    """Samples and scores the rollouts of a step while nothing else goes on; its calls are collective."""
 
     collector: Collector
     order: PromptOrder[Question]
@@ -94,6 +135,23 @@ class Gatherer:
         """G."""
         return self.collector.group_size
 
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        return {
+            "position": self.order.position,
+            "replay_position": 0 if self.replay is None else self.replay.position,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self.order.position = state["position"]
+        if self.replay is not None:
+            self.replay.position = state["replay_position"]
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Describe what goes on while the ranks train: nothing."""
+        return {}
+
     def gather(self, step: int, timer: Timer) -> Gathered:
         """Return the rollouts of `step`; `timer` learns how long sampling and scoring took.
 
@@ -101,29 +159,33 @@ class Gatherer:
             RewardError: A reward function failed, and that is to stop the run.
         """
         if not self.drops_constant_groups:
-            return self._round(self.num_groups, step, 0, timer)
+            return self._round(self.num_groups, timer)
         sampled, kept = [], []
         missing = self.num_groups
-        for round_index in range(self.max_rounds):
-            sampled.append(self._round(missing, step, round_index, timer))
-            kept.append(self._with_differences(sampled[-1]))
+        for _ in range(self.max_rounds):
+            sampled.append(self._round(missing, timer))
+            kept.append(self.with_differences(sampled[-1]))
             missing -= len(kept[-1].groups)
             if not missing:
                 break
-        return replace(_join(kept), sampled=_join(sampled))
+        return replace(join(kept), sampled=join(sampled))
 
-    def _round(self, count: int, step: int, round_index: int, timer: Timer) -> Gathered:
+    def _round(self, count: int, timer: Timer) -> Gathered:
         num_replayed = 0 if self.replay is None else round(count * self.replayed_share)
-        fresh = self.order.take(count - num_replayed)
+        position, fresh = self.order.position, self.order.take(count - num_replayed)
         with timer.span("time/generate_s"):
-            groups = self.collector.collect(fresh, step, round_index) if fresh else []
+            groups = self.collector.collect(fresh, position) if fresh else []
             if self.replay is not None:
                 groups += self.replay.take(num_replayed)
             questions = [group[0].question for group in groups]
             greedy = self.collector.greedy(questions) if self.needs_greedy else []
-        size = self.group_size
         with timer.span("time/score_s"):
-            scored = self.scorer.score([rollout for group in groups for rollout in group] + greedy)
+            return self.scored(groups, greedy)
+
+    def scored(self, groups: list[list[Rollout]], greedy: list[Rollout]) -> Gathered:
+        """Score some groups, and the greedy completion of each where the algorithm needs one."""
+        count, size = len(groups), self.group_size
+        scored = self.scorer.score([rollout for group in groups for rollout in group] + greedy)
         num_rollouts = count * size
         rewards = scored.total[:num_rollouts].view(count, size) - self._overlong(groups)
         parts = {name: values[:num_rollouts].view(count, size) for name, values in scored.parts.items()}
@@ -145,7 +207,8 @@ class Gatherer:
         beyond = lengths - (self.max_tokens - self.overlong_buffer)
         return self.overlong_penalty * (beyond / self.overlong_buffer).clamp(0.0, 1.0)
 
-    def _with_differences(self, gathered: Gathered) -> Gathered:
+    def with_differences(self, gathered: Gathered) -> Gathered:
+        """Return the groups whose rewards are not all the same."""
         kept = ~is_constant(gathered.rewards, ~gathered.rewards.isnan())[:, 0]
         return replace(
             gathered,
@@ -156,7 +219,8 @@ class Gatherer:
         )
 
 
-def _join(found: Sequence[Gathered]) -> Gathered:
+def join(found: Sequence[Gathered]) -> Gathered:
+    """Put rollouts that were gathered one after the other into one."""
     if len(found) == 1:
         return found[0]
     return Gathered(

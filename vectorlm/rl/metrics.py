@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from vectorlm.algorithms.groups import is_constant
 from vectorlm.rl.gather import Gathered
 from vectorlm.rl.update import TrainBatch
+from vectorlm.rollout.rollout import Rollout
 
 METRICS = {
     "reward/mean": "Mean reward of all sampled completions, dropped groups and penalties for length included.",
@@ -33,7 +36,14 @@ METRICS = {
     "completion/terminated_length_max": "The most of them.",
     "completion/truncated": "Share of completions that were cut off.",
     "rollout/replayed": "Share of completions that come from a file.",
-    "rollout/version_lag_max": "Steps between the oldest weights that sampled a token and those being trained.",
+    "staleness/token_max": "Steps by which the weights that sampled a token lag behind those being trained: the most.",
+    "staleness/token_mean": "The same, mean over the tokens that the policy chose.",
+    "staleness/sequence_max": "Steps between the first and the last weights that sampled one completion: the most.",
+    "staleness/mixed_sequences": "Share of completions that several weights have sampled.",
+    "queue/in_flight": "Groups that the engine goes on with while the ranks train.",
+    "queue/in_flight_lag_max": "Steps since the oldest of them was begun.",
+    "queue/finished": "Finished groups that wait for a later step.",
+    "queue/dropped": "Groups that were too late for their last step, and were dropped.",
     "reward/trained_mean": "Mean reward of what is trained on, less the KL penalty where that is in the reward.",
     "advantage/mean": "Mean advantage over the trained tokens.",
     "advantage/std": "Its standard deviation.",
@@ -97,13 +107,20 @@ METRICS = {
     "critic/learning_rate": "Learning rate of the critic.",
     "time/step_s": "Seconds of the whole step.",
     "time/publish_s": "Seconds of the hot swap.",
-    "time/generate_s": "Seconds of sampling.",
+    "time/stall_s": "Seconds of it for which completions under way stood still.",
+    "time/generate_s": "Seconds of sampling; of an asynchronous run, those that the step waited for it.",
     "time/score_s": "Seconds of the rewards.",
     "time/assess_s": "Seconds of the forward passes for old, reference and critic, and of the advantages.",
     "time/update_s": "Seconds of the optimizer steps.",
     "perf/tokens_seen": "Tokens of prompts and completions that the whole run has sampled until now.",
     "perf/tokens_per_s": "Tokens of prompts and completions per second of the step.",
     "perf/generated_tokens_per_s": "Sampled tokens per second of sampling.",
+    "perf/engine_idle": "Share of the time since the last swap in which the engine computed nothing.",
+    "perf/trainer_idle": "Share of the step in which the trainer waited for completions.",
+    "perf/stall": "Share of the step in which completions under way stood still for new weights.",
+    "perf/trained_tokens": "Tokens of prompts and completions that went through the optimizer steps.",
+    "perf/model_flops_per_s": "6 operations per weight and trained token, of policy and critic, per second of update.",
+    "perf/mfu": "The same as a share of what all devices could do, with `device_peak_tflops`.",
     "perf/device_memory_max_bytes": "The most device memory that torch has held on rank 0; CUDA alone.",
     "eval/accuracy": "Share of held-out questions whose answer has a reward of 1.",
 }
@@ -118,6 +135,7 @@ def rollout_metrics(gathered: Gathered, step: int) -> dict[str, float]:
         step: The version that is trained now.
     """
     metrics = {"rollout/groups": float(len(gathered.groups))}
+    kept = [rollout for group in gathered.groups for rollout in group if not rollout.is_replayed]
     # What dynamic sampling drops is not trained on, but it was sampled.
     gathered = gathered.sampled or gathered
     metrics |= {
@@ -150,9 +168,23 @@ def rollout_metrics(gathered: Gathered, step: int) -> dict[str, float]:
     metrics["rollout/turns_mean"] = sum(each.num_turns for each in rollouts) / len(rollouts)
     fresh = [each for each in rollouts if not each.is_replayed]
     metrics["rollout/replayed"] = 1 - len(fresh) / len(rollouts)
-    oldest = min((version for each in fresh for version in each.versions if version >= 0), default=step)
-    metrics["rollout/version_lag_max"] = float(step - oldest)
-    return metrics
+    return metrics | _staleness(kept, step)
+
+
+def _staleness(rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
+    """Describe how old the tokens are that are trained on."""
+    versions = [[version for version in each.versions if version >= 0] for each in rollouts]
+    versions = [each for each in versions if each]
+    if not versions:
+        return {}
+    lags = [step - version for each in versions for version in each]
+    spans = [max(each) - min(each) for each in versions]
+    return {
+        "staleness/token_max": float(max(lags)),
+        "staleness/token_mean": sum(lags) / len(lags),
+        "staleness/sequence_max": float(max(spans)),
+        "staleness/mixed_sequences": sum(span > 0 for span in spans) / len(spans),
+    }
 
 
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:

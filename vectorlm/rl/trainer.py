@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +22,12 @@ if TYPE_CHECKING:
     from vectorlm.handover import DeviceTurn
     from vectorlm.model.schedule import Schedule
     from vectorlm.rl.diary import Diary
-    from vectorlm.rl.gather import Gatherer
+    from vectorlm.rl.gather import Source
     from vectorlm.rl.roles import Critic, Policy, Reference
     from vectorlm.rl.score import Assessor
     from vectorlm.rl.update import Updater
     from vectorlm.telemetry.metrics import MetricSink
+    from vectorlm.telemetry.timeline import Timeline
 
 
 @dataclass(kw_only=True)
@@ -39,7 +42,7 @@ class RLTrainer:
     critic_optimizer: torch.optim.Optimizer | None
     schedules: Sequence[Schedule]
     """Of both optimizers."""
-    gatherer: Gatherer
+    source: Source
     assessor: Assessor
     updater: Updater
     turn: DeviceTurn
@@ -48,6 +51,8 @@ class RLTrainer:
     """Takes the metrics of every step."""
     diary: Diary
     """Keeps the rollouts themselves."""
+    timeline: Timeline
+    """Keeps who did what when."""
     max_steps: int
     """Batches of rollouts in the whole run."""
     kl_coef: float = 0.0
@@ -70,8 +75,12 @@ class RLTrainer:
     """Keeps checkpoints."""
     save_every: int = 1
     """Steps between checkpoints."""
+    peak_flops: float | None = None
+    """Operations per second of which all devices together are capable, where that is known."""
     step: int = 0
     """Batches of rollouts that were trained on."""
+    swapped_at: float | None = None
+    """When the engine got the weights of this step, in seconds of ``time.perf_counter``."""
     tokens_seen: int = 0
     """Tokens of the prompts and completions that were sampled."""
 
@@ -98,9 +107,14 @@ class RLTrainer:
         """Make one step: a batch of rollouts, and the optimizer steps on it."""
         timer = Timer()
         with timer.span("time/step_s"):
+            began = time.perf_counter()
             with self.turn.sampling(self.step) as report:
-                gathered = self.gatherer.gather(self.step, timer)
-            metrics = rollout_metrics(gathered, self.step) | {"time/publish_s": report.total_s}
+                timer.spans.append(("time/publish_s", began, time.perf_counter()))
+                busy, self.turn.busy = self.turn.busy, []
+                metrics = self.engine_idle(busy)
+                gathered = self.source.gather(self.step, timer)
+            metrics |= rollout_metrics(gathered, self.step) | self.source.metrics(self.step)
+            metrics |= {"time/publish_s": report.total_s, "time/stall_s": report.stall_s}
             rows = gathered.chosen(self.spec, self.pad_token_id, self.drops_truncated)
             batch = None
             if rows is not None:
@@ -119,6 +133,7 @@ class RLTrainer:
                             kl_coef=self.kl_weight if self.assessor.kl_in == "loss" else 0.0,
                             trains_policy=self.step >= self.critic_warmup_steps,
                         )
+        self.timeline.write(self.step + 1, timer.spans, busy)
         return metrics | self.speed(timer.drain(), metrics)
 
     def follow(self, metrics: dict[str, float]) -> None:
@@ -128,7 +143,7 @@ class RLTrainer:
         if self.kl_controller is not None and "reference/kl" in metrics:
             # The controller's divergence is that of whole completions.
             divergence = metrics["reference/kl"] * metrics["completion/length_mean"]
-            self.kl_controller.update(divergence, int(metrics["rollout/groups"]) * self.gatherer.group_size)
+            self.kl_controller.update(divergence, int(metrics["rollout/groups"]) * self.source.group_size)
         every = self.reference_sync_every
         if self.reference is not None and every and self.step % every == 0:
             self.reference.follow()
@@ -143,16 +158,40 @@ class RLTrainer:
         is_due = self.step % self.exam_every == 0 or self.step == self.max_steps
         return self.exam.hold(self.policy.model, self.step) if self.exam and is_due else {}
 
+    @cached_property
+    def num_weights(self) -> int:
+        """Weights of policy and critic that take part in the matrix products of every token."""
+        policy: Any = self.policy.model
+        total = _num_multiplied(policy, bool(policy.config.tie_word_embeddings))
+        return (
+            total if self.critic is None else total + _num_multiplied(self.critic.model, has_tied_head=False)
+        )
+
+    def engine_idle(self, busy: Sequence[tuple[float, float]]) -> dict[str, float]:
+        """Return the share of the time between two swaps in which the engine computed nothing, where it is known."""
+        before, self.swapped_at = self.swapped_at, self.turn.swapped_at
+        if not busy or before is None or self.swapped_at is None or self.swapped_at == before:
+            return {}
+        busy_s = sum(end - max(start, before) for start, end in busy if end > before)
+        return {"perf/engine_idle": 1 - busy_s / (self.swapped_at - before)}
+
     def speed(self, times: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
         """Return the times of a step, and what was done in them."""
         if "completion/length_mean" in metrics:
-            num_rollouts = metrics["rollout/sampled_groups"] * self.gatherer.group_size
+            num_rollouts = metrics["rollout/sampled_groups"] * self.source.group_size
             generated = metrics["completion/length_mean"] * num_rollouts
             read = metrics["prompt/length_mean"] * num_rollouts
             self.tokens_seen += int(generated + read)
             times["perf/tokens_seen"] = float(self.tokens_seen)
             times["perf/tokens_per_s"] = (generated + read) / times["time/step_s"]
             times["perf/generated_tokens_per_s"] = generated / times["time/generate_s"]
+        times["perf/trainer_idle"] = times["time/generate_s"] / times["time/step_s"]
+        times["perf/stall"] = metrics["time/stall_s"] / times["time/step_s"]
+        if "perf/trained_tokens" in metrics:
+            work = 6 * self.num_weights * metrics["perf/trained_tokens"]
+            times["perf/model_flops_per_s"] = work / times["time/update_s"]
+            if self.peak_flops is not None:
+                times["perf/mfu"] = times["perf/model_flops_per_s"] / self.peak_flops
         if torch.cuda.is_available():
             times["perf/device_memory_max_bytes"] = float(torch.cuda.max_memory_allocated())
         return times
@@ -170,8 +209,7 @@ class RLTrainer:
         """Return what a checkpoint holds besides."""
         return {
             "schedules": [schedule.state_dict() for schedule in self.schedules],
-            "position": self.gatherer.order.position,
-            "replay_position": 0 if self.gatherer.replay is None else self.gatherer.replay.position,
+            "rollouts": self.source.state(),
             "tokens_seen": self.tokens_seen,
             "kl": None if self.kl_controller is None else self.kl_controller.state_dict(),
         }
@@ -182,10 +220,14 @@ class RLTrainer:
         state = self.store.load(step, self.parts())
         for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(saved)
-        self.gatherer.order.position = state["position"]
-        if self.gatherer.replay is not None:
-            self.gatherer.replay.position = state["replay_position"]
+        self.source.load_state(state["rollouts"])
         self.tokens_seen = state["tokens_seen"]
         if self.kl_controller is not None:
             self.kl_controller.load_state_dict(state["kl"])
         self.step = step
+
+
+def _num_multiplied(model: Any, has_tied_head: bool) -> int:
+    """Count the weights that a token is multiplied with: of a table of embeddings alone it reads one row."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return total if has_tied_head else total - model.get_input_embeddings().weight.numel()

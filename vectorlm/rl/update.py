@@ -144,7 +144,7 @@ class Updater:
             NonFiniteLoss: A loss or a gradient norm is NaN or infinite; that step changed no weights.
             ConfigError: A row exceeds the micro-batch budget.
         """
-        tally, num_steps, is_stopped = Tally(self._topology), 0, False
+        tally, num_steps, num_tokens, is_stopped = Tally(self._topology), 0, 0, False
         for groups in self._mini_batches(batch, step):
             parts = micro_batches_of(
                 batch.rows,
@@ -160,11 +160,16 @@ class Updater:
             if self._critic is not None:
                 self._train_critic(batch, groups, parts, step, tally)
             num_steps += trains_policy
+            size = batch.rows.rows_per_group
+            num_tokens += sum(
+                sum(batch.rows.num_tokens[group * size : (group + 1) * size]) for group in groups
+            )
             if is_stopped:
                 break
         return tally.averages() | {
             "policy/optimizer_steps": float(num_steps),
             "policy/stopped_early": float(is_stopped),
+            "perf/trained_tokens": float(num_tokens),
         }
 
     def _mini_batches(self, batch: TrainBatch, step: int) -> Iterator[list[int]]:

@@ -30,11 +30,12 @@ class PromptOrder(Generic[Item]):
 
     def take(self, count: int) -> list[Item]:
         """Return the next questions; a pass that ends is followed by the next one."""
-        taken = [self._question(self.position + index) for index in range(count)]
+        taken = [self.at(self.position + index) for index in range(count)]
         self.position += count
         return taken
 
-    def _question(self, position: int) -> Item:
+    def at(self, position: int) -> Item:
+        """Return the question that is, was or will be taken at a position."""
         epoch, index = divmod(position, len(self._questions))
         if self._order is None or self._order[0] != epoch:
             # The pair is hashed: seed + epoch would give one seed's second pass another seed's first.

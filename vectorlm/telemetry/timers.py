@@ -6,6 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+Span = tuple[str, float, float]
+"""What was done, from when to when."""
+BREAK_S = 0.01
+"""Breaks shorter than this do not cut a span in two."""
+
 
 class Timer:
     """Add up the seconds spent in named spans, until they are drained.
@@ -19,6 +24,8 @@ class Timer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
+        """Every span since the beginning, in the order in which they ended; short breaks in one are left out."""
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -30,7 +37,11 @@ class Timer:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            end = self._clock()
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+            if self.spans and self.spans[-1][0] == name and start - self.spans[-1][2] < BREAK_S:
+                start = self.spans.pop()[1]
+            self.spans.append((name, start, end))
 
     def drain(self) -> dict[str, float]:
         """Return the seconds by name since the last drain, and start again from nothing."""

@@ -1,0 +1,117 @@
+"""Tiny runs of reinforcement learning with a real engine, for the tests of whole runs."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from rank_processes import save_tiny_llama
+
+from vectorlm.checkpoint.state import CheckpointStore
+from vectorlm.config import load_config
+from vectorlm.reinforce import reinforce
+from vectorlm.rl.metrics import METRICS
+
+REWARD = """
+import random
+
+DICE = random.Random(0)
+
+def vowels(text, **columns):
+    return sum(text.count(letter) for letter in "aeiou") / 8
+
+def shuffled(completions, **columns):
+    rewards = [vowels(text) for text in completions]
+    DICE.shuffle(rewards)
+    return rewards
+
+def letters(text, wanted, **columns):
+    return sum(text.count(letter) for letter in wanted) / 8
+
+def fails(text):
+    raise KeyError("no such answer")
+"""
+CONFIG = """
+model: {model}
+train_parameters:
+  output_dir: {output}
+  max_seq_len: 64
+  seed: 3
+  optimizer: {{lr: 1.0e-3}}
+  lr_scheduler_type: constant
+  checkpointing_enabled: True
+  sampler:
+    sample_frequency: 2
+    prompts: {questions}
+    reward: {rewards}:letters
+    vllm_dtype: float32
+    sampling_params: {{temperature: 1.0, max_tokens: 8, seed: 7}}
+    engine: {{max_model_len: 64, kv_cache_memory_bytes: 16777216}}
+rl:
+  algorithm: {algorithm}
+  max_steps: 4
+  prompts: {questions}
+  prompts_per_step: 4
+  group_size: 4
+  sampling_params: {{max_tokens: 8}}
+  rewards: {{"{rewards}:letters": 1.0}}
+  max_tokens_per_micro_batch: 128
+  save_every: 2
+"""
+
+
+def save_files(folder):
+    """Save the model, questions and rewards that a run needs."""
+    save_tiny_llama(folder / "model", hidden_size=64)
+    questions = [{"prompt": letter * 3, "wanted": letter} for letter in "abcdefgh"]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    (folder / "rewards.py").write_text(REWARD)
+    return folder
+
+
+def config_of(files, output, algorithm="grpo", overrides=()):
+    text = CONFIG.format(
+        model=files / "model",
+        output=output,
+        questions=files / "questions.jsonl",
+        rewards=files / "rewards.py",
+        algorithm=algorithm,
+    )
+    path = files / f"{Path(output).name}.yaml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def is_documented(name):
+    parts = name.split("/")
+    pattern = f"reward/<name>/{parts[2]}" if len(parts) == 3 else name
+    return pattern in METRICS or parts[0] in ("weights", "sampler", "eval")
+
+
+def numbers(folder):
+    """Return the metrics of a run that do not depend on the time it took."""
+    return [
+        {
+            name: value
+            for name, value in line.items()
+            if not name.startswith(("time/", "perf/")) and "_s" not in name
+        }
+        for line in lines(folder / "metrics.jsonl")
+    ]
+
+
+def stop_after_step_2(config):
+    """Run until the checkpoint of step 2 is there, and be gone as if killed."""
+    save = CheckpointStore.save
+
+    def save_and_die(self, step, *rest):
+        save(self, step, *rest)
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    CheckpointStore.save = save_and_die
+    reinforce(config)

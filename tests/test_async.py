@@ -1,0 +1,105 @@
+"""Whole runs whose sampling and training overlap."""
+
+import pytest
+import torch
+from rl_runs import config_of, is_documented, lines, numbers, save_files, stop_after_step_2
+from safetensors.torch import load_file
+
+import vectorlm
+from vectorlm.errors import ConfigError
+from vectorlm.reinforce import reinforce
+from vectorlm.rl.check import check_rl
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return save_files(tmp_path_factory.mktemp("async"))
+
+
+def overlapping(max_staleness, *more, steps=6):
+    return [f"rl.async={{max_staleness: {max_staleness}}}", f"rl.max_steps={steps}", *more]
+
+
+def weights_of(folder):
+    return load_file(folder / "final-model" / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_without_staleness_a_run_is_the_synchronous_one_bit_for_bit(files, tmp_path):
+    for name, overrides in (("alone", ["rl.max_steps=3"]), ("overlapping", overlapping(0, steps=3))):
+        reinforce(config_of(files, tmp_path / name, overrides=overrides))
+    mine, theirs = (weights_of(tmp_path / name) for name in ("alone", "overlapping"))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert numbers(tmp_path / "alone") == numbers(tmp_path / "overlapping")
+
+
+CASES = {
+    "in flight": (
+        "grpo",
+        overlapping(3, "rl.sampling_params={max_tokens: 30}", "rl.correction.preset=decoupled"),
+    ),
+    "drain": ("ppo", overlapping(1, "rl.async.update=drain", "rl.critic.lr=1e-3")),
+    "drop": ("online_dpo", overlapping(1, "rl.async.overdue=drop")),
+    "greedy": ("remax", overlapping(1, "rl.async.overdue=correct", "rl.correction.preset=tis")),
+    "adapters": (
+        "rloo",
+        overlapping(
+            2,
+            "train_parameters.lora_peft_config={r: 4, target_modules: [q_proj, v_proj]}",
+            "rl.async.update=recompute",
+            "rl.dynamic_sampling=True",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "in flight" else pytest.mark.slow) for case in CASES]
+)
+def test_a_run_overlaps_and_keeps_its_bound(files, tmp_path, case):
+    algorithm, overrides = CASES[case]
+    config = config_of(files, tmp_path / "run", algorithm, [*overrides, "rl.rollout.save_tokens=True"])
+    vectorlm.launch(reinforce, config, world_size=2)
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(7))
+    assert [name for line in metrics for name in line if name != "step" and not is_documented(name)] == []
+    bound = config.rl.async_.max_staleness
+    ages = [line["staleness/token_max"] for line in metrics[1:] if "staleness/token_max" in line]
+    assert max(ages) <= bound or config.rl.async_.overdue == "correct"
+    assert max(ages) > 0
+    idle = [line["perf/engine_idle"] for line in metrics if "perf/engine_idle" in line]
+    assert len(idle) >= 2
+    assert all(0 <= each < 1 for each in idle)
+    assert (tmp_path / "run" / "timeline.png").exists()
+    for row in lines(tmp_path / "run" / "rollouts.jsonl"):
+        assert len(row["versions"]) == len(row["sampler_logprobs"]) == len(row["token_ids"])
+        assert row["train_step"] - 1 - min(row["versions"]) <= max(ages)
+        assert max(row["versions"]) < row["train_step"]
+    assert list((tmp_path / "run" / "final-model").glob("*model.safetensors"))
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_asks_again_what_was_under_way(files, tmp_path):
+    config = config_of(files, tmp_path / "cut", overrides=overlapping(2))
+    with pytest.raises(vectorlm.errors.RankFailed):
+        vectorlm.launch(stop_after_step_2, config, world_size=2)
+    vectorlm.launch(reinforce, config, world_size=2)
+    metrics = lines(tmp_path / "cut" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(7))
+    rollouts = lines(tmp_path / "cut" / "rollouts.jsonl")
+    # Eight questions, four a step: two steps are a pass, whatever was under way when the run was cut.
+    asked = [row["prompt"] for row in rollouts[::4]]
+    assert sorted(asked) == sorted([letter * 3 for letter in "abcdefgh"] * 3)
+
+
+def test_what_cannot_overlap_is_refused(files, tmp_path):
+    stored = tmp_path / "rollouts.jsonl"
+    stored.write_text("{}\n")
+    overrides = overlapping(1, "rl.rollout.source=file", f"rl.rollout.path={stored}")
+    with pytest.raises(ConfigError, match=r"rl.async.*has nothing to overlap with training"):
+        check_rl(config_of(files, tmp_path / "refused", overrides=overrides))
+    overrides = overlapping(1, "train_parameters.sampler.sleep=kv_cache")
+    with pytest.raises(ConfigError, match=r"with rl.async engine and trainer work at the same time"):
+        check_rl(config_of(files, tmp_path / "refused", overrides=overrides))
+    with pytest.raises(ConfigError, match=r"rl.async.overdue"):
+        config_of(files, tmp_path / "refused", overrides=overlapping(1, "rl.async.overdue=never"))
