@@ -71,7 +71,7 @@ def test_an_exam_asks_with_the_models_weights_marks_first_answers_and_records_al
     path = tmp_path / "deep" / "samples.jsonl"
     engine, reports = answering_engine(model_dir), []
     update = engine.update
-    engine.update = lambda *args: reports.append(update(*args)) or reports[-1]
+    engine.update = lambda *args, **how: reports.append(update(*args, **how)) or reports[-1]
     questions = [Question("abc", {"first_letter": " <"}), Question("xyz", {"first_letter": "q"})]
     exam = Exam(engine, questions, samples_path=path, reward=reward, say=said.append)
     metrics = exam.hold(model, 40)
