@@ -18,7 +18,7 @@ OTHER_DEVICE := $(filter-out $(DEVICE),$(shell cat $(STAMP) 2>/dev/null))
 # Passed on when given on the command line: make run PYTHON=python3.12 VECTORLM_DEVICE=cpu
 export PYTHON VECTORLM_DEVICE
 
-.PHONY: help install run countdown test test-all lint bench clean FORCE
+.PHONY: help install run countdown test test-all test-long lint bench clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -36,11 +36,14 @@ run: $(STAMP) ## fine-tune a tiny Llama on Countdown with vLLM beside it (WORLD_
 countdown: $(STAMP) ## reinforcement learning on Countdown: four algorithms, three seeds each, a table and a picture
 	$(BIN)/python benchmarks/countdown.py
 
-test: $(STAMP) ## run the tests, without those marked slow (PYTEST_ARGS=...)
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+test: $(STAMP) ## run the tests, without those marked slow or long (PYTEST_ARGS=...)
+	$(BIN)/python -m pytest -m "not slow and not long" $(PYTEST_ARGS)
 
-test-all: $(STAMP) ## run every test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test-all: $(STAMP) ## run the slow tests too
+	$(BIN)/python -m pytest -m "not long" $(PYTEST_ARGS)
+
+test-long: $(STAMP) ## run the tests that test-all leaves out
+	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .

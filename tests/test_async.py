@@ -54,7 +54,14 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == "in flight" else pytest.mark.slow) for case in CASES]
+    "case",
+    [
+        "in flight",
+        pytest.param("adapters", marks=pytest.mark.slow),
+        pytest.param("drain", marks=pytest.mark.slow),
+        pytest.param("drop", marks=pytest.mark.long),
+        pytest.param("greedy", marks=pytest.mark.long),
+    ],
 )
 def test_a_run_overlaps_and_keeps_its_bound(files, tmp_path, case):
     algorithm, overrides = CASES[case]

@@ -232,8 +232,13 @@ def test_the_last_answers_of_the_engine_are_those_of_the_final_model(inputs, tmp
     assert "step 6: 2 prompts sampled" in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "use_dora"), [("adapter", False), ("merged", True)])
+@pytest.mark.parametrize(
+    ("mode", "use_dora"),
+    [
+        pytest.param("adapter", False, marks=pytest.mark.slow),
+        pytest.param("merged", True, marks=pytest.mark.long),
+    ],
+)
 def test_the_last_answers_of_the_engine_are_those_of_the_final_adapter(inputs, tmp_path, mode, use_dora):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -26,8 +26,10 @@ def torchrun(rank, endpoint):
     return ["-m", "torch.distributed.run", *nodes, "--rdzv_endpoint", endpoint, SCRIPT]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", [own_flags, torchrun])
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(own_flags, marks=pytest.mark.slow), pytest.param(torchrun, marks=pytest.mark.long)],
+)
 def test_one_script_runs_on_two_nodes_under_its_own_launcher_and_under_torchrun(command, inputs, tmp_path):  # noqa: F811
     output = tmp_path / "run"
     make_config(inputs, output)

@@ -25,8 +25,13 @@ def examples(tmp_path):
     return Path(shutil.copytree(EXAMPLES, tmp_path / "examples"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [path.name for path in NOTEBOOKS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.name, marks=pytest.mark.slow if path.stem == "hot_swap" else pytest.mark.long)
+        for path in NOTEBOOKS
+    ],
+)
 def test_a_notebook_runs_and_says_what_its_committed_outputs_say(examples, name):
     folder = examples / "notebooks"
     notebook = nbformat.read(folder / name, as_version=4)

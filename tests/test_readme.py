@@ -71,7 +71,7 @@ def test_the_make_targets_do_what_the_readme_says():
     tests = subprocess.run(
         ["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert '-m pytest -m "not slow"' in tests
+    assert '-m pytest -m "not slow and not long"' in tests
 
 
 def test_the_check_command_runs(checkout):
@@ -82,7 +82,7 @@ def test_the_check_command_runs(checkout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_ten_lines_run_on_one_rank_and_on_two(checkout, world_size):
     (code,) = blocks("python")
     (checkout / "loop.py").write_text(code.replace("world_size=2", f"world_size={world_size}"))
@@ -129,9 +129,9 @@ def test_the_main_command_leaves_what_the_readme_lists(checkout):
 def test_the_commands_for_reinforcement_learning_train(checkout):
     warm_up, reinforce = (command for command in commands() if "warmup" in command or "rl_example" in command)
     run([sys.executable, *shlex.split(warm_up)[1:], *QUICK], checkout)
-    steps = ["--set", "rl.max_steps=2"]
-    printed = run([sys.executable, *shlex.split(reinforce)[1:], *steps], checkout)
-    assert re.search(r"^step 2: \d+/512 right$", printed, re.M)
+    few = ["--set", "rl.max_steps=1", "--set", "rl.prompts_per_step=8"]
+    printed = run([sys.executable, *shlex.split(reinforce)[1:], *few], checkout)
+    assert re.search(r"^step 1: \d+/512 right$", printed, re.M)
     assert (checkout / "runs/countdown_grpo/final-model").is_dir()
 
 

@@ -70,12 +70,14 @@ def spoil(engine, model):
     return name, "nothing was noticed"
 
 
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow, id=str(run)) for run in RUNS]
-)
+def marks_of(run):
+    if run in QUICK:
+        return ()
+    return pytest.mark.slow if run in ALWAYS else pytest.mark.long
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, marks=marks_of(run), id=str(run)) for run in RUNS])
 def test_after_each_update_the_engine_is_the_trainer_and_a_spoiled_tensor_is_named(run, tmp_path, request):
-    if run not in ALWAYS and not request.config.getoption("--record-families"):
-        pytest.skip("its family is tried with the other receiver; run with --record-families")
     folder = str(save_family(FAMILIES[run.family], tmp_path / "model", tied=run.tied))
     if run.world_size == 1:
         outcomes = [swap(folder, run.receiver)]

@@ -91,7 +91,7 @@ class Run:
         pytest.param(
             "engine killed",
             r"EngineDied: the sampler process \(pid \d+\) was ended by SIGKILL",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
         (
             "engine killed while training",
@@ -136,7 +136,7 @@ def test_a_silent_engine_is_an_error_within_the_deadline(folder, tmp_path):
     "number",
     [
         pytest.param(signal.SIGINT, id="ctrl-c"),
-        pytest.param(signal.SIGTERM, id="sigterm", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, id="sigterm", marks=pytest.mark.long),
     ],
 )
 def test_an_interrupt_ends_everything(folder, tmp_path, number):

@@ -56,7 +56,7 @@ def swap_and_weigh(folder, receiver, **engine_args):
     return weights
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_process_grows_over_two_hundred_swaps(tmp_path):
     folder = save_tiny_llama(tmp_path / "model", hidden_size=128, vocab_size=512)
     grown = {}

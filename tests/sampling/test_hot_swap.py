@@ -17,7 +17,7 @@ BF16_GAP = 0.15
         (1, "tied", "live"),
         (2, "untied", "packed"),
         pytest.param(1, "untied", "live", marks=pytest.mark.slow),
-        pytest.param(2, "tied", "packed", marks=pytest.mark.slow),
+        pytest.param(2, "tied", "packed", marks=pytest.mark.long),
     ],
 )
 def test_after_each_update_the_engine_is_the_trainer(tmp_path, world_size, tied, receiver):

@@ -19,7 +19,10 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("world_size", "tied", "receiver", "engine_args"),
-    [pytest.param(*case, marks=() if case == CASES[1] else pytest.mark.slow) for case in CASES],
+    [
+        pytest.param(*case, marks=mark)
+        for case, mark in zip(CASES, [pytest.mark.long, (), pytest.mark.slow], strict=True)
+    ],
     ids=[
         f"{world_size} ranks, {'tied' if tied else 'untied'}, {receiver}, {'adapter' if args else 'merged'}"
         for world_size, tied, receiver, args in CASES

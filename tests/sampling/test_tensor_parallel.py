@@ -122,7 +122,7 @@ def test_the_death_of_a_worker_is_reported_and_nothing_is_left(folder, tmp_path)
     assert re.search(expected, error), error
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_interrupt_ends_a_parallel_engine_too(folder, tmp_path):
     run = Run(folder, "wait beside a parallel engine", 2, tmp_path)
     run.wait_until_sampling_works()
