@@ -56,9 +56,10 @@ def weights_wake_for_the_update_and_the_cache_after_it(subject: Subject) -> None
 
 def requests_under_way_keep_the_engine_awake(subject: Subject) -> None:
     """Their results are still owed."""
-    handle = subject.engine.submit(PROMPTS, {**GREEDY, "max_tokens": 40, "n": 8, "temperature": 1.0})
-    with raises(EngineError):
-        subject.engine.sleep()
+    with subject.kept_busy():
+        handle = subject.engine.submit(PROMPTS, GREEDY)
+        with raises(EngineError):
+            subject.engine.sleep()
     assert len(handle.result()) == 3
     subject.engine.poll()
 

@@ -32,6 +32,19 @@ class Subject:
     topology: Topology = field(default_factory=Topology.from_environment)
     """This rank's place; the default process group must be there when there are several."""
 
+    @contextmanager
+    def kept_busy(self) -> Iterator[None]:
+        """Have the engine sample more than it can finish meanwhile; taken back at the end.
+
+        What a check demands of requests under way must not depend on who is faster.
+        """
+        handle = self.engine.submit(PROMPTS * 40, {**GREEDY, "max_tokens": 40, "n": 8, "temperature": 1.0})
+        try:
+            yield
+        finally:
+            handle.cancel()
+            self.engine.poll()
+
     @property
     def next_step(self) -> int:
         """A training step that the engine has not seen."""

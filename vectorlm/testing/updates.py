@@ -59,11 +59,12 @@ def an_update_is_refused_while_requests_are_under_way(subject: Subject) -> None:
     trained, _ = subject.models(6)
     subject.engine.update(trained, step := subject.next_step)
     expected, other = subject.engine.sample(PROMPTS, LONG), subject.models(7)[0]
-    handle = subject.engine.submit(PROMPTS, LONG)
-    with raises(EngineError, saying="under way"):
-        subject.engine.update(other, step + 1)
-    with raises(ValueError, saying="in_flight='later'"):
-        subject.engine.update(other, step + 1, in_flight="later")  # type: ignore[arg-type]
+    with subject.kept_busy():
+        handle = subject.engine.submit(PROMPTS, LONG)
+        with raises(EngineError, saying="under way"):
+            subject.engine.update(other, step + 1)
+        with raises(ValueError, saying="in_flight='later'"):
+            subject.engine.update(other, step + 1, in_flight="later")  # type: ignore[arg-type]
     assert subject.engine.version == step
     assert handle.result() == expected
     subject.engine.poll()
