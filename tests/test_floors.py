@@ -8,13 +8,13 @@ import vectorlm
 PACKAGE = Path(vectorlm.__file__).parent
 FLOORS = [
     {"errors", "types"},
-    {"plugin", "receiver"},
+    {"plugin", "receiver", "contracts"},
     {"ranks", "config", "algorithms", "rewards", "data", "telemetry"},
     {"weights", "offload", "memory", "rollout"},
     {"sampling", "model", "checkpoint", "handover"},
     {"trainer", "exam", "testing", "rl"},
     {"build"},
-    {"finetune", "reinforce", "ask"},
+    {"finetune", "reinforce", "ask", "serve"},
     {"cli"},
 ]
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}

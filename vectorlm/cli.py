@@ -19,6 +19,7 @@ from vectorlm.memory.device import device_memory_bytes
 from vectorlm.memory.from_config import memory_report
 from vectorlm.memory.plan import GIB
 from vectorlm.rewards.registry import reward_names
+from vectorlm.serve import add_serve_arguments, serve
 
 COMMANDS = {
     "check": (
@@ -32,6 +33,10 @@ COMMANDS = {
     "sample": (
         "continue prompts with a model",
         'vectorlm sample --model data/countdown/model --prompt "Using the numbers 3, 5, 8 make 16."',
+    ),
+    "serve": (
+        "run a vLLM server whose weights a trainer on this machine can replace",
+        "vectorlm serve --model data/countdown/model --port 8000 -- --max-model-len 256",
     ),
 }
 """By name: what a command does, and an example."""
@@ -74,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     # Named in the description; argparse's own list would wrap it.
     added = parser.add_subparsers(metavar="COMMAND", help=argparse.SUPPRESS, prog="vectorlm")
-    check, preprocess, sample = (
+    check, preprocess, sample, served = (
         added.add_parser(name, description=f"{what[0].upper()}{what[1:]}.", epilog=f"example: {example}")
         for name, (what, example) in COMMANDS.items()
     )
@@ -93,6 +98,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_nnodes_argument(check)
     sample.set_defaults(run_command=run_sample)
     add_sample_arguments(sample)
+    served.set_defaults(run_command=run_serve)
+    add_serve_arguments(served)
     return parser
 
 
@@ -158,3 +165,8 @@ def run_sample(args: argparse.Namespace) -> int:
     """Continue prompts with a model, and print the answers."""
     answer(read_request(args, sys.stdin), sys.stdout)
     return 0
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Become a vLLM server."""
+    return serve(args)

@@ -5,9 +5,10 @@ import pytest
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from vectorlm.sampling.packed import FINISH_REASONS, PackedCompletions, pack_outputs
+from vectorlm.sampling.packed import FINISH_REASONS, PackedCompletions, pack_finished
 from vectorlm.sampling.ragged import Ragged
 from vectorlm.sampling.request_outputs import PackedOutputs, pack_request_outputs
+from vectorlm.sampling.vllm_inference import finished
 from vectorlm.types import Completion
 
 
@@ -30,8 +31,12 @@ def outputs():
     ]
 
 
+def packed_outputs(*versions):
+    return pack_finished([finished(*each) for each in zip(outputs(), versions, strict=True)])
+
+
 def test_completions_come_back_as_they_were():
-    packed = PackedCompletions.from_arrays(pack_outputs(outputs(), [[5, 6], [], [6, 6, 6]]).arrays())
+    packed = PackedCompletions.from_arrays(packed_outputs([[5, 6], []], [[6, 6, 6]], []).arrays())
     (stopped, empty), (unscored,), none = packed.unpack()
     assert stopped == Completion((3, 5), (4, 7), (-0.5, -2.0), (5, 6), "dé", "stop")
     assert empty == Completion((3, 5), (), (), (), "", "length")
@@ -42,12 +47,12 @@ def test_completions_come_back_as_they_were():
 @pytest.mark.parametrize("first", range(4))
 @pytest.mark.parametrize("last", range(4))
 def test_a_slice_of_the_prompts_is_that_slice_of_the_whole(first, last):
-    packed = pack_outputs(outputs(), [[1, 1], [], [1, 1, 1]])
+    packed = packed_outputs([[1, 1], []], [[1, 1, 1]], [])
     assert packed.unpack(first, last) == packed.unpack()[first:last]
 
 
 def test_nothing_packs_to_nothing():
-    assert PackedCompletions.from_arrays(pack_outputs([], []).arrays()).unpack() == []
+    assert PackedCompletions.from_arrays(pack_finished([]).arrays()).unpack() == []
 
 
 def test_request_outputs_come_back_equal_in_every_field():

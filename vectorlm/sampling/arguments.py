@@ -130,8 +130,8 @@ def _is_prompt(prompt: Any) -> bool:
 
 
 def one_each(params: Any, count: int) -> list[Any]:
-    """Give every prompt its own sampling parameters, so that those of several ranks can be put end to end."""
-    if isinstance(params, Sequence):
+    """Give every prompt its own sampling parameters, as it is given or shared by all."""
+    if isinstance(params, Sequence) and not isinstance(params, (str, bytes)):
         if len(params) != count:
             raise ValueError(
                 f"{len(params)} sampling parameters were given for {count} prompts: pass one, or one each."

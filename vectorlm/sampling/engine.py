@@ -57,6 +57,8 @@ class SamplingEngine:
         model: A Hugging Face model folder.
         topology: This rank's place in the run; read from the environment when omitted.
         sampling_params: Used where a call gives none: a mapping or ``vllm.SamplingParams``.
+        inference: What samples: `vllm` here; `server`, a vLLM server that runs already (``url=…``); or a class that
+            keeps `vectorlm.contracts.Inference`, as ``module:Class`` or ``file.py:Class``.
         receiver: How the engine holds weights on CPU. `live`: plain, the fastest to swap; `packed`: in oneDNN's
             layout, the faster to sample from; `auto` decides by the model's size. On CUDA there is only `live`.
         lora_mode: What an update of a PEFT model swaps. `adapter`: the adapters alone, into vLLM's LoRA layers (needs
@@ -68,7 +70,8 @@ class SamplingEngine:
         timeout_s: The longest silence, in seconds, that is tolerated from the engine or from a rank.
         start_timeout_s: The longest the engine may take to load, in seconds.
         log_path: A file for the sampler process's output.
-        **engine_args: vLLM's own ``EngineArgs``: ``dtype``, ``max_model_len``, ``tensor_parallel_size`` …
+        **engine_args: vLLM's own ``EngineArgs``: ``dtype``, ``max_model_len``, ``tensor_parallel_size`` …; arguments
+            of another `inference`.
 
     Raises:
         FileNotFoundError: `model` looks like a path and does not exist.
@@ -81,6 +84,7 @@ class SamplingEngine:
         *,
         topology: Topology | None = None,
         sampling_params: Any = None,
+        inference: str = "vllm",
         receiver: str = "auto",
         lora_mode: str = "auto",
         verify_updates: bool = True,
@@ -111,7 +115,7 @@ class SamplingEngine:
         self._channel: Channel | None = None
         if self._hosts.own_a_sampler:
             self._channel = Channel(
-                say.Start(str(model), engine_args, receiver),
+                say.Start(str(model), engine_args, receiver, inference),
                 self._topology,
                 ranks_per_engine=self._hosts.ranks_per_engine,
                 log_path=self._log_path(log_path),

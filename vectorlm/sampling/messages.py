@@ -23,6 +23,8 @@ class Start:
     model: str
     engine_args: Mapping[str, Any]
     receiver: str
+    inference: str = "vllm"
+    """What stands for it: `vllm`, `server`, or a class as ``module:Class`` or ``file.py:Class``."""
 
 
 @dataclass(frozen=True)

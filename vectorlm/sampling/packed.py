@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from vectorlm.contracts import Finished
 from vectorlm.sampling.ragged import Ragged, ints
 from vectorlm.types import Completion
 
@@ -84,22 +85,15 @@ def _completion(prompt: Any, tokens: Any, logprobs: Any, versions: Any, text: An
     )
 
 
-def pack_outputs(outputs: Sequence[Any], versions: Sequence[Sequence[int]]) -> PackedCompletions:
-    """Pack vLLM's finished ``RequestOutput`` objects, in the order of the prompts, and the versions of their tokens."""
-    completions = [completion for output in outputs for completion in output.outputs]
+def pack_finished(finished: Sequence[Finished]) -> PackedCompletions:
+    """Pack what an `Inference` has finished, in the order of the prompts."""
+    completions = [completion for each in finished for completion in each.completions]
     return PackedCompletions(
-        counts=ints(len(output.outputs) for output in outputs),
-        prompts=Ragged.of((output.prompt_token_ids for output in outputs), np.int32),
+        counts=ints(len(each.completions) for each in finished),
+        prompts=Ragged.of((each.prompt_token_ids for each in finished), np.int32),
         tokens=Ragged.of((completion.token_ids for completion in completions), np.int32),
-        logprobs=Ragged.of((_sampled_logprobs(completion) for completion in completions), np.float32),
+        logprobs=Ragged.of((completion.logprobs or () for completion in completions), np.float32),
         texts=Ragged.of_texts(completion.text for completion in completions),
         finish_codes=np.array([FINISH_REASONS.index(each.finish_reason) for each in completions], np.int8),
-        versions=Ragged.of(versions, np.int32),
+        versions=Ragged.of((completion.versions for completion in completions), np.int32),
     )
-
-
-def _sampled_logprobs(completion: Any) -> list[float]:
-    if completion.logprobs is None:
-        return []
-    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-    return [candidates[token].logprob for token, candidates in pairs]

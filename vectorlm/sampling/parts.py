@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from vectorlm.sampling import messages as say
-from vectorlm.weights.plan import Layout
+from vectorlm.weights.plan import Layout, TensorSpec
 from vectorlm.weights.receivers import Call, Receivers, ask_all
 
 
@@ -30,21 +30,20 @@ class SwappedParts:
         """Make the receivers for the loaded model; return the kind that they chose, `live` or `packed`."""
         return self._base.prepare(kind)
 
-    def connect(self, command: say.Connect) -> Layout:
+    def connect(self, manifest: Sequence[TensorSpec], arena_path: str | None, part: str) -> Layout:
         """Match the trainer's tensors with those of one part."""
-        if command.part == "adapter":
-            return ask_all(self._call, "vectorlm_connect_adapter", command.manifest, command.arena_path)[0]
-        self._num_base_tensors = len(command.manifest)
-        return self._base.connect(command.manifest, command.arena_path)
+        if part == "adapter":
+            return ask_all(self._call, "vectorlm_connect_adapter", manifest, arena_path)[0]
+        self._num_base_tensors = len(manifest)
+        return self._base.connect(manifest, arena_path)
 
-    def load(self, command: say.FinishUpdate) -> float:
+    def load(self, version: int, sums: Sequence[int] | None, swapped: Sequence[str]) -> float:
         """Take over what was written, and return the seconds it took."""
-        sums = command.checksums
-        split = self._num_base_tensors if "base" in command.swapped else 0
+        split = self._num_base_tensors if "base" in swapped else 0
         load_s = 0.0
-        if "base" in command.swapped:
-            load_s += self._base.load(command.version, None if sums is None else sums[:split])
-        if "adapter" in command.swapped:
+        if "base" in swapped:
+            load_s += self._base.load(version, None if sums is None else sums[:split])
+        if "adapter" in swapped:
             rest = None if sums is None else sums[split:]
             load_s += max(ask_all(self._call, "vectorlm_load_adapter", rest))
         elif self._with_adapter:

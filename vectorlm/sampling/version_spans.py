@@ -22,12 +22,11 @@ class VersionSpans:
                 spans = self._closed.setdefault(owner, {}).setdefault(state.request_index, [])
                 spans.append((num_tokens, version))
 
-    def of(self, outputs: Sequence[Any], version: int) -> list[list[int]]:
+    def of(self, output: Any, version: int) -> list[list[int]]:
         """Return the version of each token of each completion, and forget them; the last ones are of `version`."""
+        closed = self._closed.pop(output.request_id, {})
         return [
             _spread(closed.get(completion.index, ()), len(completion.token_ids), version)
-            for output in outputs
-            for closed in (self._closed.pop(output.request_id, {}),)
             for completion in output.outputs
         ]
 

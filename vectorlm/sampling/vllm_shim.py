@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +117,3 @@ def make_prompt(engine: Any, prompt: Prompt) -> Any:
         text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
         return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
     return {"prompt_token_ids": list(prompt)}
-
-
-def per_prompt(given: Any, count: int) -> list[Any]:
-    """Give every prompt its own sampling parameters; a sequence must have one for each."""
-    if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
-        if len(given) != count:
-            raise ValueError(
-                f"{len(given)} sampling parameters were given for {count} prompts: pass one, or one each."
-            )
-        return [make_sampling_params(each) for each in given]
-    return [make_sampling_params(given) for _ in range(count)]

@@ -1,0 +1,61 @@
+"""The weight channel inside the workers of a separate vLLM server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vectorlm.errors import EngineError, VectorLMError
+from vectorlm.sampling.server_wire import arguments_from_wire, outcome_to_wire
+from vectorlm.sampling.vllm_shim import let_seeded_requests_wait
+from vectorlm.weights.extension import WeightExtension
+from vectorlm.weights.pack import keep_plain_weights
+from vectorlm.weights.plan import Layout
+
+ARENA_PATH = re.compile(r"/proc/\d+/fd/\d+")
+
+# vLLM imports this module in each worker before it loads the model, and offers no other place to be early.
+if not torch.cuda.is_available():
+    keep_plain_weights()
+    let_seeded_requests_wait()
+
+
+class ServerExtension(WeightExtension):
+    """`WeightExtension` for a server: ``vllm serve --worker-extension-cls`` takes this class."""
+
+    vllm_config: Any
+
+    def vectorlm_ask(self, trainer: str, method: str, values: Sequence[Any]) -> dict[str, Any]:
+        """Make one call of the weight channel whose arguments and answer are JSON values.
+
+        Args:
+            trainer: Who calls, by a name of its own choice; `vectorlm_prepare` makes the channel its.
+            method: One of `WeightExtension`.
+            values: Its arguments.
+        """
+        try:
+            arguments = arguments_from_wire(method, values)
+            _require_arena(arguments)
+            if method == "vectorlm_prepare":
+                self._vectorlm_trainer = trainer
+            elif trainer != self._vectorlm_trainer:
+                raise EngineError(
+                    "another trainer has connected to this server since, and its weights are that one's."
+                )
+        except VectorLMError as error:
+            return outcome_to_wire((None, error))
+        return outcome_to_wire(getattr(self, method)(*arguments))
+
+    def vectorlm_limits(self) -> dict[str, int]:
+        """Say how many sequences the server samples from at a time."""
+        return {"max_num_seqs": self.vllm_config.scheduler_config.max_num_seqs}
+
+
+def _require_arena(arguments: Sequence[Any]) -> None:
+    """Map nothing but memory that a process of this machine holds open: a client names the path."""
+    for argument in arguments:
+        if isinstance(argument, Layout) and not ARENA_PATH.fullmatch(argument.path):
+            raise EngineError(f"{argument.path!r} is no arena: its path must be /proc/<process>/fd/<number>.")
