@@ -1,5 +1,7 @@
 """Whole runs whose sampling and training overlap."""
 
+import os
+
 import pytest
 import torch
 from rl_runs import config_of, is_documented, lines, numbers, save_files, stop_after_step_2
@@ -26,11 +28,14 @@ def weights_of(folder):
 
 @pytest.mark.slow
 def test_without_staleness_a_run_is_the_synchronous_one_bit_for_bit(files, tmp_path):
-    for name, overrides in (("alone", ["rl.max_steps=3"]), ("overlapping", overlapping(0, steps=3))):
+    before = os.sched_getaffinity(0)
+    apart = overlapping(0, "rl.async.placement=split", steps=3)
+    for name, overrides in (("alone", ["rl.max_steps=3"]), ("overlapping", apart)):
         reinforce(config_of(files, tmp_path / name, overrides=overrides))
     mine, theirs = (weights_of(tmp_path / name) for name in ("alone", "overlapping"))
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     assert numbers(tmp_path / "alone") == numbers(tmp_path / "overlapping")
+    assert os.sched_getaffinity(0) == before
 
 
 CASES = {
@@ -38,7 +43,10 @@ CASES = {
         "grpo",
         overlapping(3, "rl.sampling_params={max_tokens: 30}", "rl.correction.preset=decoupled"),
     ),
-    "drain": ("ppo", overlapping(1, "rl.async.update=drain", "rl.critic.lr=1e-3")),
+    "drain": (
+        "ppo",
+        overlapping(1, "rl.async.update=drain", "rl.async.placement=split", "rl.critic.lr=1e-3"),
+    ),
     "drop": ("online_dpo", overlapping(1, "rl.async.overdue=drop")),
     "greedy": ("remax", overlapping(1, "rl.async.overdue=correct", "rl.correction.preset=tis")),
     "adapters": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ from vectorlm.model.load import load_empty_model, load_model
 from vectorlm.model.lora import add_lora
 from vectorlm.model.schedule import Schedule
 from vectorlm.model.shard import fill_from_main, shard_model
+from vectorlm.ranks.placement import Placement, settle, split_node
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.registry import get_reward
 from vectorlm.telemetry.metrics import FanOut, JsonlSink, MetricSink, ProgressSink, WandbSink
@@ -49,13 +51,37 @@ def say_memory(config: Config, topology: Topology) -> None:
         print(report, file=sys.stderr, flush=True)
 
 
-def open_engine(config: Config, topology: Topology, stack: ExitStack, **more: Any) -> SamplingEngine | None:
+def place_ranks(config: Config, topology: Topology, stack: ExitStack) -> Placement | None:
+    """Return what of the node is the engine's alone, where the config says so; the ranks then keep off it.
+
+    Args:
+        config: The run.
+        topology: This rank's place.
+        stack: Gives this process all cores back.
+
+    Raises:
+        ConfigError: The node has not so many devices.
+    """
+    overlap = None if config.rl is None else config.rl.async_
+    if overlap is None or overlap.placement == "shared":
+        return None
+    placement = split_node(topology, overlap.engine_devices)
+    if not topology.is_cuda:
+        stack.callback(settle, tuple(os.sched_getaffinity(0)))
+        settle(placement.trainer)
+    return placement
+
+
+def open_engine(
+    config: Config, topology: Topology, stack: ExitStack, placement: Placement | None = None, **more: Any
+) -> SamplingEngine | None:
     """Start the engine that the config asks for, closed with `stack`; on CUDA it is loaded when this returns.
 
     Args:
         config: The run.
         topology: This rank's place.
         stack: Closes the engine.
+        placement: Where the engine computes, if not on the ranks' own devices.
         **more: Arguments of the engine that the config's own win over.
     """
     sampler = config.train_parameters.sampler
@@ -81,6 +107,7 @@ def open_engine(config: Config, topology: Topology, stack: ExitStack, **more: An
             receiver=sampler.receiver,
             lora_mode="auto" if config.train_parameters.lora_peft_config is None else sampler.lora_mode,
             verify_updates=sampler.verify_updates,
+            devices=None if placement is None else placement.engine,
             timeout_s=sampler.timeout_s,
             log_path=output / "sampler.log",
             **engine_args,

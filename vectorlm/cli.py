@@ -36,7 +36,7 @@ COMMANDS = {
     ),
     "serve": (
         "run a vLLM server whose weights a trainer on this machine can replace",
-        "vectorlm serve --model data/countdown/model --port 8000 -- --max-model-len 256",
+        "vectorlm serve --model data/countdown/model --port 8000 -- --dtype float32",
     ),
 }
 """By name: what a command does, and an example."""

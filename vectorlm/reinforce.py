@@ -20,6 +20,7 @@ from vectorlm.build import (
     make_turn,
     open_engine,
     open_sinks,
+    place_ranks,
     say_memory,
     shard_as_configured,
 )
@@ -79,12 +80,18 @@ def reinforce(config: Config, topology: Topology | None = None) -> None:
     # The run has one progress bar, its own.
     disable_progress_bar()
     with ExitStack() as stack:
+        placement = place_ranks(config, topology, stack)
         stack.enter_context(process_group(topology))
         # First of all: the engine loads in its own process while the ranks load the models.
         # The engine's log-probabilities are those at the temperature of sampling, as the trainer's are.
         longest = config.train_parameters.max_seq_len
         engine = open_engine(
-            config, topology, stack, logprobs_mode="processed_logprobs", max_model_len=longest
+            config,
+            topology,
+            stack,
+            placement,
+            logprobs_mode="processed_logprobs",
+            max_model_len=longest,
         )
         assert engine is not None
         tokenizer = load_tokenizer(config.model)

@@ -1,7 +1,9 @@
 """New weights while sequences are being written: what each token was sampled with, and from which cache."""
 
 import math
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from vectorlm import SamplingEngine
 from vectorlm.errors import ChecksumMismatch, EngineError
 from vectorlm.weights.publish import Publisher
 
+LAST_CORE = max(os.sched_getaffinity(0))
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -21,9 +25,21 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(folder):
     with SamplingEngine(
-        str(folder), dtype="float32", max_model_len=1024, kv_cache_memory_bytes=64 << 20, timeout_s=120
+        str(folder),
+        dtype="float32",
+        max_model_len=1024,
+        kv_cache_memory_bytes=64 << 20,
+        timeout_s=120,
+        devices=[LAST_CORE],
     ) as engine:
         yield engine
+
+
+def test_an_engine_keeps_to_the_cores_that_are_its_own(engine):
+    engine.wait_until_ready()
+    for thread in Path(f"/proc/{engine._channel.pid}/task").iterdir():
+        assert os.sched_getaffinity(int(thread.name)) == {LAST_CORE}
+    assert len(os.sched_getaffinity(0)) > 1
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])

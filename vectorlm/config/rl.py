@@ -97,6 +97,11 @@ class AsyncSettings:
     overdue: Literal["wait", "correct", "drop"] = "wait"
     """What becomes of completions still under way at the last step that may train on them: the step waits for them, a
     later step trains on them all the same, or they are dropped."""
+    placement: Literal["shared", "split"] = "shared"
+    """Whether engine and ranks compute on the same devices, or each on its own: CUDA devices behind those of the ranks,
+    or cores."""
+    engine_devices: PositiveInt | None = None
+    """With `split`, how many devices or cores are the engine's; null means one device, or half of the cores."""
 
 
 @dataclass(frozen=True, kw_only=True)

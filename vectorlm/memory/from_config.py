@@ -60,6 +60,9 @@ def plan_of_config(
     lora = train.lora_peft_config
     shards = {"NO_SHARD": 1, "HYBRID_SHARD": near}.get(train.sharding_strategy, world_size)
     micro_batch_size, trained_copies, frozen_copies = _other_models(config)
+    overlap = None if config.rl is None else config.rl.async_
+    # On CUDA devices of its own the engine is in nobody's way; on CPU there is one memory.
+    is_shared = is_cpu or overlap is None or overlap.placement == "shared"
     demand = Demand(
         model=model,
         num_trainable=model.num_parameters if lora is None else count_adapter_parameters(config.model, lora),
@@ -72,7 +75,7 @@ def plan_of_config(
         num_trained_copies=trained_copies,
         num_frozen_copies=frozen_copies,
         sequence_tokens=train.max_seq_len,
-        engine=None if train.sampler is None else _engine_demand(train.sampler, model, is_cpu),
+        engine=_engine_demand(train.sampler, model, is_cpu) if train.sampler and is_shared else None,
         device_bytes=device_bytes,
         is_cpu=is_cpu,
     )

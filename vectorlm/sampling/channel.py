@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,6 +31,9 @@ POLL_S = 0.5
 KEPT_LINES = 40
 GRACE_S = 2.0
 """How long a dead sampler may go unnoticed by the caller before the rank itself is ended."""
+
+CORES_VARIABLE = "VECTORLM_SAMPLER_CORES"
+"""The cores that the sampler process keeps to, where it has cores of its own."""
 
 TRAINER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TRAINER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE_")
@@ -50,6 +53,7 @@ class Channel:
         topology: Topology,
         *,
         ranks_per_engine: int | None = None,
+        devices: Sequence[int] | None = None,
         log_path: Path | None = None,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
@@ -60,6 +64,7 @@ class Channel:
             topology: This rank's place in the run.
             ranks_per_engine: Ranks whose devices and cores the engine may count as its own; all of the node's when
                 omitted.
+            devices: CUDA devices or cores that are this engine's alone, instead of those of its ranks.
             log_path: A file for the process's output.
             while_waiting: Called every half second while an answer is awaited.
 
@@ -91,6 +96,7 @@ class Channel:
                 topology,
                 ranks_per_engine,
                 num_workers=self._num_workers,
+                devices=devices,
             ),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -283,13 +289,14 @@ def sampler_environment(
     topology: Topology,
     ranks_per_engine: int | None = None,
     num_workers: int = 1,
+    devices: Sequence[int] | None = None,
 ) -> dict[str, str]:
     """Return the sampler's variables: the trainer's without its place in the run, plus what starts vLLM fast.
 
     Whatever the user has set wins, except where vLLM would then not run in one process, and except the number of
     threads under a launcher: torchrun gives each rank one, but while the sampler works the ranks wait. Engines that
     share a node, and the workers of a parallel engine, share its cores; on CUDA an engine sees the devices of its
-    own ranks only.
+    own ranks only. An engine with `devices` of its own has these instead.
     """
     kept = {
         name: value
@@ -301,13 +308,15 @@ def sampler_environment(
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
     of_engine = ranks_per_engine or topology.local_world_size
     if topology.is_cuda:
-        kept["CUDA_VISIBLE_DEVICES"] = _devices(
-            kept.get("CUDA_VISIBLE_DEVICES"), topology.local_rank, of_engine
-        )
+        places = range(topology.local_rank, topology.local_rank + of_engine) if devices is None else devices
+        kept["CUDA_VISIBLE_DEVICES"] = _devices(kept.get("CUDA_VISIBLE_DEVICES"), places)
     else:
-        num_sharing = topology.local_world_size // of_engine * num_workers
+        num_cores = len(os.sched_getaffinity(0)) * of_engine // topology.local_world_size
+        if devices is not None:
+            num_cores = len(devices)
+            kept[CORES_VARIABLE] = ",".join(map(str, devices))
         defaults |= {
-            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_sharing)),
+            "OMP_NUM_THREADS": str(max(1, num_cores // num_workers)),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCHDYNAMO_DISABLE": "1",
         }
@@ -325,9 +334,8 @@ def sampler_environment(
     return {**defaults, **kept, **forced}
 
 
-def _devices(visible: str | None, first: int, count: int) -> str:
-    """Return the `count` devices from the `first` of those that the trainer sees."""
-    places = range(first, first + count)
+def _devices(visible: str | None, places: Sequence[int]) -> str:
+    """Return the devices at `places` among those that the trainer sees."""
     if visible is None:
         return ",".join(map(str, places))
     names = visible.split(",")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import EngineError, EngineTimeout
 from vectorlm.ranks.meeting import Meeting
+from vectorlm.ranks.placement import devices_of_engine
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling import messages as say
 from vectorlm.sampling.arguments import (
@@ -67,6 +68,8 @@ class SamplingEngine:
         verify_updates: Prove after each update, by checksum, that the engine holds what the trainer sent.
         data_parallel_size: Engines per node, each on its own part of the node's devices; it divides the node's
             ranks. They take prompts from a common queue and swap weights together.
+        devices: Devices of the node that are its engines' alone: CUDA devices as the ranks count them, cores on CPU.
+            The ranks' own devices when omitted.
         timeout_s: The longest silence, in seconds, that is tolerated from the engine or from a rank.
         start_timeout_s: The longest the engine may take to load, in seconds.
         log_path: A file for the sampler process's output.
@@ -89,6 +92,7 @@ class SamplingEngine:
         lora_mode: str = "auto",
         verify_updates: bool = True,
         data_parallel_size: int = 1,
+        devices: Sequence[int] | None = None,
         timeout_s: float = 300.0,
         start_timeout_s: float = 1800.0,
         log_path: str | Path | None = None,
@@ -101,7 +105,9 @@ class SamplingEngine:
         self._topology = Topology.from_environment() if topology is None else topology
         require_engines(data_parallel_size, self._topology)
         ranks_per_engine = self._topology.local_world_size // data_parallel_size
-        require_devices(engine_args.get("tensor_parallel_size", 1), ranks_per_engine, self._topology)
+        own_devices = devices_of_engine(devices, data_parallel_size, self._topology)
+        num_devices = ranks_per_engine if own_devices is None else len(own_devices)
+        require_devices(engine_args.get("tensor_parallel_size", 1), num_devices, self._topology)
         self._sampling_params = sampling_params
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
@@ -118,6 +124,7 @@ class SamplingEngine:
                 say.Start(str(model), engine_args, receiver, inference),
                 self._topology,
                 ranks_per_engine=self._hosts.ranks_per_engine,
+                devices=own_devices,
                 log_path=self._log_path(log_path),
                 while_waiting=self._meeting.show_life,
             )

@@ -17,8 +17,10 @@ from typing import Any
 from vectorlm.contracts import Inference
 from vectorlm.errors import EngineError
 from vectorlm.plugin import load_plugin
+from vectorlm.ranks.placement import settle
 from vectorlm.ranks.watchdog import follow_parent, remove_folder
 from vectorlm.sampling import messages as say
+from vectorlm.sampling.channel import CORES_VARIABLE
 from vectorlm.sampling.sampler import Sampler, portable
 from vectorlm.sampling.workers import shorten_socket_paths, start_worker
 
@@ -108,6 +110,8 @@ def _answer(sampler: Sampler, number: int, command: Any) -> Any:
 def main() -> None:
     """Run the process that `vectorlm.sampling.channel` starts."""
     descriptor, parent, scratch = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    if cores := os.environ.get(CORES_VARIABLE):
+        settle([int(core) for core in cores.split(",")])
     follow_parent(parent, scratch)
     shorten_socket_paths(scratch)
     # Where the other end is gone, nothing is left to do and nobody to tell.
