@@ -145,7 +145,9 @@ def test_a_version_is_an_integer(engine, models, step):
 
 
 def test_an_update_takes_a_model(engine, models):
-    with pytest.raises(TypeError, match=r"takes the model itself, a torch\.nn\.Module, not a OrderedDict"):
+    with pytest.raises(
+        TypeError, match=r"takes the model itself, a torch\.nn\.Module, or a WeightSource, not a OrderedDict"
+    ):
         engine.update(models[0].state_dict(), 1)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from vectorlm.contracts import WeightSource
 from vectorlm.ranks.topology import Topology
 from vectorlm.types import InFlight, Prompt
 
@@ -76,8 +77,10 @@ def require_model(model: Any) -> None:
     """Raise TypeError for what is not a model, a state dict for example."""
     import torch
 
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"update takes the model itself, a torch.nn.Module, not a {type(model).__name__}.")
+    if not isinstance(model, torch.nn.Module | WeightSource):
+        raise TypeError(
+            f"update takes the model itself, a torch.nn.Module, or a WeightSource, not a {type(model).__name__}."
+        )
 
 
 def require_step(train_step: Any) -> None:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     import torch
     import vllm
 
+    from vectorlm.contracts import WeightSource
+
 DRAIN_POLL_S = 0.005
 """How often an update that drains looks whether the requests under way have ended."""
 
@@ -271,7 +273,9 @@ class SamplingEngine:
         self._open = [batch for batch in self._open if batch not in finished]
         return finished
 
-    def update(self, model: torch.nn.Module, train_step: int, in_flight: InFlight = "refuse") -> UpdateReport:
+    def update(
+        self, model: torch.nn.Module | WeightSource, train_step: int, in_flight: InFlight = "refuse"
+    ) -> UpdateReport:
         """Hot-swap the weights of `model` into the running engine; nothing moves if it holds `train_step` already.
 
         Every rank writes its own shard into memory shared with the engine; nothing is gathered. No request that begins
@@ -280,7 +284,7 @@ class SamplingEngine:
         model is never modified.
 
         Args:
-            model: The trained model, on every rank.
+            model: The trained model, on every rank; or another trainer that keeps `vectorlm.contracts.WeightSource`.
             train_step: The version that its weights are, at least 0.
             in_flight: What becomes of requests under way, between two of the engine's steps. `refuse`: the update is
                 refused. `keep`: they go on at once with the KV cache that they have, of both weights. `recompute`:
@@ -289,7 +293,7 @@ class SamplingEngine:
         Raises:
             WeightMismatch: Trainer and engine do not hold the same model; no weight has changed.
             ConfigError: The model's LoRA options are beyond the engine's `lora_mode`.
-            TypeError: `model` is no ``torch.nn.Module``, or `train_step` no integer.
+            TypeError: `model` is neither of these, or `train_step` no integer.
             ValueError: `train_step` is out of range.
             ChecksumMismatch: The engine does not hold what was sent; it generates nothing until an update succeeds.
             RankMismatch: Ranks passed different steps.

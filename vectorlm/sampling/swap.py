@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from vectorlm.contracts import WeightSource
+from vectorlm.errors import WeightMismatch
 from vectorlm.sampling import messages as say
 from vectorlm.types import InFlight, UpdateReport
 
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
     from vectorlm.sampling.hosts import Hosts
     from vectorlm.weights.adapter_publish import AdapterPublisher
     from vectorlm.weights.plan import Layout, TensorSpec
-    from vectorlm.weights.publish import Publisher, Share
+    from vectorlm.weights.publish import Publisher
+    from vectorlm.weights.source_publisher import SourcePublisher
+
+    AnyPublisher = Publisher | AdapterPublisher | SourcePublisher
 
 
 class HotSwap:
@@ -49,12 +54,12 @@ class HotSwap:
         self._silence_s = silence_s
         self._lora_mode = lora_mode
         self._verify = verify
-        self._publisher: Publisher | AdapterPublisher | None = None
+        self._publisher: AnyPublisher | None = None
         self._held_step: int | None = None
         self.version = -1
         """The training step of the last update that succeeded; -1 before the first."""
 
-    def update(self, model: torch.nn.Module, train_step: int, in_flight: InFlight) -> UpdateReport:
+    def update(self, model: Any, train_step: int, in_flight: InFlight) -> UpdateReport:
         """Do what `SamplingEngine.update` says, on engines that are ready."""
         start = time.perf_counter()
         self._hosts.agree("update", train_step, f"train_step={train_step}")
@@ -62,7 +67,7 @@ class HotSwap:
             return UpdateReport(train_step, True, 0, 0.0, 0.0, time.perf_counter() - start)
         publisher = self._connect(model)
         # Every rank finds out whether its part can be sent before any rank writes a byte.
-        shares: list[Share] = []
+        shares: list[Any] = []
         self._hosts.together("prepare the update", lambda: shares.extend(publisher.shares(model)))
         # From here until the engines have proven the new weights, nobody knows what they hold.
         self._held_step = None
@@ -91,19 +96,30 @@ class HotSwap:
             self._publisher.close()
             self._publisher = None
 
-    def _connect(self, model: torch.nn.Module) -> Publisher | AdapterPublisher:
+    def _connect(self, model: Any) -> AnyPublisher:
         """Agree with the engines on what will be sent and where: once, and for adapters whenever they are others."""
         from vectorlm.weights.adapter_publish import AdapterPublisher, make_publisher
         from vectorlm.weights.plan import manifest_of
+        from vectorlm.weights.source_publisher import SourcePublisher
 
+        is_source = isinstance(model, WeightSource)
         if self._publisher is None:
-            layout = self._lay_out(manifest_of(model), "base")
+            layout = self._lay_out(model.manifest() if is_source else manifest_of(model), "base")
 
             def attach() -> None:
-                self._publisher = make_publisher(layout, self._topology, self._lora_mode)
+                self._publisher = (
+                    SourcePublisher(layout)
+                    if is_source
+                    else make_publisher(layout, self._topology, self._lora_mode)
+                )
 
             self._hosts.together("map the arena", attach)
         assert self._publisher is not None
+        if isinstance(self._publisher, SourcePublisher) != is_source:
+            raise WeightMismatch(
+                "this engine was connected to a trainer of the other kind, a torch.nn.Module or a WeightSource: build "
+                "one engine for each."
+            )
         if isinstance(self._publisher, AdapterPublisher):
             self._connect_adapter(self._publisher, model)
         return self._publisher

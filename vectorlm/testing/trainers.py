@@ -1,0 +1,138 @@
+"""What a trainer owes to the engines that follow it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vectorlm.contracts import Trainer
+from vectorlm.ranks.topology import Topology
+from vectorlm.weights.arena import Arena
+from vectorlm.weights.checksum import checksum
+from vectorlm.weights.plan import Layout, Slot, dtype_of
+
+ALIGNMENT = 64
+
+
+@dataclass
+class TrainerSubject:
+    """What the checks of trainers are made on."""
+
+    trainer: Trainer
+    """The trainer, on every rank."""
+    batch: Any
+    """A batch of this rank's for `Trainer.step`, with a gradient that is not zero."""
+    whole: Callable[[], Mapping[str, torch.Tensor]]
+    """Returns every tensor of the manifest whole, by its name there, as it is now; called on all ranks."""
+    topology: Topology = field(default_factory=Topology.from_environment)
+    """This rank's place; the default process group must be there when there are several."""
+
+
+def the_manifest_is_the_same_everywhere_and_stays(subject: TrainerSubject) -> None:
+    """At every version: an engine is connected once."""
+    before = tuple(subject.trainer.manifest())
+    assert before, "there is nothing to publish"
+    assert len({spec.name for spec in before}) == len(before), "names must be unique"
+    subject.trainer.step(subject.batch)
+    assert tuple(subject.trainer.manifest()) == before
+    assert all(theirs == before for theirs in _from_all(subject, before))
+
+
+def what_is_published_are_the_weights(subject: TrainerSubject) -> None:
+    """Every byte of every slot, in the slot's own dtype."""
+    for dtype in ("float32", "bfloat16"):
+        whole = subject.whole()
+        with _Line(subject, dtype) as line:
+            subject.trainer.publish(line.layout, False)
+            _meet(subject)
+            for slot in line.layout.slots:
+                expected = whole[slot.name].detach().to("cpu", dtype_of(dtype))
+                assert torch.equal(line.arena.view(slot), expected), f"{slot.name} in {dtype}"
+
+
+def checksums_of_the_ranks_add_up(subject: TrainerSubject) -> None:
+    """To the sum of what was written; none come where none are asked for."""
+    with _Line(subject, "float32") as line:
+        assert list(subject.trainer.publish(line.layout, False)) == []
+        mine = list(subject.trainer.publish(line.layout, True))
+        _meet(subject)
+        totals = [sum(parts) % 2**64 for parts in zip(*_from_all(subject, mine), strict=True)]
+        assert totals == [
+            checksum(line.arena.view(slot), word_bytes=slot.word_bytes) for slot in line.layout.slots
+        ]
+
+
+def a_step_makes_the_next_version_and_other_weights(subject: TrainerSubject) -> None:
+    """The metrics are numbers, and the same on every rank."""
+    version, before = subject.trainer.version, {k: v.clone() for k, v in subject.whole().items()}
+    metrics = dict(subject.trainer.step(subject.batch))
+    assert subject.trainer.version == version + 1
+    after = subject.whole()
+    assert any(not torch.equal(after[name], before[name]) for name in before), "no weight has changed"
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert all(theirs == metrics for theirs in _from_all(subject, metrics))
+
+
+def publishing_changes_nothing(subject: TrainerSubject) -> None:
+    """Neither the version nor a weight."""
+    version, before = subject.trainer.version, {k: v.clone() for k, v in subject.whole().items()}
+    with _Line(subject, "bfloat16") as line:
+        subject.trainer.publish(line.layout, True)
+        _meet(subject)
+    assert subject.trainer.version == version
+    after = subject.whole()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+TRAINER_CHECKS: tuple[Callable[[TrainerSubject], None], ...] = (
+    the_manifest_is_the_same_everywhere_and_stays,
+    what_is_published_are_the_weights,
+    checksums_of_the_ranks_add_up,
+    a_step_makes_the_next_version_and_other_weights,
+    publishing_changes_nothing,
+)
+"""All of them, in any order; all ranks call each."""
+
+
+class _Line:
+    """An arena for the subject's tensors, one behind the other, that every rank can map."""
+
+    def __init__(self, subject: TrainerSubject, dtype: str) -> None:
+        slots, end = [], 0
+        for spec in subject.trainer.manifest():
+            slot = Slot(spec.name, tuple(spec.shape), dtype, end)
+            # So narrow that no shard's row is cut.
+            row_bytes = math.prod(spec.shape[1:]) * dtype_of(dtype).itemsize
+            slots.append(dataclasses.replace(slot, word_bytes=math.gcd(8, row_bytes)))
+            end += -(-slot.num_bytes // ALIGNMENT) * ALIGNMENT
+        self._subject = subject
+        self.arena = Arena.create(end) if subject.topology.is_main else None
+        path = _from_all(subject, None if self.arena is None else self.arena.path)[0]
+        self.layout = Layout(path, end, tuple(slots))
+        if self.arena is None:
+            self.arena = Arena.open(path, end)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _meet(self._subject)
+
+
+def _from_all(subject: TrainerSubject, value: Any) -> list[Any]:
+    if subject.topology.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * subject.topology.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _meet(subject: TrainerSubject) -> None:
+    if subject.topology.world_size > 1:
+        dist.barrier()

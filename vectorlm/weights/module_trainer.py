@@ -1,0 +1,71 @@
+"""The contract of trainers, kept by a module and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vectorlm.ranks.topology import Topology
+from vectorlm.weights.plan import Layout, TensorSpec, manifest_of
+from vectorlm.weights.publish import Publisher
+
+
+class ModuleTrainer:
+    """A `vectorlm.contracts.Trainer` around any module, plain or sharded by FSDP2; the pattern for other trainers.
+
+    >>> trainer = ModuleTrainer(model, optimizer, lambda model, batch: model(**batch).loss)  # doctest: +SKIP
+    >>> for batch in batches:
+    ...     trainer.step(batch)
+    ...     engine.update(trainer, trainer.version)
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[[torch.nn.Module, Any], torch.Tensor],
+        topology: Topology | None = None,
+    ) -> None:
+        """Begin at version 0.
+
+        Args:
+            model: The trained model.
+            optimizer: Over its parameters.
+            loss: Computes a rank's loss of a batch, a scalar; the gradient is the mean over ranks.
+            topology: This rank's place; read from the environment when omitted.
+        """
+        self._model, self._optimizer, self._loss = model, optimizer, loss
+        self._topology = Topology.from_environment() if topology is None else topology
+        self._publishers: dict[Layout, Publisher] = {}
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps that were taken."""
+        return self._version
+
+    def manifest(self) -> Sequence[TensorSpec]:
+        """List the module's parameters."""
+        return manifest_of(self._model)
+
+    def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
+        """Write this rank's shards; no tensor is gathered."""
+        if layout not in self._publishers:
+            self._publishers[layout] = Publisher(layout, self._topology)
+        publisher = self._publishers[layout]
+        return publisher.write(publisher.shares(self._model), with_checksums)
+
+    def step(self, batch: Any) -> Mapping[str, float]:
+        """Take one step of the optimizer; return the mean ``loss`` over ranks."""
+        loss = self._loss(self._model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._version += 1
+        mean = loss.detach()
+        if self._topology.world_size > 1:
+            dist.all_reduce(mean, dist.ReduceOp.SUM)
+        return {"loss": mean.item() / self._topology.world_size}
