@@ -91,19 +91,19 @@ def open_engine(
 
     output = Path(config.train_parameters.output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    engine_args = {
+    of_vllm = {
         "dtype": sampler.vllm_dtype,
         "gpu_memory_utilization": sampler.gpu_memory_utilization,
         "enable_sleep_mode": sampler.sleep != "none",
         **_lora_arguments(config),
-        **more,
-        **sampler.engine,
     }
+    engine_args = {**(of_vllm if sampler.inference == "vllm" else {}), **more, **sampler.engine}
     engine = stack.enter_context(
         SamplingEngine(
             config.model,
             topology=topology,
             sampling_params=dict(sampler.sampling_params),
+            inference=sampler.inference,
             receiver=sampler.receiver,
             lora_mode="auto" if config.train_parameters.lora_peft_config is None else sampler.lora_mode,
             verify_updates=sampler.verify_updates,

@@ -46,14 +46,17 @@ def alone(model, completion, first=0):
 
 def update_on_the_way(engine, old, new, in_flight, prompts=([2, 3, 4], PROMPT)):
     """Swap weights in the midst of some completions; return those, and the report."""
-    delay_s = 0.2
-    for _ in range(12):
+    duration_s = 0.4
+    for share in (0.5, 0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.5, 0.5, 0.4, 0.6):
         step = engine.version + 1
         engine.update(old, step)
+        began = time.monotonic()
         handle = engine.submit(list(prompts), [{**LONG, "seed": seed} for seed in range(len(prompts))])
-        time.sleep(delay_s)
+        time.sleep(share * duration_s)
         report = engine.update(new, step + 1, in_flight=in_flight)
         completions = [each for options in handle.result() for each in options]
+        # This machine has its own pace, which other work changes.
+        duration_s = time.monotonic() - began - report.total_s
         counts = [completion.versions.count(step) for completion in completions]
         assert all(
             completion.versions == (step,) * count + (step + 1,) * (400 - count)
@@ -61,8 +64,6 @@ def update_on_the_way(engine, old, new, in_flight, prompts=([2, 3, 4], PROMPT)):
         )
         if all(0 < count < 400 for count in counts):
             return completions, counts, report
-        # Too early or too late: this machine has its own pace.
-        delay_s *= 1.6 if min(counts) == 0 else 0.7
     raise AssertionError("no update met the requests on their way")
 
 

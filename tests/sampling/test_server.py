@@ -6,10 +6,12 @@ import signal
 import pytest
 from in_flight_cases import another, check_tokens_against_their_caches
 from rank_processes import on_ranks, save_tiny_llama
+from rl_runs import config_of, lines, save_files
 from server_process import TOKEN, running_server, status_of
 
 from vectorlm import SamplingEngine
 from vectorlm.errors import ConfigError, EngineDied, EngineError, WeightMismatch
+from vectorlm.reinforce import reinforce
 from vectorlm.sampling.server_extension import ServerExtension
 from vectorlm.sampling.server_guard import Guard
 from vectorlm.sampling.server_inference import VLLMServer
@@ -20,6 +22,8 @@ from vectorlm.weights.layout import Intake
 from vectorlm.weights.plan import Layout, Piece, Slot, TensorSpec
 from vectorlm.weights.record import Copy, View
 
+SERVER = ["--dtype", "float32", "--max-model-len", "1024"]
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -29,7 +33,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
     log_path = tmp_path_factory.mktemp("server") / "server.log"
-    with running_server(folder, log_path, "--dtype", "float32", "--max-model-len", "1024") as running:
+    with running_server(folder, log_path, *SERVER) as running:
         yield running
 
 
@@ -98,6 +102,16 @@ def test_another_model_is_refused(engine, folder, tmp_path):
     assert engine.version == step
 
 
+def test_a_prompt_that_the_server_refuses_ends_its_batch_alone(engine):
+    fine = engine.submit([[2, 3]], {"max_tokens": 4, "ignore_eos": True})
+    wrong = engine.submit([[2, 3], [2] * 2000], {"max_tokens": 4})
+    with pytest.raises(
+        EngineError, match=r"the server refused /inference/v1/generate: .*(1024|longer|maximum)"
+    ):
+        wrong.result()
+    assert len(fine.result()[0][0].token_ids) == 4
+
+
 def test_whoever_connects_last_owns_the_weights_that_the_first_has_left(engine, folder, server):
     step = engine.version + 1
     engine.update(another(folder, 9), step)
@@ -110,6 +124,21 @@ def test_whoever_connects_last_owns_the_weights_that_the_first_has_left(engine, 
         engine.update(another(folder, 8), step + 1)
 
 
+@pytest.mark.parametrize(
+    ("needs", "message"),
+    [
+        (
+            {"logprobs_mode": "processed_logprobs"},
+            "reports raw_logprobs, and this run needs processed_logprobs",
+        ),
+        ({"max_model_len": 1025}, "has room for 1024 tokens, and this run needs 1025"),
+    ],
+)
+def test_a_server_that_was_started_otherwise_is_refused(server, folder, needs, message):
+    with engine_of(server, folder, **needs) as engine, pytest.raises(ConfigError, match=message):
+        engine.wait_until_ready()
+
+
 def test_merged_weights_of_adapters_cross(server, folder):
     from vectorlm.model.lora import add_lora
 
@@ -117,16 +146,6 @@ def test_merged_weights_of_adapters_cross(server, folder):
     with engine_of(server, folder, lora_mode="merged") as engine:
         engine.update(model, 7)
         assert engine.version == 7
-
-
-def test_a_prompt_that_the_server_refuses_ends_its_batch_alone(engine):
-    fine = engine.submit([[2, 3]], {"max_tokens": 4, "ignore_eos": True})
-    wrong = engine.submit([[2, 3], [2] * 2000], {"max_tokens": 4})
-    with pytest.raises(
-        EngineError, match=r"the server refused /inference/v1/generate: .*(1024|longer|maximum)"
-    ):
-        wrong.result()
-    assert len(fine.result()[0][0].token_ids) == 4
 
 
 def test_the_engine_keeps_the_contract(server, folder, engine):
@@ -154,6 +173,29 @@ def test_the_end_of_the_server_ends_requests_with_its_address(server, folder):
             handle.result()
         with pytest.raises(EngineError, match="must be built anew"):
             engine.sample([[2, 3]])
+
+
+@pytest.mark.slow
+def test_reinforcement_learning_samples_from_a_server(folder, tmp_path, monkeypatch):
+    """With updates in flight; where the newest weights sampled, trainer and server agree on the probabilities."""
+    monkeypatch.setenv("VECTORLM_SERVER_TOKEN", TOKEN)
+    more = ["--logprobs-mode", "processed_logprobs"]
+    with running_server(folder, tmp_path / "server.log", *SERVER, *more) as (_, url):
+        overrides = [
+            f"model={folder}",
+            "train_parameters.sampler.inference=server",
+            f"train_parameters.sampler.engine={{url: {url}}}",
+            "rl.async={max_staleness: 2, update: keep}",
+            "rl.sampling_params={max_tokens: 30, temperature: 0.7}",
+            "rl.correction.preset=tis",
+        ]
+        reinforce(config_of(save_files(tmp_path), tmp_path / "run", overrides=overrides))
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4]
+    assert metrics[1]["staleness/token_max"] == 0
+    assert metrics[1]["correction/ratio_max"] == pytest.approx(1, abs=1e-3)
+    assert metrics[1]["correction/ratio_min"] == pytest.approx(1, abs=1e-3)
+    assert max(line["staleness/token_max"] for line in metrics[1:]) > 0
 
 
 def test_a_server_that_does_not_come_is_named(folder):

@@ -1,4 +1,4 @@
-"""One suite, three engines."""
+"""One suite, all engines; tests/sampling/test_server.py holds the one that is reached over HTTP to it."""
 
 import contextlib
 import functools
@@ -23,6 +23,10 @@ def vllm_engine(path, topology=None):
     )
 
 
+def transformers_engine(path, topology=None):
+    return vectorlm.SamplingEngine(str(path), topology=topology, inference="transformers", timeout_s=240)
+
+
 def hf_engine(path, topology=None):
     return HFEngine(path, topology=topology)
 
@@ -32,7 +36,7 @@ def fake_engine(path, topology=None):
     return FakeEngine(lambda prompt, version: f"step {version}: {prompt}", topology=topology, num_steps=3)
 
 
-ENGINES = {"vllm": vllm_engine, "hf": hf_engine, "fake": fake_engine}
+ENGINES = {"vllm": vllm_engine, "transformers": transformers_engine, "hf": hf_engine, "fake": fake_engine}
 
 
 def checks_of(kind):

@@ -86,8 +86,10 @@ class SamplerSettings:
     """The engine's dtype; `half` and `float` mean `float16` and `float32`."""
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `vllm.SamplingParams`."""
+    inference: Text = "vllm"
+    """What samples: `vllm`, a `server` of `vectorlm serve`, `transformers`, or `file.py:NAME` of an `Inference`."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's engine (`max_model_len`, `enforce_eager`, ...)."""
+    """Further arguments of vLLM's engine (`max_model_len`, `enforce_eager`, ...); or of another `inference`."""
     reward: Text | None = None
     """Name of the reward that scores each completion (for example `countdown`), logged as `eval/accuracy`."""
     receiver: Literal["auto", "live", "packed"] = "auto"

@@ -60,8 +60,8 @@ class SamplingEngine:
         model: A Hugging Face model folder.
         topology: This rank's place in the run; read from the environment when omitted.
         sampling_params: Used where a call gives none: a mapping or ``vllm.SamplingParams``.
-        inference: What samples: `vllm` here; `server`, a vLLM server that runs already (``url=…``); or a class that
-            keeps `vectorlm.contracts.Inference`, as ``module:Class`` or ``file.py:Class``.
+        inference: What samples: `vllm`; `transformers`; `server`, a vLLM server that runs already (``url=…``); or a
+            class that keeps `vectorlm.contracts.Inference`, as ``module:Class`` or ``file.py:Class``.
         receiver: How the engine holds weights on CPU. `live`: plain, the fastest to swap; `packed`: in oneDNN's
             layout, the faster to sample from; `auto` decides by the model's size. On CUDA there is only `live`.
         lora_mode: What an update of a PEFT model swaps. `adapter`: the adapters alone, into vLLM's LoRA layers (needs

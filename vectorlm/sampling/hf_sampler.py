@@ -47,7 +47,12 @@ class HFSampler:
         self._context_length: int = self._model.config.get_text_config().max_position_embeddings
         self._batch_size = batch_size
         self._version = version
-        self._manifest = manifest_of(self._model)
+        self.manifest = manifest_of(self._model)
+        """The model's parameters."""
+
+    def tensors(self) -> dict[str, torch.nn.Parameter]:
+        """Return the model's parameters by their names in the manifest."""
+        return trainer_tensors(self._model)
 
     def begin(self, prompts: Sequence[Prompt], sampling_params: Any) -> HFWork:
         """Make the rows of one batch; raises where a prompt or a parameter is wrong."""
@@ -58,23 +63,23 @@ class HFSampler:
     def check(self, model: torch.nn.Module) -> None:
         """Raise `WeightMismatch` unless the weights of `model` can be taken over."""
         require_no_adapters(model)
-        require_same(manifest_of(model), self._manifest)
+        require_same(manifest_of(model), self.manifest)
 
     def replace(self, model: torch.nn.Module) -> int:
         """Take the weights of `model` over; return the bytes replaced."""
-        return copy_whole(model, trainer_tensors(self._model))
+        return copy_whole(model, self.tensors())
 
     def drop(self) -> None:
         """Free the weights' memory."""
-        for tensor in trainer_tensors(self._model).values():
+        for tensor in self.tensors().values():
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
         """Take the weights' memory back, with nothing in it."""
-        tensors = trainer_tensors(self._model)
-        for spec in self._manifest:
+        tensors = self.tensors()
+        for spec in self.manifest:
             tensor = tensors[spec.name]
             tensor.data = torch.empty(spec.shape, dtype=tensor.dtype, device=tensor.device)
 

@@ -28,6 +28,7 @@ ALIVE_EVERY_S = 1.0
 
 INFERENCES = {
     "vllm": "vectorlm.sampling.vllm_inference:VLLM",
+    "transformers": "vectorlm.sampling.hf_inference:Transformers",
     "server": "vectorlm.sampling.server_inference:VLLMServer",
 }
 """What can be named shortly."""

@@ -49,9 +49,14 @@ class ServerExtension(WeightExtension):
             return outcome_to_wire((None, error))
         return outcome_to_wire(getattr(self, method)(*arguments))
 
-    def vectorlm_limits(self) -> dict[str, int]:
-        """Say how many sequences the server samples from at a time."""
-        return {"max_num_seqs": self.vllm_config.scheduler_config.max_num_seqs}
+    def vectorlm_settings(self) -> dict[str, Any]:
+        """Say how the server was started, as far as a trainer must know."""
+        model, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
+        return {
+            "max_num_seqs": scheduler.max_num_seqs,
+            "max_model_len": model.max_model_len,
+            "logprobs_mode": str(model.logprobs_mode),
+        }
 
 
 def _require_arena(arguments: Sequence[Any]) -> None:

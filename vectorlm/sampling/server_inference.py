@@ -48,6 +48,8 @@ class VLLMServer:
         url: str,
         token: str | None = None,
         start_timeout_s: float = 600.0,
+        logprobs_mode: str | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         """Wait for the server and make the receivers in its workers.
 
@@ -57,9 +59,12 @@ class VLLMServer:
             url: Where the server listens, for example ``http://127.0.0.1:8000``.
             token: Its token; that of ``VECTORLM_SERVER_TOKEN`` when omitted.
             start_timeout_s: The longest to wait for it, in seconds.
+            logprobs_mode: What the server's log-probabilities must be, as vLLM calls it; whatever they are, if omitted.
+            max_model_len: Tokens of prompt and completion that the server must have room for.
 
         Raises:
-            ConfigError: `url` is no address of this machine, or there is no token.
+            ConfigError: `url` is no address of this machine, there is no token, or the server was started with other
+                settings.
             EngineError: The server does not answer, refuses the token, or lacks the weight channel.
         """
         self._url = _require_loopback(url)
@@ -74,7 +79,9 @@ class VLLMServer:
         try:
             self._await_health(start_timeout_s)
             self._parts = SwappedParts(self._collective_rpc, with_adapter=False)
-            self._max_num_seqs = int(self._workers("vectorlm_limits")[0]["max_num_seqs"])
+            settings = self._workers("vectorlm_settings")[0]
+            self._max_num_seqs = int(settings["max_num_seqs"])
+            self._require_settings(settings, logprobs_mode, max_model_len)
             self._receiver = self._parts.prepare(receiver)
             self._post("/update_weight_version", {"new_version": str(self._version)})
         except BaseException:
@@ -228,6 +235,20 @@ class VLLMServer:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(RETRY_S)
+
+    def _require_settings(
+        self, settings: Mapping[str, Any], logprobs_mode: str | None, max_model_len: int | None
+    ) -> None:
+        if logprobs_mode not in (None, settings["logprobs_mode"]):
+            raise ConfigError(
+                f"the server at {self._url} reports {settings['logprobs_mode']}, and this run needs {logprobs_mode}: "
+                f"start it with `-- --logprobs-mode {logprobs_mode}`."
+            )
+        if max_model_len is not None and max_model_len > settings["max_model_len"]:
+            raise ConfigError(
+                f"the server at {self._url} has room for {settings['max_model_len']} tokens, and this run needs "
+                f"{max_model_len}: start it with `-- --max-model-len {max_model_len}`."
+            )
 
     def _workers(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         answer = self._post("/collective_rpc", {"method": method, "args": list(args)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,9 +14,8 @@ from vectorlm.contracts import Trainer
 from vectorlm.ranks.topology import Topology
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
-from vectorlm.weights.plan import Layout, Slot, dtype_of
-
-ALIGNMENT = 64
+from vectorlm.weights.plain_layout import plain_slots
+from vectorlm.weights.plan import Layout, dtype_of
 
 
 @dataclass
@@ -104,17 +102,11 @@ class _Line:
     """An arena for the subject's tensors, one behind the other, that every rank can map."""
 
     def __init__(self, subject: TrainerSubject, dtype: str) -> None:
-        slots, end = [], 0
-        for spec in subject.trainer.manifest():
-            slot = Slot(spec.name, tuple(spec.shape), dtype, end)
-            # So narrow that no shard's row is cut.
-            row_bytes = math.prod(spec.shape[1:]) * dtype_of(dtype).itemsize
-            slots.append(dataclasses.replace(slot, word_bytes=math.gcd(8, row_bytes)))
-            end += -(-slot.num_bytes // ALIGNMENT) * ALIGNMENT
+        end, slots = plain_slots(tuple(subject.trainer.manifest()), lambda name: dtype)
         self._subject = subject
         self.arena = Arena.create(end) if subject.topology.is_main else None
         path = _from_all(subject, None if self.arena is None else self.arena.path)[0]
-        self.layout = Layout(path, end, tuple(slots))
+        self.layout = Layout(path, end, slots)
         if self.arena is None:
             self.arena = Arena.open(path, end)
 
