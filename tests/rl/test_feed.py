@@ -4,14 +4,11 @@ import random
 
 import pytest
 import torch
+from gatherers import gatherer as gatherer_of
 
 from vectorlm.data.questions import Question
-from vectorlm.ranks.topology import Topology
 from vectorlm.rl.feed import Feed
-from vectorlm.rl.gather import Gatherer
 from vectorlm.rl.metrics import METRICS, rollout_metrics
-from vectorlm.rl.scorer import Scorer
-from vectorlm.rollout.collect import Collector
 from vectorlm.rollout.prompts import PromptOrder
 from vectorlm.telemetry.timers import Timer
 from vectorlm.types import Completion
@@ -71,22 +68,8 @@ class Engine:
         return handle.result()
 
 
-def gatherer(engine, reward=lambda text: float(text[0] == "a"), *, collector=None, **more):
-    return Gatherer(
-        collector=Collector(
-            engine=engine,
-            group_size=GROUP,
-            sampling_params={"temperature": 1.0, "max_tokens": 10},
-            seed=5,
-            max_model_len=100,
-            encode=lambda text: list(map(ord, text)),
-            **(collector or {}),
-        ),
-        order=PromptOrder([Question(f"q{index}") for index in range(23)], 0),
-        scorer=Scorer(functions={"mine": reward}, weights={"mine": 1.0}, topology=Topology()),
-        num_groups=PROMPTS,
-        **more,
-    )
+def gatherer(engine, reward=lambda text: float(text[0] == "a"), **more):
+    return gatherer_of(engine, reward, group_size=GROUP, num_groups=PROMPTS, num_questions=23, **more)
 
 
 def prompts_of(gathered):

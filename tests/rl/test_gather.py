@@ -5,17 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gatherers import gatherer
 from rank_processes import on_ranks
 
 from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.data.questions import Question
 from vectorlm.errors import RolloutError
-from vectorlm.ranks.topology import Topology
-from vectorlm.rl.gather import Gatherer
 from vectorlm.rl.metrics import rollout_metrics
-from vectorlm.rl.scorer import Scorer
-from vectorlm.rollout.collect import Collector
-from vectorlm.rollout.prompts import PromptOrder
 from vectorlm.rollout.replay import Replay
 from vectorlm.rollout.rollout import Rollout
 from vectorlm.telemetry.timers import Timer
@@ -41,25 +37,6 @@ class Echo:
         ids = tuple(map(ord, prompt)) if isinstance(prompt, str) else tuple(prompt)
         reason = "length" if text.endswith("…") else "stop"
         return Completion(ids, tuple(map(ord, text)), (-0.5,) * len(text), (4,) * len(text), text, reason)
-
-
-def gatherer(engine, reward, *, group_size=2, num_groups=3, num_questions=20, collector=None, **more):
-    questions = [Question(f"q{index}", {"index": index}) for index in range(num_questions)]
-    return Gatherer(
-        collector=Collector(
-            engine=engine,
-            group_size=group_size,
-            sampling_params={"temperature": 1.0, "max_tokens": 10},
-            seed=5,
-            max_model_len=100,
-            encode=lambda text: list(map(ord, text)),
-            **(collector or {}),
-        ),
-        order=PromptOrder(questions, 0),
-        scorer=Scorer(functions={"mine": reward}, weights={"mine": 1.0}, topology=Topology()),
-        num_groups=num_groups,
-        **more,
-    )
 
 
 def test_every_prompt_has_a_seed_of_its_own_that_its_place_and_the_run_decide():

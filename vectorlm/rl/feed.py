@@ -19,7 +19,7 @@ POLL_S = 0.002
 """How often a step that waits looks for finished completions."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """One group, from its admission until it is trained on."""
 
