@@ -1,0 +1,71 @@
+"""Runs that die in one way or another, and what they leave behind."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+GONE_WITHIN_S = 10.0
+
+
+def shared_memory_of_nobody():
+    """List the names in /dev/shm that no living process uses; those in use belong to other programs."""
+    # By inode: a semaphore is mapped under another name than the one that it is given afterwards.
+    in_use = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            in_use |= set(re.findall(r" (\d+) +/dev/shm/", maps.read_text()))
+        except OSError:
+            continue
+    return {entry.name for entry in os.scandir("/dev/shm") if str(entry.inode()) not in in_use}
+
+
+class WatchedRun:
+    """A command in a session of its own, so that a signal can be sent to all of it as a terminal does."""
+
+    def __init__(self, command, scratch):
+        self.mark = f"VECTORLM_TEST_MARK={uuid.uuid4().hex}"
+        self.scratch = scratch
+        self.shared_before = set(os.listdir("/dev/shm"))
+        name, value = self.mark.split("=")
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            env={**os.environ, name: value, "TMPDIR": str(scratch)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def outcome(self, timeout_s=150):
+        """Return the exit code and the error text, once all is over and nothing is left."""
+        _, error = self.process.communicate(timeout=timeout_s)
+        self.require_nothing_left()
+        return self.process.returncode, error
+
+    def require_nothing_left(self):
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while any(self.leftovers().values()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert self.leftovers() == {"processes": [], "shared memory": [], "temporary files": []}
+
+    def leftovers(self):
+        return {
+            "processes": self.living(),
+            "shared memory": sorted(shared_memory_of_nobody() - self.shared_before),
+            "temporary files": sorted(path.name for path in self.scratch.rglob("*")),
+        }
+
+    def living(self):
+        """List the processes that carry this run's mark in their environment."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
+            except OSError:
+                continue
+        return found
