@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from vectorlm.weights.plan import Layout, TensorSpec
 
 
+INFERENCES = {
+    "vllm": "vectorlm.sampling.vllm_inference:VLLM",
+    "transformers": "vectorlm.sampling.hf_inference:Transformers",
+    "server": "vectorlm.sampling.server_inference:VLLMServer",
+}
+"""The implementations of `Inference` that are here, by the names that `SamplingEngine` and configs call them."""
+
+
 @dataclass(frozen=True)
 class Written:
     """One completion of a request."""

@@ -281,3 +281,36 @@ def test_checking_writes_nothing(complete):
     check_config(load_config(complete, [SAMPLER]), 1, REWARDS)
     assert sorted(Path().rglob("*")) == before
     assert Path(complete).read_text() == MINIMAL
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["train_parameters.sampler.inference=vlm"],
+            "train_parameters.sampler.inference='vlm' is not known. Did you mean 'vllm'? ",
+        ),
+        (
+            ["train_parameters.sampler.inference=server"],
+            "train_parameters.sampler.inference='server' needs the server's url among the engine's arguments. ",
+        ),
+        (
+            [
+                "train_parameters.sampler.inference=transformers",
+                "train_parameters.lora_peft_config={r: 4, target_modules: [q_proj]}",
+            ],
+            "train_parameters.sampler.lora_mode='adapter' is for vLLM in the process, and inference is 'transformers'",
+        ),
+    ],
+)
+def test_another_inference_engine_needs_a_name_and_what_it_is_built_of(complete, overrides, message):
+    assert message in problems(complete, SAMPLER, *overrides)
+
+
+def test_other_inference_engines_pass(complete):
+    Path("p.jsonl").write_text('{"prompt": "a"}\n')
+    url = "train_parameters.sampler.engine={url: 'http://127.0.0.1:1'}"
+    for overrides in (["server", url], ["mine.py:Mine"], ["transformers"]):
+        name, *more = overrides
+        config = load_config(complete, [SAMPLER, f"train_parameters.sampler.inference={name}", *more])
+        check_config(config, 1, REWARDS)

@@ -10,7 +10,7 @@ from rl_runs import config_of, lines, save_files
 from server_process import TOKEN, running_server, status_of
 
 from vectorlm import SamplingEngine
-from vectorlm.errors import ConfigError, EngineDied, EngineError, WeightMismatch
+from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout, WeightMismatch
 from vectorlm.reinforce import reinforce
 from vectorlm.sampling.server_extension import ServerExtension
 from vectorlm.sampling.server_guard import Guard
@@ -162,6 +162,39 @@ def keep_the_contract(topology, server_url, folder):
 @pytest.mark.long
 def test_the_engine_keeps_the_contract_on_two_ranks(server, folder):
     on_ranks(2, keep_the_contract, server[1], folder)
+
+
+def test_a_server_that_freezes_is_an_error_within_the_deadline(server, folder):
+    process, url = server
+    with engine_of(server, folder, silence_s=8.0) as engine:
+        engine.wait_until_ready()
+        handle = engine.submit([[2, 3]], {"max_tokens": 1000, "ignore_eos": True})
+        os.killpg(process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(
+                EngineTimeout, match=f"the server at {url} said nothing for 8 s while generating"
+            ):
+                handle.result()
+        finally:
+            os.killpg(process.pid, signal.SIGCONT)
+
+
+def test_arguments_that_a_server_does_not_take_are_named(server, folder):
+    with (
+        engine_of(server, folder, dtype="float32") as engine,
+        pytest.raises(EngineError, match=r"inference='server' cannot be built: .*'dtype'"),
+    ):
+        engine.wait_until_ready()
+
+
+def test_an_inference_that_does_not_exist_is_named(folder):
+    with (
+        SamplingEngine(str(folder), inference="sglang") as engine,
+        pytest.raises(
+            EngineError, match=r"inference='sglang' is not known: it must be one of vllm, transformers"
+        ),
+    ):
+        engine.wait_until_ready()
 
 
 def test_the_end_of_the_server_ends_requests_with_its_address(server, folder):

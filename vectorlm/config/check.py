@@ -12,7 +12,9 @@ from typing import Any
 from vectorlm.config.heads import CPU_HEAD_SIZES, head_size_without_kernel
 from vectorlm.config.lora import largest_rank, refused_options
 from vectorlm.config.problem import describe_refusal, raise_problems
-from vectorlm.config.schema import Config
+from vectorlm.config.schema import Config, SamplerSettings
+from vectorlm.contracts import INFERENCES
+from vectorlm.plugin import is_plugin
 
 _ENGINE_SETTINGS_ELSEWHERE = {
     "model": "model",
@@ -157,6 +159,25 @@ def _sampler_problems(config: Config, reward_names: Collection[str]) -> Iterator
         fix = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(sorted(reward_names))}."
         path = "train_parameters.sampler.reward"
         yield _refuse(config, path, sampler.reward, "is not a reward that exists", fix)
+    yield from _inference_problems(config, sampler)
+
+
+def _inference_problems(config: Config, sampler: SamplerSettings) -> Iterator[str]:
+    path, name = "train_parameters.sampler.inference", sampler.inference
+    if name not in INFERENCES and not is_plugin(name):
+        near = difflib.get_close_matches(name, INFERENCES, n=1)
+        fix = (
+            f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(INFERENCES)}, or file.py:NAME."
+        )
+        yield _refuse(config, path, name, "is not known", fix)
+    if name == "server" and "url" not in sampler.engine:
+        fix = "Add it: train_parameters.sampler.engine={url: 'http://127.0.0.1:8000'}."
+        yield _refuse(config, path, name, "needs the server's url among the engine's arguments", fix)
+    has_adapters = config.train_parameters.lora_peft_config is not None
+    if name != "vllm" and has_adapters and sampler.lora_mode == "adapter":
+        path = "train_parameters.sampler.lora_mode"
+        rule = f"is for vLLM in the process, and inference is {name!r}"
+        yield _refuse(config, path, sampler.lora_mode, rule, "Set it to 'merged'.")
 
 
 def _lora_problems(config: Config) -> Iterator[str]:

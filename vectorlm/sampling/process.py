@@ -7,6 +7,7 @@ trainer imports it. A weight update happens between two engine steps by construc
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import time
@@ -14,9 +15,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from vectorlm.contracts import Inference
+from vectorlm.contracts import INFERENCES, Inference
 from vectorlm.errors import EngineError
-from vectorlm.plugin import load_plugin
+from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.ranks.placement import settle
 from vectorlm.ranks.watchdog import follow_parent, remove_folder
 from vectorlm.sampling import messages as say
@@ -26,17 +27,24 @@ from vectorlm.sampling.workers import shorten_socket_paths, start_worker
 
 ALIVE_EVERY_S = 1.0
 
-INFERENCES = {
-    "vllm": "vectorlm.sampling.vllm_inference:VLLM",
-    "transformers": "vectorlm.sampling.hf_inference:Transformers",
-    "server": "vectorlm.sampling.server_inference:VLLMServer",
-}
-"""What can be named shortly."""
-
 
 def open_inference(start: say.Start) -> Inference:
-    """Build the engine that `start` names."""
-    make = load_plugin(INFERENCES.get(start.inference, start.inference))
+    """Build the engine that `start` names.
+
+    Raises:
+        EngineError: There is none of that name, or it takes other arguments.
+    """
+    name = INFERENCES.get(start.inference, start.inference)
+    if not is_plugin(name):
+        raise EngineError(
+            f"inference={start.inference!r} is not known: it must be one of {', '.join(INFERENCES)}, or a class as "
+            "module:Class or file.py:Class."
+        )
+    make = load_plugin(name)
+    try:
+        inspect.signature(make).bind(start.model, receiver=start.receiver, **start.engine_args)
+    except TypeError as error:
+        raise EngineError(f"inference={start.inference!r} cannot be built: {error}.") from error
     inference: Inference = make(start.model, receiver=start.receiver, **start.engine_args)
     return inference
 

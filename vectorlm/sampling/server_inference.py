@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from vectorlm.contracts import Finished, Written
-from vectorlm.errors import ConfigError, EngineDied, EngineError
+from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout
 from vectorlm.sampling.parts import SwappedParts
 from vectorlm.sampling.rest import Parts
 from vectorlm.sampling.server_guard import require_token
@@ -28,6 +28,9 @@ from vectorlm.weights.plan import Layout, TensorSpec
 
 POLL_S = 0.02
 """The longest that `poll` waits for something to finish."""
+
+PROBE_EVERY_S = 5.0
+"""After so long a silence the server is asked for a sign of life."""
 
 RETRY_S = 0.5
 
@@ -48,6 +51,7 @@ class VLLMServer:
         url: str,
         token: str | None = None,
         start_timeout_s: float = 600.0,
+        silence_s: float = 300.0,
         logprobs_mode: str | None = None,
         max_model_len: int | None = None,
     ) -> None:
@@ -59,6 +63,7 @@ class VLLMServer:
             url: Where the server listens, for example ``http://127.0.0.1:8000``.
             token: Its token; that of ``VECTORLM_SERVER_TOKEN`` when omitted.
             start_timeout_s: The longest to wait for it, in seconds.
+            silence_s: The longest that it may say nothing while requests are under way, in seconds.
             logprobs_mode: What the server's log-probabilities must be, as vLLM calls it; whatever they are, if omitted.
             max_model_len: Tokens of prompt and completion that the server must have room for.
 
@@ -76,6 +81,9 @@ class VLLMServer:
         threading.Thread(target=self._loop.run_forever, name="server-requests", daemon=True).start()
         self._session = self._wait_for(self._open_session())
         self._version = -1
+        self._silence_s = silence_s
+        self._heard_at = time.monotonic()
+        self._probe: asyncio.Task[None] | None = None
         try:
             self._await_health(start_timeout_s)
             self._parts = SwappedParts(self._collective_rpc, with_adapter=False)
@@ -118,7 +126,9 @@ class VLLMServer:
 
         Raises:
             EngineDied: The server is gone.
+            EngineTimeout: It says nothing any more.
         """
+        self._require_signs_of_life()
         found: list[Finished] = []
         with contextlib.suppress(queue.Empty):
             each = self._finished.get(timeout=POLL_S)
@@ -184,9 +194,32 @@ class VLLMServer:
 
     async def _close_session(self) -> None:
         await self._hang_up(list(self._tasks))
+        if self._probe is not None:
+            self._probe.cancel()
         await self._session.close()
 
+    def _require_signs_of_life(self) -> None:
+        """Ask the engine behind the server something that it answers between two steps, and wait only so long."""
+        silence_s = time.monotonic() - self._heard_at
+        if self._tasks and self._probe is None and silence_s > PROBE_EVERY_S:
+            self._wait_for(self._begin_probe())
+        elif self._probe is not None and silence_s > self._silence_s:
+            raise EngineTimeout(
+                f"the server at {self._url} said nothing for {self._silence_s:g} s while generating."
+            )
+
+    async def _begin_probe(self) -> None:
+        self._probe = asyncio.get_running_loop().create_task(self._ask_for_life())
+
+    async def _ask_for_life(self) -> None:
+        # Whatever is wrong, the requests under way will say so too.
+        with contextlib.suppress(EngineError):
+            await self._call("/collective_rpc", {"method": "vectorlm_settings"})
+        self._probe = None
+
     async def _begin(self, name: str, body: Mapping[str, Any]) -> None:
+        if not self._tasks:
+            self._heard_at = time.monotonic()
         self._tasks[name] = asyncio.get_running_loop().create_task(self._generate(name, body))
 
     async def _generate(self, name: str, body: Mapping[str, Any]) -> None:
@@ -211,6 +244,7 @@ class VLLMServer:
         try:
             async with self._session.request(method, self._url + path, json=body) as response:
                 text = await response.text()
+                self._heard_at = time.monotonic()
                 if response.status == 401:
                     raise EngineError(f"the server at {self._url} refuses the token.")
                 if response.status >= 400:
