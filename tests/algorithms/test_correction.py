@@ -225,6 +225,26 @@ def test_a_token_that_nearly_cannot_be_told_apart_passes():
     assert kept.all()
 
 
+@pytest.mark.parametrize("divergence", ["k2", "k3", "tv", "bernoulli_kl"])
+@pytest.mark.parametrize("level", ["token", "sum", "mean", "max"])
+def test_what_lies_outside_the_mask_decides_nothing(divergence, level):
+    """Neither about tokens nor about rows: the bound lies just above what the tokens inside make up."""
+    generator = torch.Generator().manual_seed(0)
+    old, sampler = (-3 * torch.rand(4, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    full = torch.ones(4, 5, dtype=torch.bool)
+    for bound in (0.02, 0.2, 1.0):
+        gate = {"divergence": divergence, "level": level, "bound": bound, "veto": 0.2}
+        alone = rejection_mask(old, sampler, full, **gate)
+        wide = [torch.full((4, 9), -20.0, dtype=torch.float64), torch.full((4, 9), -0.1, dtype=torch.float64)]
+        mask = torch.zeros(4, 9, dtype=torch.bool)
+        for padded, inside in zip([*wide, mask], [old, sampler, full], strict=True):
+            padded[:, 3:8] = inside
+        found = rejection_mask(*wide, mask, **gate)
+        assert torch.equal(found[:, 3:8], alone)
+        assert not found[:, :3].any()
+        assert not found[:, 8:].any()
+
+
 def test_a_veto_drops_the_row_that_holds_the_token():
     kept = rejection_mask(OLD, SAMPLER, MASK, veto=0.3)
     assert kept.tolist() == [[True, True, True], [False, False, False]]
