@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import torch
 
 from vectorlm.checkpoint.state import Part
 from vectorlm.rl.metrics import batch_metrics, rollout_metrics
-from vectorlm.telemetry.timers import Timer
+from vectorlm.telemetry.timers import Span, Timer
 
 if TYPE_CHECKING:
     from vectorlm.algorithms import AdaptiveKL
@@ -83,6 +83,8 @@ class RLTrainer:
     """When the engine got the weights of this step, in seconds of ``time.perf_counter``."""
     tokens_seen: int = 0
     """Tokens of the prompts and completions that were sampled."""
+    exams: list[Span] = field(default_factory=list)
+    """When the policy was examined since the last step."""
 
     def run(self, resume_step: int | None = None) -> None:
         """Train to the end, from the start or from the checkpoint of `resume_step`; called on all ranks.
@@ -133,7 +135,8 @@ class RLTrainer:
                             kl_coef=self.kl_weight if self.assessor.kl_in == "loss" else 0.0,
                             trains_policy=self.step >= self.critic_warmup_steps,
                         )
-        self.timeline.write(self.step + 1, timer.spans, busy)
+        self.timeline.write(self.step + 1, [*self.exams, *timer.spans], busy)
+        self.exams.clear()
         return metrics | self.speed(timer.drain(), metrics)
 
     def follow(self, metrics: dict[str, float]) -> None:
@@ -156,7 +159,12 @@ class RLTrainer:
     def look(self) -> dict[str, float]:
         """Examine the policy where that is due at this step."""
         is_due = self.step % self.exam_every == 0 or self.step == self.max_steps
-        return self.exam.hold(self.policy.model, self.step) if self.exam and is_due else {}
+        if self.exam is None or not is_due:
+            return {}
+        began = time.perf_counter()
+        metrics = self.exam.hold(self.policy.model, self.step)
+        self.exams.append(("time/exam_s", began, time.perf_counter()))
+        return metrics
 
     @cached_property
     def num_weights(self) -> int:

@@ -17,6 +17,7 @@ COLOURS = {
     "score": "tab:olive",
     "assess": "tab:orange",
     "update": "tab:green",
+    "exam": "tab:purple",
 }
 LABELS = {"sample": "engine computes", "generate": "trainer waits for completions"}
 NUM_STEPS = 12
@@ -80,7 +81,7 @@ def plot_timeline(timeline_path: str | Path, output_png: str | Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     patches = [Patch(color=colour, label=LABELS.get(name, name)) for name, colour in COLOURS.items()]
     axes.legend(
-        handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=6, frameon=False, fontsize=8
+        handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=7, frameon=False, fontsize=8
     )
     figure.savefig(output_png)
 
