@@ -46,7 +46,7 @@ def alone(model, completion, first=0):
 
 def update_on_the_way(engine, old, new, in_flight, prompts=([2, 3, 4], PROMPT)):
     """Swap weights in the midst of some completions; return those, and the report."""
-    duration_s = 0.4
+    duration_s, seen = 0.4, []
     for share in (0.5, 0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.5, 0.5, 0.4, 0.6):
         step = engine.version + 1
         engine.update(old, step)
@@ -62,9 +62,10 @@ def update_on_the_way(engine, old, new, in_flight, prompts=([2, 3, 4], PROMPT)):
             completion.versions == (step,) * count + (step + 1,) * (400 - count)
             for completion, count in zip(completions, counts, strict=True)
         )
+        seen.append((round(share * duration_s, 3), counts))
         if all(0 < count < 400 for count in counts):
             return completions, counts, report
-    raise AssertionError("no update met the requests on their way")
+    raise AssertionError(f"no update met the requests on their way: {seen}")
 
 
 def check_tokens_against_their_caches(engine, folder, in_flight):

@@ -1,7 +1,10 @@
 """A vLLM server that runs by itself, updated and asked over HTTP on loopback."""
 
+import json
 import os
 import signal
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from in_flight_cases import another, check_tokens_against_their_caches
@@ -110,6 +113,30 @@ def test_a_prompt_that_the_server_refuses_ends_its_batch_alone(engine):
     ):
         wrong.result()
     assert len(fine.result()[0][0].token_ids) == 4
+
+
+def test_other_clients_are_answered_through_an_update(engine, folder, server):
+    _, url = server
+    body = {
+        "prompt": [2, 3, 4],
+        "max_tokens": 900,
+        "ignore_eos": True,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    asked = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},
+    )
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(lambda: json.load(urllib.request.urlopen(asked)))
+        step = engine.version + 1
+        while not answer.done():
+            engine.update(another(folder, step), step)
+            step += 1
+    assert answer.result()["usage"]["completion_tokens"] == 900
+    assert step > engine.version > 1
 
 
 def test_whoever_connects_last_owns_the_weights_that_the_first_has_left(engine, folder, server):

@@ -81,6 +81,7 @@ class VLLMServer:
         threading.Thread(target=self._loop.run_forever, name="server-requests", daemon=True).start()
         self._session = self._wait_for(self._open_session())
         self._version = -1
+        self._num_loads = 0
         self._silence_s = silence_s
         self._heard_at = time.monotonic()
         self._probe: asyncio.Task[None] | None = None
@@ -116,7 +117,8 @@ class VLLMServer:
         body = {
             "token_ids": self._token_ids(prompt),
             "sampling_params": _params_to_wire(sampling_params),
-            "cache_salt": f"version {self._version}",
+            # Neither earlier weights' blocks nor an earlier trainer's are ever found.
+            "cache_salt": f"{self._name} {self._num_loads}",
             "output_mode": "text",
         }
         self._wait_for(self._begin(name, body))
@@ -162,8 +164,9 @@ class VLLMServer:
     ) -> float:
         """Take the new weights over, and have the server mark tokens with their version."""
         load_s = self._parts.load(version, checksums, swapped)
+        self._num_loads += 1
         if recompute or not self._tasks:
-            self._forget_cache(running=recompute)
+            self._forget_cache()
         self._post("/update_weight_version", {"new_version": str(version)})
         self._version = version
         return load_s
@@ -174,7 +177,7 @@ class VLLMServer:
 
     def drop(self, parts: Parts, asleep: Parts) -> None:
         """Empty the prefix cache; the server's memory is its own, and stays."""
-        self._forget_cache(running=False)
+        self._forget_cache()
 
     def restore(self, parts: Parts) -> None:
         """Do nothing: the memory never went."""
@@ -294,9 +297,9 @@ class VLLMServer:
         answers = self._workers("vectorlm_ask", [self._name, method, [to_wire(each) for each in args]])
         return [outcome_from_wire(method, each) for each in answers]
 
-    def _forget_cache(self, running: bool) -> None:
-        query = f"/reset_prefix_cache?reset_running_requests={str(running).lower()}"
-        if not self._post(query)["success"]:
+    def _forget_cache(self) -> None:
+        """Drop every block; requests under way, other clients' among them, compute theirs anew."""
+        if not self._post("/reset_prefix_cache?reset_running_requests=true")["success"]:
             raise EngineError("the server's prefix cache still holds blocks of the old weights.")
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
@@ -319,6 +322,10 @@ def _finished(name: str, prompt: Sequence[int], answer: Mapping[str, Any]) -> Fi
 def _written(choice: Mapping[str, Any]) -> Written:
     tokens: list[int] = choice["token_ids"]
     versions: list[int] = []
+    if tokens and choice.get("weight_versions") is None:
+        raise EngineError(
+            "the server does not say which weights sampled a token: it must run vLLM 0.32 or later."
+        )
     for span in choice["weight_versions"] or ():
         versions += [int(span["version"])] * (span["end"] - span["start"])
     content = (choice["logprobs"] or {}).get("content")

@@ -52,6 +52,7 @@ class VLLM:
             warm_up(self._engine)
         self._bed = make_bed(self._engine, on_cpu)
         self._version = -1
+        self._num_loads = 0
         self._spans = VersionSpans()
 
     @property
@@ -75,7 +76,7 @@ class VLLM:
         params = make_sampling_params(sampling_params)
         request = make_prompt(self._engine, prompt)
         # Blocks of other weights are never found, however long requests of theirs keep them.
-        request["cache_salt"] = f"version {self._version}"
+        request["cache_salt"] = f"weights {self._num_loads}"
         self._engine.add_request(name, request, params, lora_request=self._parts.adapter_request)
 
     def poll(self) -> list[Finished]:
@@ -114,6 +115,7 @@ class VLLM:
             self._engine.reset_prefix_cache(reset_running_requests=True)
         self._spans.close(self._engine, self._version)
         self._version = version
+        self._num_loads += 1
         return load_s
 
     def resume(self) -> None:
