@@ -32,6 +32,7 @@ def test_after_each_update_the_engine_is_the_trainer(tmp_path, world_size, tied,
         assert consecutive_samples_differ(seen), "the updates changed nothing, so equality proves nothing"
 
 
+@pytest.mark.slow
 def test_a_bf16_engine_follows_an_fp32_trainer(tmp_path):
     folder = save_tiny_llama(tmp_path / "model", tied=True, hidden_size=64)
     for _, seen, _ in vectorlm.launch(swap_and_compare, str(folder), "packed", 2, "bfloat16", world_size=2):

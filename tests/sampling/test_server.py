@@ -51,12 +51,14 @@ def engine(server, folder):
         yield engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])
 def test_an_update_meets_requests_on_their_way(engine, folder, in_flight):
     report = check_tokens_against_their_caches(engine, folder, in_flight)
     assert 0 < report.load_s <= report.stall_s <= report.total_s
 
 
+@pytest.mark.slow
 def test_no_path_but_the_server_s_health_is_open_without_the_token(server):
     _, url = server
     paths = [
@@ -75,6 +77,7 @@ def test_no_path_but_the_server_s_health_is_open_without_the_token(server):
     assert status_of(url, "/is_paused", token=TOKEN, method="GET") == 200
 
 
+@pytest.mark.slow
 def test_a_server_listens_on_loopback_unless_it_is_told_otherwise(server):
     _, url = server
     port = int(url.rpartition(":")[2])
@@ -88,6 +91,7 @@ def test_a_server_listens_on_loopback_unless_it_is_told_otherwise(server):
     assert addresses == {"0100007F"}
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_named_before_anything_is_sampled(server, folder):
     with (
         engine_of(server, folder, token="not the token of this server") as engine,
@@ -96,6 +100,7 @@ def test_a_wrong_token_is_named_before_anything_is_sampled(server, folder):
         engine.wait_until_ready()
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(engine, folder, tmp_path):
     wider = save_tiny_llama(tmp_path / "wider", hidden_size=128, max_length=1024)
     step = engine.version + 1
@@ -105,6 +110,7 @@ def test_another_model_is_refused(engine, folder, tmp_path):
     assert engine.version == step
 
 
+@pytest.mark.slow
 def test_a_prompt_that_the_server_refuses_ends_its_batch_alone(engine):
     fine = engine.submit([[2, 3]], {"max_tokens": 4, "ignore_eos": True})
     wrong = engine.submit([[2, 3], [2] * 2000], {"max_tokens": 4})
@@ -115,6 +121,7 @@ def test_a_prompt_that_the_server_refuses_ends_its_batch_alone(engine):
     assert len(fine.result()[0][0].token_ids) == 4
 
 
+@pytest.mark.slow
 def test_other_clients_are_answered_through_an_update(engine, folder, server):
     _, url = server
     body = {
@@ -139,6 +146,7 @@ def test_other_clients_are_answered_through_an_update(engine, folder, server):
     assert step > engine.version > 1
 
 
+@pytest.mark.slow
 def test_whoever_connects_last_owns_the_weights_that_the_first_has_left(engine, folder, server):
     step = engine.version + 1
     engine.update(another(folder, 9), step)
@@ -151,6 +159,7 @@ def test_whoever_connects_last_owns_the_weights_that_the_first_has_left(engine, 
         engine.update(another(folder, 8), step + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("needs", "message"),
     [
@@ -166,6 +175,7 @@ def test_a_server_that_was_started_otherwise_is_refused(server, folder, needs, m
         engine.wait_until_ready()
 
 
+@pytest.mark.slow
 def test_merged_weights_of_adapters_cross(server, folder):
     from vectorlm.model.lora import add_lora
 
@@ -175,6 +185,7 @@ def test_merged_weights_of_adapters_cross(server, folder):
         assert engine.version == 7
 
 
+@pytest.mark.slow
 def test_the_engine_keeps_the_contract(server, folder, engine):
     engine.close()
     with engine_of(server, folder) as fresh:
@@ -191,6 +202,7 @@ def test_the_engine_keeps_the_contract_on_two_ranks(server, folder):
     on_ranks(2, keep_the_contract, server[1], folder)
 
 
+@pytest.mark.slow
 def test_a_server_that_freezes_is_an_error_within_the_deadline(server, folder):
     process, url = server
     with engine_of(server, folder, silence_s=8.0) as engine:
@@ -206,6 +218,7 @@ def test_a_server_that_freezes_is_an_error_within_the_deadline(server, folder):
             os.killpg(process.pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_arguments_that_a_server_does_not_take_are_named(server, folder):
     with (
         engine_of(server, folder, dtype="float32") as engine,
@@ -224,6 +237,7 @@ def test_an_inference_that_does_not_exist_is_named(folder):
         engine.wait_until_ready()
 
 
+@pytest.mark.slow
 def test_the_end_of_the_server_ends_requests_with_its_address(server, folder):
     process, url = server
     with engine_of(server, folder) as engine:
