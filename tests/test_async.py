@@ -1,7 +1,5 @@
 """Whole runs whose sampling and training overlap."""
 
-import os
-
 import pytest
 import torch
 from rl_runs import config_of, is_documented, lines, numbers, save_files, stop_after_step_2
@@ -28,14 +26,11 @@ def weights_of(folder):
 
 @pytest.mark.slow
 def test_without_staleness_a_run_is_the_synchronous_one_bit_for_bit(files, tmp_path):
-    before = os.sched_getaffinity(0)
-    apart = overlapping(0, "rl.async.placement=split", steps=3)
-    for name, overrides in (("alone", ["rl.max_steps=3"]), ("overlapping", apart)):
+    for name, overrides in (("alone", ["rl.max_steps=3"]), ("overlapping", overlapping(0, steps=3))):
         reinforce(config_of(files, tmp_path / name, overrides=overrides))
     mine, theirs = (weights_of(tmp_path / name) for name in ("alone", "overlapping"))
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     assert numbers(tmp_path / "alone") == numbers(tmp_path / "overlapping")
-    assert os.sched_getaffinity(0) == before
 
 
 CASES = {

@@ -253,17 +253,18 @@ def test_the_end_of_the_server_ends_requests_with_its_address(server, folder):
 def test_reinforcement_learning_samples_from_a_server(folder, tmp_path, monkeypatch):
     """With updates in flight; where the newest weights sampled, trainer and server agree on the probabilities."""
     monkeypatch.setenv("VECTORLM_SERVER_TOKEN", TOKEN)
-    more = ["--logprobs-mode", "processed_logprobs"]
+    more, cores = ["--logprobs-mode", "processed_logprobs"], os.sched_getaffinity(0)
     with running_server(folder, tmp_path / "server.log", *SERVER, *more) as (_, url):
         overrides = [
             f"model={folder}",
             "train_parameters.sampler.inference=server",
             f"train_parameters.sampler.engine={{url: {url}}}",
-            "rl.async={max_staleness: 2, update: keep}",
+            "rl.async={max_staleness: 2, update: keep, placement: split}",
             "rl.sampling_params={max_tokens: 30, temperature: 0.7}",
             "rl.correction.preset=tis",
         ]
         reinforce(config_of(save_files(tmp_path), tmp_path / "run", overrides=overrides))
+    assert os.sched_getaffinity(0) == cores, "the run must give back the cores that it kept off"
     metrics = lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4]
     assert metrics[1]["staleness/token_max"] == 0
