@@ -23,6 +23,18 @@ def shared_memory_of_nobody():
     return {entry.name for entry in os.scandir("/dev/shm") if str(entry.inode()) not in in_use}
 
 
+def living(mark):
+    """List the processes that carry `mark` in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
+        except OSError:
+            continue
+    return found
+
+
 class WatchedRun:
     """A command in a session of its own, so that a signal can be sent to all of it as a terminal does."""
 
@@ -60,12 +72,4 @@ class WatchedRun:
         }
 
     def living(self):
-        """List the processes that carry this run's mark in their environment."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
-            except OSError:
-                continue
-        return found
+        return living(self.mark)

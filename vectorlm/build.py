@@ -62,7 +62,7 @@ def place_ranks(config: Config, topology: Topology, stack: ExitStack) -> Placeme
     Raises:
         ConfigError: The node has not so many devices.
     """
-    overlap = None if config.rl is None else config.rl.async_
+    overlap = config.overlap
     if overlap is None or overlap.placement == "shared":
         return None
     placement = split_node(topology, overlap.engine_devices)
@@ -202,7 +202,7 @@ def make_turn(
     """Return the owner of the devices."""
     sampler = config.train_parameters.sampler
     assert sampler is not None
-    overlap = None if config.rl is None else config.rl.async_
+    overlap = config.overlap
     return DeviceTurn(
         engine,
         model=model,

@@ -293,8 +293,7 @@ def _gatherer(
 
 
 def _source(config: Config, gatherer: Gatherer) -> Source:
-    assert config.rl is not None
-    overlap = config.rl.async_
+    overlap = config.overlap
     if overlap is None or overlap.max_staleness == 0:
         return gatherer
     return Feed(gatherer, max_staleness=overlap.max_staleness, overdue=overlap.overdue)

@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from watched_run import living
 
 SCRIPT = Path(__file__).with_name("node_script.py")
 GONE_WITHIN_S = 20.0
@@ -61,15 +62,7 @@ class Nodes:
         return [(process.returncode, *text) for process, text in zip(self.processes, texts, strict=True)]
 
     def living(self):
-        """List the processes that carry this run's mark in their environment."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
-            except OSError:
-                continue
-        return found
+        return living(self.mark)
 
 
 def results(output):

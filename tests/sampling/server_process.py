@@ -9,6 +9,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
+
+from watched_run import shared_memory_of_nobody
 
 TOKEN = "a token for tests alone"
 START_S = 240
@@ -26,6 +29,7 @@ def running_server(folder, log_path, *vllm_args):
     port = free_port()
     command = [sys.executable, "-m", "vectorlm", "serve", "--model", str(folder), "--port", str(port), "--"]
     environment = {**os.environ, "VECTORLM_SERVER_TOKEN": TOKEN, "OMP_NUM_THREADS": "2"}
+    others = shared_memory_of_nobody()
     with open(log_path, "w") as log:
         process = subprocess.Popen(
             [*command, *vllm_args], env=environment, stdout=log, stderr=log, start_new_session=True
@@ -38,6 +42,9 @@ def running_server(folder, log_path, *vllm_args):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        # vLLM's workers name their queues, and whoever is killed outright cannot take the names away.
+        for name in shared_memory_of_nobody() - others:
+            Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def wait_for_health(url, process, log_path):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from vectorlm.config.rl import RLSettings
+from vectorlm.config.rl import AsyncSettings, RLSettings
 from vectorlm.config.rules import (
     AlsoWritten,
     Betas,
@@ -229,6 +229,11 @@ class Config:
         default_factory=dict, compare=False, repr=False, metadata={"is_setting": False}
     )
     """Where each setting was written (``my.yaml:5``, ``--set a.b=c``); not a setting itself."""
+
+    @property
+    def overlap(self) -> AsyncSettings | None:
+        """How sampling and training overlap; None where they take turns."""
+        return None if self.rl is None else self.rl.async_
 
     @property
     def text(self) -> DatasetSettings:

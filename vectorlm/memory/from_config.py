@@ -60,7 +60,7 @@ def plan_of_config(
     lora = train.lora_peft_config
     shards = {"NO_SHARD": 1, "HYBRID_SHARD": near}.get(train.sharding_strategy, world_size)
     micro_batch_size, trained_copies, frozen_copies = _other_models(config)
-    overlap = None if config.rl is None else config.rl.async_
+    overlap = config.overlap
     # On CUDA devices of its own the engine is in nobody's way; on CPU there is one memory.
     is_shared = is_cpu or overlap is None or overlap.placement == "shared"
     demand = Demand(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from vectorlm.contracts import WeightSource
+from vectorlm.errors import EngineError
 from vectorlm.ranks.topology import Topology
 from vectorlm.types import InFlight, Prompt
 
@@ -96,6 +97,14 @@ def require_in_flight(in_flight: str) -> None:
     if in_flight not in get_args(InFlight):
         known = ", ".join(get_args(InFlight))
         raise ValueError(f"in_flight={in_flight!r} is not known: it must be one of {known}.")
+
+
+def require_room_for_update(num_under_way: int, in_flight: InFlight) -> None:
+    """Raise EngineError where an update would meet requests and nobody has said what becomes of them."""
+    if num_under_way and in_flight == "refuse":
+        raise EngineError(
+            f"{num_under_way} requests are under way: wait for them, or say what becomes of them (in_flight)."
+        )
 
 
 def as_list(prompts: Sequence[Prompt] | str) -> list[Prompt]:

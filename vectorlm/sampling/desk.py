@@ -6,10 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vectorlm.errors import EngineError
 from vectorlm.ranks.meeting import Meeting
 from vectorlm.ranks.topology import Topology
-from vectorlm.sampling.arguments import as_list, one_each, require_in_flight, require_step, summary
+from vectorlm.sampling.arguments import (
+    as_list,
+    one_each,
+    require_in_flight,
+    require_room_for_update,
+    require_step,
+    summary,
+)
 from vectorlm.sampling.hosts import Hosts
 from vectorlm.sampling.readiness import Readiness
 from vectorlm.sampling.requests import Answers, Request, Requests, Work
@@ -126,10 +132,7 @@ class Desk:
         if in_flight == "drain":
             self._on_main("finish the requests", lambda _: self._requests.finish())
         num_under_way = self._meeting.share("update", self._requests.num_under_way)[0]
-        if num_under_way and in_flight == "refuse":
-            raise EngineError(
-                f"{num_under_way} requests are under way: wait for them, or say what becomes of them (in_flight)."
-            )
+        require_room_for_update(num_under_way, in_flight)
         self._wake_weights()
         self.readiness.begin_update()
         copied_from = time.perf_counter()

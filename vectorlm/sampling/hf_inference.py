@@ -11,7 +11,6 @@ import torch
 from vectorlm.contracts import Finished, Written
 from vectorlm.errors import ChecksumMismatch, EngineError
 from vectorlm.sampling.hf_sampler import HFSampler, HFWork
-from vectorlm.sampling.parameters import read_each
 from vectorlm.sampling.rest import Parts
 from vectorlm.types import Completion, Prompt
 from vectorlm.weights.arena import Arena, path_of, reserve
@@ -73,10 +72,9 @@ class Transformers:
         return self._version
 
     def submit(self, name: str, prompt: Prompt, sampling_params: Any) -> None:
-        """Queue one prompt for the next batch."""
+        """Queue one prompt for the next batch; what is wrong with it is said now."""
         self._sampler.begin([prompt], sampling_params)
-        (parameters,) = read_each(sampling_params, 1)
-        self._waiting[name] = (prompt, parameters)
+        self._waiting[name] = (prompt, sampling_params)
 
     def poll(self) -> list[Finished]:
         """Go on with the batch at hand for a slice; begin one where there is none."""

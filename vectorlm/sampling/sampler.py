@@ -12,7 +12,7 @@ import numpy as np
 from vectorlm.contracts import Finished, Inference
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.sampling import messages as say
-from vectorlm.sampling.arguments import one_each
+from vectorlm.sampling.arguments import one_each, require_room_for_update
 from vectorlm.sampling.packed import pack_finished
 from vectorlm.sampling.request_outputs import pack_request_outputs
 from vectorlm.sampling.rest import Rest, parts_of
@@ -119,10 +119,7 @@ class Sampler:
 
     def begin_update(self, command: say.BeginUpdate) -> say.Paused:
         """Stand still: the ranks write into memory that the engine computes with."""
-        if self._groups and command.in_flight == "refuse":
-            raise EngineError(
-                f"{len(self._groups)} requests are under way: wait for them, or say what becomes of them (in_flight)."
-            )
+        require_room_for_update(len(self._groups), command.in_flight)
         self._rest.begin_update()
         self._paused_at = time.perf_counter()
         self._inference.pause()
