@@ -28,7 +28,7 @@ from vectorlm.model.load import load_empty_model, load_model
 from vectorlm.model.lora import add_lora
 from vectorlm.model.schedule import Schedule
 from vectorlm.model.shard import fill_from_main, shard_model
-from vectorlm.ranks.placement import Placement, settle, split_node
+from vectorlm.ranks.placement import Placement, settle, share_cores, split_node
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.registry import get_reward
 from vectorlm.telemetry.metrics import FanOut, JsonlSink, MetricSink, ProgressSink, WandbSink
@@ -67,8 +67,10 @@ def place_ranks(config: Config, topology: Topology, stack: ExitStack) -> Placeme
         return None
     placement = split_node(topology, overlap.engine_devices)
     if not topology.is_cuda:
+        stack.callback(share_cores, topology)
         stack.callback(settle, tuple(os.sched_getaffinity(0)))
         settle(placement.trainer)
+        share_cores(topology)
     return placement
 
 

@@ -1,10 +1,15 @@
 import os
 import threading
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from vectorlm.build import place_ranks
+from vectorlm.config.rl import AsyncSettings
 from vectorlm.errors import ConfigError
-from vectorlm.ranks.placement import Placement, devices_of_engine, settle, split_node
+from vectorlm.ranks.placement import Placement, devices_of_engine, settle, share_cores, split_node
 from vectorlm.ranks.topology import Topology
 
 
@@ -71,3 +76,33 @@ def test_all_threads_of_a_process_keep_to_its_cores():
         settle(tuple(before))
     assert seen == [one]
     assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="nothing to split")
+def test_a_rank_of_a_split_node_has_no_more_threads_than_cores(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+    config = SimpleNamespace(overlap=AsyncSettings(max_staleness=1, placement="split"))
+    share_cores(Topology())
+    try:
+        with ExitStack() as stack:
+            placement = place_ranks(config, Topology(), stack)
+            assert os.sched_getaffinity(0) == set(placement.trainer)
+            assert torch.get_num_threads() == len(placement.trainer)
+        assert os.sched_getaffinity(0) == cores
+        assert torch.get_num_threads() == len(cores)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_ranks_share_the_cores_unless_told_otherwise(four_cores, monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        share_cores(Topology(local_world_size=2, world_size=2))
+        assert torch.get_num_threads() == 2
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        share_cores(Topology())
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

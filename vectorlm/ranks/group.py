@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+from vectorlm.ranks.placement import share_cores
 from vectorlm.ranks.topology import Topology
 
 
@@ -29,8 +29,8 @@ def process_group(topology: Topology, timeout_s: float = 1800.0) -> Iterator[Non
         return
     if topology.is_cuda:
         torch.cuda.set_device(topology.device)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // topology.local_world_size))
+    else:
+        share_cores(topology)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if topology.is_cuda else "gloo",
         store=dist.HashStore() if topology.world_size == 1 else None,

@@ -47,6 +47,20 @@ def settle(cores: Sequence[int]) -> None:
         os.sched_setaffinity(int(thread.name), cores)
 
 
+def share_cores(topology: Topology) -> None:
+    """Have torch compute with as many threads as this rank has cores, unless the environment names a number.
+
+    More threads than cores wait for each other in loops, and a step takes ten times as long.
+
+    Args:
+        topology: The ranks on this node divide among them the cores that this process may use.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // topology.local_world_size))
+
+
 def devices_of_engine(
     devices: Sequence[int] | None, num_engines: int, topology: Topology
 ) -> Sequence[int] | None:
