@@ -9,22 +9,16 @@ one engine per precision. Writes results/correction.json and docs/images/correct
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mismatch import MismatchedEngine
-from report import ROOT, circumstances, write_result
+from parts import Job, Study, measure
+from report import ROOT, write_result
 
-SEEDS, NUM_PARTS = (0, 1, 2), 2
-FOLDER = ROOT / "runs" / "correction"
+SEEDS = (0, 1, 2)
 SETTINGS: dict[str, Any] = {
     "rl.max_steps": 40,
     "rl.prompts_per_step": 32,
@@ -70,6 +64,26 @@ MISMATCHES = {
 }
 
 
+def settings(job: Job) -> dict[str, Any]:
+    """Return what a run sets."""
+    mismatch = MISMATCHES[job["mismatch"]]
+    return {
+        **SETTINGS,
+        **mismatch.settings,
+        "rl.correction.preset": job["correction"],
+        "train_parameters.sampler.vllm_dtype": mismatch.dtype,
+    }
+
+
+def disturbed(engine: Any, job: Job) -> MismatchedEngine:
+    """Return the engine as a run meets it."""
+    mismatch = MISMATCHES[job["mismatch"]]
+    return MismatchedEngine(engine, staleness=mismatch.staleness, noise=mismatch.noise, seed=job["seed"])
+
+
+STUDY = Study(ROOT / "runs/correction", "countdown_grpo.yaml", settings, disturbed)
+
+
 def main() -> None:
     """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -85,111 +99,11 @@ def main() -> None:
         for seed in arguments.seeds
         for mismatch, correction in pairs
     ]
-    if arguments.part is not None:
-        run_part(jobs[arguments.part :: NUM_PARTS], FOLDER / str(arguments.part))
-        return
-    found = measure(jobs)
+    found = measure(STUDY, jobs, arguments.part)
     rows = [_row(mismatch, correction, found) for mismatch, correction in pairs]
     setting = {"seeds": list(arguments.seeds), "differs": SETTINGS}
     write_result("correction", setting, rows, {"runs": found})
     draw(found, ROOT / "docs/images/correction.png")
-
-
-def measure(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Share the runs out over two processes of one thread each, and return what they found.
-
-    What an interrupted call of the same commit has found already is not measured again.
-    """
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *sys.argv]
-    parts = [
-        subprocess.Popen([*command, "--part", str(part)], cwd=ROOT, env=environment)
-        for part in range(NUM_PARTS)
-    ]
-    if any([part.wait() for part in parts]):
-        sys.exit("a part failed: see above")
-    found = [run for part in range(NUM_PARTS) for run in _read(FOLDER / str(part))]
-    places = {_key(job): place for place, job in enumerate(jobs)}
-    return sorted((run for run in found if _key(run) in places), key=lambda run: places[_key(run)])
-
-
-def _read(folder: Path) -> list[dict[str, Any]]:
-    """Return what was found at this commit."""
-    path, commit = folder / "found.jsonl", circumstances()["commit"]
-    runs = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [run for run in runs if run.pop("commit") == commit]
-
-
-def _key(run: dict[str, Any]) -> tuple[Any, ...]:
-    return run["mismatch"], run["correction"], run["seed"]
-
-
-def run_part(jobs: list[dict[str, Any]], folder: Path) -> None:
-    """Train every job, one after the other, and add a line for each to ``found.jsonl`` in `folder`."""
-    import torch
-
-    import vectorlm.reinforce
-    from vectorlm.config import load_config
-    from vectorlm.ranks.topology import Topology
-
-    torch.set_num_threads(1)
-    folder.mkdir(parents=True, exist_ok=True)
-    done, commit = {_key(run) for run in _read(folder)}, circumstances()["commit"]
-    topology, open_engine = Topology.from_environment(), vectorlm.reinforce.open_engine
-    with ExitStack() as engines, (folder / "found.jsonl").open("a") as lines:
-        shared: dict[str, Any] = {}
-        for job in jobs:
-            if _key(job) in done:
-                continue
-            mismatch = MISMATCHES[job["mismatch"]]
-            output = folder / "_".join(map(str, job.values())).replace(" ", "")
-            settings = {
-                **SETTINGS,
-                **mismatch.settings,
-                "rl.correction.preset": job["correction"],
-                "train_parameters.seed": job["seed"],
-                "train_parameters.output_dir": str(output),
-                "train_parameters.sampler.vllm_dtype": mismatch.dtype,
-            }
-            overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
-            config = load_config(ROOT / "configs/countdown_grpo.yaml", overrides)
-            if mismatch.dtype not in shared:
-                # One engine for all runs of a precision: starting one takes longer than some runs.
-                longest = config.train_parameters.max_seq_len
-                shared[mismatch.dtype] = open_engine(
-                    config, topology, engines, logprobs_mode="processed_logprobs", max_model_len=longest
-                )
-            engine = partial(_mismatched, shared[mismatch.dtype], mismatch, job["seed"])
-            vectorlm.reinforce.open_engine = engine
-            vectorlm.reinforce.reinforce(config, topology)
-            metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-            lines.write(json.dumps(job | _summary(metrics) | {"commit": commit}) + "\n")
-            lines.flush()
-
-
-def _mismatched(engine: Any, mismatch: Mismatch, seed: int, *arguments: Any, **more: Any) -> MismatchedEngine:
-    """Stand in for `open_engine`, whose arguments are not needed any more."""
-    return MismatchedEngine(engine, staleness=mismatch.staleness, noise=mismatch.noise, seed=seed)
-
-
-def _summary(metrics: list[dict[str, float]]) -> dict[str, Any]:
-    """Return what is kept of a run; the mean of a metric is over the steps that have it, None where none has."""
-    steps = metrics[1:]
-    exams = [line["eval/accuracy"] for line in metrics if "eval/accuracy" in line]
-
-    def mean(name: str) -> float | None:
-        values = [line[name] for line in steps if name in line]
-        return statistics.fmean(values) if values else None
-
-    return {
-        "before": exams[0],
-        "after": exams[-1],
-        "ess": mean("correction/ess"),
-        "ess_sequences": mean("correction/ess_sequences"),
-        "gap": mean("sampler/logprob_gap_mean"),
-        "rejected": mean("correction/rejected_tokens"),
-        "reward": [line["reward/mean"] for line in steps],
-    }
 
 
 def _row(mismatch: str, correction: str, found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,348 @@
+"""What overlapping sampling and training is worth on two cores. Run: python benchmarks/async.py
+
+GRPO on Countdown from a model that writes filler after its answer, to lengths with a long tail or all equal. Engine
+and ranks take turns on all cores, take turns on half of the cores each, or compute at once on half of them each.
+Nothing else should run meanwhile. Writes results/async.json, docs/images/async.png and docs/images/async_timeline.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from found import add_found, read_found
+from long_countdown import LENGTHS, LONGEST, LONGEST_COMPLETION, save_questions
+from report import ROOT, write_result
+
+KEPT = Path(__file__).with_name("filler_reward.py")
+FOLDER, IMAGES = ROOT / "runs" / "async", ROOT / "docs/images"
+SKIPPED = 10
+"""Steps whose time does not count: the queue fills until step k."""
+SMOOTHED, THRESHOLD = 10, 0.25
+"""A run is there once the mean Countdown reward of so many steps in a row has reached the threshold."""
+SHARED, SPLIT, DRAINED, IN_FLIGHT = (
+    "taking turns on all",
+    "taking turns, split",
+    "one step off",
+    "in flight, k = {}",
+)
+HEADLINE = (f"{SHARED}, 2 ranks", IN_FLIGHT.format(2))
+CONTROLS = (*HEADLINE, SPLIT, DRAINED)
+
+
+def overlap(staleness: int, update: str = "keep") -> dict[str, Any]:
+    """Return a section `rl.async` with half of the cores for each side."""
+    return {"max_staleness": staleness, "update": update, "placement": "split"}
+
+
+RUNS: dict[str, tuple[int, dict[str, Any] | None]] = {
+    f"{SHARED}, 1 rank": (1, None),
+    f"{SHARED}, 2 ranks": (2, None),
+    SPLIT: (1, overlap(0)),
+    DRAINED: (1, overlap(1, "drain")),
+    **{IN_FLIGHT.format(staleness): (1, overlap(staleness)) for staleness in (1, 2, 4, 8)},
+}
+"""Number of ranks, and how sampling and training overlap."""
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2, 3, 4), help="of the headline pair")
+    parser.add_argument("--other_seeds", nargs="+", type=int, default=(0,), help="of all others")
+    parser.add_argument("--steps", type=int, default=40)
+    arguments = parser.parse_args()
+    jobs = []
+    for lengths in LENGTHS:
+        _warm_up(lengths)
+        for seed in arguments.seeds:
+            for name in RUNS if lengths == "long tail" else CONTROLS:
+                in_all = lengths == "long tail" and name in HEADLINE
+                if in_all or seed in arguments.other_seeds:
+                    jobs.append({"lengths": lengths, "run": name, "seed": seed, "steps": arguments.steps})
+    done = {_key(run) for run in read_found(FOLDER)}
+    for job in jobs:
+        if _key(job) not in done:
+            print(*job.values(), flush=True)
+            add_found(FOLDER, job | _train(**job))
+    wanted = {_key(job) for job in jobs}
+    found = [run for run in read_found(FOLDER) if _key(run) in wanted]
+    rows = [
+        _row(lengths, name, found)
+        for lengths in LENGTHS
+        for name in RUNS
+        if any(run["run"] == name and run["lengths"] == lengths for run in found)
+    ]
+    setting = {"seeds": list(arguments.seeds), "steps": arguments.steps, "threshold": THRESHOLD}
+    write_result("async", setting, rows, {"runs": found})
+    draw(found, IMAGES / "async.png")
+    shutil.copy(_output("long tail", HEADLINE[1], 0) / "timeline.png", IMAGES / "async_timeline.png")
+
+
+def _key(run: dict[str, Any]) -> tuple[Any, ...]:
+    return run["lengths"], run["run"], run["seed"], run["steps"]
+
+
+def _home(lengths: str) -> Path:
+    return FOLDER / lengths.replace(" ", "_")
+
+
+def _output(lengths: str, name: str, seed: int) -> Path:
+    return _home(lengths) / f"{name}_{seed}".replace(" ", "").replace(",", "_")
+
+
+def _common(lengths: str, output: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(output),
+        "max_seq_len": LONGEST,
+        "sampler": {
+            "sample_frequency": 1000,
+            "prompts": str(_home(lengths) / "eval.jsonl"),
+            "reward": "countdown",
+            "vllm_dtype": "float32",
+            "sampling_params": {"temperature": 1.0, "max_tokens": LONGEST_COMPLETION},
+            "engine": {
+                "max_model_len": LONGEST,
+                "kv_cache_memory_bytes": 256 << 20,
+                "max_num_seqs": 512,
+            },
+        },
+    }
+
+
+def _warm_up(lengths: str) -> None:
+    """Teach a model the form of the answers, once, from the model of configs/countdown_warmup.yaml."""
+    start = ROOT / "runs/countdown_warmup/final-model"
+    if not start.exists():
+        sys.exit(
+            "first: python examples/llama_example_mp.py --yaml_path configs/countdown_warmup.yaml --world_size 2"
+        )
+    home = _home(lengths)
+    if (home / "warmup/final-model").exists():
+        return
+    save_questions(home, start, lengths)
+    config = {
+        "model": str(home / "model"),
+        "train_parameters": _common(lengths, home / "warmup")
+        | {
+            "epochs": 1,
+            "optimizer": {"lr": 2e-3, "weight_decay": 0.01, "betas": [0.9, 0.98]},
+            "lr_scheduler_type": "cosine",
+            "warmup_ratio": 0.05,
+        },
+        "dataset": {
+            "train_bs": 44,
+            "eval_bs": 128,
+            "train_ds": str(home / "train"),
+            "eval_ds": str(home / "eval"),
+        },
+    }
+    _run("llama_example_mp.py", config, home / "warmup.json", world_size=2)
+
+
+def _train(lengths: str, run: str, seed: int, steps: int) -> dict[str, Any]:
+    """Train once and return what is kept of it."""
+    world_size, overlap = RUNS[run]
+    output = _output(lengths, run, seed)
+    config = {
+        "model": str(_home(lengths) / "warmup/final-model"),
+        "train_parameters": _common(lengths, output)
+        | {
+            "seed": seed,
+            "optimizer": {"lr": 3e-4, "weight_decay": 0.0, "betas": [0.9, 0.98]},
+            "lr_scheduler_type": "constant",
+            "checkpointing_enabled": False,
+        },
+        "rl": {
+            "algorithm": "grpo",
+            # As in DAPO: a mean per completion would teach right answers to be short
+            "reduction": "token_mean",
+            "max_steps": steps,
+            "prompts": str(_home(lengths) / "train.jsonl"),
+            "prompts_per_step": 32,
+            "group_size": 8,
+            "sampling_params": {"temperature": 1.0, "max_tokens": LONGEST_COMPLETION},
+            "rewards": {"countdown": 1.0, f"{KEPT}:kept": 0.5},
+            "num_mini_batches": 2,
+            # Small passes, so that short rows are not padded to the length of the longest
+            "max_tokens_per_micro_batch": 2048,
+            "correction": {"preset": "tis"},
+            "show_every": 0,
+        },
+    }
+    if overlap is not None:
+        config["rl"]["async"] = overlap
+    _run("rl_example_mp.py", config, output.with_suffix(".json"), world_size)
+    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return _summary(metrics) | {"lag": _lag(output / "rollouts.jsonl")}
+
+
+def _run(script: str, config: dict[str, Any], path: Path, world_size: int) -> None:
+    path.write_text(json.dumps(config))
+    command = [sys.executable, str(ROOT / "examples" / script), "--yaml_path", str(path)]
+    subprocess.run(
+        [*command, "--world_size", str(world_size)],
+        check=True,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def _summary(metrics: list[dict[str, float]]) -> dict[str, Any]:
+    """Return medians of times, means of shares, and the reward of every step beside the seconds until its end."""
+    steps = [line for line in metrics if "time/step_s" in line]
+    counted = steps[SKIPPED:]
+    seconds = [line["time/step_s"] for line in steps]
+    summary = {
+        "reward": [line["reward/countdown/mean"] for line in steps],
+        "ends_s": [sum(seconds[: index + 1]) for index in range(len(seconds))],
+        "tokens": statistics.fmean(line["completion/length_mean"] for line in counted),
+        "longest": statistics.fmean(line["completion/length_max"] for line in counted),
+    }
+    for name in ("step", "generate", "update", "assess", "publish", "stall"):
+        summary[f"{name}_s"] = statistics.median(line[f"time/{name}_s"] for line in counted)
+    for name in (
+        "perf/engine_idle",
+        "perf/trainer_idle",
+        "perf/stall",
+        "correction/ess",
+        "staleness/token_mean",
+    ):
+        summary[name] = statistics.fmean(line[name] for line in counted)
+    summary["staleness/token_max"] = max(line["staleness/token_max"] for line in counted)
+    return summary
+
+
+def _lag(path: Path) -> float:
+    """Return the steps between a completion's first token and its training, mean over completions."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return statistics.fmean(
+        line["train_step"] - 1 - line["version"] for line in lines if line["train_step"] > SKIPPED
+    )
+
+
+def time_to_threshold(run: dict[str, Any]) -> tuple[int, float] | None:
+    """Return the steps and seconds after which the smoothed reward has reached the threshold; None if it never has."""
+    for end in range(SMOOTHED, len(run["reward"]) + 1):
+        if statistics.fmean(run["reward"][end - SMOOTHED : end]) >= THRESHOLD:
+            return end, run["ends_s"][end - 1]
+    return None
+
+
+def predictions(found: list[dict[str, Any]], lengths: str) -> dict[str, float]:
+    """Return what a step should take: where sides compute at the same time, as long as the slower of them.
+
+    The sides are those of the run that takes turns on half of the cores each.
+    """
+    runs = [run for run in found if run["run"] == SPLIT and run["lengths"] == lengths]
+    if not runs:
+        return {}
+    sampling = statistics.median(run["generate_s"] for run in runs)
+    training = statistics.median(run["step_s"] - run["generate_s"] for run in runs)
+    return {
+        name: max(sampling, training)
+        for name, (_, overlap) in RUNS.items()
+        if overlap is not None and overlap["max_staleness"] > 0
+    }
+
+
+def _row(lengths: str, name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    def runs_of(name: str) -> list[dict[str, Any]]:
+        return [run for run in found if run["run"] == name and run["lengths"] == lengths]
+
+    def mean(key: str) -> float:
+        return statistics.fmean(run[key] for run in runs)
+
+    runs = runs_of(name)
+    step_s = {each: statistics.median(run["step_s"] for run in runs_of(each)) for each in (name, HEADLINE[0])}
+    predicted = predictions(found, lengths).get(name)
+    overlap = RUNS[name][1]
+    times = [time_to_threshold(run) for run in runs]
+    there = [each for each in times if each is not None]
+    return {
+        "run": name,
+        "lengths": lengths,
+        "seeds": len(runs),
+        "tokens, mean and longest": f"{mean('tokens'):.0f}, {mean('longest'):.0f}",
+        "s a step": f"{step_s[name]:.2f}",
+        "predicted": "" if predicted is None else f"{predicted:.2f}",
+        "times as fast": f"{step_s[HEADLINE[0]] / step_s[name]:.2f}",
+        f"steps to reward {THRESHOLD}": _range([steps for steps, _ in there], 0),
+        f"s to reward {THRESHOLD}": _range([seconds for _, seconds in there], 0)
+        + ("" if len(there) == len(times) else f", {len(times) - len(there)} never"),
+        "reward at the end": f"{statistics.fmean(statistics.fmean(r['reward'][-SMOOTHED:]) for r in runs):.2f}",
+        "lag": f"{mean('lag'):.2f}",
+        "by formula": str(overlap["max_staleness"] if overlap is not None else 0),
+        "lag of a token, mean and most": f"{mean('staleness/token_mean'):.2f}, {mean('staleness/token_max'):.0f}",
+        "ESS": f"{mean('correction/ess'):.2f}",
+        "stall, %": f"{100 * mean('perf/stall'):.1f}",
+        "engine idle, %": f"{100 * mean('perf/engine_idle'):.0f}",
+        "trainer idle, %": f"{100 * mean('perf/trainer_idle'):.0f}",
+    }
+
+
+def _range(values: list[float], digits: int) -> str:
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def draw(found: list[dict[str, Any]], path: Path) -> None:
+    """Draw the reward of the headline pair against time, and the step of every run beside its prediction."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.4), dpi=120, layout="constrained")
+    curves, bars = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    for name, colour in zip(HEADLINE, ("tab:gray", "tab:blue"), strict=True):
+        label = name
+        for run in found:
+            if run["run"] == name and run["lengths"] == "long tail":
+                smoothed = [
+                    statistics.fmean(run["reward"][end - SMOOTHED : end])
+                    for end in range(SMOOTHED, len(run["reward"]) + 1)
+                ]
+                curves.plot(
+                    run["ends_s"][SMOOTHED - 1 :], smoothed, color=colour, alpha=0.75, lw=1.2, label=label
+                )
+                label = ""
+    curves.axhline(THRESHOLD, color="black", lw=0.6)
+    curves.set(
+        title="Long tail: reward against time, one line per seed",
+        xlabel="seconds of training",
+        ylabel=f"mean reward of {SMOOTHED} steps",
+        xlim=(0, None),
+    )
+    curves.legend(frameon=False)
+    labels = []
+    for lengths in LENGTHS:
+        expected = predictions(found, lengths)
+        for name in RUNS:
+            runs = [run for run in found if run["run"] == name and run["lengths"] == lengths]
+            if not runs:
+                continue
+            place = len(labels)
+            colour = "tab:blue" if name in expected else "tab:gray"
+            bars.barh(place, statistics.median(run["step_s"] for run in runs), color=colour, height=0.7)
+            if name in expected:
+                bars.plot([expected[name]] * 2, [place - 0.42, place + 0.42], color="black", lw=2)
+            labels.append(f"{name} ({lengths})")
+    bars.set_yticks(range(len(labels)), labels, fontsize=8)
+    bars.invert_yaxis()
+    bars.set(title="A step; mark: predicted", xlabel="seconds, median")
+    for axes in (curves, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="x", alpha=0.25)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Many short runs on Countdown, shared out over two processes of one thread that keep one engine each."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from found import add_found, read_found
+from report import ROOT
+
+NUM_PARTS = 2
+Job = dict[str, Any]
+"""What a run is known by, its seed included."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """How the runs of a benchmark are made; each is trained on one rank."""
+
+    folder: Path
+    """Where everything is kept."""
+    config: str
+    """File in configs/ that all runs begin with."""
+    settings: Callable[[Job], dict[str, Any]]
+    """What a run sets besides its seed and output folder."""
+    engine: Callable[[Any, Job], Any] = lambda engine, job: engine
+    """Puts something between a run and the engine."""
+
+
+def measure(study: Study, jobs: Sequence[Job], part: int | None) -> list[dict[str, Any]]:
+    """Return what every run found, in order; what an interrupted call of the same commit has found is not run again.
+
+    Args:
+        study: How runs are made.
+        jobs: The runs.
+        part: None in the process that was called, which starts itself with ``--part``; there, its number. A part ends
+            here.
+    """
+    if part is not None:
+        _run_part(study, jobs[part::NUM_PARTS], study.folder / str(part))
+        sys.exit()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *sys.argv]
+    parts = [
+        subprocess.Popen([*command, "--part", str(number)], cwd=ROOT, env=environment)
+        for number in range(NUM_PARTS)
+    ]
+    if any([each.wait() for each in parts]):
+        sys.exit("a part failed: see above")
+    found = [run for number in range(NUM_PARTS) for run in read_found(study.folder / str(number))]
+    return [run for job in jobs for run in found if _is(run, job)]
+
+
+def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
+    """Train every job, one after the other."""
+    import torch
+
+    import vectorlm.reinforce
+    from vectorlm.config import load_config
+    from vectorlm.ranks.topology import Topology
+
+    torch.set_num_threads(1)
+    done, topology, open_engine = (
+        read_found(folder),
+        Topology.from_environment(),
+        vectorlm.reinforce.open_engine,
+    )
+    with ExitStack() as engines:
+        shared: dict[str, Any] = {}
+        for job in jobs:
+            if any(_is(run, job) for run in done):
+                continue
+            output = folder / "_".join(map(str, job.values())).replace(" ", "")
+            settings = study.settings(job) | {
+                "train_parameters.seed": job["seed"],
+                "train_parameters.output_dir": str(output),
+            }
+            overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+            config = load_config(ROOT / "configs" / study.config, overrides)
+            assert config.train_parameters.sampler is not None
+            dtype = config.train_parameters.sampler.vllm_dtype
+            if dtype not in shared:
+                # One engine for all runs of a precision: starting one takes longer than some runs.
+                longest = config.train_parameters.max_seq_len
+                shared[dtype] = open_engine(
+                    config, topology, engines, logprobs_mode="processed_logprobs", max_model_len=longest
+                )
+            engine = study.engine(shared[dtype], job)
+            vectorlm.reinforce.open_engine = lambda *_, engine=engine, **__: engine
+            vectorlm.reinforce.reinforce(config, topology)
+            metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+            add_found(folder, job | _summary(metrics))
+
+
+def _is(run: dict[str, Any], job: Job) -> bool:
+    return all(run[name] == value for name, value in job.items())
+
+
+def _summary(metrics: list[dict[str, float]]) -> dict[str, Any]:
+    """Return what is kept of a run; the mean of a metric is over the steps that have it, None where none has."""
+    steps = metrics[1:]
+    exams = [line["eval/accuracy"] for line in metrics if "eval/accuracy" in line]
+
+    def mean(name: str) -> float | None:
+        values = [line[name] for line in steps if name in line]
+        return statistics.fmean(values) if values else None
+
+    return {
+        "before": exams[0],
+        "after": exams[-1],
+        "ess": mean("correction/ess"),
+        "ess_sequences": mean("correction/ess_sequences"),
+        "gap": mean("sampler/logprob_gap_mean"),
+        "rejected": mean("correction/rejected_tokens"),
+        "kl": mean("policy/kl"),
+        "reward": [line["reward/mean"] for line in steps],
+    }
