@@ -32,7 +32,7 @@ SHARED, SPLIT, DRAINED, IN_FLIGHT = (
     "one step off",
     "in flight, k = {}",
 )
-HEADLINE = (f"{SHARED}, 2 ranks", IN_FLIGHT.format(2))
+HEADLINE = (f"{SHARED}, 1 rank", IN_FLIGHT.format(2))
 CONTROLS = (*HEADLINE, SPLIT, DRAINED)
 
 
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2, 3, 4), help="of the headline pair")
     parser.add_argument("--other_seeds", nargs="+", type=int, default=(0,), help="of all others")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=32)
     arguments = parser.parse_args()
     jobs = []
     for lengths in LENGTHS:
@@ -169,6 +169,8 @@ def _train(lengths: str, run: str, seed: int, steps: int) -> dict[str, Any]:
             "group_size": 8,
             "sampling_params": {"temperature": 1.0, "max_tokens": LONGEST_COMPLETION},
             "rewards": {"countdown": 1.0, f"{KEPT}:kept": 0.5},
+            "dynamic_sampling": True,
+            "max_sampling_rounds": 3,
             "num_mini_batches": 2,
             # Small passes, so that short rows are not padded to the length of the longest
             "max_tokens_per_micro_batch": 2048,
