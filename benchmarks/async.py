@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from found import add_found, read_found
-from long_countdown import LENGTHS, LONGEST, LONGEST_COMPLETION, save_questions
-from report import ROOT, write_result
+from long_countdown import LONGEST, LONGEST_COMPLETION, save_questions
+from report import RESULTS, ROOT, circumstances, write_result
 
 KEPT = Path(__file__).with_name("filler_reward.py")
 FOLDER, IMAGES = ROOT / "runs" / "async", ROOT / "docs/images"
@@ -34,6 +34,8 @@ SHARED, SPLIT, DRAINED, IN_FLIGHT = (
 )
 HEADLINE = (f"{SHARED}, 1 rank", IN_FLIGHT.format(2))
 CONTROLS = (*HEADLINE, SPLIT, DRAINED)
+CASES = {"long tail": True, "equal": True, "equal, every group": False}
+"""Lengths, and whether groups of equal rewards are sampled anew: in a synchronous step that is a tail as well."""
 
 
 def overlap(staleness: int, update: str = "keep") -> dict[str, Any]:
@@ -57,9 +59,11 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2, 3, 4), help="of the headline pair")
     parser.add_argument("--other_seeds", nargs="+", type=int, default=(0,), help="of all others")
     parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--keep", action="store_true", help="keep the other cases of the last result")
     arguments = parser.parse_args()
     jobs = []
-    for lengths in LENGTHS:
+    for lengths in arguments.cases:
         _warm_up(lengths)
         for seed in arguments.seeds:
             for name in RUNS if lengths == "long tail" else CONTROLS:
@@ -74,15 +78,21 @@ def main() -> None:
     wanted = {_key(job) for job in jobs}
     found = [run for run in read_found(FOLDER) if _key(run) in wanted]
     rows = [
-        _row(lengths, name, found)
-        for lengths in LENGTHS
+        _row(lengths, name, found) | {"commit": circumstances()["commit"]}
+        for lengths in arguments.cases
         for name in RUNS
         if any(run["run"] == name and run["lengths"] == lengths for run in found)
     ]
+    if arguments.keep:
+        last = json.loads((RESULTS / "async.json").read_text())
+        kept_rows = [row for row in last["rows"] if row["lengths"] not in arguments.cases]
+        rows = [row | {"commit": row.get("commit", last["commit"])} for row in kept_rows] + rows
+        found = [run for run in last["runs"] if run["lengths"] not in arguments.cases] + found
     setting = {"seeds": list(arguments.seeds), "steps": arguments.steps, "threshold": THRESHOLD}
     write_result("async", setting, rows, {"runs": found})
     draw(found, IMAGES / "async.png")
-    shutil.copy(_output("long tail", HEADLINE[1], 0) / "timeline.png", IMAGES / "async_timeline.png")
+    if "long tail" in arguments.cases:
+        shutil.copy(_output("long tail", HEADLINE[1], 0) / "timeline.png", IMAGES / "async_timeline.png")
 
 
 def _key(run: dict[str, Any]) -> tuple[Any, ...]:
@@ -90,11 +100,12 @@ def _key(run: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _home(lengths: str) -> Path:
-    return FOLDER / lengths.replace(" ", "_")
+    """Return the folder of a case's questions and model: those of its lengths."""
+    return FOLDER / lengths.partition(",")[0].replace(" ", "_")
 
 
 def _output(lengths: str, name: str, seed: int) -> Path:
-    return _home(lengths) / f"{name}_{seed}".replace(" ", "").replace(",", "_")
+    return FOLDER / f"{lengths}_{name}_{seed}".replace(" ", "").replace(",", "_")
 
 
 def _common(lengths: str, output: Path) -> dict[str, Any]:
@@ -126,7 +137,7 @@ def _warm_up(lengths: str) -> None:
     home = _home(lengths)
     if (home / "warmup/final-model").exists():
         return
-    save_questions(home, start, lengths)
+    save_questions(home, start, lengths.partition(",")[0])
     config = {
         "model": str(home / "model"),
         "train_parameters": _common(lengths, home / "warmup")
@@ -169,7 +180,7 @@ def _train(lengths: str, run: str, seed: int, steps: int) -> dict[str, Any]:
             "group_size": 8,
             "sampling_params": {"temperature": 1.0, "max_tokens": LONGEST_COMPLETION},
             "rewards": {"countdown": 1.0, f"{KEPT}:kept": 0.5},
-            "dynamic_sampling": True,
+            "dynamic_sampling": CASES[lengths],
             "max_sampling_rounds": 3,
             "num_mini_batches": 2,
             # Small passes, so that short rows are not padded to the length of the longest
@@ -325,7 +336,7 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     )
     curves.legend(frameon=False)
     labels = []
-    for lengths in LENGTHS:
+    for lengths in CASES:
         expected = predictions(found, lengths)
         for name in RUNS:
             runs = [run for run in found if run["run"] == name and run["lengths"] == lengths]

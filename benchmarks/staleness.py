@@ -32,14 +32,15 @@ SETTINGS: dict[str, Any] = {
 }
 """What differs from configs/countdown_grpo.yaml besides."""
 CORRECTIONS = {
-    "ppo": ("off", "tis"),
+    "ppo": ("off",),
     "grpo": ("off", "tis"),
     "rloo": ("off", "bypass"),
     "proximal_rloo": ("off",),
     "best_of_k": ("off",),
     "online_dpo": ("off",),
 }
-"""Online DPO and best-of-k learn from completions of any policy: every other preset is refused."""
+"""Engine and trainer agree at the rollout, so weights like those of `tis` are 1: they are there for one algorithm, to see
+what chance is. Only `bypass` weighs by the policy as it is now. Online DPO and best-of-k refuse every preset but `off`."""
 
 
 def settings(job: Job) -> dict[str, Any]:

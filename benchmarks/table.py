@@ -4,42 +4,104 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
-TITLES = {
-    "hot_swap": "One hot swap of 142 MB, beside one memcpy of the same bytes (median of 25, taken in turn)",
-    "sampling": "Sampling for 64 prompts of 32 tokens, 64 new tokens each (median of 7, taken in turn)",
-    "broadcast": "512 completions of 256 tokens with log-probabilities given to two ranks (median of 9)",
-    "startup": "From the import to the first token (medians, taken in turn)",
-    "countdown": "Right answers to held-out Countdown questions, in percent: mean (range) of three seeds",
-    "rl_step": "A step of GRPO beside TRL with vLLM in its process (medians of steps)",
-}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of a result as a page shows them."""
+
+    result: str
+    """The file, by its name."""
+    title: str
+    columns: tuple[str, ...] = ()
+    """Those that are shown; all when empty."""
 
 
 PAGES = {
-    "README.md": TITLES,
-    "docs/correction.md": {
-        "correction": "Points of held-out accuracy that 40 steps on Countdown gain: mean (range) of the seeds"
-    },
+    "README.md": [
+        Table(
+            "hot_swap",
+            "One hot swap of 142 MB, beside one memcpy of the same bytes (median of 25, taken in turn)",
+        ),
+        Table(
+            "sampling",
+            "Sampling for 64 prompts of 32 tokens, 64 new tokens each (median of 7, taken in turn)",
+        ),
+        Table(
+            "broadcast",
+            "512 completions of 256 tokens with log-probabilities given to two ranks (median of 9)",
+        ),
+        Table("startup", "From the import to the first token (medians, taken in turn)"),
+        Table(
+            "countdown",
+            "Right answers to held-out Countdown questions, in percent: mean (range) of three seeds",
+        ),
+        Table("rl_step", "A step of GRPO beside TRL with vLLM in its process (medians of steps)"),
+    ],
+    "docs/correction.md": [
+        Table(
+            "correction",
+            "Points of held-out accuracy that 40 steps on Countdown gain: mean (range) of the seeds",
+        )
+    ],
+    "docs/async.md": [
+        Table(
+            "async",
+            "Time of a step (median), and until the reward is there: mean (range) of the seeds",
+            (
+                "run",
+                "lengths",
+                "seeds",
+                "s a step",
+                "predicted",
+                "times as fast",
+                "steps to reward 0.25",
+                "s to reward 0.25",
+                "reward at the end",
+            ),
+        ),
+        Table(
+            "async",
+            "Age of what is trained on, and who waited, of the same runs",
+            (
+                "run",
+                "lengths",
+                "tokens, mean and longest",
+                "lag",
+                "by formula",
+                "lag of a token, mean and most",
+                "ESS",
+                "stall, %",
+                "engine idle, %",
+                "trainer idle, %",
+            ),
+        ),
+        Table(
+            "staleness", "Points of held-out accuracy that 64 optimizer steps gain: mean (range) of the seeds"
+        ),
+    ],
 }
 """Which results each page shows."""
 
 
 def with_tables(text: str, page: str = "README.md") -> str:
     """Return the text of a page with its tables made anew, each with its commit and command."""
-    tables = "\n\n".join(_table(name, title) for name, title in PAGES[page].items())
+    tables = "\n\n".join(map(_render, PAGES[page]))
     return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{tables}\n{END}", text, flags=re.DOTALL)
 
 
-def _table(name: str, title: str) -> str:
-    result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    columns = list(result["rows"][0])
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)]]
+def _render(table: Table) -> str:
+    result = json.loads((ROOT / "benchmarks" / "results" / f"{table.result}.json").read_text())
+    columns = table.columns or tuple(result["rows"][0])
+    lines = [columns, ("---", *["---:"] * (len(columns) - 1))]
     lines += [[str(row[column]) for column in columns] for row in result["rows"]]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{title}; `{result['command']}` at {result['commit']}:\n\n{table}"
+    rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{table.title}; `{result['command']}` at {result['commit']}:\n\n{rows}"
 
 
 if __name__ == "__main__":
