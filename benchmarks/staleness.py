@@ -39,8 +39,8 @@ CORRECTIONS = {
     "best_of_k": ("off",),
     "online_dpo": ("off",),
 }
-"""Engine and trainer agree at the rollout, so weights like those of `tis` are 1: they are there for one algorithm, to see
-what chance is. Only `bypass` weighs by the policy as it is now. Online DPO and best-of-k refuse every preset but `off`."""
+"""Engine and trainer agree at the rollout, so weights like those of `tis` are 1: one algorithm has them, to show what
+chance is. Only `bypass` weighs by the policy as it is now. Online DPO and best-of-k refuse every preset but `off`."""
 
 
 def settings(job: Job) -> dict[str, Any]:
