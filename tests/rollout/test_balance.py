@@ -6,7 +6,7 @@ import random
 import pytest
 
 from vectorlm.errors import ConfigError
-from vectorlm.rollout.balance import partition, plan_micro_batches
+from vectorlm.rollout.balance import PASS_TOKENS, partition, plan_micro_batches
 
 
 def best_makespan(weights, num_parts):
@@ -54,6 +54,16 @@ def test_the_budget_is_hard_and_all_ranks_have_as_many_micro_batches(num_ranks, 
 
 def test_rows_of_like_length_share_a_micro_batch():
     assert plan_micro_batches([9, 1, 9, 1], 1, 18) == [[[0, 2], [1, 3]]]
+
+
+@pytest.mark.parametrize("rows_per_unit", [1, 4])
+def test_short_rows_are_not_padded_beyond_what_a_pass_costs(rows_per_unit):
+    padded = (PASS_TOKENS // rows_per_unit) // 290
+    (share,) = plan_micro_batches([300, *[10] * 200], 1, 1_000_000, rows_per_unit)
+    assert [len(part) for part in share] == [1 + padded, 200 - padded]
+    # Rows of one length are padded by nothing, however many they are.
+    (share,) = plan_micro_batches([300] * 200, 1, 1_000_000, rows_per_unit)
+    assert len(share) == 1
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,8 @@ class RLSettings:
     num_mini_batches: PositiveInt = 1
     """Optimizer steps of each pass."""
     max_tokens_per_micro_batch: PositiveInt = 16384
-    """Tokens of one forward pass on one rank, padding included: never exceeded."""
+    """Tokens of one forward pass on one rank, padding included: never exceeded. Passes are shorter where rows would be
+    padded for more than a pass costs."""
     reduction: (
         Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_sum_fixed"]
         | None

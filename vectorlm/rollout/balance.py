@@ -8,6 +8,9 @@ from itertools import count
 
 from vectorlm.errors import ConfigError
 
+PASS_TOKENS = 1024
+"""What a forward pass of its own is taken to cost besides its tokens: rows wait for it once they pad more than that."""
+
 
 def partition(weights: Sequence[int], num_parts: int) -> list[list[int]]:
     """Share indices out so that the parts' sums are nearly equal, by the largest differencing method.
@@ -49,7 +52,8 @@ def plan_micro_batches(
     """Share units out over ranks, and cut each rank's share into micro-batches within a hard budget.
 
     A unit is what must stay together: one row, or a group of `rows_per_unit` rows. A micro-batch of u units whose
-    longest row has n tokens takes ``u rows_per_unit n`` tokens, padding included.
+    longest row has n tokens takes ``u rows_per_unit n`` tokens, padding included. Short units are not padded to the
+    length of a long one where a pass of their own is cheaper: each micro-batch holds `PASS_TOKENS` of padding at most.
 
     Args:
         lengths: Tokens of the longest row of each unit.
@@ -71,7 +75,8 @@ def plan_micro_batches(
             f"Use {longest} or more, or shorter completions."
         )
     shares = [
-        _within_budget(lengths, share, max_tokens // rows_per_unit) for share in partition(lengths, num_ranks)
+        _within_budget(lengths, share, max_tokens // rows_per_unit, PASS_TOKENS // rows_per_unit)
+        for share in partition(lengths, num_ranks)
     ]
     num_micro_batches = max(map(len, shares))
     for share in shares:
@@ -87,15 +92,21 @@ def plan_micro_batches(
     return shares
 
 
-def _within_budget(lengths: Sequence[int], indices: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _within_budget(
+    lengths: Sequence[int], indices: Sequence[int], max_tokens: int, max_padding: int
+) -> list[list[int]]:
     """Fill micro-batches with rows of like length, the longest first."""
     found: list[list[int]] = []
+    padding = 0
     for index in sorted(indices, key=lambda index: (-lengths[index], index)):
         # The first row of a micro-batch is its longest.
-        if found and (len(found[-1]) + 1) * lengths[found[-1][0]] <= max_tokens:
+        longest = lengths[found[-1][0]] if found else 0
+        padding += longest - lengths[index]
+        if found and (len(found[-1]) + 1) * longest <= max_tokens and padding <= max_padding:
             found[-1].append(index)
         else:
             found.append([index])
+            padding = 0
     return found
 
 
