@@ -63,6 +63,7 @@ PAGES = {
                 "steps to reward 0.25",
                 "s to reward 0.25",
                 "reward at the end",
+                "commit",
             ),
         ),
         Table(
