@@ -13,12 +13,13 @@ import shutil
 import statistics
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from found import add_found, read_found
 from long_countdown import LONGEST, LONGEST_COMPLETION, save_questions
-from report import RESULTS, ROOT, circumstances, write_result
+from report import RESULTS, ROOT, circumstances, mean_and_range, write_result
 
 KEPT = Path(__file__).with_name("filler_reward.py")
 FOLDER, IMAGES = ROOT / "runs" / "async", ROOT / "docs/images"
@@ -77,11 +78,12 @@ def main() -> None:
             add_found(FOLDER, job | _train(**job))
     wanted = {_key(job) for job in jobs}
     found = [run for run in read_found(FOLDER) if _key(run) in wanted]
+    commit = circumstances()["commit"]
     rows = [
-        _row(lengths, name, found) | {"commit": circumstances()["commit"]}
+        _row(lengths, name, found) | {"commit": commit}
         for lengths in arguments.cases
         for name in RUNS
-        if any(run["run"] == name and run["lengths"] == lengths for run in found)
+        if _of(found, lengths, name)
     ]
     if arguments.keep:
         last = json.loads((RESULTS / "async.json").read_text())
@@ -214,7 +216,7 @@ def _summary(metrics: list[dict[str, float]]) -> dict[str, Any]:
     seconds = [line["time/step_s"] for line in steps]
     summary = {
         "reward": [line["reward/countdown/mean"] for line in steps],
-        "ends_s": [sum(seconds[: index + 1]) for index in range(len(seconds))],
+        "ends_s": list(accumulate(seconds)),
         "tokens": statistics.fmean(line["completion/length_mean"] for line in counted),
         "longest": statistics.fmean(line["completion/length_max"] for line in counted),
     }
@@ -240,11 +242,21 @@ def _lag(path: Path) -> float:
     )
 
 
+def _of(found: list[dict[str, Any]], lengths: str, name: str) -> list[dict[str, Any]]:
+    return [run for run in found if run["run"] == name and run["lengths"] == lengths]
+
+
+def smoothed(run: dict[str, Any]) -> list[float]:
+    """Return the mean reward of `SMOOTHED` steps in a row, from those that end at step `SMOOTHED` on."""
+    reward = run["reward"]
+    return [statistics.fmean(reward[end - SMOOTHED : end]) for end in range(SMOOTHED, len(reward) + 1)]
+
+
 def time_to_threshold(run: dict[str, Any]) -> tuple[int, float] | None:
     """Return the steps and seconds after which the smoothed reward has reached the threshold; None if it never has."""
-    for end in range(SMOOTHED, len(run["reward"]) + 1):
-        if statistics.fmean(run["reward"][end - SMOOTHED : end]) >= THRESHOLD:
-            return end, run["ends_s"][end - 1]
+    for steps, mean in enumerate(smoothed(run), SMOOTHED):
+        if mean >= THRESHOLD:
+            return steps, run["ends_s"][steps - 1]
     return None
 
 
@@ -253,7 +265,7 @@ def predictions(found: list[dict[str, Any]], lengths: str) -> dict[str, float]:
 
     The sides are those of the run that takes turns on half of the cores each.
     """
-    runs = [run for run in found if run["run"] == SPLIT and run["lengths"] == lengths]
+    runs = _of(found, lengths, SPLIT)
     if not runs:
         return {}
     sampling = statistics.median(run["generate_s"] for run in runs)
@@ -266,14 +278,14 @@ def predictions(found: list[dict[str, Any]], lengths: str) -> dict[str, float]:
 
 
 def _row(lengths: str, name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
-    def runs_of(name: str) -> list[dict[str, Any]]:
-        return [run for run in found if run["run"] == name and run["lengths"] == lengths]
-
     def mean(key: str) -> float:
         return statistics.fmean(run[key] for run in runs)
 
-    runs = runs_of(name)
-    step_s = {each: statistics.median(run["step_s"] for run in runs_of(each)) for each in (name, HEADLINE[0])}
+    runs = _of(found, lengths, name)
+    step_s = {
+        each: statistics.median(run["step_s"] for run in _of(found, lengths, each))
+        for each in (name, HEADLINE[0])
+    }
     predicted = predictions(found, lengths).get(name)
     overlap = RUNS[name][1]
     times = [time_to_threshold(run) for run in runs]
@@ -286,8 +298,8 @@ def _row(lengths: str, name: str, found: list[dict[str, Any]]) -> dict[str, Any]
         "s a step": f"{step_s[name]:.2f}",
         "predicted": "" if predicted is None else f"{predicted:.2f}",
         "times as fast": f"{step_s[HEADLINE[0]] / step_s[name]:.2f}",
-        f"steps to reward {THRESHOLD}": _range([steps for steps, _ in there], 0),
-        f"s to reward {THRESHOLD}": _range([seconds for _, seconds in there], 0)
+        f"steps to reward {THRESHOLD}": mean_and_range([steps for steps, _ in there], 0),
+        f"s to reward {THRESHOLD}": mean_and_range([seconds for _, seconds in there], 0)
         + ("" if len(there) == len(times) else f", {len(times) - len(there)} never"),
         "reward at the end": f"{statistics.fmean(statistics.fmean(r['reward'][-SMOOTHED:]) for r in runs):.2f}",
         "lag": f"{mean('lag'):.2f}",
@@ -300,15 +312,6 @@ def _row(lengths: str, name: str, found: list[dict[str, Any]]) -> dict[str, Any]
     }
 
 
-def _range(values: list[float], digits: int) -> str:
-    if not values:
-        return ""
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    if len(values) == 1:
-        return mean
-    return f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
 def draw(found: list[dict[str, Any]], path: Path) -> None:
     """Draw the reward of the headline pair against time, and the step of every run beside its prediction."""
     from matplotlib.figure import Figure
@@ -317,16 +320,11 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     curves, bars = figure.subplots(1, 2, width_ratios=(1.15, 1))
     for name, colour in zip(HEADLINE, ("tab:gray", "tab:blue"), strict=True):
         label = name
-        for run in found:
-            if run["run"] == name and run["lengths"] == "long tail":
-                smoothed = [
-                    statistics.fmean(run["reward"][end - SMOOTHED : end])
-                    for end in range(SMOOTHED, len(run["reward"]) + 1)
-                ]
-                curves.plot(
-                    run["ends_s"][SMOOTHED - 1 :], smoothed, color=colour, alpha=0.75, lw=1.2, label=label
-                )
-                label = ""
+        for run in _of(found, "long tail", name):
+            curves.plot(
+                run["ends_s"][SMOOTHED - 1 :], smoothed(run), color=colour, alpha=0.75, lw=1.2, label=label
+            )
+            label = ""
     curves.axhline(THRESHOLD, color="black", lw=0.6)
     curves.set(
         title="Long tail: reward against time, one line per seed",
@@ -339,7 +337,7 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     for lengths in CASES:
         expected = predictions(found, lengths)
         for name in RUNS:
-            runs = [run for run in found if run["run"] == name and run["lengths"] == lengths]
+            runs = _of(found, lengths, name)
             if not runs:
                 continue
             place = len(labels)

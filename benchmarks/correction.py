@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mismatch import MismatchedEngine
-from parts import Job, Study, measure
-from report import ROOT, write_result
+from parts import Job, Study, gains, measure
+from report import ROOT, mean_and_range, write_result
 
 SEEDS = (0, 1, 2)
 SETTINGS: dict[str, Any] = {
@@ -108,12 +108,11 @@ def main() -> None:
 
 def _row(mismatch: str, correction: str, found: list[dict[str, Any]]) -> dict[str, Any]:
     runs = [run for run in found if run["mismatch"] == mismatch and run["correction"] == correction]
-    gains = [100 * (run["after"] - run["before"]) for run in runs]
     return {
         "engine": mismatch,
         "correction": correction,
         "seeds": len(runs),
-        "gain, points": f"{statistics.fmean(gains):.1f} ({min(gains):.1f} to {max(gains):.1f})",
+        "gain, points": mean_and_range(gains(runs)),
         "ESS of tokens": _mean(runs, "ess"),
         "ESS of completions": _mean(runs, "ess_sequences"),
         "gap of log-probabilities": _mean(runs, "gap", digits=4),
@@ -138,16 +137,12 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
     for panel, mismatch in zip(panels, mismatches, strict=False):
         for place, correction in enumerate(reversed(corrections)):
-            gains = [
-                100 * (run["after"] - run["before"])
-                for run in found
-                if run["mismatch"] == mismatch and run["correction"] == correction
-            ]
-            if not gains:
+            points = gains(found, mismatch=mismatch, correction=correction)
+            if not points:
                 continue
             colour = "tab:gray" if correction == "off" else "tab:blue"
-            panel.scatter(gains, [place] * len(gains), s=14, color=colour, alpha=0.45, linewidths=0)
-            panel.plot([statistics.fmean(gains)] * 2, [place - 0.32, place + 0.32], color=colour, lw=2.5)
+            panel.scatter(points, [place] * len(points), s=14, color=colour, alpha=0.45, linewidths=0)
+            panel.plot([statistics.fmean(points)] * 2, [place - 0.32, place + 0.32], color=colour, lw=2.5)
         panel.set_title(mismatch, fontsize=10)
         panel.set_yticks(range(len(corrections)), reversed(corrections))
         panel.axvline(0, color="black", lw=0.6)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from report import RESULTS, ROOT, circumstances, write_result
+from report import RESULTS, ROOT, circumstances, mean_and_range, write_result
 
 ALGORITHMS = ("ppo", "grpo", "rloo", "online_dpo")
 COLOURS = dict(zip(ALGORITHMS, ("tab:blue", "tab:orange", "tab:green", "tab:red"), strict=True))
@@ -54,9 +54,9 @@ def main() -> None:
         rows.append(
             {
                 "algorithm": algorithm,
-                "before, %": _mean_and_range([100 * run[0][1] for run in runs]),
-                "after, %": _mean_and_range([100 * run[-1][1] for run in runs]),
-                "gain, points": _mean_and_range(gains),
+                "before, %": mean_and_range([100 * run[0][1] for run in runs]),
+                "after, %": mean_and_range([100 * run[-1][1] for run in runs]),
+                "gain, points": mean_and_range(gains),
                 "longest run, s": round(max(times_s)),
                 "commit": circumstances()["commit"],
             }
@@ -87,10 +87,6 @@ def _run(*command: str) -> None:
 def _accuracy(path: Path) -> Curve:
     lines = map(json.loads, path.read_text().splitlines())
     return [(line["step"], line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]
-
-
-def _mean_and_range(values: list[float]) -> str:
-    return f"{statistics.fmean(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 def _draw(curves: dict[str, list[Curve]], path: Path) -> None:

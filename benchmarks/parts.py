@@ -59,6 +59,11 @@ def measure(study: Study, jobs: Sequence[Job], part: int | None) -> list[dict[st
     return [run for job in jobs for run in found if _is(run, job)]
 
 
+def gains(found: Sequence[dict[str, Any]], **known: Any) -> list[float]:
+    """Return the points of accuracy that each of the runs known by these names and values has gained."""
+    return [100 * (run["after"] - run["before"]) for run in found if _is(run, known)]
+
+
 def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
     """Train every job, one after the other."""
     import torch

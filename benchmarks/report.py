@@ -6,9 +6,11 @@ import json
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,16 @@ def write_result(
     for row in [dict(zip(columns, columns, strict=True)), *rows]:
         cells = (str(row.get(column, "")).ljust(width) for column, width in zip(columns, widths, strict=True))
         print("  ".join(cells).rstrip())
+
+
+def mean_and_range(values: Sequence[float], digits: int = 1) -> str:
+    """Return ``mean (least to most)``; of one value itself, of none nothing."""
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def _git(*arguments: str) -> str:

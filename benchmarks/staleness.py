@@ -14,8 +14,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from parts import Job, Study, measure
-from report import ROOT, write_result
+from parts import Job, Study, gains, measure
+from report import ROOT, mean_and_range, write_result
 
 SEEDS, ROLLOUTS = (0, 1, 2), (1, 2, 4, 8, 16, 32)
 NUM_UPDATES, COMPLETIONS, GROUP = 64, 128, 8
@@ -89,19 +89,11 @@ def main() -> None:
     draw(found, ROOT / "docs/images/staleness.png")
 
 
-def _gains(found: list[dict[str, Any]], algorithm: str, correction: str, n: int) -> list[float]:
-    return [
-        100 * (run["after"] - run["before"])
-        for run in found
-        if (run["algorithm"], run["correction"], run["n"]) == (algorithm, correction, n)
-    ]
-
-
 def _row(algorithm: str, correction: str, found: list[dict[str, Any]], rollouts: list[int]) -> dict[str, Any]:
     row: dict[str, Any] = {"algorithm": algorithm, "correction": correction}
     for n in rollouts:
-        gains = _gains(found, algorithm, correction, n)
-        row[f"N = {n}"] = f"{statistics.fmean(gains):.1f} ({min(gains):.1f} to {max(gains):.1f})"
+        points = gains(found, algorithm=algorithm, correction=correction, n=n)
+        row[f"N = {n}"] = mean_and_range(points)
     return row
 
 
@@ -117,11 +109,11 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     for panel, algorithm in zip(panels, algorithms, strict=False):
         rollouts = sorted({run["n"] for run in found if run["algorithm"] == algorithm})
         for correction, colour in zip(CORRECTIONS[algorithm], ("tab:gray", "tab:blue"), strict=False):
-            gains = [_gains(found, algorithm, correction, n) for n in rollouts]
+            points = [gains(found, algorithm=algorithm, correction=correction, n=n) for n in rollouts]
             panel.plot(
-                rollouts, list(map(statistics.fmean, gains)), color=colour, marker="_", label=correction
+                rollouts, list(map(statistics.fmean, points)), color=colour, marker="_", label=correction
             )
-            for n, each in zip(rollouts, gains, strict=True):
+            for n, each in zip(rollouts, points, strict=True):
                 panel.scatter([n] * len(each), each, s=14, color=colour, alpha=0.45, linewidths=0)
         panel.set_title(algorithm, fontsize=10)
         panel.set_xscale("log", base=2)
