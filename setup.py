@@ -20,6 +20,7 @@ setup(
         "numpy",
         "cloudpickle",
         "tqdm",
+        "psutil",
     ],
     extras_require={
         "cuda": ["vllm"],

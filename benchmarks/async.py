@@ -26,7 +26,7 @@ FOLDER, IMAGES = ROOT / "runs" / "async", ROOT / "docs/images"
 SKIPPED = 10
 """Steps whose time does not count: the queue fills until step k."""
 SMOOTHED, THRESHOLD = 10, 0.25
-"""A run is there once the mean Countdown reward of so many steps in a row has reached the threshold."""
+"""Steps in a row whose mean Countdown reward must reach the threshold."""
 SHARED, SPLIT, DRAINED, IN_FLIGHT = (
     "taking turns on all",
     "taking turns, split",
@@ -36,7 +36,7 @@ SHARED, SPLIT, DRAINED, IN_FLIGHT = (
 HEADLINE = (f"{SHARED}, 1 rank", IN_FLIGHT.format(2))
 CONTROLS = (*HEADLINE, SPLIT, DRAINED)
 CASES = {"long tail": True, "equal": True, "equal, every group": False}
-"""Lengths, and whether groups of equal rewards are sampled anew: in a synchronous step that is a tail as well."""
+"""Lengths, and whether groups of equal rewards are sampled again: in a synchronous step that is a tail as well."""
 
 
 def overlap(staleness: int, update: str = "keep") -> dict[str, Any]:

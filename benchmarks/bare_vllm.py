@@ -23,8 +23,8 @@ class BareVLLM:
     """The benchmark's end of the line."""
 
     def __init__(self, model: Path, task: str) -> None:
-        from vectorlm.ranks.topology import Topology
-        from vectorlm.sampling.channel import sampler_environment
+        from vectorlm.dist.topology import Topology
+        from vectorlm.engine.process_channel import sampler_environment
 
         environment = sampler_environment(os.environ, tempfile.gettempdir(), Topology())
         self.process = subprocess.Popen(
@@ -37,10 +37,10 @@ class BareVLLM:
         )
         self.start_s = self._answer()
 
-    def ask(self, **question: Any) -> Any:
+    def ask(self, **prompt_record: Any) -> Any:
         """Send one question and return the answer."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.write(json.dumps(prompt_record) + "\n")
         self.process.stdin.flush()
         return self._answer()
 
@@ -60,7 +60,7 @@ class BareVLLM:
 def _serve(model: str, task: str) -> None:
     start = time.perf_counter()
     if task == "load_weights":
-        from vectorlm.weights.pack import keep_plain_weights
+        from vectorlm.backends.vllm.pack import keep_plain_weights
 
         keep_plain_weights()
     from vllm import LLM, SamplingParams
@@ -76,8 +76,8 @@ def _serve(model: str, task: str) -> None:
         ]
     _tell(time.perf_counter() - start)
     for line in sys.stdin:
-        question = json.loads(line)
-        prompts = [{"prompt_token_ids": ids} for ids in question.get("prompts", [])]
+        prompt_record = json.loads(line)
+        prompts = [{"prompt_token_ids": ids} for ids in prompt_record.get("prompts", [])]
         began = time.perf_counter()
         if task == "load_weights":
             for pair in weights:
@@ -86,7 +86,7 @@ def _serve(model: str, task: str) -> None:
             runner.reload_weights(weights_iterator=iter(weights))
         else:
             llm.generate(
-                prompts, SamplingParams(detokenize=False, **question["sampling_params"]), use_tqdm=False
+                prompts, SamplingParams(detokenize=False, **prompt_record["sampling_params"]), use_tqdm=False
             )
         _tell(time.perf_counter() - began)
 

@@ -17,8 +17,8 @@ from bench_model import save_bench_model
 from report import write_result
 
 import vectorlm
-from vectorlm.ranks.meeting import Meeting
-from vectorlm.sampling.packed import PackedCompletions
+from vectorlm.dist.collectives import Collectives
+from vectorlm.engine.packed import PackedCompletions
 
 COMPLETIONS, NEW_TOKENS, ROUNDS = 512, 256, 9
 PARAMS = {"temperature": 1.0, "seed": 1, "max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 0}
@@ -29,7 +29,7 @@ def on_rank(folder: str) -> dict[str, list[float]]:
     import torch.distributed as dist
 
     topology = vectorlm.Topology.from_environment()
-    meeting = Meeting(topology, 600.0)
+    collectives = Collectives(topology, 600.0)
     asked = [[3 + index % 900] for index in range(COMPLETIONS)]
     with vectorlm.SamplingEngine(folder, sampling_params=PARAMS, **ENGINE) as engine:
         engine.sample(asked[:8], {**PARAMS, "max_tokens": 4})
@@ -43,7 +43,7 @@ def on_rank(folder: str) -> dict[str, list[float]]:
     for _ in range(ROUNDS):
         dist.barrier()
         start = time.perf_counter()
-        _, received = meeting.share("arrays", None, arrays if topology.is_main else ())
+        _, received = collectives.broadcast_object("arrays", None, arrays if topology.is_main else ())
         times["arrays"].append(time.perf_counter() - start)
         PackedCompletions.from_arrays(received).unpack()
         times["records"].append(time.perf_counter() - start)
@@ -51,7 +51,7 @@ def on_rank(folder: str) -> dict[str, list[float]]:
         start = time.perf_counter()
         # Copies, for pickle would write a shared object once.
         note = pickle.dumps([pickle.dumps(each) for each in whole]) if topology.is_main else None
-        [pickle.loads(each) for each in pickle.loads(meeting.share("pickled", note)[0])]
+        [pickle.loads(each) for each in pickle.loads(collectives.broadcast_object("pickled", note)[0])]
         times["pickled"].append(time.perf_counter() - start)
     return times
 

@@ -46,7 +46,7 @@ class Mismatch:
 
 
 def updates(count: int, algorithm: str = "grpo") -> dict[str, Any]:
-    """Return the settings of so many optimizer steps per batch."""
+    """Return the settings for this number of optimizer steps per batch."""
     return {"rl.num_mini_batches": count, "rl.algorithm": algorithm}
 
 

@@ -68,16 +68,13 @@ def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
     """Train every job, one after the other."""
     import torch
 
-    import vectorlm.reinforce
     from vectorlm.config import load_config
-    from vectorlm.ranks.topology import Topology
+    from vectorlm.dist.topology import Topology
+    from vectorlm.reinforce import reinforce
+    from vectorlm.run import open_engine
 
     torch.set_num_threads(1)
-    done, topology, open_engine = (
-        read_found(folder),
-        Topology.from_environment(),
-        vectorlm.reinforce.open_engine,
-    )
+    done, topology = read_found(folder), Topology.from_environment()
     with ExitStack() as engines:
         shared: dict[str, Any] = {}
         for job in jobs:
@@ -91,16 +88,14 @@ def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
             overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
             config = load_config(ROOT / "configs" / study.config, overrides)
             assert config.train_parameters.sampler is not None
-            dtype = config.train_parameters.sampler.vllm_dtype
+            dtype = config.train_parameters.sampler.engine.vllm_dtype
             if dtype not in shared:
                 # One engine for all runs of a precision: starting one takes longer than some runs.
                 longest = config.train_parameters.max_seq_len
                 shared[dtype] = open_engine(
                     config, topology, engines, logprobs_mode="processed_logprobs", max_model_len=longest
                 )
-            engine = study.engine(shared[dtype], job)
-            vectorlm.reinforce.open_engine = lambda *_, engine=engine, **__: engine
-            vectorlm.reinforce.reinforce(config, topology)
+            reinforce(config, topology, study.engine(shared[dtype], job))
             metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
             add_found(folder, job | _summary(metrics))
 
@@ -112,15 +107,15 @@ def _is(run: dict[str, Any], job: Job) -> bool:
 def _summary(metrics: list[dict[str, float]]) -> dict[str, Any]:
     """Return what is kept of a run; the mean of a metric is over the steps that have it, None where none has."""
     steps = metrics[1:]
-    exams = [line["eval/accuracy"] for line in metrics if "eval/accuracy" in line]
+    evaluations = [line["eval/accuracy"] for line in metrics if "eval/accuracy" in line]
 
     def mean(name: str) -> float | None:
         values = [line[name] for line in steps if name in line]
         return statistics.fmean(values) if values else None
 
     return {
-        "before": exams[0],
-        "after": exams[-1],
+        "before": evaluations[0],
+        "after": evaluations[-1],
         "ess": mean("correction/ess"),
         "ess_sequences": mean("correction/ess_sequences"),
         "gap": mean("sampler/logprob_gap_mean"),

@@ -1,4 +1,4 @@
-"""How each algorithm bears rollouts that grow old while they are trained on. Run: python benchmarks/staleness.py
+"""How much staleness of its rollouts each algorithm tolerates. Run: python benchmarks/staleness.py
 
 Every run makes as many optimizer steps on as many completions of Countdown, from the model of
 configs/countdown_warmup.yaml, and samples them in rollouts of N mini-batches, each trained on once: with N = 1 all is

@@ -43,6 +43,12 @@ PAGES = {
         ),
         Table("rl_step", "A step of GRPO beside TRL with vLLM in its process (medians of steps)"),
     ],
+    "docs/engines.md": [
+        Table(
+            "busy",
+            "A GRPO step of 512 completions on 2 cores, alone and beside one process that computes all the time",
+        )
+    ],
     "docs/correction.md": [
         Table(
             "correction",
@@ -91,7 +97,7 @@ PAGES = {
 
 
 def with_tables(text: str, page: str = "README.md") -> str:
-    """Return the text of a page with its tables made anew, each with its commit and command."""
+    """Return the text of a page with its tables made again, each with its commit and command."""
     tables = "\n\n".join(map(_render, PAGES[page]))
     return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{tables}\n{END}", text, flags=re.DOTALL)
 

@@ -27,7 +27,7 @@ from rl_step import GROUP, LENGTHS, PROMPTS, ROWS_PER_PASS, STEPS
 
 def main() -> None:
     """Train, and print."""
-    from vectorlm.weights.pack import keep_plain_weights
+    from vectorlm.backends.vllm.pack import keep_plain_weights
 
     keep_plain_weights()
     import trl.generation.vllm_generation as generation

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 import vectorlm
 from vectorlm.algorithms import group_advantages, ppo_policy_loss, reduce_loss, token_logprobs
-from vectorlm.data.questions import read_questions
+from vectorlm.data.prompts import read_prompts
 from vectorlm.rewards import countdown_reward
-from vectorlm.rollout.prompts import PromptOrder
+from vectorlm.rl.prompts import PromptOrder
 
 NUM_PROMPTS, GROUP_SIZE, SEED = 64, 8, 0
 SAMPLING = {"temperature": 1.0, "max_tokens": 12}
@@ -27,7 +27,7 @@ SAMPLING = {"temperature": 1.0, "max_tokens": 12}
 def loop(path: str, prompts: str, num_steps: int, lr: float) -> list[tuple[float, float]]:
     """Train, and return the loss of every step with the norm of its gradient."""
     here = vectorlm.Topology.from_environment()
-    order, losses = PromptOrder(read_questions(prompts), SEED), []
+    order, losses = PromptOrder(read_prompts(prompts), SEED), []
     with vectorlm.SamplingEngine(path, dtype="float32", max_model_len=64) as engine:
         policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         for block in policy.model.layers:
@@ -37,15 +37,15 @@ def loop(path: str, prompts: str, num_steps: int, lr: float) -> list[tuple[float
         for step in range(num_steps):
             # Collect: the engine takes the policy's weights over, and answers each question several times.
             engine.update(policy, step)
-            first, questions = order.position, order.take(NUM_PROMPTS)
+            first, prompt_records = order.position, order.take(NUM_PROMPTS)
             dice = [np.random.default_rng((SEED, first + place)) for place in range(NUM_PROMPTS)]
             params = [{**SAMPLING, "n": GROUP_SIZE, "seed": int(die.integers(0, 2**62))} for die in dice]
-            groups = engine.sample([question.prompt for question in questions], params)
+            groups = engine.sample([prompt_record.prompt for prompt_record in prompt_records], params)
             # Score: every answer by itself, then against the others of its group.
             rewards = torch.tensor(
                 [
-                    [countdown_reward(answer.text, **question.columns) for answer in answers]
-                    for question, answers in zip(questions, groups, strict=True)
+                    [countdown_reward(answer.text, **prompt_record.columns) for answer in answers]
+                    for prompt_record, answers in zip(prompt_records, groups, strict=True)
                 ]
             )
             advantages = group_advantages(rewards).flatten()

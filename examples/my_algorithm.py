@@ -4,7 +4,7 @@ from vectorlm.algorithms import AlgorithmSpec, reinforce_policy_loss
 
 MEDIAN = AlgorithmSpec(
     name="median",
-    advantages=lambda scores, knobs: scores.spread(scores.rewards - scores.rewards.nanmedian()),
-    loss=lambda inputs, knobs: reinforce_policy_loss(inputs.policy_logprobs, inputs.advantages),
+    advantages=lambda scores, hparams: scores.spread(scores.rewards - scores.rewards.nanmedian()),
+    loss=lambda inputs, hparams: reinforce_policy_loss(inputs.policy_logprobs, inputs.advantages),
     reduction="sequence_mean_token_sum",
 )

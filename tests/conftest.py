@@ -1,4 +1,13 @@
-"""Puts this folder on the import path, so that tests can share modules; adds the options of the whole suite."""
+"""Puts this folder on the import path, so that tests can share modules; adds shared fixtures and options."""
+
+import signal
+
+import pytest
+from rank_processes import save_tiny_llama
+from tiny_engine import TINY_ENGINE
+
+# A shell ignores Ctrl-C for what it starts in the background, and every process of the tests would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
@@ -7,3 +16,20 @@ def pytest_addoption(parser):
         action="store_true",
         help="write what the family tests showed to docs/families.json",
     )
+
+
+@pytest.fixture(scope="module")
+def folder(request, tmp_path_factory):
+    """A tiny Llama; a test module may set options of `save_tiny_llama` in TINY_LLAMA."""
+    options = getattr(request.module, "TINY_LLAMA", {})
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", **options)
+
+
+@pytest.fixture(scope="module")
+def engine(request, folder):
+    """A vLLM engine for all tests of a module, which may set more arguments in ENGINE_ARGS."""
+    from vectorlm import SamplingEngine
+
+    options = {**TINY_ENGINE, **getattr(request.module, "ENGINE_ARGS", {})}
+    with SamplingEngine(str(folder), **options) as engine:
+        yield engine

@@ -40,7 +40,7 @@ FAMILIES = {
     "Llama": Family("LlamaConfig", "q, k, v and gate, up fused in vLLM"),
     "Mistral": Family("MistralConfig", "sliding window", {"sliding_window": 8}),
     "Qwen2": Family("Qwen2Config", "biases on q, k, v"),
-    "Qwen3": Family("Qwen3Config", "norms on q and k; head_dim of its own", {"head_dim": 64}),
+    "Qwen3": Family("Qwen3Config", "norms on q and k; its own head_dim", {"head_dim": 64}),
     "Gemma 2": Family(
         "Gemma2Config",
         "norm weights + 1, scaled embeddings, capped logits, sliding window in every second layer; always tied",

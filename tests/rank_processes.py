@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from vectorlm.ranks.topology import Topology
+from vectorlm.dist.topology import Topology
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Imported once, in a clean process that the ranks are forked from.
@@ -25,7 +25,7 @@ def on_ranks(
 ) -> list[Any]:
     """Return what ``fn(topology, *args)`` returned on each rank; None for a dead rank, if not `check`.
 
-    With `num_nodes` the topology says that the ranks are spread over so many machines.
+    With `num_nodes` the topology says that the ranks are spread over that many machines.
     """
     with tempfile.TemporaryDirectory() as scratch:
         readers, processes = [], []

@@ -5,12 +5,12 @@ import os
 import signal
 from pathlib import Path
 
+from metrics_page import METRICS
 from rank_processes import save_tiny_llama
 
 from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.config import load_config
 from vectorlm.reinforce import reinforce
-from vectorlm.rl.metrics import METRICS
 
 REWARD = """
 import random
@@ -63,8 +63,8 @@ rl:
 def save_files(folder):
     """Save the model, questions and rewards that a run needs."""
     save_tiny_llama(folder / "model", hidden_size=64)
-    questions = [{"prompt": letter * 3, "wanted": letter} for letter in "abcdefgh"]
-    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    prompt_records = [{"prompt": letter * 3, "wanted": letter} for letter in "abcdefgh"]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompt_records))
     (folder / "rewards.py").write_text(REWARD)
     return folder
 

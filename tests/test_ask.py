@@ -7,8 +7,8 @@ import sys
 import pytest
 from rank_processes import save_tiny_llama
 
+from vectorlm.backends.transformers import HFEngine
 from vectorlm.cli import main
-from vectorlm.sampling.hf_engine import HFEngine
 
 GREEDY = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
 
@@ -59,9 +59,9 @@ def test_without_a_prompt_every_line_of_the_input_is_one(model_path, capsys, mon
             "top_p=3 is out of range: it must be above 0 and at most 1.",
         ),
         (["--prompt", "a", "--param", "top_p"], "--param top_p must be a name and a value."),
-        (["--prompt", "a", "--param", "stop=[a"], "--param stop=[a has a value that is no YAML. Quote it."),
+        (["--prompt", "a", "--param", "stop=[a"], "--param stop=[a has a value that is not YAML. Quote it."),
         (["--prompt", "a", "--prompt", " "], "--prompt is empty: there is nothing to continue."),
-        ([], "the standard input has no prompts: it must have one a line. Or use --prompt TEXT."),
+        ([], "the standard input has no prompts: it must have one on each line. Or use --prompt TEXT."),
     ],
 )
 def test_a_wrong_argument_ends_with_one_line_and_code_2(model_path, capsys, monkeypatch, arguments, message):

@@ -6,9 +6,9 @@ from rl_runs import config_of, is_documented, lines, numbers, save_files, stop_a
 from safetensors.torch import load_file
 
 import vectorlm
+from vectorlm.config.check_rl import check_rl
 from vectorlm.errors import ConfigError
 from vectorlm.reinforce import reinforce
-from vectorlm.rl.check import check_rl
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_a_run_that_was_killed_asks_again_what_was_under_way(files, tmp_path):
     metrics = lines(tmp_path / "cut" / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(7))
     rollouts = lines(tmp_path / "cut" / "rollouts.jsonl")
-    # Eight questions, four a step: two steps are a pass, whatever was under way when the run was cut.
+    # Eight questions, four a step: two steps are a pass, whatever was in flight when the run was cut.
     asked = [row["prompt"] for row in rollouts[::4]]
     assert sorted(asked) == sorted([letter * 3 for letter in "abcdefgh"] * 3)
 
@@ -108,7 +108,7 @@ def test_what_cannot_overlap_is_refused(files, tmp_path):
     stored = tmp_path / "rollouts.jsonl"
     stored.write_text("{}\n")
     overrides = overlapping(1, "rl.rollout.source=file", f"rl.rollout.path={stored}")
-    with pytest.raises(ConfigError, match=r"rl.async.*has nothing to overlap with training"):
+    with pytest.raises(ConfigError, match=r"rl.rollout.source='file' has nothing to overlap with training"):
         check_rl(config_of(files, tmp_path / "refused", overrides=overrides))
     overrides = overlapping(1, "train_parameters.sampler.sleep=kv_cache")
     with pytest.raises(ConfigError, match=r"with rl.async engine and trainer work at the same time"):

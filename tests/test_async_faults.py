@@ -1,4 +1,4 @@
-"""What becomes of a run whose parts die while completions are under way: a clean end, and a run that goes on."""
+"""A part of a run dies while completions are in flight: the run ends cleanly, and can be resumed."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def kill_the_engine(run, files):
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             is_ours = run.mark.encode() in (entry / "environ").read_bytes()
-            if is_ours and b"vectorlm.sampling.process" in (entry / "cmdline").read_bytes():
+            if is_ours and b"vectorlm.engine.process" in (entry / "cmdline").read_bytes():
                 os.kill(int(entry.name), signal.SIGKILL)
         except OSError:
             continue
@@ -80,7 +80,7 @@ def poison_the_reward(run, files):
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
-        pytest.param(interrupt, None, marks=pytest.mark.slow),
+        pytest.param(interrupt, None, marks=pytest.mark.long),
         pytest.param(kill_the_engine, r"EngineDied: .*was ended by SIGKILL", marks=pytest.mark.slow),
         pytest.param(poison_the_reward, r"RewardError: .*KeyError: 'poison'", marks=pytest.mark.long),
     ],
@@ -100,6 +100,6 @@ def test_a_run_ends_cleanly_and_goes_on_from_its_checkpoint(files, fault, expect
     assert code == 0, error
     assert "resuming" in error
     assert steps_of(files) == list(range(NUM_STEPS + 1))
-    # Eight questions, four a step: each was trained on equally often, whatever was under way.
+    # Eight questions, four a step: each was trained on equally often, whatever was in flight.
     asked = [row["prompt"] for row in lines(files / "run" / "rollouts.jsonl")[::4]]
     assert sorted(asked) == sorted([letter * 3 for letter in "abcdefgh"] * (NUM_STEPS // 2))

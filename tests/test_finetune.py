@@ -3,16 +3,17 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
 from rank_processes import on_ranks, save_tiny_llama
 from safetensors.torch import load_file
 from tiny_runs import rows
 
 from vectorlm.config import load_config, save_config
+from vectorlm.config.resume import find_resumption
 from vectorlm.errors import ConfigError
 from vectorlm.finetune import finetune
 
@@ -42,12 +43,14 @@ train_parameters:
   warmup_ratio: 0.2
   gradient_accumulation_steps: 2
   logging_steps: 3
+  checkpointing_enabled: False
   save_frequency: 0.5
 dataset: {{train_bs: 2, eval_bs: 4, train_ds: {inputs}/train, eval_ds: {inputs}/eval}}
 """
     )
-    config = load_config(path)
-    return replace(config, train_parameters=replace(config.train_parameters, **changes))
+    return load_config(
+        path, [f"train_parameters.{name}={json.dumps(value)}" for name, value in changes.items()]
+    )
 
 
 def run(topology, config):
@@ -107,10 +110,55 @@ def test_the_same_command_again_goes_on_and_other_settings_are_refused(inputs, t
         line["train/loss"] for line in metrics[5:]
     ]
     other = make_config(inputs, output, checkpointing_enabled=True, seed=4)
-    with pytest.raises(
-        AssertionError, match=r"CheckpointError: cannot resume from .*: seed was 3 and is 4\."
-    ):
+    message = r"CheckpointError: cannot go on from \S+step-00000006: train_parameters.seed=4 \(was 3\)\. "
+    with pytest.raises(AssertionError, match=message):
         on_ranks(2, run, other)
+
+
+def goes_on(inputs, output, world_size, **changes):
+    """Train on two ranks, forget what came after step 4, and go on."""
+    on_ranks(2, run, make_config(inputs, output, checkpointing_enabled=True))
+    shutil.rmtree(output / "checkpoints" / "step-00000006")
+    on_ranks(world_size, run, make_config(inputs, output, checkpointing_enabled=True, **changes))
+    return lines(output / "metrics.jsonl"), load_file(output / "final-model" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_micro_batches"), [(1, 4), pytest.param(4, 1, marks=pytest.mark.slow)]
+)
+def test_a_run_goes_on_with_another_number_of_ranks(inputs, tmp_path, world_size, num_micro_batches):
+    whole = tmp_path / "whole"
+    on_ranks(2, run, make_config(inputs, whole))
+    # The same global batch: 21 rows, eight a step.
+    metrics, weights = goes_on(
+        inputs, tmp_path / "cut", world_size, gradient_accumulation_steps=num_micro_batches
+    )
+    for line, expected in zip(metrics, lines(whole / "metrics.jsonl"), strict=True):
+        kept = ("train/loss", "train/grad_norm", "train/learning_rate", "eval/loss")
+        # Round-off: another order of the sums.
+        found, wanted = ({name: each.get(name, 0.0) for name in kept} for each in (line, expected))
+        assert found == pytest.approx(wanted, rel=1e-5)
+    for name, expected in load_file(whole / "final-model" / "model.safetensors").items():
+        torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_finished_run_trains_longer_and_with_another_learning_rate(inputs, tmp_path):
+    fresh, longer = tmp_path / "fresh", tmp_path / "longer"
+    on_ranks(1, run, make_config(inputs, fresh, epochs=3))
+    for changes in ({}, {"epochs": 3, "optimizer.lr": 0.02, "optimizer.betas": [0.8, 0.9]}):
+        config = make_config(inputs, longer, checkpointing_enabled=True, **changes)
+        on_ranks(1, run, config)
+    expected, found = lines(fresh / "metrics.jsonl"), lines(longer / "metrics.jsonl")
+    num_steps = len(expected) - 1
+    assert [line["step"] for line in found] == list(range(num_steps + 1))
+    # The schedule is that of the longer run, from its place in it, with the new peak.
+    for line, other in zip(found[num_steps * 2 // 3 + 1 :], expected[num_steps * 2 // 3 + 1 :], strict=True):
+        assert line["train/learning_rate"] == pytest.approx(2 * other["train/learning_rate"])
+        assert line["train/loss"] < found[0]["eval/loss"]
+    assert find_resumption(config, 1).is_finished
+    assert not find_resumption(
+        make_config(inputs, longer, checkpointing_enabled=True, epochs=4), 1
+    ).is_finished
 
 
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}

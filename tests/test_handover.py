@@ -3,13 +3,13 @@
 import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
-from tiny_runs import build_trainer, whole_weights
+from tiny_runs import build_loop, whole_weights
 
+from vectorlm.backends.transformers import HFEngine
+from vectorlm.dist.topology import Topology
 from vectorlm.errors import EngineDied, EngineError, OutOfTurn
-from vectorlm.handover import DeviceTurn
-from vectorlm.model.load import load_model
-from vectorlm.ranks.topology import Topology
-from vectorlm.sampling.hf_engine import HFEngine
+from vectorlm.train.device_turn import DeviceTurn
+from vectorlm.train.load import load_model
 from vectorlm.types import UpdateReport
 
 
@@ -188,13 +188,14 @@ def test_wrong_arguments_are_refused():
 
 def train(topology, model_dir, hand_over):
     """Train three steps of two micro-batches, with a hand-over before, between and even inside them."""
-    trainer = build_trainer(topology, model_dir, num_micro_batches=2)
+    training = build_loop(topology, model_dir, num_micro_batches=2)
+    stepper = training.optimizer_step
     greedy = {"temperature": 0.0, "max_tokens": 4}
     engine = HFEngine(model_dir, topology=topology, sampling_params=greedy)
     turn = DeviceTurn(
         engine,
-        model=trainer.model,
-        optimizer=trainer.optimizer,
+        model=stepper.model,
+        optimizer=stepper.optimizer,
         sleep="all",
         offload_optimizer=True,
         topology=topology,
@@ -206,20 +207,20 @@ def train(topology, model_dir, hand_over):
             with turn.sampling(step):
                 answers.append(engine.sample(["abc"])[0][0].token_ids)
 
-    for number, micro_batches in zip(range(3), trainer.remaining_steps(), strict=False):
+    for number, micro_batches in zip(range(3), training.remaining_steps(), strict=False):
         sample(2 * number)
         for batch in micro_batches:
-            trainer.sum_loss(batch).backward()
+            training.sum_loss(batch).backward()
             sample(2 * number + 1)  # gradients of half a step are there now
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
-        trainer.schedule.step()
+        stepper.optimizer.step()
+        stepper.optimizer.zero_grad()
+        stepper.schedule.step()
     states = [
         value.full_tensor() if hasattr(value, "full_tensor") else value
-        for state in trainer.optimizer.state.values()
+        for state in stepper.optimizer.state.values()
         for value in state.values()
     ]
-    return whole_weights(trainer), states, answers
+    return whole_weights(stepper.model), states, answers
 
 
 def train_both_ways(topology, model_dir):

@@ -103,7 +103,7 @@ class Kernel:
             if folder.name.isdigit():
                 try:
                     parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                    if parent == kernel and b"vectorlm.sampling.process" in (folder / "cmdline").read_bytes():
+                    if parent == kernel and b"vectorlm.engine.process" in (folder / "cmdline").read_bytes():
                         found.append(int(folder.name))
                 except OSError:
                     continue

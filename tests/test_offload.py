@@ -1,10 +1,10 @@
 import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
-from tiny_runs import build_trainer
+from tiny_runs import build_loop
 from torch.distributed.tensor import DTensor
 
-from vectorlm.offload import Offload
+from vectorlm.train.device_turn import Offload
 
 
 def trained_layer(optimizer_class, **settings):
@@ -72,15 +72,16 @@ def test_a_device_that_holds_nothing_of_it_gives_nothing():
 
 
 def shard_bytes(topology, model_dir):
-    trainer = build_trainer(topology, model_dir)
-    trainer.optimize(next(trainer.remaining_steps()))
-    offload = Offload(trainer.optimizer, "cpu")
+    training = build_loop(topology, model_dir)
+    training.optimize(next(training.remaining_steps()))
+    optimizer = training.optimizer_step.optimizer
+    offload = Offload(optimizer, "cpu")
     offload.move_out()
     moved = offload.num_bytes
     offload.move_back()
     assert all(
         isinstance(state["exp_avg"], DTensor) and state["exp_avg"].to_local().isfinite().all()
-        for state in trainer.optimizer.state.values()
+        for state in optimizer.state.values()
     )
     return moved
 

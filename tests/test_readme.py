@@ -1,13 +1,12 @@
 """What the README says exists and runs."""
 
-import contextlib
+import os
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,7 @@ def test_every_command_is_known_to_this_test():
         "python",
         "vectorlm",
         "torchrun",
-        "python",
+        "torchrun",
         "vectorlm",
     ]
 
@@ -171,34 +170,42 @@ def test_the_plain_torchrun_command_trains_without_a_sampler(checkout):
     assert (checkout / "runs/plain/final-model").is_dir()
 
 
-def test_the_command_for_several_machines_waits_for_the_others(checkout):
-    command = [command for command in commands() if command.startswith("python")][-1]
-    assert "--nnodes 2" in command
+@pytest.mark.slow
+def test_the_command_for_several_machines_trains_when_it_is_started_twice(checkout):
+    command = next(command for command in commands() if "--nnodes 2" in command)
     with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, *shlex.split(command.replace("29400", str(port)))[1:]],
-        cwd=checkout,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        assert is_answered(port, within_s=90)
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=30)[0].startswith("interrupted")
-        assert process.returncode == 130
-    finally:
-        process.kill()
+        command = command.replace("29400", str(server.getsockname()[1]))
+    settings = [*QUICK, "--set", "train_parameters.output_dir=runs/machines"]
+    words = [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)[1:], *settings]
+    with ThreadPoolExecutor(2) as machines:
+        printed = "".join(machines.map(lambda _: run(words, checkout), range(2)))
+    assert printed.count("step 4/4: ") == 1
+    assert (checkout / "runs/machines/final-model").is_dir()
 
 
-def is_answered(port, within_s):
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("localhost", port)):
-            return True
-        time.sleep(0.2)
-    return False
+def test_the_slurm_script_starts_one_torchrun_on_each_node(tmp_path):
+    for name, text in {"scontrol": "printf 'one\\ntwo\\n'", "srun": 'echo "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {
+        "SLURM_JOB_NODELIST": "x",
+        "SLURM_JOB_ID": "12007",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "4",
+    }
+    environment = variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = run(["bash", "examples/slurm.sh", "--set", "a=1"], ROOT, env=environment).split()
+    assert words[:2] == ["--kill-on-bad-exit=1", "torchrun"]
+    assert dict(zip(words[2:12:2], words[3:12:2], strict=True)) == {
+        "--nnodes": "2",
+        "--nproc_per_node": "4",
+        "--rdzv_id": "12007",
+        "--rdzv_backend": "c10d",
+        "--rdzv_endpoint": "one:29407",
+    }
+    assert (ROOT / words[12]).is_file()
+    assert (ROOT / words[14]).is_file()
+    assert words[-2:] == ["--set", "a=1"]
 
 
 def test_every_path_and_link_exists():

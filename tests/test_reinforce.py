@@ -11,9 +11,9 @@ from rl_runs import REWARD, config_of, is_documented, lines, numbers, save_files
 from safetensors.torch import load_file
 
 import vectorlm
+from vectorlm.config.check_rl import check_rl
 from vectorlm.errors import ConfigError, RewardError
 from vectorlm.reinforce import reinforce
-from vectorlm.rl.check import check_rl
 
 ROOT = Path(__file__).parent.parent
 PPO = [
@@ -112,6 +112,30 @@ def test_a_killed_ppo_run_started_again_ends_bit_for_bit_where_the_uninterrupted
     assert "policy/loss" not in numbers(first)[1], "the first step warms the critic up"
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 2, marks=pytest.mark.long)],
+)
+def test_a_killed_ppo_run_goes_on_with_another_number_of_ranks(files, tmp_path, before, after):
+    whole, cut = (config_of(files, tmp_path / name, "ppo", PPO) for name in ("whole", "cut"))
+    vectorlm.launch(reinforce, whole, world_size=before)
+    with pytest.raises(vectorlm.errors.RankFailed):
+        vectorlm.launch(stop_after_step_2, cut, world_size=before)
+    vectorlm.launch(reinforce, cut, world_size=after)
+    texts = [
+        [row["completion"] for row in lines(tmp_path / name / "rollouts.jsonl")] for name in ("whole", "cut")
+    ]
+    assert texts[0] == texts[1]
+    for line, expected in zip(numbers(tmp_path / "cut"), numbers(tmp_path / "whole"), strict=True):
+        names = [
+            name for name in expected if name.startswith(("policy/", "critic/", "reference/", "reward/"))
+        ]
+        # Round-off: the ranks' sums have another order.
+        assert [line[name] for name in names] == pytest.approx(
+            [expected[name] for name in names], rel=1e-3, abs=1e-6
+        )
+
+
 @pytest.mark.slow
 def test_rollouts_that_one_run_kept_are_trained_on_by_another_beside_its_own(files, tmp_path):
     kept = config_of(files, tmp_path / "kept", overrides=["rl.rollout.save_tokens=True", "rl.max_steps=2"])
@@ -136,7 +160,7 @@ def test_rollouts_that_one_run_kept_are_trained_on_by_another_beside_its_own(fil
     assert (tmp_path / "again" / "correction.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pairs_are_trained_on_beside_their_reference(files, tmp_path):
     overrides = ["rl.max_steps=2", f'rl.rewards={{"{files}/rewards.py:vowels": 1.0}}']
     config = config_of(files, tmp_path / "pairs", "online_dpo", overrides)
@@ -199,7 +223,7 @@ def gain(files, output, algorithm, reward):
     return mean(range(13, 17)) - mean(range(1, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rewards_teach_flipped_advantages_unteach_and_shuffled_rewards_do_neither(files, tmp_path):
     (files / "control.py").write_text(CONTROL)
     taught = gain(files, tmp_path / "taught", "grpo", "vowels")
@@ -229,7 +253,7 @@ def test_a_reward_that_fails_ends_the_run_with_its_prompt(files, tmp_path):
         ("rl.rewards={}", "names no reward"),
         ("rl.rewards={nothing: 1.0}", "unknown reward 'nothing'"),
         ("rl.max_tokens_per_micro_batch=32", "is less than one sequence"),
-        ("rl.num_mini_batches=9", "rl.num_mini_batches=9 cannot cut 4 prompts"),
+        ("rl.num_mini_batches=9", "rl.num_mini_batches=9 cannot split 4 prompts"),
         ("rl.kl_target=1.0", "needs an rl.kl_coef above 0"),
         ("rl.dual_clip=0.5", "rl.dual_clip=0.5 must be above 1"),
         ("rl.sampling_params={temperature: null}", "temperature=null must be at least 0.01"),
@@ -252,7 +276,14 @@ def test_a_section_that_cannot_be_carried_out_is_refused(files, tmp_path, overri
     [
         ("ppo", ["rl.group_size=1", "rl.dynamic_sampling=True"], "would drop every group"),
         ("ppo", ["rl.critic.warmup_steps=4"], "leaves no step of rl.max_steps=4 to the policy"),
-        ("best_of_k", ["rl.whiten_advantages=True"], "has nothing to whiten"),
+        ("best_of_k", ["rl.whiten_advantages=True"], "has no effect with best_of_k"),
+        ("grpo", ["rl.rewards={countdown: .nan}"], "rl.rewards.countdown=nan must be finite"),
+        ("grpo", ["rl.rewards={countdown: -.inf}"], "must be finite"),
+        (
+            "grpo",
+            ["rl.sampling_params={temperature: .inf}"],
+            "temperature=inf must be at least 0.01, and finite",
+        ),
         ("online_dpo", ["rl.kl_coef=0.1", "rl.kl_in=reward"], "would change nothing"),
         ("grpo", ["rl.kl_coef=0.1", "rl.kl_target=1.0", "rl.kl_horizon=10"], "less than the 16 completions"),
         ("online_dpo", ["rl.max_tokens_per_micro_batch=127"], "the 2 sequences that online_dpo compares"),

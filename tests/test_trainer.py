@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rank_processes import on_ranks, save_tiny_llama
-from tiny_runs import GLOBAL_BATCH, LEARNING_RATE, NUM_STEPS, build_trainer, loader, rows, whole_weights
+from tiny_runs import GLOBAL_BATCH, LEARNING_RATE, NUM_STEPS, build_loop, loader, rows, whole_weights
 
-from vectorlm.errors import NonFiniteLoss
-from vectorlm.ranks.topology import Topology
+from vectorlm.dist.topology import Topology
+from vectorlm.errors import DatasetError, NonFiniteLoss
 
 SPLITS = {
     1: [("FULL_SHARD", 1), ("FULL_SHARD", 4)],
@@ -61,9 +61,12 @@ def reference(model_dir):
 def train_every_split(topology, model_dir):
     found = {}
     for strategy, num_micro_batches in SPLITS[topology.world_size]:
-        trainer = build_trainer(topology, model_dir, strategy=strategy, num_micro_batches=num_micro_batches)
-        trainer.run()
-        found[strategy, num_micro_batches] = list(trainer.sink), whole_weights(trainer)
+        training = build_loop(topology, model_dir, strategy=strategy, num_micro_batches=num_micro_batches)
+        training.run()
+        found[strategy, num_micro_batches] = (
+            list(training.recorder.sink),
+            whole_weights(training.optimizer_step.model),
+        )
     return found
 
 
@@ -93,9 +96,9 @@ def test_the_reference_clips_and_learns(reference):
 
 
 def one_step_metrics(topology, model_dir):
-    trainer = build_trainer(topology, model_dir)
-    trainer.run()
-    return trainer.sink[1], trainer.sink[3]
+    training = build_loop(topology, model_dir)
+    training.run()
+    return training.recorder.sink[1], training.recorder.sink[3]
 
 
 def test_a_step_reports_its_learning_rate_and_its_tokens(model_dir):
@@ -108,17 +111,17 @@ def test_a_step_reports_its_learning_rate_and_its_tokens(model_dir):
 
 
 def meet_nan(topology, model_dir):
-    trainer = build_trainer(topology, model_dir)
-    batches = next(trainer.remaining_steps())
+    training = build_loop(topology, model_dir)
+    batches = next(training.remaining_steps())
     my_ids = [index for batch in batches for index in batch.ids.tolist()]
     if topology.rank == topology.world_size - 1:
         # Token 47 occurs nowhere else; its embedding is in the last rank's shard.
         batches[0].input_ids[1, 0] = 47
-        trainer.model.model.embed_tokens.weight.to_local().detach()[-1] = math.nan
-    before = whole_weights(trainer)
+        training.optimizer_step.model.model.embed_tokens.weight.to_local().detach()[-1] = math.nan
+    before = whole_weights(training.optimizer_step.model)
     with pytest.raises(NonFiniteLoss) as raised:
-        trainer.optimize(batches)
-    after = whole_weights(trainer)
+        training.optimize(batches)
+    after = whole_weights(training.optimizer_step.model)
     same = all(torch.equal(before[name], after[name]) for name in before if "embed" not in name)
     return str(raised.value), my_ids, same
 
@@ -129,28 +132,46 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_names_step_rank_and_exam
     ids = results[-1][1]
     for text, _, weights_are_unchanged in results:
         assert text == (
-            f"the loss is nan at step 1 on rank {world_size - 1} (examples {ids}): training stops before the "
-            "weights change. Look at these examples, or lower the learning rate."
+            f"the model's loss is nan at step 1 (on rank {world_size - 1}, examples {ids}): training stops before "
+            "the weights change. Lower the learning rate, or look at these examples."
         )
         assert weights_are_unchanged
 
 
 def meet_infinite_gradient(topology, model_dir):
-    trainer = build_trainer(topology, model_dir)
-    embedding = trainer.model.model.embed_tokens
+    training = build_loop(topology, model_dir)
+    embedding = training.optimizer_step.model.model.embed_tokens
 
     def spoil(module, inputs, output):
         output.register_hook(lambda gradient: gradient * math.inf)
 
     embedding.register_forward_hook(spoil)
-    before = whole_weights(trainer)
+    before = whole_weights(training.optimizer_step.model)
     with pytest.raises(NonFiniteLoss) as raised:
-        trainer.optimize(next(trainer.remaining_steps()))
-    after = whole_weights(trainer)
+        training.optimize(next(training.remaining_steps()))
+    after = whole_weights(training.optimizer_step.model)
     return str(raised.value), all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_gradient_norm_that_is_not_finite_stops_before_the_weights_change(model_dir):
     for rank, (text, weights_are_unchanged) in enumerate(on_ranks(2, meet_infinite_gradient, model_dir)):
-        assert text.startswith(f"the gradient norm is nan at step 1 (over all ranks, seen on rank {rank})")
+        assert text.startswith(
+            f"the model's gradient norm is nan at step 1 (over all ranks, seen on rank {rank})"
+        )
         assert weights_are_unchanged
+
+
+def train_on_an_unknown_token(topology, model_dir):
+    training = build_loop(topology, model_dir)
+    examples = [
+        {"input_ids": [1, 2, 3, 40 if index < 20 else 48], "labels": [1, 2, 3, 4]} for index in range(21)
+    ]
+    training.train_loader = loader(topology, examples, shuffle=False)
+    with pytest.raises(DatasetError) as caught:
+        training.run()
+    return str(caught.value)
+
+
+def test_a_token_that_the_model_does_not_know_is_named_with_its_row(model_dir):
+    (text,) = on_ranks(1, train_on_an_unknown_token, model_dir)
+    assert text.startswith("row 20 of the dataset holds the token 48, and the model has 48 tokens.")

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
-from tiny_runs import NUM_STEPS, build_trainer, whole_weights
+from tiny_runs import NUM_STEPS, build_loop, whole_weights
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +23,13 @@ def train(topology, model_dir, output, death):
     """Train from where `output` stands; `death` is (what, rank, step) or None."""
     import vectorlm.checkpoint.state as state
 
-    trainer = build_trainer(topology, model_dir, output=output, num_micro_batches=2)
+    training = build_loop(topology, model_dir, output=output, num_micro_batches=2)
     what, rank, step = death or (None, None, None)
-    optimize, save = trainer.optimize, trainer.store.save
+    store = training.recorder.checkpoints
+    optimize, save = training.optimize, store.save
 
     def optimize_or_die(micro_batches):
-        if trainer.step == step - 1:
+        if training.step == step - 1:
             die()
         return optimize(micro_batches)
 
@@ -41,11 +42,10 @@ def train(topology, model_dir, output, death):
         save(at, *args)
 
     if rank == topology.rank:
-        trainer.optimize = optimize_or_die if what == "step" else optimize
-        trainer.store.save = save_or_die if what == "save" else save
-    resume_step = trainer.store.latest_step()
-    trainer.run(resume_step)
-    return resume_step, whole_weights(trainer)
+        training.optimize = optimize_or_die if what == "step" else optimize
+        store.save = save_or_die if what == "save" else save
+    training.run()
+    return training.recorder.resume_step, whole_weights(training.optimizer_step.model)
 
 
 def curve(output):

@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+from vectorlm.checkpoint.folder import newest
 from vectorlm.checkpoint.state import CheckpointStore
-from vectorlm.data.loader import StepLoader
-from vectorlm.model.load import load_model
-from vectorlm.model.schedule import Schedule
-from vectorlm.model.shard import shard_model
-from vectorlm.ranks.topology import Topology
+from vectorlm.data.loader import Collator, StepLoader
+from vectorlm.dist.topology import Topology
 from vectorlm.telemetry.metrics import JsonlSink
-from vectorlm.trainer import Trainer
+from vectorlm.train.load import load_model
+from vectorlm.train.loop import FineTuningLoop
+from vectorlm.train.optimizer_step import OptimizerStep, Schedule
+from vectorlm.train.recorder import Recorder
+from vectorlm.train.settings import LoopSettings, ModelSettings
+from vectorlm.train.shard import shard_model
 
 LEARNING_RATE, NUM_EPOCHS, GLOBAL_BATCH, SEED = 0.01, 2, 8, 7
 NUM_STEPS = 6  # two epochs of 8 + 8 + 5 rows
@@ -48,51 +51,45 @@ def loader(
     """Split the global batch of eight rows over ranks and micro-batches."""
     return StepLoader(
         Dataset.from_list(examples),
+        Collator(pad_token_id=0, ignore_index=-100, max_seq_len=16),
+        topology,
         micro_batch_size=GLOBAL_BATCH // topology.world_size // num_micro_batches,
         num_micro_batches=num_micro_batches,
-        rank=topology.rank,
-        world_size=topology.world_size,
         seed=SEED,
         shuffle=shuffle,
-        pad_token_id=0,
-        ignore_index=-100,
-        max_seq_len=16,
     )
 
 
-def build_trainer(
+def build_loop(
     topology: Topology,
     model_dir: Path,
     *,
     strategy: str = "FULL_SHARD",
     num_micro_batches: int = 1,
     output: Path | None = None,
-    **more: Any,
-) -> Trainer:
-    """Build the trainer that all tests share; with `output` it keeps checkpoints and metrics there."""
-    model = shard_model(load_model(model_dir), topology, strategy=strategy)
+    logging_steps: int = 4,
+    **recorded: Any,
+) -> FineTuningLoop:
+    """Build the loop that all tests share; with `output` it keeps checkpoints and metrics there."""
+    model = shard_model(load_model(model_dir), topology, ModelSettings(sharding_strategy=strategy))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
-    store = None
+    schedule = Schedule("linear", optimizer, num_warmup_steps=2, num_steps=NUM_STEPS)
     sink: Any = ListSink()
     if output is not None:
-        store = CheckpointStore(output / "checkpoints", {"seed": SEED})
+        store, found = CheckpointStore(output / "checkpoints", {"seed": SEED}), newest(output / "checkpoints")
+        recorded |= {"checkpoints": store, "resume_step": found and found.step}
         if topology.is_main:
-            sink = JsonlSink(output / "metrics.jsonl", store.latest_step())
+            sink = JsonlSink(output / "metrics.jsonl", recorded["resume_step"])
     torch.manual_seed(SEED + topology.rank)
-    return Trainer(
-        model,
-        optimizer,
-        Schedule("linear", optimizer, num_warmup_steps=2, num_steps=NUM_STEPS),
-        loader(topology, rows(21), num_micro_batches=num_micro_batches),
-        loader(topology, rows(11, seed=1), shuffle=False),
-        topology=topology,
-        sink=sink,
-        num_epochs=NUM_EPOCHS,
-        store=store,
-        **{"eval_every": 4, "max_grad_norm": 0.5, "save_every": 2} | more,
+    return FineTuningLoop(
+        optimizer_step=OptimizerStep(model, optimizer, schedule, 0.5, topology, "model"),
+        train_loader=loader(topology, rows(21), num_micro_batches=num_micro_batches),
+        eval_loader=loader(topology, rows(11, seed=1), shuffle=False),
+        settings=LoopSettings(epochs=NUM_EPOCHS, logging_steps=logging_steps),
+        recorder=Recorder(num_steps=NUM_STEPS, sink=sink, save_every=2, **recorded),
     )
 
 
-def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+def whole_weights(model: Any) -> dict[str, torch.Tensor]:
     """Return the full weights, on every rank."""
-    return {name: parameter.full_tensor().clone() for name, parameter in trainer.model.named_parameters()}
+    return {name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()}

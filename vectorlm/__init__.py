@@ -4,26 +4,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vectorlm.backends.scripted import FakeEngine
+    from vectorlm.backends.transformers import HFEngine
     from vectorlm.config.load import load_config
-    from vectorlm.handover import DeviceTurn
-    from vectorlm.ranks.launcher import launch
-    from vectorlm.ranks.topology import Topology
-    from vectorlm.sampling.engine import SamplingEngine
-    from vectorlm.sampling.fake_engine import FakeEngine
-    from vectorlm.sampling.hf_engine import HFEngine
+    from vectorlm.dist.launcher import launch
+    from vectorlm.dist.topology import Topology
+    from vectorlm.engine.engine import SamplingEngine
+    from vectorlm.train.device_turn import DeviceTurn
     from vectorlm.types import Completion, UpdateReport
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Completion": "vectorlm.types",
-    "DeviceTurn": "vectorlm.handover",
-    "FakeEngine": "vectorlm.sampling.fake_engine",
-    "HFEngine": "vectorlm.sampling.hf_engine",
-    "SamplingEngine": "vectorlm.sampling.engine",
-    "Topology": "vectorlm.ranks.topology",
+    "DeviceTurn": "vectorlm.train.device_turn",
+    "FakeEngine": "vectorlm.backends.scripted",
+    "HFEngine": "vectorlm.backends.transformers",
+    "SamplingEngine": "vectorlm.engine.engine",
+    "Topology": "vectorlm.dist.topology",
     "UpdateReport": "vectorlm.types",
-    "launch": "vectorlm.ranks.launcher",
+    "launch": "vectorlm.dist.launcher",
     "load_config": "vectorlm.config.load",
 }
 

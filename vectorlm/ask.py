@@ -19,17 +19,13 @@ MAX_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Request:
-    """What was asked for."""
+class SampleArguments:
+    """The checked arguments of ``vectorlm sample``."""
 
     model: str
-    """The model's folder."""
     engine: str
-    """`vllm` or `hf`."""
     prompts: Sequence[str]
-    """At least one, none of them empty."""
     sampling_params: Mapping[str, Any]
-    """As an engine takes them."""
 
 
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,33 +59,24 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_request(args: argparse.Namespace, lines: TextIO) -> Request:
-    """Check what the parsed arguments ask for, before anything heavy is imported.
-
-    Raises:
-        ConfigError: The model is not a folder, a prompt is empty or missing, or a parameter is written wrongly.
-    """
+def read_request(args: argparse.Namespace, lines: TextIO) -> SampleArguments:
+    """Check the parsed arguments, before anything heavy is imported."""
     if not (Path(args.model) / "config.json").is_file():
         what = "has no config.json" if Path(args.model).is_dir() else "is not a folder"
         raise ConfigError(f"--model {args.model} {what}: it must be a folder written by save_pretrained.")
     if args.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError("--engine vllm needs the vllm package, which is not installed. Use --engine hf.")
     params = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
-    return Request(args.model, args.engine, _prompts(args, lines), params | _params(args.params))
+    return SampleArguments(args.model, args.engine, _prompts(args, lines), params | _params(args.params))
 
 
-def answer(request: Request, out: TextIO) -> None:
-    """Start the engine, and print each prompt with its answers.
-
-    Raises:
-        ConfigError: A sampling parameter is unknown or out of range.
-        EngineError: The engine could not be started or failed; the text is one line.
-    """
-    from vectorlm.sampling.parameters import NAMES, read_parameters
+def answer(request: SampleArguments, out: TextIO) -> None:
+    """Start the engine, and print each prompt with its answers; an `EngineError` keeps one line of its text."""
+    from vectorlm.backends.transformers.parameters import NAMES, read_parameters
 
     own = {name: value for name, value in request.sampling_params.items() if name in NAMES}
     try:
-        # vLLM takes some more names, and refuses the rest itself.
+        # vLLM takes more names, and checks those itself.
         read_parameters(request.sampling_params if request.engine == "hf" else own)
     except EngineError as error:
         raise ConfigError(str(error)) from error
@@ -97,7 +84,7 @@ def answer(request: Request, out: TextIO) -> None:
         with _engine(request) as engine:
             answers = engine.sample(list(request.prompts), dict(request.sampling_params))
     except EngineError as error:
-        # What follows is the engine's own traceback, which the caller's arguments do not explain.
+        # The rest is the engine's traceback, which does not help somebody at the command line.
         raise type(error)(str(error).partition("\n\n")[0]) from error
     for index, (prompt, completions) in enumerate(zip(request.prompts, answers, strict=True)):
         print("\n" * (index > 0) + _page(prompt, completions), file=out)
@@ -110,14 +97,14 @@ def _page(prompt: str, completions: Sequence[Completion]) -> str:
     return "\n".join([f"> {prompt}", *texts])
 
 
-def _engine(request: Request) -> Any:
+def _engine(request: SampleArguments) -> Any:
     if request.engine == "vllm":
-        from vectorlm.sampling.engine import SamplingEngine
+        from vectorlm.engine.engine import SamplingEngine
 
         return SamplingEngine(request.model)
     from transformers.utils import logging
 
-    from vectorlm.sampling.hf_engine import HFEngine
+    from vectorlm.backends.transformers import HFEngine
 
     logging.disable_progress_bar()
     return HFEngine(request.model)
@@ -132,7 +119,9 @@ def _prompts(args: argparse.Namespace, lines: TextIO) -> list[str]:
         raise ConfigError("no prompt was given. Use --prompt TEXT, or send prompts to the standard input.")
     prompts = [line.rstrip("\n") for line in lines if line.strip()]
     if not prompts:
-        raise ConfigError("the standard input has no prompts: it must have one a line. Or use --prompt TEXT.")
+        raise ConfigError(
+            "the standard input has no prompts: it must have one on each line. Or use --prompt TEXT."
+        )
     return prompts
 
 
@@ -147,5 +136,5 @@ def _params(texts: Sequence[str]) -> dict[str, Any]:
         try:
             params[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise ConfigError(f"--param {text} has a value that is no YAML. Quote it.") from error
+            raise ConfigError(f"--param {text} has a value that is not YAML. Quote it.") from error
     return params

@@ -1,25 +1,24 @@
-"""The ``vectorlm`` command: one function per subcommand."""
+"""The ``vectorlm`` command, one function per subcommand, and the scripts that train."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import vectorlm
 from vectorlm.ask import add_sample_arguments, answer, read_request
-from vectorlm.config.arguments import (
-    add_nnodes_argument,
-    add_override_arguments,
-    config_from_arguments,
-)
+from vectorlm.backends.server.serve import add_serve_arguments, serve
 from vectorlm.config.check import check_config
+from vectorlm.config.load import add_config_arguments, add_override_arguments, config_from_arguments
+from vectorlm.config.resume import find_resumption, say_finished
+from vectorlm.config.schema import Config
 from vectorlm.config.summary import summarise
 from vectorlm.errors import ConfigError, VectorLMError
-from vectorlm.memory.device import device_memory_bytes
-from vectorlm.memory.from_config import memory_report
+from vectorlm.memory.from_config import device_memory_bytes, memory_report
 from vectorlm.memory.plan import GIB
 from vectorlm.rewards.registry import reward_names
-from vectorlm.serve import add_serve_arguments, serve
 
 COMMANDS = {
     "check": (
@@ -87,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     check.set_defaults(run_command=run_check)
     check.add_argument(
         "--device_memory_gib",
-        type=float,
+        type=_positive,
         metavar="X",
         help="plan for CUDA devices of X GiB; by default for those of this machine, or its CPU",
     )
@@ -95,18 +94,63 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (check, preprocess):
         command.add_argument("yaml_path", metavar="my.yaml", help="the config file")
         add_override_arguments(command)
-    add_nnodes_argument(check)
+    help_text = "number of machines, each with the same number of ranks (default 1)"
+    check.add_argument("--nnodes", type=int, default=1, metavar="N", help=help_text)
     sample.set_defaults(run_command=run_sample)
     add_sample_arguments(sample)
-    served.set_defaults(run_command=run_serve)
+    served.set_defaults(run_command=serve)
     add_serve_arguments(served)
     return parser
 
 
+def run_script(train: Callable[[Config], None], section: str, description: str) -> None:
+    """Be a script that checks a config and calls `train`, `finetune` or `reinforce`, with it on every rank.
+
+    Args:
+        train: `finetune` or `reinforce`.
+        section: The section of the config that `train` needs: ``dataset`` or ``rl``.
+        description: What ``--help`` shows.
+    """
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=as_written)
+    add_config_arguments(parser)
+    args = parser.parse_args()
+    try:
+        config = config_from_arguments(args)
+        # Under torchrun, torchrun decides the number of ranks and machines.
+        topology = vectorlm.Topology.from_environment()
+        world_size = max(args.world_size, topology.world_size)
+        check_config(config, world_size, reward_names(), topology.num_nodes)
+        if getattr(config, section) is None:
+            raise ConfigError(
+                f"{args.yaml_path} has no section {section!r}: llama_example_mp.py trains on text (dataset), "
+                "rl_example_mp.py on rewards (rl)."
+            )
+        if section == "rl":
+            _check_rl(config)
+        found = find_resumption(config, world_size)
+        if found is not None and found.is_finished:
+            print(say_finished(config, found), file=sys.stderr)
+            return
+        vectorlm.launch(train, config, world_size=args.world_size)
+    except VectorLMError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        print("interrupted; with checkpoints, the same command goes on from the last one", file=sys.stderr)
+        sys.exit(130)
+
+
 def run_help(parser: argparse.ArgumentParser) -> int:
-    """Say what there is; what somebody sees who names no command."""
+    """Show all commands."""
     parser.print_help()
     return 0
+
+
+def _positive(text: str) -> float:
+    """Read a finite number above 0; argparse names this function's argument where it raises."""
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
+    return number
 
 
 def run_check(args: argparse.Namespace) -> int:
@@ -114,10 +158,7 @@ def run_check(args: argparse.Namespace) -> int:
     config = config_from_arguments(args)
     check_config(config, args.world_size, reward_names(), args.nnodes)
     if config.rl is not None:
-        # torch is imported for this, which a check of fine-tuning does without.
-        from vectorlm.rl.check import check_rl
-
-        check_rl(config)
+        _check_rl(config)
     asked = args.device_memory_gib
     device_bytes = device_memory_bytes() if asked is None else int(asked * GIB)
     report = memory_report(
@@ -127,6 +168,13 @@ def run_check(args: argparse.Namespace) -> int:
     print(summarise(config, args.world_size, args.nnodes))
     print(report)
     return 0
+
+
+def _check_rl(config: Config) -> None:
+    # This imports torch, which the check of a config for fine-tuning does without.
+    from vectorlm.config.check_rl import check_rl
+
+    check_rl(config)
 
 
 def run_preprocess(args: argparse.Namespace) -> int:
@@ -139,25 +187,13 @@ def run_preprocess(args: argparse.Namespace) -> int:
         )
     # Heavy imports: `vectorlm check` must not wait for them.
     from vectorlm.data.preprocess import load_text, preprocess
-    from vectorlm.model.load import load_tokenizer
+    from vectorlm.train.load import load_tokenizer
 
-    dataset = preprocess(
-        load_text(settings.load_path, from_disk=settings.from_disk, split=settings.split),
-        load_tokenizer(config.model),
-        data_field=settings.data_field,
-        max_seq_len=config.train_parameters.max_seq_len,
-        packing_type=settings.packing_type,
-        overlap=settings.overlap,
-        add_bos_eos_tokens=settings.add_bos_eos_tokens,
-        seperator=settings.seperator,
-        truncate=settings.truncate,
-        pre_pend=settings.pre_pend,
-        ignore_index=settings.ignore_index,
-    )
+    text = load_text(settings.load_path, from_disk=settings.from_disk, split=settings.split)
+    tokenizer, max_seq_len = load_tokenizer(config.model), config.train_parameters.max_seq_len
+    dataset = preprocess(text, tokenizer, settings, max_seq_len)
     dataset.save_to_disk(settings.save_path)
-    print(
-        f"{settings.save_path}: {len(dataset)} rows of at most {config.train_parameters.max_seq_len} tokens"
-    )
+    print(f"{settings.save_path}: {len(dataset)} rows of at most {max_seq_len} tokens")
     return 0
 
 
@@ -165,8 +201,3 @@ def run_sample(args: argparse.Namespace) -> int:
     """Continue prompts with a model, and print the answers."""
     answer(read_request(args, sys.stdin), sys.stdout)
     return 0
-
-
-def run_serve(args: argparse.Namespace) -> int:
-    """Become a vLLM server."""
-    return serve(args)

@@ -1,8 +1,8 @@
-"""What another inference engine, or another trainer, must offer to stand in for ours.
+"""What another inference engine, or another trainer, must implement to replace ours.
 
-A training loop calls a `vectorlm.types.Engine`, on all ranks alike. Behind `vectorlm.SamplingEngine` stands an
-`Inference`, in a process of its own and called from one thread; in front of it a `WeightSource`, on every rank.
-docs/contracts.md shows how to write either, and `vectorlm.testing` holds the checks that both must pass.
+A training loop calls a `vectorlm.types.Engine` on all ranks. Behind `vectorlm.SamplingEngine` runs a `Backend`, driven
+from one thread; on every rank a `WeightSource` sends the weights. docs/contracts.md shows how to write either, and
+`vectorlm.testing` holds the checks that both must pass.
 """
 
 from __future__ import annotations
@@ -11,204 +11,177 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from vectorlm.types import Prompt
+from vectorlm.types import Completion, Prompt
 
 if TYPE_CHECKING:
     from vectorlm.weights.plan import Layout, TensorSpec
 
-
-INFERENCES = {
-    "vllm": "vectorlm.sampling.vllm_inference:VLLM",
-    "transformers": "vectorlm.sampling.hf_inference:Transformers",
-    "server": "vectorlm.sampling.server_inference:VLLMServer",
+BACKENDS = {
+    "vllm": "vectorlm.backends.vllm.backend:VLLM",
+    "transformers": "vectorlm.backends.transformers.backend:Transformers",
+    "server": "vectorlm.backends.server.backend:VLLMServer",
 }
-"""The implementations of `Inference` that are here, by the names that `SamplingEngine` and configs call them."""
+"""The implementations of `Backend` in this library, by their names in `SamplingEngine` and configs."""
 
 
 @dataclass(frozen=True)
-class Written:
-    """One completion of a request."""
-
-    token_ids: Sequence[int]
-    """The sampled tokens, an end token included."""
-    logprobs: Sequence[float] | None
-    """The log-probability of each sampled token; None where none were asked for."""
-    versions: Sequence[int]
-    """The weight version that sampled each token."""
-    text: str
-    """The tokens as text, without a stop string that ended them."""
-    finish_reason: str | None
-    """``stop``, ``length`` or ``abort``."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A request that needs no further step."""
+class RequestOutput:
+    """The end of one request."""
 
     name: str
-    """As it was submitted."""
-    prompt_token_ids: Sequence[int]
-    """The prompt as the engine saw it."""
-    completions: Sequence[Written]
-    """As many as the sampling parameters' `n`, in the order of their seeds."""
+    """The name that it was submitted under."""
+    completions: Sequence[Completion]
+    """The sampling parameters' `n` completions, in the order of their seeds."""
     error: Exception | None = None
-    """Why there are none; ends the caller's batch, and no other."""
+    """Why there are no completions; it ends the caller's batch and no other."""
     raw: Any = None
-    """vLLM's own ``RequestOutput``, where there is one: what `SamplingEngine.generate` gives."""
+    """vLLM's own ``RequestOutput``, if there is one; `SamplingEngine.generate` returns it."""
 
 
-class Inference(Protocol):
+Finished = RequestOutput
+"""Its older name."""
+
+
+class Backend(Protocol):
     """An inference engine as one process drives it, from one thread.
 
-    `SamplingEngine` keeps the order of the calls: it submits only to an engine that is awake, not paused and in
-    possession of whole weights; it writes weights only between `pause` and `resume`; after an error of `poll` it asks
-    for nothing more. An implementation is built as ``Class(model, receiver=…, **engine_args)``, in the sampler process.
+    `vectorlm.engine.scheduler.Scheduler` makes the calls in a fixed order: it submits only to an engine that is awake,
+    not paused and holds whole weights; weights are written only between `pause` and `resume`; after `poll` raised it
+    submits nothing more. An implementation is built as ``Class(model, receiver=…, **engine_args)`` in the process that
+    samples: the sampler process or, on the inline channel, rank 0's.
 
-    Errors are `vectorlm.errors`' own where one fits. Others reach the ranks as `EngineError`, with their traceback.
+    Errors that are not of `vectorlm.errors` reach the ranks as `EngineError`, with their traceback.
     """
 
     @property
     def receiver(self) -> str:
         """How the engine holds weights: `live`, or `packed` for its own kernels."""
-        ...
 
     @property
     def max_num_seqs(self) -> int:
-        """Sequences that are sampled at a time; more requests wait inside the engine."""
-        ...
+        """Sequences that are sampled at the same time; more requests wait inside the engine."""
 
     @property
     def version(self) -> int:
-        """The version that `load` was told last; -1 before."""
-        ...
+        """The version of the last `load`; -1 before."""
 
     def submit(self, name: str, prompt: Prompt, sampling_params: Any) -> None:
         """Queue one prompt.
 
         Args:
-            name: Tells it from all others under way.
+            name: Unique among the requests in flight.
             prompt: Text, token ids or chat messages.
-            sampling_params: A mapping with the names of ``vllm.SamplingParams``, or one of these; None for their
-                defaults.
+            sampling_params: A mapping with the names of ``vllm.SamplingParams``, one of these, or None for defaults.
 
         Raises:
-            EngineError: The engine cannot sample this; the text says why. It is not queued.
+            EngineError: The engine cannot sample this prompt and does not queue it; the text says why.
         """
-        ...
 
-    def poll(self) -> Sequence[Finished]:
-        """Go on for a moment, a fraction of a second at most, and return what has finished since the last call.
+    def poll(self) -> Sequence[RequestOutput]:
+        """Sample for a fraction of a second at most, and return what has finished since the last call.
 
         Raises:
-            Exception: The engine is broken; every request under way is lost.
+            Exception: The engine is broken; every request in flight is lost.
         """
-        ...
 
     def cancel(self, names: Iterable[str]) -> None:
-        """Forget requests; names that are unknown or finished are passed over."""
-        ...
+        """Forget requests; unknown and finished names are ignored."""
 
-    def connect(self, manifest: Sequence[TensorSpec], arena_path: str | None, part: str) -> Layout:
-        """Initialise the weight channel: match the trainer's tensors with the engine's, and say where they go.
+    def connect(self, manifest: Sequence[TensorSpec], arena_path: str | None, weight_set: str) -> Layout:
+        """Match the trainer's tensors with the engine's, and give each a place in the arena.
 
         Args:
-            manifest: What the trainer will send, whole tensors.
-            arena_path: Memory of another engine of this node, to be shared; None makes one.
-            part: `base` for the model's own tensors; `adapter` for LoRA factors on top of them.
+            manifest: The tensors that the trainer will send, whole.
+            arena_path: Arena of another engine of this node, to be shared; None creates one.
+            weight_set: `base`: the model's own tensors; `adapter`: LoRA factors on top of them.
 
         Returns:
             A file that every rank of this node can map, and the place of each tensor in it.
 
         Raises:
-            WeightMismatch: The two do not hold the same model; nothing has changed.
+            WeightMismatch: Trainer and engine do not hold the same model; nothing has changed.
         """
-        ...
 
     def pause(self) -> None:
-        """Stand still: from here to `resume` no token is written and no weight is read."""
-        ...
+        """Stop: until `resume` no token is sampled and no weight is read."""
 
     def load(
-        self, version: int, checksums: Sequence[int] | None, swapped: Sequence[str], recompute: bool
+        self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str], recompute: bool
     ) -> float:
-        """Take over what the ranks wrote into the arena, while paused.
+        """Take over what the ranks wrote into the arena, while paused; return the seconds it took.
 
-        From here on tokens are of `version`, those of requests under way included, and no new request finds KV blocks
-        of older weights.
+        From here on every token is of `version`, also in requests in flight, and no new request finds KV blocks of
+        older weights.
 
         Args:
             version: The training step of these weights.
-            checksums: Of all tensors that were written, part by part; None if nothing shall be proven.
-            swapped: The parts that were written, `base` before `adapter`.
-            recompute: Compute the KV cache of requests under way anew, with the new weights; else they keep it.
-
-        Returns:
-            Seconds it took.
+            checksums: Of all written tensors, one weight set after the other; None to skip the proof.
+            weight_sets: What was written, `base` before `adapter`.
+            recompute: Recompute the KV cache of requests in flight with the new weights; otherwise they keep it.
 
         Raises:
             ChecksumMismatch: The engine does not hold what was sent.
         """
-        ...
 
     def resume(self) -> None:
-        """Go on with the requests under way."""
-        ...
+        """Continue the requests in flight."""
 
-    def drop(self, parts: frozenset[str], asleep: frozenset[str]) -> None:
-        """Give the memory of `parts` (of `weights`, `kv_cache`) away; those in `asleep` sleep already.
+    def sleep(self, parts: frozenset[str], asleep: frozenset[str]) -> None:
+        """Free the memory of `parts` (`weights`, `kv_cache`); those in `asleep` sleep already.
 
-        An engine that has no such memory forgets its KV cache, and that is all.
+        An engine that cannot free memory only forgets its KV cache.
 
         Raises:
-            EngineError: It cannot be done, and nothing has happened.
+            EngineError: The engine cannot sleep; nothing has changed.
         """
-        ...
 
-    def restore(self, parts: frozenset[str]) -> None:
-        """Take the memory of `parts` back; weights hold nothing until the next `load`."""
-        ...
+    def wake_up(self, parts: frozenset[str]) -> None:
+        """Take back the memory of `parts`; weights are garbage until the next `load`."""
 
     def close(self) -> None:
-        """End what this object has started."""
-        ...
+        """End what this object started."""
+
+
+Inference = Backend
+"""Its older name."""
 
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """What `Engine.update` takes in place of a ``torch.nn.Module``: weights that somebody else trains.
-
-    All ranks call both methods alike.
-    """
+    """Weights that `Engine.update` takes instead of a ``torch.nn.Module``; all ranks call both methods alike."""
 
     def manifest(self) -> Sequence[TensorSpec]:
-        """List the tensors, whole, under their names in the trainer; the same on every rank, at every version."""
-        ...
+        """List the whole tensors by their names in the trainer; the same on every rank, at every version."""
 
     def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
-        """Write this rank's part of every tensor into the arena, cast to each slot's dtype.
+        """Write this rank's rows of every tensor into the arena at `layout`, cast to each slot's dtype.
 
-        The ranks of one node write every byte of every slot between them.
-
-        Args:
-            layout: Where the tensors go.
-            with_checksums: Whether to return sums.
+        Together the ranks of one node write every byte of every slot.
 
         Returns:
-            For each slot, the sum modulo 2^64 over ranks of which is `vectorlm.weights.checksum.checksum` of the whole
-            tensor; nothing where none are asked for.
+            One sum per slot: over the ranks, modulo 2^64, they add up to `vectorlm.weights.checksum.checksum` of the
+            whole tensor. Empty unless `with_checksums`.
         """
-        ...
+
+
+@dataclass(frozen=True)
+class WeightSet:
+    """Tensors that an update replaces together; an engine holds one or several sets."""
+
+    name: str
+    """`base`: the model's own tensors; `adapter`: LoRA factors on top of them."""
+    source: WeightSource
+    fingerprint: object = None
+    """Equal to the fingerprint at an earlier update if nothing has changed since; with None every update sends it."""
 
 
 @runtime_checkable
 class Trainer(WeightSource, Protocol):
-    """A trainer whose weights an engine follows: ``engine.update(trainer, trainer.version)``."""
+    """A trainer that an engine follows: ``engine.update(trainer, trainer.version)``."""
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the weights have seen."""
-        ...
+        """Optimizer steps taken."""
 
     def step(self, batch: Any) -> Mapping[str, float]:
         """Take one optimizer step on this rank's `batch`; return metrics, equal on all ranks."""
-        ...

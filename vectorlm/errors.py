@@ -1,31 +1,13 @@
 """The exception tree of the library.
 
-Every error the library raises on purpose stands on this tree, and each leaf also inherits the built-in
-exception that it refines, so ``except ValueError`` keeps working::
-
-    VectorLMError
-     ├─ ConfigError (ValueError)            a setting is unknown, of the wrong type or impossible
-     ├─ DatasetError (ValueError)           a dataset is missing, empty or lacks a column
-     ├─ LaunchError (RuntimeError)          the ranks could not be started
-     ├─ RankFailed (RuntimeError)           a rank raised or died; carries that rank's own traceback
-     ├─ HandoffTimeout (TimeoutError)       a rank did not reach a meeting point within the deadline
-     ├─ RankMismatch (ValueError)           ranks called the same method with different arguments
-     ├─ OutOfTurn (RuntimeError)            training or sampling began while the devices were the other's
-     ├─ EngineError (RuntimeError)          the engine raised; carries the engine's own traceback
-     │   ├─ EngineDied (ConnectionError)    the sampler process is gone
-     │   └─ EngineTimeout (TimeoutError)    the sampler process is silent past the deadline
-     ├─ WeightMismatch (ValueError)         trainer and engine disagree on parameter names or shapes
-     │   └─ ChecksumMismatch                the engine does not hold the weights that were sent
-     ├─ RewardError (RuntimeError)          a reward function raised or ran out of time
-     ├─ NonFiniteLoss (ArithmeticError)     the loss or the gradient norm is NaN or infinite
-     └─ CheckpointError (RuntimeError)      a checkpoint is incomplete or of another run
-
-All of them pickle: the text is the whole state, so they cross process borders unchanged.
+Every error that the library raises on purpose is a `VectorLMError`, and also the built-in exception that it refines, so
+``except ValueError`` keeps working. All of them pickle: the text is the whole state, so they cross process borders
+unchanged.
 """
 
 
 class VectorLMError(Exception):
-    """Root of all errors raised by this library."""
+    """Root of all errors that this library raises on purpose."""
 
 
 class ConfigError(VectorLMError, ValueError):
@@ -41,7 +23,7 @@ class LaunchError(VectorLMError, RuntimeError):
 
 
 class RankFailed(VectorLMError, RuntimeError):
-    """A rank raised or died; the text holds that rank's own error and traceback."""
+    """A rank raised or died; the text holds its error and traceback."""
 
 
 class HandoffTimeout(VectorLMError, TimeoutError):
@@ -53,11 +35,11 @@ class RankMismatch(VectorLMError, ValueError):
 
 
 class OutOfTurn(VectorLMError, RuntimeError):
-    """Training or sampling began while the devices were the other's."""
+    """Training began while the devices were the engine's, or sampling while they were the trainer's."""
 
 
 class EngineError(VectorLMError, RuntimeError):
-    """The engine raised; the text holds the engine's own traceback."""
+    """The engine raised; the text holds its traceback."""
 
 
 class EngineDied(EngineError, ConnectionError):

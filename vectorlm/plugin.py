@@ -1,28 +1,58 @@
-"""A name of the form ``file.py:NAME`` or ``package.module:NAME``, and the object that it points to."""
+"""Code of the user: objects by names like ``file.py:NAME`` or ``package.module:NAME``, and calls in limited time."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from vectorlm.errors import ConfigError
 
+AGAIN_S = 0.1
+
+
+class TookTooLong(BaseException):
+    """A `time_limit` has passed; not an `Exception`, which the user's code may catch."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise `TookTooLong` in the block when it takes longer; only in the main thread, and not inside a call of C code.
+
+    A signal interrupts what another thread could not end: a loop, a regular expression, a wait for a server. Code that
+    sets an alarm of its own replaces this one.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise TookTooLong
+
+    before = signal.signal(signal.SIGALRM, end)
+    try:
+        # Again and again: code may catch the first one, and behind one coroutine that waits there are others.
+        signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
 
 def is_plugin(name: str) -> bool:
-    """Return whether `name` is of that form."""
+    """Return whether `name` has this form."""
     where, colon, what = name.rpartition(":")
     return bool(colon and where) and what.isidentifier()
 
 
 def load_plugin(name: str) -> Any:
-    """Import a file or module and return one of its attributes.
-
-    Raises:
-        ConfigError: There is no such file, module or attribute. What the module itself raises passes through.
-    """
+    """Import a file or module and return one of its attributes; raises `ConfigError` if one of them does not exist."""
     where, _, what = name.rpartition(":")
     module = _load_file(Path(where), name) if where.endswith(".py") else _load_module(where, name)
     if not hasattr(module, what):
@@ -52,7 +82,7 @@ def _load_module(where: str, name: str) -> Any:
     try:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
-        # A module that it imports may be what is missing: that is its own error.
+        # A module that it imports may be missing: that is its own error.
         if error.name is not None and not f"{where}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(f"{name!r} does not exist: no module named {where!r}.") from error

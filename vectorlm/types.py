@@ -1,4 +1,4 @@
-"""The records that travel between rooms, and the protocols that they are exchanged through."""
+"""The records that travel between rooms, and the protocols that exchange them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     import torch
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""What a caller may ask to be continued: text, token ids, or chat messages (``{"role", "content"}``)."""
+"""What an engine continues: text, token ids, or chat messages (``{"role", "content"}``)."""
 
 InFlight = Literal["refuse", "keep", "recompute", "drain"]
-"""What an update does about requests under way: it raises; they go on with their KV cache of the old weights; their
-cache is computed anew with the new weights; or it waits for their end first."""
+"""What an update does with requests in flight: it raises; they keep their KV cache of the old weights; their cache is
+recomputed with the new weights; or it waits until they end."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Completion:
     token_ids: tuple[int, ...]
     """The sampled tokens, without the prompt."""
     sampler_logprobs: tuple[float, ...]
-    """The engine's log-probability of each sampled token; empty where none were asked for."""
+    """The engine's log-probability of each sampled token; empty unless asked for."""
     versions: tuple[int, ...]
     """The weight version that sampled each token."""
     text: str
@@ -42,27 +42,26 @@ class UpdateReport:
     version: int
     """The training step whose weights the engine now holds."""
     skipped: bool
-    """True when the engine already held this step's weights, so nothing moved."""
+    """Whether the engine already held this step's weights, so that nothing moved."""
     num_bytes: int
     """Bytes of engine weights that the update replaced."""
     publish_s: float
-    """Seconds from the first rank starting to write its shard to the last one having written."""
+    """Seconds until every rank had written its shard."""
     load_s: float
-    """Seconds that the engine spent taking the weights over, checks included."""
+    """Seconds that the engine took to load the weights, checks included."""
     total_s: float
-    """Seconds that the caller waited for the whole update, not counting an engine that was still loading."""
+    """Seconds that the whole update took, without the wait for an engine that was still starting."""
     stall_s: float = 0.0
-    """Seconds that requests under way stood still for it; 0 without any."""
+    """Seconds that requests in flight stood still; 0 without any."""
     busy: tuple[tuple[float, float], ...] = field(default=(), repr=False)
-    """When the engine computed since its last update, in seconds of ``time.perf_counter``; empty where unknown."""
+    """When the engine computed since its last update, from and to, by ``time.perf_counter``; empty where unknown."""
 
 
 class Handle(Protocol):
-    """Requests under way in an engine, as `Engine.submit` returned them; its calls are made on all ranks."""
+    """Requests in flight, as `Engine.submit` returns them; all ranks make each call."""
 
     def done(self) -> bool:
-        """Return whether every completion is finished, so that `result` would not wait."""
-        ...
+        """Return whether `result` would not wait."""
 
     def result(self, timeout_s: float | None = None) -> list[list[Completion]]:
         """Wait for the completions of each prompt, in the order of the prompts; a second call returns the same.
@@ -70,66 +69,110 @@ class Handle(Protocol):
         Raises:
             EngineTimeout: They were not finished within `timeout_s`; they go on, and `result` may be called again.
         """
-        ...
 
     def cancel(self) -> None:
         """Take the requests back; `result` then raises. Does nothing to those that have finished."""
-        ...
 
 
 class Engine(Protocol):
     """What a training loop needs of an engine.
 
-    Every call but `close` is collective: all ranks make it, in the same order, with the same arguments (but for those
-    of `sample_sharded`), and get the same result. `vectorlm.testing` holds the suite that an implementation must pass.
+    Every call but `close` is collective: all ranks make it, in the same order, with the same arguments (except those of
+    `sample_sharded`), and get the same result. `vectorlm.testing` holds the checks that an implementation must pass.
     """
 
     @property
     def version(self) -> int:
         """The training step whose weights the engine holds; -1 before the first update."""
-        ...
 
     def sample(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[list[Completion]]:
         """Return the completions of each prompt, in the order of the prompts."""
-        ...
 
     def sample_sharded(
         self, local_prompts: Sequence[Prompt], sampling_params: Any = None
     ) -> list[list[Completion]]:
-        """Return the completions of this rank's own prompts, sampled by its own parameters; ranks may have none."""
-        ...
+        """Return the completions of this rank's prompts, sampled by its own parameters; a rank may have none."""
 
     def generate_text(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[str]:
         """Return the first completion of each prompt as text."""
-        ...
 
     def submit(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> Handle:
         """Start sampling and return at once."""
-        ...
 
     def poll(self) -> Sequence[Handle]:
-        """Return the handles that have finished, in the order of their submission, each of them once.
+        """Return the handles that have finished, each once, in the order of their submission.
 
-        Those that were cancelled or asked for their result are not among them.
+        Handles that were cancelled or asked for their result are left out.
         """
-        ...
 
     def update(self, model: torch.nn.Module, train_step: int, in_flight: InFlight = "refuse") -> UpdateReport:
-        """Hot-swap the weights of `model` into the engine as version `train_step`; nothing moves if it holds that.
+        """Hot-swap the weights of `model` into the engine as version `train_step`; skipped if it holds that version.
 
-        Requests under way are treated as `in_flight` says; each of their tokens bears the version that sampled it. An
-        engine may refuse `keep` and `recompute` with `EngineError`, before anything has changed.
+        `in_flight` says what happens to requests in flight; each token records the version that sampled it. An engine
+        may refuse `keep` and `recompute` with `EngineError`, before anything has changed.
         """
-        ...
 
     def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> None:
         """Give device memory back to the trainer; until `wake_up` the engine samples nothing."""
-        ...
 
     def wake_up(self, *, weights: bool = True, kv_cache: bool = True) -> None:
-        """Take back what `sleep` gave away; weights that slept hold nothing until the next `update`."""
-        ...
+        """Take back what `sleep` gave away; weights that slept are garbage until the next `update`."""
 
     def close(self) -> None:
         """End the engine; safe to call twice, and not a collective."""
-        ...
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """One prompt with the columns that its rewards read."""
+
+    prompt: Prompt
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of its row in the dataset, passed to the reward by name."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of text to fine-tune on: B sequences, T tokens."""
+
+    input_ids: torch.Tensor
+    """int64 [B, T]."""
+    attention_mask: torch.Tensor
+    """int64 [B, T], 0 at padding, 1 elsewhere."""
+    labels: torch.Tensor
+    """int64 [B, T], the tokens of `input_ids` that count in the loss, the ignore index elsewhere; not shifted."""
+    ids: torch.Tensor
+    """int64 [B], the `id` of each sequence, -1 for a sequence that only fills up the batch."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A sharded model of a run, with the optimizer that trains it."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer | None
+    """None for a model that is not trained: its checkpoint includes its frozen weights."""
+
+
+class MetricSink(Protocol):
+    """Receives the metrics of each logged step."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the `values` of training step `step`."""
+
+
+class Checkpoints(Protocol):
+    """Keeps the state of a run; all ranks call both methods alike."""
+
+    def save(self, step: int, models: Mapping[str, TrainedModel], loop: dict[str, Any]) -> None:
+        """Write the models, the random generators and the loop's own state as the checkpoint of `step`."""
+
+    def load(self, step: int, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
+        """Restore models and random generators of `step`; return what was saved as `loop`."""
+
+
+class Evaluation(Protocol):
+    """Evaluates the weights that are being trained; all ranks call it."""
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Return the metrics after training step `step`."""

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -225,6 +226,28 @@ def test_a_token_that_nearly_cannot_be_told_apart_passes():
     assert kept.all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_near_certain_tokens_are_judged_as_in_double_precision(dtype):
+    """The divergence of two events by a loop in float64, for probabilities up to 1 - 1e-9."""
+    rests = [1e-9, 3e-8, 1e-7, 1e-5, 1e-3, 0.3]
+    for mine in rests:
+        for theirs in rests:
+            p, q = 1 - theirs, 1 - mine
+            exact = p * (math.log1p(-theirs) - math.log1p(-mine)) + theirs * math.log(theirs / mine)
+            old, sampler = (torch.tensor([[math.log1p(-rest)]], dtype=dtype) for rest in (mine, theirs))
+            gate = partial(rejection_mask, old, sampler, torch.ones(1, 1), divergence="bernoulli_kl")
+            assert gate(bound=exact * 1.001 + 1e-15).all(), (p, q)
+            assert exact < 1e-14 or not gate(bound=exact * 0.999).any(), (p, q)
+
+
+def test_a_certain_token_does_not_cost_its_row():
+    old, sampler = torch.zeros(1, 100), torch.full((1, 100), -1.2e-7)
+    for pair in ((old, sampler), (sampler, old)):
+        for level in ("token", "sum", "mean", "max"):
+            mask = torch.ones(1, 100)
+            assert rejection_mask(*pair, mask, divergence="bernoulli_kl", level=level, bound=1e-3).all()
+
+
 @pytest.mark.parametrize("divergence", ["k2", "k3", "tv", "bernoulli_kl"])
 @pytest.mark.parametrize("level", ["token", "sum", "mean", "max"])
 def test_what_lies_outside_the_mask_decides_nothing(divergence, level):
@@ -285,8 +308,8 @@ def test_the_correlation_is_of_probabilities():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"level": "word"}, "level='word' is unknown"),
-        ({"mode": "drop"}, "mode='drop' is unknown"),
+        ({"level": "word"}, "level='word' is not known"),
+        ({"mode": "drop"}, "mode='drop' is not known"),
         ({"low": 1.5}, "must be bounds around 1"),
         ({"high": 0.5}, "must be bounds around 1"),
         ({"low": -0.5}, "must be bounds around 1"),
@@ -300,8 +323,8 @@ def test_wrong_arguments_of_weights(arguments, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"divergence": "k4", "bound": 1.0}, "divergence='k4' is unknown"),
-        ({"divergence": "k3", "bound": 1.0, "level": "row"}, "level='row' is unknown"),
+        ({"divergence": "k4", "bound": 1.0}, "divergence='k4' is not known"),
+        ({"divergence": "k3", "bound": 1.0, "level": "row"}, "level='row' is not known"),
         ({"divergence": "k3"}, "bound=None must be at least 0"),
         ({"divergence": "k3", "bound": -1.0}, "bound=-1.0 must be at least 0"),
     ],

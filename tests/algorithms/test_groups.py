@@ -11,7 +11,9 @@ from vectorlm.algorithms import (
     batch_advantages,
     group_advantages,
     leave_one_out_advantages,
+    return_advantages,
 )
+from vectorlm.algorithms.batch import place_rewards
 
 NAN = math.nan
 
@@ -107,6 +109,16 @@ def test_the_batch_is_one_group():
     pair = batch_advantages(torch.tensor([[1.0], [3.0]]))
     torch.testing.assert_close(pair, torch.tensor([[-(0.5**0.5)], [0.5**0.5]]))
     assert batch_advantages(torch.tensor([[1.0]])).tolist() == [[0.0]]
+
+
+def test_returns_without_rewards_on_the_way_are_the_rewards():
+    rewards = torch.tensor([[1.0, 0.5], [0.0, 0.25]])
+    mask = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 1], [1, 0, 0, 0], [0, 1, 1, 0]]).bool()
+    found = return_advantages(place_rewards(mask, rewards), mask)
+    torch.testing.assert_close(found, torch.where(mask, batch_advantages(rewards).view(-1, 1), 0.0))
+    equal = torch.full((2, 2), 0.1)
+    assert return_advantages(place_rewards(mask, equal), mask).eq(0).all()
+    assert return_advantages(torch.ones(1, 3), torch.ones(1, 3).bool()).eq(0).all()
 
 
 def test_a_known_baseline():

@@ -37,6 +37,23 @@ def test_gradient_in_chunks(function):
     assert torch.autograd.gradcheck(of, (logits,))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tokens_that_cannot_be_drawn_change_neither_entropy_nor_its_gradient(dtype):
+    """Against the vocabulary without them; the factor stands for a loss's weight."""
+    logits, _ = logits_and_tokens(dtype)
+    banned = torch.tensor([2, 5, 10])
+    allowed = torch.tensor([place for place in range(11) if place not in banned])
+    masked = logits.detach().clone()
+    masked[..., banned] = -torch.inf
+    masked.requires_grad_()
+    (1000 * entropy(masked, 0.7)).sum().backward()
+    short = logits.detach()[..., allowed].requires_grad_()
+    (1000 * entropy(short, 0.7)).sum().backward()
+    torch.testing.assert_close(entropy(masked, 0.7), entropy(short, 0.7))
+    torch.testing.assert_close(masked.grad[..., allowed], short.grad)
+    assert masked.grad[..., banned].eq(0).all()
+
+
 def test_hidden_states_and_a_head_give_the_same_as_logits():
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(3, 5, 6, generator=generator, dtype=torch.float64, requires_grad=True)

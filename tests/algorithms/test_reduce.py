@@ -7,9 +7,9 @@ import torch
 from random_batch import random_batch
 
 from vectorlm.algorithms import count_denominator, reduce_loss
-from vectorlm.algorithms.reduce import How
+from vectorlm.algorithms.hyperparameters import Reduction
 
-HOWS = get_args(How)
+HOWS = get_args(Reduction)
 
 
 def test_by_hand():
@@ -66,7 +66,7 @@ def test_denominators():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="'mean' is unknown"):
+    with pytest.raises(ValueError, match="'mean' is not known"):
         reduce_loss(torch.ones(1, 1), torch.ones(1, 1), "mean")
     with pytest.raises(ValueError, match="needs its denominator"):
         reduce_loss(torch.ones(1, 1), torch.ones(1, 1), "sequence_sum_fixed")

@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import batch_of
 
-from vectorlm.algorithms import AlgorithmSpec, algorithm_names, get_algorithm, register
-from vectorlm.algorithms.spec import Knobs, LossInputs, Scores
-from vectorlm.config import RLSettings
+from vectorlm.algorithms import (
+    AlgorithmSpec,
+    Hyperparameters,
+    LossInputs,
+    algorithm_names,
+    get_algorithm,
+    register,
+)
 from vectorlm.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -29,7 +35,7 @@ def test_the_algorithms_that_there_are():
 def test_a_row_names_its_source_and_settings_that_exist(name):
     spec = get_algorithm(name)
     assert spec.source
-    assert set(spec.settings) <= set(RLSettings.__dataclass_fields__)
+    assert set(spec.settings) <= set(Hyperparameters.__dataclass_fields__)
 
 
 def test_an_unknown_name_lists_the_known_ones():
@@ -39,7 +45,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 def test_settings_that_nothing_would_read_are_refused():
     with pytest.raises(
-        ValueError, match=r"'mine' has settings that it cannot start from: clip_hgih, lr\. They may be"
+        ValueError, match=r"'mine' has settings that are not hyperparameters: clip_hgih, lr\. They may be"
     ):
         replace(get_algorithm("grpo"), name="mine", settings={"clip_hgih": 0.3, "lr": 1.0, "clip_low": 0.1})
 
@@ -53,12 +59,11 @@ def test_the_example_of_ones_own():
     spec = get_algorithm(f"{ROOT}/examples/my_algorithm.py:MEDIAN")
     mask = torch.tensor([[True, False], [True, True], [True, True]])
     rewards = torch.tensor([[1.0, 0.0, 0.5]])
-    scores = Scores(rewards, torch.ones(1, 3, dtype=torch.bool), torch.zeros(3, 2), mask, None, None)
-    advantages = spec.advantages(scores, Knobs())
+    advantages = spec.advantages(batch_of(mask, rewards), Hyperparameters())
     assert advantages.tolist() == [[0.5, 0.0], [-0.5, -0.5], [0.0, 0.0]]
     logprobs = torch.full((3, 2), -2.0)
     inputs = LossInputs(logprobs, logprobs, None, advantages, rewards[0], mask, 3)
-    assert spec.loss(inputs, Knobs()).tolist() == [[1.0, 0.0], [-1.0, -1.0], [0.0, 0.0]]
+    assert spec.loss(inputs, Hyperparameters()).tolist() == [[1.0, 0.0], [-1.0, -1.0], [0.0, 0.0]]
     lines = (ROOT / "examples/my_algorithm.py").read_text().splitlines()
     assert len([line for line in lines if line and not line.startswith(('"', "from"))]) <= 10
 

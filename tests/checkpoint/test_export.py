@@ -6,9 +6,9 @@ from rank_processes import on_ranks, save_tiny_llama
 
 from vectorlm.checkpoint import export, folder
 from vectorlm.checkpoint.export import export_model
-from vectorlm.model.load import load_model, load_tokenizer
-from vectorlm.model.lora import add_lora
-from vectorlm.model.shard import shard_model
+from vectorlm.lora.load import add_lora
+from vectorlm.train.load import load_model, load_tokenizer
+from vectorlm.train.shard import shard_model
 
 
 def change_and_export(topology, model_dir, path):

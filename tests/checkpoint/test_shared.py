@@ -1,14 +1,14 @@
 import pytest
 from rank_processes import on_ranks
 
-from vectorlm.checkpoint import shared
+from vectorlm.checkpoint import folder
 from vectorlm.errors import CheckpointError
 
 
 def see(topology, paths):
-    shared.PATIENCE_S = 0.3
+    folder.PATIENCE_S = 0.3
     try:
-        shared.require_shared(paths[topology.node], topology)
+        folder.require_shared(paths[topology.node], topology)
     except CheckpointError as error:
         return str(error)
 

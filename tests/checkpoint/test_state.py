@@ -5,12 +5,13 @@ import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
 
-from vectorlm.checkpoint.rng import capture_rng, restore_rng
-from vectorlm.checkpoint.state import CheckpointStore, Part
+from vectorlm.checkpoint.folder import newest
+from vectorlm.checkpoint.state import CheckpointStore, capture_rng, restore_rng
 from vectorlm.errors import CheckpointError
-from vectorlm.model.load import load_model
-from vectorlm.model.lora import add_lora
-from vectorlm.model.shard import shard_model
+from vectorlm.lora.load import add_lora
+from vectorlm.train.load import load_model
+from vectorlm.train.shard import shard_model
+from vectorlm.types import TrainedModel
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +57,13 @@ def save_and_load(topology, model_dir, path, lora):
     torch.manual_seed(100 + topology.rank)
     make_step(model, optimizer)
     store = CheckpointStore(path, {"seed": 1})
-    store.save(1, {"policy": Part(model, optimizer)}, {"rank": topology.rank, "learning_rate": 0.1})
+    store.save(1, {"policy": TrainedModel(model, optimizer)}, {"rank": topology.rank, "learning_rate": 0.1})
     expected_draw = draw()[2]
     make_step(model, optimizer)
     expected = weights(model)
 
     model, optimizer = build(topology, model_dir, lora)
-    loop = store.load(1, {"policy": Part(model, optimizer)})
+    loop = store.load(1, {"policy": TrainedModel(model, optimizer)})
     found_draw = draw()[2]
     make_step(model, optimizer)
     found = weights(model)
@@ -81,25 +82,77 @@ def test_a_step_after_loading_equals_the_step_after_saving_bit_for_bit(tmp_path,
 
 def save_often(topology, model_dir, path):
     model, optimizer = build(topology, model_dir, False)
-    store = CheckpointStore(path, {"seed": 1, "world_size": 1})
-    found = [store.latest_step()]
+    store = CheckpointStore(path, {"settings": {}})
+    found = [newest(path)]
     for step in (2, 4, 10):
-        store.save(step, {"policy": Part(model, optimizer)}, {})
-        found.append(store.latest_step())
+        store.save(step, {"policy": TrainedModel(model, optimizer)}, {})
+        found.append(newest(path).step)
     (path / ".step-00000012.unfinished").mkdir()
     (path / ".step-00000004.retired").mkdir()
-    found.append(store.latest_step())
-    store.save(12, {"policy": Part(model, optimizer)}, {})
+    found.append(newest(path).step)
+    store.save(12, {"policy": TrainedModel(model, optimizer)}, {})
     return found
 
 
 def test_the_last_two_checkpoints_stay_and_half_written_ones_are_never_seen(tmp_path, model_dir):
     assert on_ranks(1, save_often, model_dir, tmp_path) == [[None, 2, 4, 10, 10]]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000010", "step-00000012"]
-    with pytest.raises(CheckpointError) as raised:
-        CheckpointStore(tmp_path, {"seed": 2, "world_size": 1, "epochs": 3}).latest_step()
-    assert str(raised.value) == (
-        f"cannot resume from {tmp_path}/step-00000012: epochs was None and is 3; seed was 1 and is 2. A run "
-        "resumes only with the settings it was started with. Restore them, choose another output_dir, or "
-        f"delete {tmp_path}."
-    )
+
+
+def save_once(topology, model_dir, path):
+    model, optimizer = build(topology, model_dir, False)
+    torch.manual_seed(100 + topology.rank)
+    make_step(model, optimizer)
+    CheckpointStore(path, {}).save(1, {"policy": TrainedModel(model, optimizer)}, {"rank": topology.rank})
+    make_step(model, optimizer)
+    return weights(model)
+
+
+def load_once(topology, model_dir, path):
+    model, optimizer = build(topology, model_dir, False)
+    for group in optimizer.param_groups:
+        group |= {"weight_decay": 0.5, "lr": 7.0}
+    loop = CheckpointStore(path, {}).load(1, {"policy": TrainedModel(model, optimizer)})
+    (group,) = optimizer.param_groups
+    found = group["weight_decay"], group["lr"]
+    group["weight_decay"] = 0.01
+    make_step(model, optimizer)
+    return loop, found, weights(model)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
+def test_another_number_of_ranks_loads_the_checkpoint(tmp_path, model_dir, before, after):
+    """Each rank computes the same loss here, so the same step follows on any number of ranks."""
+    expected = on_ranks(before, save_once, model_dir, tmp_path)[0]
+    for rank, (loop, _, found) in enumerate(on_ranks(after, load_once, model_dir, tmp_path)):
+        assert loop == {"rank": rank if rank < before else 0}
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_of_the_optimizers_arguments_the_learning_rate_alone_comes_from_the_checkpoint(tmp_path, model_dir):
+    on_ranks(1, save_once, model_dir, tmp_path)
+    ((_, found, _),) = on_ranks(1, load_once, model_dir, tmp_path)
+    assert found == (0.5, 1e-2)
+
+
+def spoil(path):
+    assert path.stat().st_size > 20
+    path.write_bytes(path.read_bytes()[:20])
+
+
+NAMED = r"the checkpoint \S+step-00000001 cannot be read (?s:.*)Delete it, and the run goes on from the one before"
+
+
+@pytest.mark.parametrize("broken", ["rank-0.pt", "shards/.metadata", "shards/__0_0.distcp"])
+def test_a_checkpoint_that_cannot_be_loaded_is_named(tmp_path, model_dir, broken):
+    on_ranks(1, save_once, model_dir, tmp_path)
+    spoil(tmp_path / "step-00000001" / broken)
+    with pytest.raises(Exception, match=f"CheckpointError: {NAMED}"):
+        on_ranks(1, load_once, model_dir, tmp_path)
+
+
+def test_a_checkpoint_without_its_notes_is_named(tmp_path):
+    (tmp_path / "step-00000001").mkdir()
+    with pytest.raises(CheckpointError, match=NAMED):
+        newest(tmp_path)

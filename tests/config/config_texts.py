@@ -87,5 +87,5 @@ dataset_preprocess:
   split: train
   save_path: data/processed
   truncate: True
-  pre_pend: "Question: "
+  pre_pend: "PromptRecord: "
 """

@@ -10,7 +10,7 @@ import pytest
 from config_texts import FULL, MINIMAL
 
 from vectorlm.cli import COMMANDS, build_parser, main
-from vectorlm.config import add_config_arguments, add_node_arguments, config_from_arguments
+from vectorlm.config import add_config_arguments, config_from_arguments
 
 
 @pytest.fixture
@@ -24,7 +24,8 @@ def complete(write_config):
 
 
 def test_check_says_what_the_run_would_do(complete, capsys):
-    assert main(["check", complete(FULL), "--world_size", "2"]) == 0
+    here = ["--set", "train_parameters.use_flash_attention=False"]
+    assert main(["check", complete(FULL), "--world_size", "2", *here]) == 0
     assert capsys.readouterr().out == (
         "my.yaml: ok\n"
         "  model         models/tiny with LoRA adapters\n"
@@ -134,14 +135,13 @@ def test_scripts_share_the_same_arguments(write_config):
     assert (again.world_size, again.overrides) == (1, [])
 
 
-def test_scripts_that_start_ranks_share_the_arguments_of_their_nodes():
+def test_scripts_send_whoever_asks_for_several_machines_to_torchrun(capsys):
     parser = argparse.ArgumentParser()
-    add_node_arguments(parser)
-    line = ["--nnodes", "2", "--node_rank", "1", "--rdzv_endpoint", "first:29400"]
-    args = parser.parse_args(line)
-    assert (args.nnodes, args.node_rank, args.rdzv_endpoint) == (2, 1, "first:29400")
-    alone = parser.parse_args([])
-    assert (alone.nnodes, alone.node_rank, alone.rdzv_endpoint) == (1, 0, None)
+    add_config_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--yaml_path", "my.yaml", "--nnodes", "2", "--node_rank", "1"])
+    assert "--nnodes belongs to torchrun" in capsys.readouterr().err
+    assert "--nnodes" not in parser.format_help()
 
 
 def test_preprocess_makes_a_dataset_that_training_reads(write_config, capsys):

@@ -62,7 +62,7 @@ def test_engines_on_several_nodes_need_the_whole_model_on_each(complete):
         check_config(load_config(complete, [SAMPLER]), 4, REWARDS, 2)
     assert str(caught.value) == (
         "train_parameters.sharding_strategy='FULL_SHARD' spreads the weights over 2 nodes, and the engine of each "
-        "node needs them all. Use HYBRID_SHARD: it shards within each node."
+        "node needs all of them. Use HYBRID_SHARD: it shards within each node."
     )
 
 
@@ -81,6 +81,26 @@ def test_the_ranks_must_fit_the_nodes(complete, world_size, num_nodes, expected)
     with pytest.raises(ConfigError) as caught:
         check_config(load_config(complete), world_size, REWARDS, num_nodes)
     assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("place", "variable"),
+    [
+        ("train_parameters.sampler.engine.token", "VECTORLM_SERVER_TOKEN"),
+        ("train_parameters.sampler.engine.hf_token", "HF_TOKEN"),
+        ("wandb_config.api_key", "WANDB_API_KEY"),
+    ],
+)
+def test_secrets_belong_into_the_environment_and_are_not_repeated(complete, place, variable):
+    text = problems(complete, SAMPLER, f"{place}=hunter2hunter2hunter2")
+    assert f"Set the environment variable {variable} instead" in text
+    assert "hunter2" not in text
+
+
+@pytest.mark.parametrize("text", ["{broken", "[]", '{"features": 3}'])
+def test_a_broken_description_of_a_dataset_is_refused(complete, text):
+    Path("data/train/dataset_info.json").write_text(text)
+    assert "has a broken dataset_info.json. Make the dataset again." in problems(complete)
 
 
 @pytest.mark.parametrize("world_size", [0, -1])
@@ -267,11 +287,11 @@ def test_outputs_must_not_stand_where_something_else_does(complete):
 
 def test_contradicting_settings_of_a_config_made_by_hand_are_found(complete):
     config = load_config(complete, [SAMPLER])
-    config.train_parameters.sampler.engine["dtype"] = "half"
+    config.train_parameters.sampler.engine.engine_args["dtype"] = "half"
     with pytest.raises(ConfigError) as caught:
         check_config(config, 1, REWARDS)
     assert str(caught.value) == (
-        "train_parameters.sampler.engine.dtype='half' has a setting of its own. "
+        "train_parameters.sampler.engine.dtype='half' is set in another place. "
         "Set 'train_parameters.sampler.vllm_dtype' instead."
     )
 

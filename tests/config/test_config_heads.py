@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from config_texts import MINIMAL
 
-from vectorlm.config import check_config, heads, load_config
-from vectorlm.config.heads import CPU_HEAD_SIZES, head_size_without_kernel
+from vectorlm.config import check_config, check_vllm, load_config
+from vectorlm.config.check_vllm import CPU_HEAD_SIZES, head_size_without_kernel
 from vectorlm.errors import ConfigError
 
 NARROW = {"hidden_size": 64, "num_attention_heads": 4}
@@ -15,7 +15,7 @@ SAMPLER = "train_parameters.sampler={sample_frequency: 2, prompts: [a]}"
 
 @pytest.fixture
 def engine_on_cpu(monkeypatch):
-    monkeypatch.setattr(heads, "version", lambda package: "0.32.0")
+    monkeypatch.setattr(check_vllm, "version", lambda package: "0.32.0")
 
 
 def test_the_head_size_is_the_one_given_or_the_width_over_the_heads(engine_on_cpu):
@@ -34,7 +34,7 @@ def test_where_nothing_is_known_nothing_is_said(engine_on_cpu, monkeypatch):
     def is_missing(package):
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(heads, "version", is_missing)
+    monkeypatch.setattr(check_vllm, "version", is_missing)
     assert head_size_without_kernel(NARROW) is None, "an engine on CUDA has other kernels"
 
 

@@ -15,7 +15,15 @@ from vectorlm.config import (
     TrainSettings,
     load_config,
 )
+from vectorlm.engine.settings import EngineSettings
 from vectorlm.errors import ConfigError
+from vectorlm.train.settings import (
+    EvaluationSettings,
+    LoopSettings,
+    ModelSettings,
+    ScheduleSettings,
+    TurnSettings,
+)
 
 
 def error_text(path, *overrides):
@@ -37,34 +45,41 @@ def test_every_key_of_a_full_file_arrives(write_config):
         train_parameters=TrainSettings(
             output_dir="runs/full",
             max_seq_len=2048,
-            epochs=1,
             seed=7,
-            sharding_strategy="HYBRID_SHARD",
-            use_mp=True,
-            use_activation_checkpointing=True,
-            use_flash_attention=True,
-            low_cpu_mem_usage=True,
+            loop=LoopSettings(
+                epochs=1,
+                max_grad_norm=1.0,
+                gradient_accumulation_steps=8,
+                logging_steps=500,
+                save_frequency=0.1,
+            ),
+            model=ModelSettings(
+                sharding_strategy="HYBRID_SHARD",
+                use_mp=True,
+                use_activation_checkpointing=True,
+                use_flash_attention=True,
+                low_cpu_mem_usage=True,
+            ),
             lora_peft_config={"task_type": "CAUSAL_LM", "r": 8, "lora_dropout": 0.1},
-            max_grad_norm=1.0,
-            gradient_accumulation_steps=8,
             optimizer=OptimizerSettings(lr=2e-5, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5),
-            lr_scheduler_type="plateau-with-warmup",
-            warmup_ratio=0.05,
+            schedule=ScheduleSettings(lr_scheduler_type="plateau-with-warmup", warmup_ratio=0.05),
             checkpointing_enabled=True,
-            logging_steps=500,
-            save_frequency=0.1,
             sampler=SamplerSettings(
-                sample_frequency=8,
-                output_jsonl_path="data/samples.jsonl",
-                gpu_memory_utilization=0.5,
-                vllm_dtype="float16",
-                prompts=("The capital of France is", "Two plus two is"),
-                sampling_params={"n": 4, "temperature": 0.1, "logit_bias": {50256: -100}},
-                engine={"max_model_len": 512},
-                reward="countdown",
-                receiver="packed",
-                verify_updates=False,
-                timeout_s=60.0,
+                evaluation=EvaluationSettings(
+                    sample_frequency=8,
+                    output_jsonl_path="data/samples.jsonl",
+                    prompts=("The capital of France is", "Two plus two is"),
+                    reward="countdown",
+                ),
+                engine=EngineSettings(
+                    gpu_memory_utilization=0.5,
+                    vllm_dtype="float16",
+                    sampling_params={"n": 4, "temperature": 0.1, "logit_bias": {50256: -100}},
+                    engine_args={"max_model_len": 512},
+                    receiver="packed",
+                    verify_updates=False,
+                    timeout_s=60.0,
+                ),
             ),
         ),
         dataset=DatasetSettings(
@@ -84,7 +99,7 @@ def test_every_key_of_a_full_file_arrives(write_config):
             split="train",
             save_path="data/processed",
             truncate=True,
-            pre_pend="Question: ",
+            pre_pend="PromptRecord: ",
         ),
     )
 
@@ -96,8 +111,9 @@ def test_a_minimal_file_takes_the_defaults(write_config):
     assert config.wandb_config == {}
     assert config.dataset_preprocess is None
     assert config.dataset.ignore_index == -100
-    assert (train.sharding_strategy, train.lr_scheduler_type) == ("FULL_SHARD", "cosine")
-    assert (train.low_cpu_mem_usage, train.use_flash_attention, train.checkpointing_enabled) == (False,) * 3
+    assert (train.model.sharding_strategy, train.schedule.lr_scheduler_type) == ("FULL_SHARD", "cosine")
+    assert (train.model.low_cpu_mem_usage, train.model.use_flash_attention) == (False, False)
+    assert train.checkpointing_enabled is False
     assert train.lora_peft_config is None
     assert train.sampler is None
     assert train.samples_path == Path("runs/tiny/samples.jsonl")
@@ -106,17 +122,19 @@ def test_a_minimal_file_takes_the_defaults(write_config):
 def test_the_sampler_takes_the_defaults(write_config):
     path = write_config(MINIMAL, with_train_line("sampler: {sample_frequency: 8, prompts: [a]}"))
     assert load_config(path).train_parameters.sampler == SamplerSettings(
-        sample_frequency=8,
-        prompts=("a",),
-        output_jsonl_path=None,
-        gpu_memory_utilization=0.35,
-        vllm_dtype="auto",
-        sampling_params={},
-        engine={},
-        reward=None,
-        receiver="auto",
-        verify_updates=True,
-        timeout_s=300.0,
+        evaluation=EvaluationSettings(
+            sample_frequency=8, prompts=("a",), output_jsonl_path=None, reward=None
+        ),
+        engine=EngineSettings(
+            gpu_memory_utilization=0.35,
+            vllm_dtype="auto",
+            sampling_params={},
+            engine_args={},
+            receiver="auto",
+            verify_updates=True,
+            timeout_s=300.0,
+        ),
+        turn=TurnSettings(sleep="none", offload_optimizer=False),
     )
 
 
@@ -141,7 +159,7 @@ def test_a_number_needs_neither_dot_nor_signed_exponent(write_config, written, v
 
 def test_prompts_may_be_a_path(write_config):
     path = write_config(MINIMAL, with_train_line("sampler: {sample_frequency: 1, prompts: p.jsonl}"))
-    assert load_config(path).train_parameters.sampler.prompts == "p.jsonl"
+    assert load_config(path).train_parameters.sampler.evaluation.prompts == "p.jsonl"
 
 
 def test_a_named_samples_file_is_used_as_written(write_config):
@@ -194,7 +212,7 @@ def test_separator_in_both_spellings_is_refused(write_config):
 )
 def test_dtypes_of_vllm_are_understood(write_config, written, value):
     path = write_config(FULL, ("vllm_dtype: half", f"vllm_dtype: {written}"))
-    assert load_config(path).train_parameters.sampler.vllm_dtype == value
+    assert load_config(path).train_parameters.sampler.engine.vllm_dtype == value
 
 
 def test_schedules_are_those_that_transformers_builds_without_further_arguments(write_config):
@@ -211,13 +229,13 @@ def test_schedules_are_those_that_transformers_builds_without_further_arguments(
             )
         else:
             config = load_config(write_config(), [f"train_parameters.lr_scheduler_type={name}"])
-            assert config.train_parameters.lr_scheduler_type == name
+            assert config.train_parameters.schedule.lr_scheduler_type == name
 
 
 def test_a_merge_key_is_overridden_by_the_keys_beside_it(write_config):
     anchor = ("sampling_params:\n", "sampling_params: &p\n")
     path = write_config(FULL, anchor, ("    engine:\n", "    engine:\n      <<: *p\n      n: 1\n"))
-    engine = load_config(path).train_parameters.sampler.engine
+    engine = load_config(path).train_parameters.sampler.engine.engine_args
     assert engine == {"n": 1, "temperature": 0.1, "logit_bias": {50256: -100}, "max_model_len": 512}
 
 
@@ -494,7 +512,7 @@ def test_overlap_does_not_matter_without_packing(write_config):
 def test_an_engine_argument_with_a_setting_of_its_own_is_refused(write_config, name, place):
     path = write_config(FULL, ("      max_model_len: 512", f"      {name}: x"))
     assert error_text(path) == (
-        f"train_parameters.sampler.engine.{name}='x' has a setting of its own. "
+        f"train_parameters.sampler.engine.{name}='x' is set in another place. "
         f"Set '{place}' instead. (my.yaml:47)"
     )
 
@@ -506,7 +524,7 @@ def test_a_config_is_frozen_and_travels_to_other_processes(write_config):
     config = load_config(write_config(FULL))
     assert pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(AttributeError):
-        config.train_parameters.epochs = 3
+        config.train_parameters.loop.epochs = 3
 
 
 def test_a_config_knows_where_its_settings_were_written(write_config):
@@ -522,3 +540,10 @@ def test_reading_a_config_imports_neither_torch_nor_vllm(write_config):
     modules = done.stdout.split()
     assert "yaml" in modules
     assert not {"torch", "vllm", "transformers", "datasets"} & set(modules)
+
+
+def test_anchors_within_anchors_are_refused_before_they_fill_the_memory(write_config):
+    levels = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
+    path = write_config("a0: &a0 [x, x]\n" + levels)
+    with pytest.raises(ConfigError, match="its anchors stand for more than 20000 values"):
+        load_config(path)

@@ -4,7 +4,7 @@ import pytest
 from peft import LoraConfig
 
 from vectorlm.config import load_config
-from vectorlm.config.lora import engine_arguments, largest_rank, refused_options
+from vectorlm.lora.options import engine_arguments, largest_rank, refused_options
 
 
 @pytest.mark.parametrize(
@@ -39,5 +39,5 @@ def test_an_option_that_peft_may_add_one_day_is_refused_when_it_is_on():
 
 def test_the_config_in_the_repository_asks_for_nothing_that_the_engine_cannot_follow():
     train = load_config(Path(__file__).parents[2] / "configs" / "countdown_lora.yaml").train_parameters
-    assert list(refused_options(train.lora_peft_config, train.sampler.lora_mode)) == []
+    assert list(refused_options(train.lora_peft_config, train.sampler.engine.lora_mode)) == []
     assert engine_arguments(train.lora_peft_config)["max_lora_rank"] == 32

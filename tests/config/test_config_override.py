@@ -7,12 +7,12 @@ from vectorlm.errors import ConfigError
 
 def test_an_override_wins_over_the_file(write_config):
     config = load_config(write_config(), ["train_parameters.epochs=5", "model=other"])
-    assert (config.train_parameters.epochs, config.model) == (5, "other")
+    assert (config.train_parameters.loop.epochs, config.model) == (5, "other")
 
 
 def test_the_last_override_wins(write_config):
     config = load_config(write_config(), ["train_parameters.epochs=5", "train_parameters.epochs=6"])
-    assert config.train_parameters.epochs == 6
+    assert config.train_parameters.loop.epochs == 6
 
 
 def test_an_override_is_read_as_yaml(write_config):
@@ -23,8 +23,8 @@ def test_an_override_is_read_as_yaml(write_config):
         "train_parameters.sampler={sample_frequency: 2, prompts: ['a = b']}",
     ]
     train = load_config(write_config(), overrides).train_parameters
-    assert (train.optimizer.lr, train.optimizer.betas, train.use_mp) == (1e-5, (0.8, 0.9), True)
-    assert (train.sampler.sample_frequency, train.sampler.prompts) == (2, ("a = b",))
+    assert (train.optimizer.lr, train.optimizer.betas, train.model.use_mp) == (1e-5, (0.8, 0.9), True)
+    assert (train.sampler.evaluation.sample_frequency, train.sampler.evaluation.prompts) == (2, ("a = b",))
 
 
 def test_an_override_may_supply_what_the_file_lacks(write_config):
@@ -34,7 +34,7 @@ def test_an_override_may_supply_what_the_file_lacks(write_config):
 def test_an_override_may_open_a_section(write_config):
     overrides = ["train_parameters.sampler.sample_frequency=2", "train_parameters.sampler.prompts=p.jsonl"]
     sampler = load_config(write_config(), overrides).train_parameters.sampler
-    assert (sampler.sample_frequency, sampler.prompts) == (2, "p.jsonl")
+    assert (sampler.evaluation.sample_frequency, sampler.evaluation.prompts) == (2, "p.jsonl")
 
 
 def test_an_override_may_fill_a_section_that_is_commented_out(write_config):
@@ -49,7 +49,7 @@ def test_null_takes_a_section_out(write_config):
 def test_an_override_reaches_into_a_free_mapping(write_config):
     overrides = ["train_parameters.sampler.sampling_params.n=9", "wandb_config.a.b=1"]
     config = load_config(write_config(FULL), overrides)
-    assert config.train_parameters.sampler.sampling_params["n"] == 9
+    assert config.train_parameters.sampler.engine.sampling_params["n"] == 9
     assert config.wandb_config["a"] == {"b": 1}
 
 
@@ -76,7 +76,7 @@ def test_an_override_replaces_the_setting_that_its_alias_names(write_config):
         ),
         (
             "model.name=x",
-            "'model' is a single value and has no settings of its own (--set model.name=x). "
+            "'model' is a single value, with no settings below it (--set model.name=x). "
             "Write --set model=...",
         ),
         ("model", "'--set model' must name a setting and its value. Write --set name=value."),

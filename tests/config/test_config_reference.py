@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from vectorlm.config.reference import render_reference
-from vectorlm.config.setting import all_paths
+from vectorlm.config.setting import all_settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
@@ -14,4 +14,4 @@ def test_the_page_is_what_the_schema_renders():
 
 def test_every_setting_has_a_row():
     rows = [line.split("`")[1] for line in render_reference().splitlines() if line.startswith("| `")]
-    assert sorted(rows) == sorted(path.rpartition(".")[2] for path in all_paths())
+    assert sorted(rows) == sorted(path.rpartition(".")[2] for path in all_settings())

@@ -4,7 +4,8 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
-from vectorlm.data.loader import StepLoader, load_dataset
+from vectorlm.data.loader import Collator, StepLoader, load_dataset
+from vectorlm.dist.topology import Topology
 from vectorlm.errors import DatasetError
 
 IGNORE = -100
@@ -25,18 +26,27 @@ def make_dataset(num_rows, with_id=True):
 
 
 def make_loader(
-    dataset, *, rank=0, world_size=1, micro_batch_size=4, num_micro_batches=1, shuffle=True, **other
+    dataset, *, rank=0, world_size=1, micro_batch_size=4, num_micro_batches=1, seed=7, shuffle=True, **other
 ):
-    arguments = {"seed": 7, "pad_token_id": PAD, "ignore_index": IGNORE, "max_seq_len": 16} | other
     return StepLoader(
         dataset,
+        Collator(**{"pad_token_id": PAD, "ignore_index": IGNORE, "max_seq_len": 16} | other),
+        Topology(rank, rank, world_size, world_size),
         micro_batch_size=micro_batch_size,
         num_micro_batches=num_micro_batches,
-        rank=rank,
-        world_size=world_size,
+        seed=seed,
         shuffle=shuffle,
-        **arguments,
     )
+
+
+@pytest.mark.parametrize("labels", [[IGNORE] * 20, [IGNORE] * 16 + [5] * 4, [5] + [IGNORE] * 19])
+def test_a_dataset_without_a_label_that_counts_is_refused(labels):
+    rows = [{"input_ids": [1] * 20, "labels": labels}] * 3
+    with pytest.raises(
+        DatasetError, match="no row of the dataset has a label that counts within its first 16"
+    ):
+        make_loader(Dataset.from_list(rows))
+    make_loader(Dataset.from_list([*rows, {"input_ids": [1] * 20, "labels": [5] * 20}]))
 
 
 def ids_per_step(dataset, epoch, world_size, micro_batch_size, num_micro_batches, start_step=0):
@@ -195,7 +205,8 @@ def test_an_empty_dataset_is_refused():
     ],
 )
 def test_a_row_whose_columns_do_not_belong_together_is_refused_by_its_id(row):
-    dataset = Dataset.from_list([{"id": 41, **row}, {"id": 42, **row}])
+    good = {"id": 43, "input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 1]}
+    dataset = Dataset.from_list([{"id": 41, **row}, {"id": 42, **row}, good])
     with pytest.raises(DatasetError, match="the row with id 41 has"):
         next(make_loader(dataset, shuffle=False).steps(0))
 

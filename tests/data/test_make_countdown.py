@@ -37,7 +37,7 @@ def tokenizer(folder):
 
 
 @pytest.fixture(scope="module")
-def questions(folder):
+def prompt_records(folder):
     return [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
 
 
@@ -51,41 +51,43 @@ def problem_keys(dataset, tokenizer):
     return keys
 
 
-def test_no_problem_to_learn_from_is_asked(folder, tokenizer, questions):
+def test_no_problem_to_learn_from_is_asked(folder, tokenizer, prompt_records):
     training = set(problem_keys(load_dataset(folder / "train"), tokenizer))
     held_out = problem_keys(load_dataset(folder / "eval"), tokenizer)
-    asked = [(tuple(sorted(question["numbers"])), question["target"]) for question in questions]
+    asked = [
+        (tuple(sorted(prompt_record["numbers"])), prompt_record["target"]) for prompt_record in prompt_records
+    ]
     assert len(held_out) == len(set(held_out)) == 40
     assert asked == held_out[:30]
     assert not training & set(held_out)
 
 
-def test_labels_hold_a_right_answer_and_the_end_token_alone(folder, tokenizer, questions):
+def test_labels_hold_a_right_answer_and_the_end_token_alone(folder, tokenizer, prompt_records):
     dataset = load_dataset(folder / "eval")
     assert dataset["id"][:] == list(range(40))
-    for question, row in zip(questions, dataset, strict=False):
+    for prompt_record, row in zip(prompt_records, dataset, strict=False):
         assert row["attention_mask"] == [1] * len(row["input_ids"])
         num_prompt = row["labels"].count(-100)
-        assert row["input_ids"][:num_prompt] == tokenizer(question["prompt"])["input_ids"]
+        assert row["input_ids"][:num_prompt] == tokenizer(prompt_record["prompt"])["input_ids"]
         assert row["labels"][num_prompt:] == row["input_ids"][num_prompt:]
         assert row["labels"][-1] == tokenizer.eos_token_id
         completion = tokenizer.decode(row["labels"][num_prompt:-1])
-        assert countdown_reward(completion, **question) == 1.0
+        assert countdown_reward(completion, **prompt_record) == 1.0
 
 
 def test_the_tokenizer_is_short_on_questions_and_lossless_on_other_text(tokenizer):
-    question = "Using the numbers 3, 15, 8 make 26."
-    assert len(tokenizer(question)["input_ids"]) == 10
-    for text in (question, " <answer>(3+15)*8</answer>", "Any other text:\n  007, 1234 ~ {x}"):
+    prompt_record = "Using the numbers 3, 15, 8 make 26."
+    assert len(tokenizer(prompt_record)["input_ids"]) == 10
+    for text in (prompt_record, " <answer>(3+15)*8</answer>", "Any other text:\n  007, 1234 ~ {x}"):
         assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
     assert {tokenizer.pad_token, tokenizer.bos_token, tokenizer.eos_token} == {"<pad>", "<s>", "</s>"}
 
 
 def test_a_question_asked_as_chat_has_the_tokens_of_the_text(tokenizer):
-    question = "Using the numbers 3, 15, 8 make 26."
-    chat = [{"role": "user", "content": question}]
+    prompt_record = "Using the numbers 3, 15, 8 make 26."
+    chat = [{"role": "user", "content": prompt_record}]
     tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-    assert tokens == tokenizer(question)["input_ids"]
+    assert tokens == tokenizer(prompt_record)["input_ids"]
 
 
 def test_the_model_fits_the_tokenizer_and_vllm(folder, tokenizer):

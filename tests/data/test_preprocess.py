@@ -7,8 +7,10 @@ from datasets import Dataset, DatasetDict
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from vectorlm.data.loader import StepLoader, load_dataset
+from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.data.preprocess import load_text, preprocess
+from vectorlm.data.settings import PreprocessSettings
+from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError, DatasetError
 
 TEXTS = ["abc", "defgh", "", "ijklmnopq", "r"]
@@ -25,11 +27,15 @@ def letter_tokenizer(with_special_tokens=True):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **names)
 
 
-def rows_of(texts, **options):
+def settings(**options):
+    return PreprocessSettings(**{"load_path": "raw", "save_path": "rows", "data_field": "text"} | options)
+
+
+def rows_of(texts, max_seq_len=6, **options):
     """Preprocess and write each row as letters: ``^`` BOS, ``$`` EOS, ``.`` a label that does not count."""
-    arguments = {"data_field": "text", "max_seq_len": 6} | options
-    dataset = preprocess(Dataset.from_dict({"text": texts}), letter_tokenizer(), **arguments)
-    names = {BOS: "^", EOS: "$", arguments.get("ignore_index", IGNORE): "."}
+    how = settings(**options)
+    dataset = preprocess(Dataset.from_dict({"text": texts}), letter_tokenizer(), how, max_seq_len)
+    names = {BOS: "^", EOS: "$", how.ignore_index: "."}
 
     def spell(ids):
         return "".join(names.get(i) or chr(i) for i in ids)
@@ -132,14 +138,8 @@ def test_pre_pended_text_counts_like_the_text_itself_without_a_separator():
 
 
 def test_the_ignore_index_is_the_one_asked_for():
-    dataset = preprocess(
-        Dataset.from_dict({"text": ["a:b"]}),
-        letter_tokenizer(),
-        data_field="text",
-        max_seq_len=9,
-        seperator=":",
-        ignore_index=-1,
-    )
+    text = Dataset.from_dict({"text": ["a:b"]})
+    dataset = preprocess(text, letter_tokenizer(), settings(seperator=":", ignore_index=-1), 9)
     assert dataset[0]["labels"] == [-1, -1, -1, ord("b"), EOS]
 
 
@@ -170,8 +170,8 @@ def test_a_dataset_of_nothing_but_empty_texts_is_refused():
 def test_special_tokens_that_the_tokenizer_lacks_are_refused_unless_not_asked_for():
     dataset, tokenizer = Dataset.from_dict({"text": ["ab"]}), letter_tokenizer(with_special_tokens=False)
     with pytest.raises(ConfigError, match="the tokenizer has no bos_token and no eos_token"):
-        preprocess(dataset, tokenizer, data_field="text", max_seq_len=6)
-    rows = preprocess(dataset, tokenizer, data_field="text", max_seq_len=6, add_bos_eos_tokens=False)
+        preprocess(dataset, tokenizer, settings(), 6)
+    rows = preprocess(dataset, tokenizer, settings(add_bos_eos_tokens=False), 6)
     assert rows[0]["input_ids"] == [ord("a"), ord("b")]
 
 
@@ -182,25 +182,16 @@ def test_an_overlap_that_leaves_no_room_is_refused(overlap):
 
 
 def test_what_is_saved_can_be_trained_on(tmp_path):
-    dataset = preprocess(
-        Dataset.from_dict({"text": TEXTS}),
-        letter_tokenizer(),
-        data_field="text",
-        max_seq_len=6,
-        packing_type="full",
-    )
+    texts = Dataset.from_dict({"text": TEXTS})
+    dataset = preprocess(texts, letter_tokenizer(), settings(packing_type="full"), 6)
     dataset.save_to_disk(tmp_path / "rows")
     loader = StepLoader(
         load_dataset(tmp_path / "rows"),
+        Collator(pad_token_id=0, ignore_index=IGNORE, max_seq_len=6),
+        Topology(),
         micro_batch_size=4,
-        num_micro_batches=1,
-        rank=0,
-        world_size=1,
         seed=0,
         shuffle=False,
-        pad_token_id=0,
-        ignore_index=IGNORE,
-        max_seq_len=6,
     )
     (batch,) = next(loader.steps(0))
     for row, input_ids, labels in zip(dataset, batch.input_ids.tolist(), batch.labels.tolist(), strict=False):

@@ -1,8 +1,7 @@
 """A run small enough to work out by hand."""
 
-from vectorlm.memory.demand import Demand, EngineDemand
 from vectorlm.memory.model_size import ModelSize
-from vectorlm.memory.plan import GIB
+from vectorlm.memory.plan import GIB, Demand, EngineDemand
 
 MODEL = ModelSize(
     num_parameters=1000,

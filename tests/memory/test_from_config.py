@@ -1,5 +1,6 @@
 """From a YAML file to a plan, and what `vectorlm check` and a run make of it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,11 @@ from tiny_runs import rows
 
 from vectorlm.cli import main
 from vectorlm.config import load_config
+from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError
 from vectorlm.finetune import finetune
-from vectorlm.memory.device import host_memory_bytes
-from vectorlm.memory.from_config import memory_report, plan_of_config
+from vectorlm.memory.from_config import host_memory_bytes, memory_report, plan_of_config
 from vectorlm.memory.plan import GIB
-from vectorlm.ranks.topology import Topology
 
 TEXT = """\
 model: model
@@ -40,7 +40,7 @@ def path(tmp_path, monkeypatch):
 
 def demand(path, *overrides, world_size=4, is_cpu=False, **more):
     config = load_config(path, [f"train_parameters.{each}" for each in overrides])
-    return plan_of_config(config, world_size, device_bytes=GIB, is_cpu=is_cpu, **more).demand
+    return plan_of_config(config, world_size, device_bytes=None if is_cpu else GIB, **more).demand
 
 
 @pytest.mark.parametrize(
@@ -113,3 +113,35 @@ def test_where_the_model_cannot_be_weighed_there_is_no_plan_and_no_refusal(path)
     assert memory_report(load_config(path), 1, device_bytes=1) == (
         "  no memory plan: model holds no .safetensors file"
     )
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda config, head: (config | {"num_attention_heads": 0}, head),
+        lambda config, head: (config | {"hidden_size": "wide", "head_dim": 3}, head),
+        lambda config, head: (config, []),
+        lambda config, head: (config, {name: {"shape": "x"} for name in head}),
+        lambda config, head: (config, dict.fromkeys(head, 3)),
+    ],
+)
+def test_a_model_whose_description_makes_no_sense_is_checked_without_a_traceback(path, spoil, capsys):
+    weights = Path("model/model.safetensors")
+    raw = weights.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    config = json.loads(Path("model/config.json").read_text())
+    config, head = spoil(config, json.loads(raw[8 : 8 + size]))
+    Path("model/config.json").write_text(json.dumps(config))
+    text = json.dumps(head).encode()
+    weights.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
+    main(["check", path])
+    printed = "".join(capsys.readouterr())
+    assert "Traceback" not in printed
+    assert printed
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "0", "-3"])
+def test_the_memory_of_a_device_is_a_finite_number(path, number, capsys):
+    with pytest.raises(SystemExit):
+        main(["check", path, f"--device_memory_gib={number}"])
+    assert "must be a finite number above 0" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import pytest
 import torch
 from demands import DEMAND, ENGINE, MODEL
 from rank_processes import on_ranks, save_tiny_llama
-from tiny_runs import build_trainer
+from tiny_runs import build_loop
 from transformers import AutoModelForCausalLM
 
 from vectorlm.memory.model_size import ModelSize, count_adapter_parameters, read_model_size
@@ -19,8 +19,8 @@ from vectorlm.memory.plan import (
     plan_memory,
     sequence_kv_bytes,
 )
-from vectorlm.memory.table import memory_table
-from vectorlm.model.loss import next_tokens, token_losses
+from vectorlm.memory.report import memory_table
+from vectorlm.train.loop import next_tokens, token_losses
 
 
 def rows(demand):
@@ -133,9 +133,7 @@ def test_the_table_adds_up():
     )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("size") / "model", hidden_size=64, max_length=128)
+TINY_LLAMA = {"hidden_size": 64, "max_length": 128}
 
 
 @pytest.fixture(scope="module")
@@ -172,18 +170,13 @@ def test_adapters_are_counted_as_peft_makes_them(folder, loaded):
 
 def held_bytes(topology, model_dir):
     """Count what this rank's shards hold after a step: weights, gradients, and AdamW's averages."""
-    trainer = build_trainer(topology, model_dir)
-    micro_batches = next(trainer.remaining_steps())
-    trainer.sum_loss(micro_batches[0]).backward()
-    trainer.optimizer.step()
+    loop = build_loop(topology, model_dir)
+    step = loop.optimizer_step
+    loop.sum_loss(next(loop.remaining_steps())[0]).backward()
+    step.optimizer.step()
     local = [
-        (
-            each,
-            each.grad,
-            trainer.optimizer.state[each]["exp_avg"],
-            trainer.optimizer.state[each]["exp_avg_sq"],
-        )
-        for each in trainer.model.parameters()
+        (each, each.grad, step.optimizer.state[each]["exp_avg"], step.optimizer.state[each]["exp_avg_sq"])
+        for each in step.model.parameters()
     ]
     return [sum(kinds[index].to_local().nbytes for kinds in local) for index in range(4)]
 

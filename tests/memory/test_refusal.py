@@ -7,7 +7,7 @@ from demands import DEMAND, ENGINE, MODEL
 
 from vectorlm.errors import ConfigError
 from vectorlm.memory.plan import GIB, plan_memory
-from vectorlm.memory.refusal import check_memory
+from vectorlm.memory.report import check_memory
 
 LARGE = replace(
     DEMAND,

@@ -2,12 +2,18 @@
 
 import asyncio
 import math
-import threading
+import os
+import re
+import signal
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from vectorlm.rewards.runner import Outcome, Scorable, run_reward
+from vectorlm.rewards import runner
+from vectorlm.rewards.runner import RewardResult, Scorable, run_reward
 
 
 def items(*texts):
@@ -77,6 +83,17 @@ def test_coroutines_run_where_a_loop_runs_already():
     assert rewards(asyncio.run(notebook())) == [3]
 
 
+def test_in_a_running_loop_a_batch_that_raises_is_named_by_its_own_error():
+    async def reward(completions):
+        raise ValueError("no such judge")
+
+    async def notebook():
+        return run_reward(reward, items("abc"))
+
+    (result,) = asyncio.run(notebook())
+    assert result.error == "ValueError: no such judge"
+
+
 @pytest.mark.parametrize("timeout_s", [None, 30.0])
 def test_none_is_not_an_error_and_an_exception_is(timeout_s):
     def reward(text):
@@ -85,27 +102,85 @@ def test_none_is_not_an_error_and_an_exception_is(timeout_s):
         return None if text == "skip" else 1.0
 
     first, second, third = run_reward(reward, items("good", "skip", "bad"), timeout_s)
-    assert first == Outcome(1.0)
+    assert first == RewardResult(1.0)
     assert math.isnan(second.reward)
     assert second.error is None
     assert math.isnan(third.reward)
     assert third.error == "ValueError: no such word"
 
 
-def test_a_call_that_hangs_is_left_behind_and_the_rest_goes_on():
-    release, calls = threading.Event(), []
+def regular_expression():
+    re.match("(a+)+b", "a" * 40)
 
+
+def busy_loop():
+    while True:
+        try:
+            time.sleep(0)
+        except Exception:
+            continue
+
+
+def sleep():
+    time.sleep(60)
+
+
+def catch_everything():
+    try:
+        time.sleep(60)
+    except BaseException:
+        time.sleep(60)
+
+
+def wait_for_a_process_that_is_frozen():
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            process.communicate()
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    "hang", [regular_expression, busy_loop, sleep, catch_everything, wait_for_a_process_that_is_frozen]
+)
+def test_a_call_that_hangs_is_ended_and_the_rest_goes_on(hang):
     def reward(text):
-        calls.append(text)
         if text == "hang":
-            release.wait(20)
+            hang()
         return 1.0
 
+    before = signal.getsignal(signal.SIGALRM)
     found = run_reward(reward, items("a", "hang", "c", "d"), timeout_s=0.3)
     assert [each.error for each in found] == [None, "no answer within 0.3 s", None, None]
-    release.set()
-    time.sleep(0.1)
-    assert calls == ["a", "hang", "c", "d"], "the thread that was left behind went on with the rest"
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_batch_that_hangs():
+    def reward(completions):
+        time.sleep(60)
+
+    found = run_reward(reward, items("a", "b"), timeout_s=0.3)
+    assert [each.error for each in found] == ["no answer within 0.3 s"] * 2
+
+
+def test_a_coroutine_that_does_not_await(monkeypatch):
+    monkeypatch.setattr(runner, "LOOP_GRACE_S", 0.1)
+
+    async def reward(text):
+        time.sleep(60)
+
+    start = time.monotonic()
+    found = run_reward(reward, items("a", "b", "c"), timeout_s=0.2)
+    assert [each.error for each in found] == ["no answer within 0.3 s"] * 3
+    assert time.monotonic() - start < 30
+
+
+def test_another_thread_has_no_alarm_and_no_limit():
+    with ThreadPoolExecutor(1) as pool:
+        (found,) = pool.submit(run_reward, lambda text: 1.0, items("a"), 5.0).result()
+    assert found == RewardResult(1.0)
 
 
 def test_a_coroutine_that_hangs():

@@ -4,27 +4,25 @@ import shutil
 
 import pytest
 import torch
-from rank_processes import on_ranks, save_tiny_llama
+from rank_processes import on_ranks
 from tiny_rl import build
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from vectorlm.data.questions import Question
+from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError
-from vectorlm.model.load import load_model
-from vectorlm.model.shard import shard_model
-from vectorlm.ranks.topology import Topology
-from vectorlm.rl.models import RewardModel, load_critic
-from vectorlm.rl.roles import Critic, Policy, Reference, disable_dropout
-from vectorlm.rollout.rollout import Rollout
+from vectorlm.rewards.reward_model import RewardModel
+from vectorlm.rl.models import Critic, Policy, Reference, disable_dropout, load_critic
+from vectorlm.rl.rollout import Rollout
+from vectorlm.train.load import load_model
+from vectorlm.train.shard import shard_model
+from vectorlm.types import PromptRecord
 
 TEXTS = [("abc", "de"), ("a", "bcdefgh"), ("xyz", "")]
 IDS, ATTENTION = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("models") / "policy", dropout=0.5)
+TINY_LLAMA = {"dropout": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,8 @@ def judge(folder, tmp_path_factory):
 
 def rollouts():
     return [
-        Rollout(Question(prompt), (2,), (3,), (True,), (0.0,), (0,), text, "stop") for prompt, text in TEXTS
+        Rollout(PromptRecord(prompt), (2,), (3,), (True,), (0.0,), (0,), text, "stop")
+        for prompt, text in TEXTS
     ]
 
 
@@ -55,7 +54,7 @@ def score_chat(topology, judge):
         return shard_model(model, topology)
 
     model = RewardModel(str(judge), shard, topology, max_tokens=24, max_length=12)
-    chat = Question([{"role": "user", "content": "ab"}])
+    chat = PromptRecord([{"role": "user", "content": "ab"}])
     return model([Rollout(chat, (2,), (3,), (True,), (0.0,), (0,), "cd", "stop")])
 
 
@@ -115,9 +114,9 @@ def test_a_new_critic_says_nothing_and_its_value_is_that_of_the_state_before_the
 def test_without_dropout_two_passes_agree(folder):
     model = load_model(folder)
     policy = Policy(model, 1.0)
-    assert not torch.equal(policy(IDS, ATTENTION).logprobs, policy(IDS, ATTENTION).logprobs)
+    assert not torch.equal(policy.logprobs(IDS, ATTENTION), policy.logprobs(IDS, ATTENTION))
     disable_dropout(model)
-    assert torch.equal(policy(IDS, ATTENTION).logprobs, policy(IDS, ATTENTION).logprobs)
+    assert torch.equal(policy.logprobs(IDS, ATTENTION), policy.logprobs(IDS, ATTENTION))
     assert model.training, "activation checkpointing needs training mode"
 
 
@@ -125,54 +124,54 @@ def test_the_temperature_divides_the_logits(folder):
     model = disable_dropout(load_model(folder))
     logits = model(IDS, attention_mask=ATTENTION).logits
     expected = torch.log_softmax(logits[0, 1] / 0.5, -1)[IDS[0, 2]]
-    torch.testing.assert_close(Policy(model, 0.5)(IDS, ATTENTION).logprobs[0, 2], expected)
+    torch.testing.assert_close(Policy(model, 0.5).logprobs(IDS, ATTENTION)[0, 2], expected)
 
 
 def test_no_logits_are_made_before_the_first_token_that_matters(folder):
     model = disable_dropout(load_model(folder))
     policy = Policy(model, 0.7)
-    whole = policy(IDS, ATTENTION)
+    logprobs, entropy = policy(IDS, ATTENTION)
     shapes = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: shapes.append(output.shape))
-    part = policy(IDS, ATTENTION, first=3)
+    later_logprobs, later_entropy = policy(IDS, ATTENTION, first=3)
     assert shapes[0][:2] == (len(IDS), IDS.shape[1] - 2)
-    assert part.logprobs[:, :3].eq(0).all()
-    torch.testing.assert_close(part.logprobs[:, 3:], whole.logprobs[:, 3:])
-    torch.testing.assert_close(part.entropy[:, 3:], whole.entropy[:, 3:])
-    torch.testing.assert_close(policy.logprobs(IDS, ATTENTION, 3), part.logprobs)
+    assert later_logprobs[:, :3].eq(0).all()
+    torch.testing.assert_close(later_logprobs[:, 3:], logprobs[:, 3:])
+    torch.testing.assert_close(later_entropy[:, 3:], entropy[:, 3:])
+    torch.testing.assert_close(policy.logprobs(IDS, ATTENTION, 3), later_logprobs)
 
 
-def follow(topology, folder):
-    _, assessor, _ = build(topology, folder, "copg")
-    reference, policy = assessor.reference, assessor.policy
+def sync(topology, folder):
+    models = build(topology, folder, "copg").models
+    reference, policy = models.reference, models.policy
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(1.1)
         before = reference(IDS, ATTENTION)
-        reference.follow()
+        reference.sync()
         after = reference(IDS, ATTENTION)
-        target = policy(IDS, ATTENTION).logprobs
+        target = policy.logprobs(IDS, ATTENTION)
     return before, after, target
 
 
-def test_a_reference_that_follows_becomes_the_policy(folder):
-    for before, after, target in on_ranks(2, follow, folder):
+def test_a_synced_reference_is_the_policy(folder):
+    for before, after, target in on_ranks(2, sync, folder):
         assert not torch.equal(before, target)
         assert torch.equal(after, target)
 
 
 def test_with_adapters_the_reference_is_the_base(folder):
-    from vectorlm.model.lora import add_lora
+    from vectorlm.lora.load import add_lora
 
     base = disable_dropout(load_model(folder))
-    expected = Policy(base, 1.0)(IDS, ATTENTION).logprobs.detach()
+    expected = Policy(base, 1.0).logprobs(IDS, ATTENTION).detach()
     model = disable_dropout(add_lora(load_model(folder), {"r": 4, "target_modules": ["q_proj"]}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
     policy = Policy(model, 1.0)
-    assert not torch.allclose(policy(IDS, ATTENTION).logprobs, expected)
+    assert not torch.allclose(policy.logprobs(IDS, ATTENTION), expected)
     reference = Reference(policy, None)
     torch.testing.assert_close(reference(IDS, ATTENTION), expected)
-    assert not torch.allclose(policy(IDS, ATTENTION).logprobs, expected), "the adapters stayed off"
+    assert not torch.allclose(policy.logprobs(IDS, ATTENTION), expected), "the adapters stayed off"

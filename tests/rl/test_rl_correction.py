@@ -5,34 +5,35 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rank_processes import on_ranks, save_tiny_llama
-from tiny_rl import build, random_groups, random_rewards, same, select, whole
+from batches import batch_of
+from rank_processes import on_ranks
+from tiny_rl import build, random_rows, same
 
 from vectorlm.algorithms import leave_one_out_advantages
 from vectorlm.algorithms.registry import algorithm_names, get_algorithm
-from vectorlm.config.rl import CorrectionSettings
-from vectorlm.rl.correction import PRESETS, correction_of, correction_problems
-from vectorlm.rollout.batch import RolloutBatch
+from vectorlm.config.check_rl import correction_problems
+from vectorlm.rl.correction import (
+    apply_correction,
+    correction_of,
+    weights_in_update,
+)
+from vectorlm.rl.metrics import correction_effect
+from vectorlm.rl.settings import NO_CORRECTION, PRESETS, CorrectionSettings
 
 # Ratios of trainer and engine, token by token; sums of their logs are 8, 1/16, 1 and 32.
 RATIOS = [[4.0, 2.0], [0.25, 0.25], [8.0, 0.125], [None, 32.0]]
 COMBINED = ("ppo", "grpo", "rloo", "gspo", "cispo", "reinforce")
 
 
-def batch_of(ratios):
+def rows_of(ratios):
+    """Return a group whose trainer finds these ratios, and its log-probabilities."""
     mask = torch.tensor([[ratio is not None for ratio in row] for row in ratios])
     old = torch.tensor([[math.log(ratio or 1.0) for ratio in row] for row in ratios])
-    rows = RolloutBatch(
-        input_ids=torch.ones_like(mask, dtype=torch.int64),
-        attention_mask=torch.ones_like(mask, dtype=torch.int64),
-        mask=mask,
-        sampler_logprobs=torch.full(mask.shape, -4.0),
-        rewards=torch.tensor([[1.0, 0.0, 0.0, 1.0]]),
-        valid=torch.ones(1, 4, dtype=torch.bool),
-        columns=torch.arange(4)[None],
-        num_tokens=(2,) * 4,
-    )
-    return rows, old - 4.0
+    return batch_of(mask, torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.full(mask.shape, -4.0)), old - 4.0
+
+
+def settings(preset="off", **overrides):
+    return CorrectionSettings(preset=preset, overrides=overrides)
 
 
 @pytest.mark.parametrize(
@@ -48,12 +49,12 @@ def batch_of(ratios):
     ],
 )
 def test_presets_by_hand(preset, expected):
-    rows, old = batch_of(RATIOS)
-    judged = correction_of(CorrectionSettings(preset=preset), get_algorithm("grpo")).judge(rows, old)
+    rows, old = rows_of(RATIOS)
+    corrected, weights = apply_correction(correction_of(settings(preset), get_algorithm("grpo")), rows, old)
     expected = torch.tensor(expected, dtype=torch.float32)
-    torch.testing.assert_close(judged.weights, expected)
-    assert torch.equal(judged.rows.mask, expected > 0)
-    metrics = judged.metrics()
+    torch.testing.assert_close(weights, expected)
+    assert torch.equal(corrected.mask, expected > 0)
+    metrics = correction_effect(rows, corrected, weights)
     assert metrics["correction/rejected_tokens"] == pytest.approx(1 - (expected > 0).sum().item() / 7)
     assert metrics["correction/weight_max"] == expected.max()
 
@@ -61,50 +62,49 @@ def test_presets_by_hand(preset, expected):
 def test_every_preset_is_a_choice_of_the_config_and_off_does_nothing():
     choices = CorrectionSettings.__dataclass_fields__["preset"].type
     assert all(repr(name)[1:-1] in choices for name in PRESETS)
-    rows, old = batch_of(RATIOS)
-    judged = correction_of(CorrectionSettings(), get_algorithm("grpo")).judge(rows, old)
-    assert judged.weights is None
-    assert torch.equal(judged.rows.mask, rows.mask)
+    rows, old = rows_of(RATIOS)
+    corrected, weights = apply_correction(correction_of(settings(), get_algorithm("grpo")), rows, old)
+    assert weights is None
+    assert torch.equal(corrected.mask, rows.mask)
 
 
 def test_a_completion_that_is_rejected_whole_leaves_its_groups_baseline():
-    rows, old = batch_of(RATIOS)
-    judged = correction_of(CorrectionSettings(veto=0.2, preset="off"), get_algorithm("rloo")).judge(rows, old)
-    assert judged.rows.valid.tolist() == [[True, True, False, True]]
-    advantages = leave_one_out_advantages(judged.rows.rewards, judged.rows.valid)
+    rows, old = rows_of(RATIOS)
+    corrected, _ = apply_correction(correction_of(settings(veto=0.2), get_algorithm("rloo")), rows, old)
+    assert corrected.valid.tolist() == [[True, True, False, True]]
+    advantages = leave_one_out_advantages(corrected.rewards, corrected.valid)
     assert advantages.tolist() == [[0.5, -1.0, 0.0, 0.5]]
     # A token that is rejected alone leaves its completion where it was.
-    gate = CorrectionSettings(gate="ratio", gate_low=0.2, gate_high=5.0)
-    judged = correction_of(gate, get_algorithm("rloo")).judge(rows, old)
-    assert judged.rows.mask.tolist() == [[True, True], [True, True], [False, False], [False, False]]
-    gate = CorrectionSettings(gate="k2", gate_high=1.0)
-    judged = correction_of(gate, get_algorithm("rloo")).judge(rows, old)
-    assert judged.rows.mask.tolist() == [[True, True], [True, True], [False, False], [False, False]]
+    gate = settings(gate="ratio", gate_low=0.2, gate_high=5.0)
+    corrected, _ = apply_correction(correction_of(gate, get_algorithm("rloo")), rows, old)
+    assert corrected.mask.tolist() == [[True, True], [True, True], [False, False], [False, False]]
+    gate = settings(gate="k2", gate_high=1.0)
+    corrected, _ = apply_correction(correction_of(gate, get_algorithm("rloo")), rows, old)
+    assert corrected.mask.tolist() == [[True, True], [True, True], [False, False], [False, False]]
 
 
-def test_knobs_take_the_place_of_the_presets():
-    settings = CorrectionSettings(preset="tis", high=3.0, normalise=True)
-    correction = correction_of(settings, get_algorithm("grpo"))
+def test_overrides_replace_values_of_the_preset():
+    correction = correction_of(settings("tis", high=3.0, normalise=True), get_algorithm("grpo"))
     assert (correction.level, correction.high, correction.normalise) == ("token", 3.0, True)
 
 
 def test_bypass_weighs_only_losses_without_a_ratio_of_their_own():
     for name in algorithm_names():
         spec = get_algorithm(name)
-        correction = correction_of(CorrectionSettings(preset="bypass"), spec)
+        correction = correction_of(settings("bypass"), spec)
         assert (correction.level is None) == spec.has_ratio
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     sampler, mask = torch.tensor([[-1.0, -4.0]]), torch.ones(1, 2, dtype=torch.bool)
-    bypass = correction_of(CorrectionSettings(preset="bypass"), get_algorithm("reinforce"))
-    weights = bypass.weights_in_update(logprobs, sampler, mask)
+    bypass = correction_of(settings("bypass"), get_algorithm("reinforce"))
+    weights = weights_in_update(bypass, logprobs, sampler, mask)
     assert weights.tolist() == [[1.0, 2.0]]
     assert not weights.requires_grad
-    tis = correction_of(CorrectionSettings(preset="tis"), get_algorithm("reinforce"))
-    assert tis.weights_in_update(logprobs, sampler, mask) is None
+    tis = correction_of(settings("tis"), get_algorithm("reinforce"))
+    assert weights_in_update(tis, logprobs, sampler, mask) is None
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "settings", "words"),
+    ("algorithm", "given", "words"),
     [
         ("grpo", {"preset": "bypass", "level": "token"}, "counts the mismatch twice with bypass: grpo"),
         ("gspo", {"preset": "tis", "bypass": True}, "counts the mismatch twice"),
@@ -116,45 +116,38 @@ def test_bypass_weighs_only_losses_without_a_ratio_of_their_own():
         ("grpo", {"level": "token", "low": 0.5, "high": 0.9}, "must be bounds around 1"),
         ("grpo", {"gate": "k3"}, "is needed: the largest k3"),
         ("grpo", {"gate": "ratio"}, "must be bounds around 1"),
-        ("grpo", {"gate": "ratio", "gate_high": 2.0, "gate_level": "max"}, "is not a level of ratios"),
+        ("grpo", {"gate": "ratio", "gate_high": 2.0, "gate_level": "max"}, "does not apply to ratios"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_a_reason(algorithm, settings, words):
-    problems = list(correction_problems(CorrectionSettings(**settings), get_algorithm(algorithm)))
+def test_what_makes_no_sense_is_refused_with_a_reason(algorithm, given, words):
+    problems = list(correction_problems(settings(**given), get_algorithm(algorithm)))
     assert any(words in rule for _, _, rule, _ in problems), problems
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "off"])
 @pytest.mark.parametrize("algorithm", COMBINED)
 def test_every_preset_goes_with_every_policy_gradient(algorithm, preset):
-    assert not list(correction_problems(CorrectionSettings(preset=preset), get_algorithm(algorithm)))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("policy") / "model")
+    assert not list(correction_problems(settings(preset), get_algorithm(algorithm)))
 
 
 def train(topology, folder, algorithm, preset, max_tokens, drift):
     """Make four optimizer steps on completions of a sampler that is `drift` away; 0 is the trainer itself."""
-    spec, assessor, updater = build(
-        topology, folder, algorithm, max_tokens=max_tokens, correction={"preset": preset}
-    )
-    rows = select(spec, random_groups(), random_rewards())
-    plain = replace(assessor, correction=correction_of(CorrectionSettings(), spec))
-    greedy = torch.full((len(rows.rewards),), 0.5)
-    old = plain.assess(rows, greedy, 0.0).old_logprobs
+    run = build(topology, folder, algorithm, max_tokens_per_micro_batch=max_tokens, correction=preset)
+    plain = replace(run, settings=replace(run.settings, correction=NO_CORRECTION))
+    rows = random_rows(algorithm)
+    old = plain.prepare(rows).old_logprobs
     noise = torch.randn(old.shape, generator=torch.Generator().manual_seed(5))
     rows = replace(rows, sampler_logprobs=torch.where(rows.mask, old - drift * noise, 0.0))
-    batch = assessor.assess(rows, greedy, 0.0)
-    metrics = batch.metrics | updater.update(batch, step=3)
-    return whole(assessor.policy.model), metrics
+    batch = run.prepare(rows)
+    metrics = batch.metrics | run.update(batch, step=3)
+    return run.weights(), metrics
 
 
 def train_all(topology, folder, max_tokens, drift, pairs):
     return {pair: train(topology, folder, *pair, max_tokens, drift) for pair in pairs}
 
 
+@pytest.mark.slow
 def test_where_engine_and_trainer_agree_no_preset_changes_a_bit(folder):
     pairs = [(algorithm, preset) for algorithm in COMBINED for preset in PRESETS]
     (found,) = on_ranks(1, train_all, folder, 200, 0.0, pairs)

@@ -1,25 +1,19 @@
-"""The metrics of a batch, by hand, and their page."""
+"""The metrics of a batch, by hand."""
 
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
-import torch
-from tiny_rl import random_groups, random_rewards
+from tiny_rl import random_groups, random_rewards, scored
 
-from vectorlm.rl.gather import Gathered
-from vectorlm.rl.metrics import render_metrics, rollout_metrics
-
-PAGE = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
-
-
-def test_the_page_is_what_the_table_renders():
-    assert PAGE.read_text() == render_metrics(), "run: python -m vectorlm.rl.metrics > docs/metrics.md"
+from vectorlm.rl.metrics import rollout_metrics
 
 
 def test_numbers_of_rollouts_by_hand():
     groups, rewards = random_groups(), random_rewards()
     rewards[3] = 0.1  # whose float32 mean is not 0.1
-    metrics = rollout_metrics(Gathered(groups, rewards, {"mine": rewards}, None, 7, 2, None), step=3)
+    first, *others = scored(groups, rewards)
+    found = [replace(first, errors=("one", "two")), *others]
+    metrics = rollout_metrics(found, step=3)
     known = rewards[~rewards.isnan()]
     assert metrics["reward/mean"] == pytest.approx(known.mean().item())
     assert metrics["reward/mine/std"] == pytest.approx(known.std(correction=0).item())
@@ -34,6 +28,16 @@ def test_numbers_of_rollouts_by_hand():
     assert metrics["staleness/token_max"] == 3.0
 
 
+def test_dropped_groups_are_counted_and_have_no_age():
+    kept, *dropped = scored(random_groups(), random_rewards())
+    fresh = replace(
+        kept, rollouts=[replace(each, versions=(2,) * len(each.versions)) for each in kept.rollouts]
+    )
+    metrics = rollout_metrics([fresh, *(replace(each, is_dropped=True) for each in dropped)], step=3)
+    assert metrics["rollout/groups"] == 1.0
+    assert metrics["rollout/sampled_groups"] == 5.0
+    assert metrics["staleness/token_max"] == 1.0
+
+
 def test_nothing_sampled_is_no_error():
-    nothing = Gathered([], torch.zeros(0, 4), {"mine": torch.zeros(0, 4)}, None, 12, 0, None)
-    assert rollout_metrics(nothing, 0)["rollout/groups"] == 0.0
+    assert rollout_metrics([], 0)["rollout/groups"] == 0.0

@@ -5,36 +5,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rank_processes import on_ranks, save_tiny_llama
-from tiny_rl import build, random_groups, random_rewards, same, select, whole
+from rank_processes import on_ranks
+from tiny_rl import build, random_groups, random_rewards, random_rows, same
 
 from vectorlm.algorithms import group_advantages
 from vectorlm.algorithms.registry import algorithm_names
+from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError, NonFiniteLoss
-from vectorlm.model.load import load_model
-from vectorlm.ranks.topology import Topology
+from vectorlm.train.load import load_model
 
 # Sums over rows are taken in another order; weights are of size 0.02 to 1, in float32.
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-6}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("policy") / "model")
-
-
 def train(topology, folder, algorithm, max_tokens):
     """Make four optimizer steps on one batch; return the weights and the metrics."""
     kl_coef = 0.1 if algorithm == "grpo" else 0.0
-    spec, assessor, updater = build(topology, folder, algorithm, max_tokens=max_tokens, kl_coef=kl_coef)
-    rows = select(spec, random_groups(), random_rewards())
-    greedy = torch.full((len(rows.rewards),), 0.5)
-    batch = assessor.assess(rows, greedy, kl_coef)
-    metrics = updater.update(batch, step=3, kl_coef=kl_coef)
-    weights = whole(assessor.policy.model)
-    if assessor.critic is not None:
-        weights |= {f"critic.{name}": tensor for name, tensor in whole(assessor.critic.model).items()}
-    return weights, metrics
+    run = build(topology, folder, algorithm, max_tokens_per_micro_batch=max_tokens, has_reference=kl_coef > 0)
+    metrics = run.update(run.prepare(random_rows(algorithm), kl_coef), 3, kl_coef)
+    return run.weights(), metrics
 
 
 def train_all(topology, folder, max_tokens):
@@ -65,22 +54,17 @@ def test_ranks_and_micro_batches_change_nothing(folder, runs, algorithm):
     )
 
 
-def one_grpo_step(topology, folder):
-    spec, assessor, updater = build(
-        topology,
-        folder,
-        "grpo",
-        num_epochs=1,
-        num_mini_batches=1,
-        entropy_coef=0.0,
-        max_grad_norm=1e9,
-        lr=1.0,
+def one_step(topology, folder, algorithm, **more):
+    """Build a run of one optimizer step, whose change of the weights is the gradient."""
+    return build(
+        topology, folder, algorithm, num_epochs=1, num_mini_batches=1, max_grad_norm=1e9, lr=1.0, **more
     )
-    before = whole(assessor.policy.model)
-    rows = select(spec, random_groups(), random_rewards())
-    batch = assessor.assess(rows, None, 0.0)
-    metrics = updater.update(batch, step=0)
-    after = whole(assessor.policy.model)
+
+
+def one_grpo_step(topology, folder):
+    run = one_step(topology, folder, "grpo", entropy_coef=0.0)
+    before, batch = run.weights(), run.prepare(random_rows("grpo"))
+    metrics, after = run.update(batch), run.weights()
     return {name: before[name] - after[name] for name in before}, metrics, batch.old_logprobs
 
 
@@ -119,28 +103,16 @@ def test_the_gradient_is_that_of_the_papers_formula_row_by_row(folder):
 
 def penalty_step(topology, folder, reduction, kl_coef, entropy_coef):
     """Make one step of a penalty or bonus alone; return the gradient, the metrics and the reference's part."""
-    spec, assessor, updater = build(
-        topology,
-        folder,
-        "reinforce",
-        num_epochs=1,
-        num_mini_batches=1,
-        kl_coef=1.0,
-        entropy_coef=entropy_coef,
-        reduction=reduction,
-        max_grad_norm=1e9,
-        lr=1.0,
-    )
-    before = whole(assessor.policy.model)
-    batch = assessor.assess(select(spec, random_groups(), random_rewards()), None, 0.0)
+    more = {"hyperparameters": {"reduction": reduction}, "entropy_coef": entropy_coef}
+    run = one_step(topology, folder, "reinforce", has_reference=True, **more)
+    before, batch = run.weights(), run.prepare(random_rows("reinforce"))
     noise = torch.randn(batch.advantages.shape, generator=torch.Generator().manual_seed(5))
     batch = replace(
         batch,
         advantages=torch.zeros_like(batch.advantages),
         reference_logprobs=batch.reference_logprobs + 0.3 * noise,
     )
-    metrics = updater.update(batch, step=0, kl_coef=kl_coef)
-    after = whole(assessor.policy.model)
+    metrics, after = run.update(batch, kl_coef=kl_coef), run.weights()
     gradient = {name: before[name] - after[name] for name in before}
     return gradient, metrics, batch.reference_logprobs, batch.rows.mask
 
@@ -182,16 +154,14 @@ def test_penalty_and_bonus_are_reduced_as_the_loss_is(folder, reduction, kl_coef
 
 def far_step(topology, folder, algorithm):
     """Make one step whose policy has gone from the rollout's by known ratios; return the metrics and those."""
-    spec, assessor, updater = build(
-        topology, folder, algorithm, num_epochs=1, num_mini_batches=1, correction={"preset": "decoupled"}
-    )
-    batch = assessor.assess(select(spec, random_groups(), random_rewards()), None, 0.0)
+    run = build(topology, folder, algorithm, num_epochs=1, num_mini_batches=1, correction="decoupled")
+    batch = run.prepare(random_rows(algorithm))
     generator = torch.Generator().manual_seed(2)
     logs = torch.randn(batch.advantages.shape, generator=generator) * 0.4
     signs = torch.randint(0, 2, batch.advantages.shape, generator=generator) * 2.0 - 1.0
     advantages = torch.where(batch.rows.mask, signs, 0.0)
     batch = replace(batch, old_logprobs=batch.old_logprobs - logs, advantages=advantages)
-    return updater.update(batch, step=0), logs, advantages, batch.rows.mask
+    return run.update(batch), logs, advantages, batch.rows.mask
 
 
 @pytest.mark.parametrize(("algorithm", "low", "high"), [("grpo", 0.2, 0.2), ("gspo", 3e-4, 4e-4)])
@@ -211,10 +181,28 @@ def test_clip_metrics_count_the_tokens_that_the_clip_keeps_from_learning(folder,
     assert metrics["policy/clip_fraction"] == pytest.approx(sum(counts.values()) / num_tokens)
 
 
+def observe_a_shifted_policy(topology, folder):
+    run = build(topology, folder, "grpo", lr=0.0, num_mini_batches=1)
+    batch = run.prepare(random_rows("grpo"))
+    policy = batch.old_logprobs
+    shift = 0.7 + 0.5 * torch.randn(policy.shape, generator=torch.Generator().manual_seed(0))
+    metrics = run.update(replace(batch, old_logprobs=policy + shift))
+    return policy[batch.rows.mask], (policy + shift)[batch.rows.mask], metrics
+
+
+def test_the_divergence_from_the_policy_of_the_rollout_is_estimated_from_its_own_tokens(folder):
+    """The expectation of r - 1 - log r over tokens that `old` drew, r = policy / old, is KL(old || policy)."""
+    ((policy, old, metrics),) = on_ranks(1, observe_a_shifted_policy, folder)
+    terms = [
+        math.exp(new - before) - 1 - (new - before)
+        for new, before in zip(policy.tolist(), old.tolist(), strict=True)
+    ]
+    assert metrics["policy/kl"] == pytest.approx(sum(terms) / len(terms), rel=1e-4)
+
+
 def stop_early(topology, folder):
-    spec, assessor, updater = build(topology, folder, "grpo", lr=5.0, max_kl=1e-4, num_epochs=5)
-    rows = select(spec, random_groups(), random_rewards())
-    return updater.update(assessor.assess(rows, None, 0.0), step=0)
+    run = build(topology, folder, "grpo", lr=5.0, max_kl=1e-4, num_epochs=5)
+    return run.update(run.prepare(random_rows("grpo")))
 
 
 def test_a_batch_is_left_once_the_policy_has_moved_far(folder):
@@ -224,16 +212,14 @@ def test_a_batch_is_left_once_the_policy_has_moved_far(folder):
 
 
 def diverge(topology, folder, budget):
-    spec, assessor, updater = build(topology, folder, "grpo", max_tokens=budget)
-    rewards = random_rewards()
-    rows = select(spec, random_groups(), rewards)
-    batch = assessor.assess(rows, None, 0.0)
+    run = build(topology, folder, "grpo", max_tokens_per_micro_batch=budget)
+    batch = run.prepare(random_rows("grpo"))
     batch.advantages[0] = torch.inf
-    before = whole(assessor.policy.model)
+    before = run.weights()
     try:
-        updater.update(batch, step=7)
+        run.update(batch, step=7)
     except NonFiniteLoss as error:
-        after = whole(assessor.policy.model)
+        after = run.weights()
         return str(error), all(torch.equal(after[name], before[name]) for name in before)
 
 
@@ -257,7 +243,7 @@ def test_a_row_beyond_the_budget_is_an_error_of_all_ranks(folder):
 
 
 def test_a_lone_process_needs_no_process_group(folder):
-    from vectorlm.ranks.group import process_group
+    from vectorlm.dist.launcher import process_group
 
     topology = Topology()
     with process_group(topology):

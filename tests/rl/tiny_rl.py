@@ -1,20 +1,30 @@
-"""A tiny policy, critic and reference, and random rollouts, for the tests of the updates."""
+"""A tiny run of reinforcement learning without an engine: real models and settings, and random rollouts."""
+
+from dataclasses import dataclass
 
 import torch
 
-from vectorlm.algorithms.registry import get_algorithm
-from vectorlm.config.rl import CorrectionSettings
-from vectorlm.data.questions import Question
-from vectorlm.model.load import load_model
-from vectorlm.model.shard import shard_model
-from vectorlm.reinforce import knobs_of
+from vectorlm.algorithms import AlgorithmSpec, get_algorithm
+from vectorlm.dist.topology import Topology
+from vectorlm.rl.batch import make_batch
 from vectorlm.rl.correction import correction_of
-from vectorlm.rl.models import load_critic, load_reference
-from vectorlm.rl.roles import Critic, Policy, Reference, disable_dropout
-from vectorlm.rl.score import Assessor
-from vectorlm.rl.update import Updater, UpdateSettings
-from vectorlm.rollout.batch import make_batch
-from vectorlm.rollout.rollout import Rollout
+from vectorlm.rl.models import (
+    Critic,
+    Policy,
+    Reference,
+    RLModels,
+    disable_dropout,
+    load_critic,
+    load_reference,
+)
+from vectorlm.rl.prepare import prepare_batch
+from vectorlm.rl.rollout import Rollout, RolloutGroup
+from vectorlm.rl.settings import CorrectionSettings, KLSettings, StepSettings, UpdateSettings
+from vectorlm.rl.update import Updater
+from vectorlm.train.load import load_model
+from vectorlm.train.optimizer_step import OptimizerStep
+from vectorlm.train.shard import shard_model
+from vectorlm.types import PromptRecord
 
 NUM_GROUPS, GROUP_SIZE = 5, 4
 
@@ -36,7 +46,7 @@ def random_groups(seed=0):
             logprobs, versions = (-1.0,) * len(tokens), (0,) * len(tokens)
             reason = "length" if len(tokens) == 9 else "stop"
             group.append(
-                Rollout(Question("q"), prompt, tokens, is_policy, logprobs, versions, "text", reason)
+                Rollout(PromptRecord("q"), prompt, tokens, is_policy, logprobs, versions, "text", reason)
             )
         groups.append(group)
     return groups
@@ -49,21 +59,42 @@ def random_rewards(seed=0):
     return rewards
 
 
-def select(spec, groups, rewards):
-    """Return the rows that an algorithm trains on."""
-    selection = spec.select(rewards, torch.ones_like(rewards, dtype=torch.bool))
-    chosen = [
-        [group[column] for column in columns]
-        for group, columns in zip(groups, selection.columns.tolist(), strict=True)
+def scored(groups, rewards):
+    """Return the groups with these rewards [P, G], and a greedy completion of reward 0.5 each."""
+    return [
+        RolloutGroup(group, row, {"mine": row}, torch.tensor(0.5))
+        for group, row in zip(groups, rewards, strict=True)
     ]
-    return make_batch(chosen, rewards.gather(1, selection.columns), selection, pad_token_id=0)
 
 
-class Settings:
-    """An `rl` section in which everything is left to the algorithm."""
+def random_rows(algorithm):
+    """Return the rows of the random rollouts that an algorithm trains on."""
+    return make_batch(scored(random_groups(), random_rewards()), get_algorithm(algorithm))
 
-    def __getattr__(self, name):
-        return None
+
+@dataclass(frozen=True)
+class TinyRun:
+    """The models of a run and what a step reads."""
+
+    models: RLModels
+    spec: AlgorithmSpec
+    settings: StepSettings
+    topology: Topology
+
+    def prepare(self, rows, kl_coef=0.0):
+        return prepare_batch(rows, self.models, self.spec, self.settings, self.topology, kl_coef=kl_coef)
+
+    def update(self, batch, step=0, kl_coef=0.0):
+        return Updater(self.models, self.spec, self.settings, self.topology).update(
+            batch, step, kl_coef=kl_coef
+        )
+
+    def weights(self):
+        """Return the full weights of policy and critic."""
+        weights = whole(self.models.policy.model)
+        if self.models.critic is not None:
+            weights |= {f"critic.{name}": value for name, value in whole(self.models.critic.model).items()}
+        return weights
 
 
 def build(
@@ -72,65 +103,44 @@ def build(
     algorithm,
     *,
     lr=0.1,
-    max_tokens=64,
-    kl_coef=0.0,
-    temperature=1.0,
-    correction=None,
-    **more,
+    max_grad_norm=1.0,
+    correction="off",
+    hyperparameters=None,
+    kl=None,
+    has_reference=False,
+    **update,
 ):
-    """Return assessor, updater and models of a tiny run with plain gradient descent."""
+    """Return a tiny run with plain gradient descent; `update` changes single update settings."""
     spec = get_algorithm(algorithm)
-    correction = correction_of(CorrectionSettings(**(correction or {})), spec)
-    knobs = knobs_of(Settings(), spec)
+    defaults = {
+        "num_epochs": 2,
+        "num_mini_batches": 2,
+        "max_tokens_per_micro_batch": 64,
+        "entropy_coef": 0.01,
+    }
+    settings = StepSettings(
+        hparams=spec.hyperparameters(hyperparameters),
+        correction=correction_of(CorrectionSettings(preset=correction), spec),
+        update=UpdateSettings(**(defaults | update)),
+        kl=kl or KLSettings(),
+        max_tokens=9,
+    )
 
     def shard(model):
         return shard_model(model, topology)
 
-    policy = Policy(shard(disable_dropout(load_model(folder))), temperature)
-    has_reference = spec.needs_reference or kl_coef > 0
+    def descent(model, name):
+        return OptimizerStep(
+            model, torch.optim.SGD(model.parameters(), lr=lr), None, max_grad_norm, topology, name
+        )
+
+    policy = Policy(shard(disable_dropout(load_model(folder))), 1.0)
+    has_reference = has_reference or spec.needs_reference
     reference = Reference(policy, load_reference(folder, shard)) if has_reference else None
     critic = Critic(load_critic(folder, shard)) if spec.needs_critic else None
-    settings = {
-        "num_epochs": 2,
-        "num_mini_batches": 2,
-        "max_tokens_per_micro_batch": max_tokens,
-        "reduction": spec.reduction,
-        "fixed_length": 9,
-        "kl_kind": "k3",
-        "kl_straight_through": False,
-        "entropy_coef": 0.01,
-        "value_clip": 0.2,
-        "max_grad_norm": 1.0,
-        "critic_max_grad_norm": 1.0,
-        "max_kl": None,
-        "seed": 0,
-    } | more
-    assessor = Assessor(
-        policy=policy,
-        reference=reference,
-        critic=critic,
-        spec=spec,
-        knobs=knobs,
-        kl_in="loss",
-        kl_kind="k3",
-        whitens=bool(spec.settings.get("whiten_advantages")),
-        is_one_step=settings["num_epochs"] * settings["num_mini_batches"] == 1,
-        max_tokens=max_tokens,
-        topology=topology,
-        correction=correction,
-    )
-    updater = Updater(
-        policy,
-        torch.optim.SGD(policy.model.parameters(), lr=lr),
-        critic,
-        None if critic is None else torch.optim.SGD(critic.model.parameters(), lr=lr),
-        spec=spec,
-        knobs=knobs,
-        settings=UpdateSettings(**settings),
-        topology=topology,
-        correction=correction,
-    )
-    return spec, assessor, updater
+    critic_step = None if critic is None else descent(critic.model, "critic")
+    models = RLModels(policy, descent(policy.model, "policy"), reference, critic, critic_step)
+    return TinyRun(models, spec, settings, topology)
 
 
 def whole(model):
@@ -141,6 +151,3 @@ def whole(model):
 def same(metrics):
     """Return the metrics that do not depend on how rows are shared out."""
     return {name: value for name, value in metrics.items() if not name.startswith("balance/")}
-
-
-__all__ = ["GROUP_SIZE", "NUM_GROUPS", "build", "random_groups", "random_rewards", "same", "select", "whole"]

@@ -6,14 +6,19 @@ import math
 import os
 import subprocess
 import sys
+import time
+from collections import namedtuple
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Self
 
+import psutil
 import pytest
 
 from vectorlm.errors import CheckpointError, ConfigError
-from vectorlm.telemetry.metrics import FanOut, JsonlSink, ProgressSink, WandbSink
+from vectorlm.telemetry import metrics
+from vectorlm.telemetry.metrics import CoreWatch, FanOut, JsonlSink, ProgressSink, WandbSink
 
 
 def lines_of(path: Path) -> list[dict[str, float | None]]:
@@ -30,9 +35,6 @@ class RecordingSink:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.written.append((step, dict(values)))
-
-    def close(self) -> None:
-        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
@@ -66,12 +68,17 @@ def test_numbers_that_json_cannot_hold_become_null(tmp_path: Path) -> None:
     assert path.read_text() == '{"step": 1, "a": null, "b": null, "c": null, "d": 1.0}\n'
 
 
-def test_a_fresh_run_replaces_the_file_of_an_earlier_one(tmp_path: Path) -> None:
+def test_a_fresh_run_sets_the_files_of_earlier_ones_aside(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    for loss in (3.0, 2.0):
+    path.touch()
+    for loss in (4.0, 3.0, 2.0):
         with JsonlSink(path) as sink:
             sink.write(1, {"train/loss": loss})
-    assert lines_of(path) == [{"step": 1, "train/loss": 2.0}]
+    kept = [tmp_path / "metrics.jsonl.1", tmp_path / "metrics.jsonl.2", path]
+    assert [lines_of(each) for each in kept] == [
+        [{"step": 1, "train/loss": loss}] for loss in (4.0, 3.0, 2.0)
+    ]
+    assert sorted(os.listdir(tmp_path)) == sorted(each.name for each in kept)
 
 
 def test_resuming_drops_the_lines_of_later_steps_and_a_torn_last_line(tmp_path: Path) -> None:
@@ -166,8 +173,8 @@ def test_a_fan_out_writes_to_every_sink_and_tells_each_of_the_error() -> None:
 
 def test_a_fan_out_closes_the_other_sinks_when_one_fails_to_close() -> None:
     sinks = [RecordingSink(), RecordingSink(OSError("disk is full")), RecordingSink()]
-    with pytest.raises(OSError, match="disk is full"):
-        FanOut(sinks).close()
+    with pytest.raises(OSError, match="disk is full"), FanOut(sinks):
+        pass
     assert [sink.error_seen for sink in sinks] == [None, None, None]
 
 
@@ -200,6 +207,60 @@ def test_a_missing_wandb_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_importing_telemetry_loads_no_heavy_library() -> None:
     heavy = {"torch", "wandb", "matplotlib", "vllm"}
-    script = f"import sys, vectorlm.telemetry; print({heavy} & sys.modules.keys())"
+    script = f"import sys, vectorlm.telemetry.metrics, vectorlm.telemetry.plots; print({heavy} & sys.modules.keys())"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout == "set()\n"
+
+
+class Machine:
+    """Two cores whose times the test sets."""
+
+    def __init__(self, monkeypatch):
+        self.seconds, self.ours, self.others = 0.0, 0.0, 0.0
+        monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+        monkeypatch.setattr(psutil, "cpu_times", lambda: self.times(self.ours + self.others))
+        child = SimpleNamespace(cpu_times=lambda: self.times(self.ours))
+        gone = SimpleNamespace(cpu_times=lambda: (_ for _ in ()).throw(psutil.NoSuchProcess(1)))
+        root = SimpleNamespace(children=lambda recursive: [child, gone], cpu_times=lambda: self.times(0.0))
+        self.watch = CoreWatch(root, clock=lambda: self.seconds)
+
+    def times(self, busy):
+        kind = namedtuple("Times", "user system idle iowait guest")
+        return kind(busy, 0.0, 2 * self.seconds - busy, 0.0, 0.0)
+
+    def after(self, seconds, ours, others):
+        self.seconds, self.ours, self.others = self.seconds + seconds, self.ours + ours, self.others + others
+        return self.watch.notice()
+
+
+def test_cores_that_others_take_are_noticed_once_until_they_are_free(monkeypatch):
+    machine = Machine(monkeypatch)
+    assert machine.after(10, ours=19.0, others=0.5) is None
+    assert machine.after(5, ours=5.0, others=5.0) is None, "it is too early to look"
+    text = "other processes keep 1.0 of 2 cores busy: steps take longer than they would alone"
+    assert machine.after(5, ours=5.0, others=5.0) == text
+    assert machine.after(10, ours=10.0, others=10.0) is None
+    assert machine.after(10, ours=19.0, others=0.5) is None
+    assert machine.after(10, ours=8.0, others=11.0) is not None
+    machine = Machine(monkeypatch)
+    assert machine.after(10, ours=4.0, others=10.0) is None, "cores were idle"
+
+
+def test_real_processes_that_take_the_cores(monkeypatch):
+    monkeypatch.setattr(metrics, "WATCH_S", 0.5)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        stream = io.StringIO()
+        sink = ProgressSink(
+            100, stream=stream, interval_s=1000.0, notice=CoreWatch(psutil.Process(own.pid)).notice
+        )
+        deadline = time.monotonic() + 60
+        while "other processes keep" not in stream.getvalue():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+            sink.write(1, {"train/loss": 1.0})
+    finally:
+        for process in [*busy, own]:
+            process.kill()
+            process.wait()

@@ -1,21 +1,31 @@
 """The suite against engines that break one rule each: a check that nothing fails proves nothing."""
 
 import itertools
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
 from rank_processes import save_tiny_llama
+from transformers import LogitsProcessorList
 
-from vectorlm.sampling import decoding, fake_sampler, hf_sampler
-from vectorlm.sampling.desk import Desk
-from vectorlm.sampling.fake_engine import FakeEngine
-from vectorlm.sampling.hf_engine import HFEngine
-from vectorlm.sampling.parameters import Parameters
-from vectorlm.sampling.readiness import Readiness
-from vectorlm.sampling.requests import Request, Requests
-from vectorlm.sampling.row import Row
-from vectorlm.testing import CHECKS, Subject
+from vectorlm.backends import scripted
+from vectorlm.backends.plain_weights import PlainWeights
+from vectorlm.backends.scripted import FakeEngine, Scripted
+from vectorlm.backends.transformers import HFEngine
+from vectorlm.backends.transformers import backend as transformers_backend
+from vectorlm.backends.transformers.backend import Transformers
+from vectorlm.backends.transformers.generation import SequenceState
+from vectorlm.backends.transformers.parameters import Parameters, PromptTokenizer, read_parameters
+from vectorlm.engine import scheduler
+from vectorlm.engine.engine import SamplingEngine
+from vectorlm.engine.handle import BatchHandle
+from vectorlm.engine.hot_swap import HotSwap
+from vectorlm.engine.packed import PackedCompletions
+from vectorlm.engine.scheduler import InlineChannel, Scheduler, SleepState
+from vectorlm.errors import EngineTimeout, WeightMismatch
+from vectorlm.testing import CHECKS, EngineUnderTest, answers, run_checks
+from vectorlm.types import UpdateReport
 
 NAMED = {check.__name__: check for check in CHECKS}
 COUNTER = itertools.count()
@@ -26,57 +36,86 @@ def model_path(tmp_path_factory):
     return save_tiny_llama(tmp_path_factory.mktemp("broken") / "model", hidden_size=64)
 
 
-def each_completion(change):
-    """Break every completion that `sample` returns."""
-    honest = FakeEngine.sample
-
-    def sample(engine, prompts, params=None):
-        return [[change(completion) for completion in each] for each in honest(engine, prompts, params)]
-
-    return FakeEngine, "sample", sample
-
-
 def forget(*args, **kwargs):
     return None
 
 
-def never_skip(desk, *args, honest=Desk.update):
-    desk.readiness.held_step = None
-    return honest(desk, *args)
+def each_output(change, backend=Scripted):
+    """Break every output of the backend."""
+    honest = backend.poll
+
+    def poll(self):
+        return [replace(output, completions=change(output.completions)) for output in honest(self)]
+
+    return backend, "poll", poll
 
 
-def update_without_version(readiness, version):
-    readiness.held_step, readiness._obstacle = version, None
+def each_completion(change):
+    return each_output(lambda completions: [change(each) for each in completions])
 
 
-def sample_backwards(engine, prompts, params=None, honest=FakeEngine.sample):
-    return honest(engine, prompts, params)[::-1]
+def unpack_backwards(packed, first=0, last=None, honest=PackedCompletions.unpack):
+    return honest(packed, first, last)[::-1]
 
 
-def answer_once(request, timeout_s=None, honest=Request.result):
-    answers = honest(request, timeout_s)
-    request._outcome = ([], None)
+def load_without_version(backend, *args):
+    return 0.0
+
+
+def never_skip(swap, *args, honest=HotSwap.update):
+    swap.forget()
+    return honest(swap, *args)
+
+
+def take_any_model(swap, model, step, in_flight, honest=HotSwap.update):
+    try:
+        return honest(swap, model, step, in_flight)
+    except WeightMismatch:
+        return UpdateReport(step, False, 0, 0.0, 0.0, 0.0)
+
+
+def never_drain(engine, model, step, in_flight="refuse", honest=SamplingEngine.update):
+    return honest(engine, model, step, "keep" if in_flight == "drain" else in_flight)
+
+
+def answer_once(handle, timeout_s=None, honest=BatchHandle.result):
+    answers = honest(handle, timeout_s)
+    handle.result = lambda timeout_s=None: []
     return answers
 
 
-def wait_longer(request, timeout_s=None, honest=Request.result):
-    return honest(request)
+def wait_longer(channel, number, silence_s, waiting_for, deadline_s=None, honest=InlineChannel.answer):
+    return honest(channel, number, silence_s, waiting_for)
 
 
-def tell_twice(requests, honest=Requests.poll):
-    return honest(requests) * 2
+def give_the_answer_before(channel, number, silence_s, waiting_for, *args, honest=InlineChannel.answer):
+    if waiting_for == "generating":
+        with suppress(EngineTimeout):
+            return honest(channel, number - 1, silence_s, waiting_for, *args)
+    return honest(channel, number, silence_s, waiting_for, *args)
+
+
+def tell_twice(engine, honest=SamplingEngine.poll):
+    return honest(engine) * 2
+
+
+def sleep_anyway(state, parts, num_requests, honest=SleepState.sleep):
+    return honest(state, parts, 0)
+
+
+def cancel_everything(self, number, command, honest=Scheduler.carry_out):
+    if isinstance(command, scheduler.messages.Abort):
+        return [
+            answer
+            for each in range(number + 5)
+            for answer in honest(self, number, replace(command, generate=each))
+        ]
+    return honest(self, number, command)
 
 
 BROKEN = [
-    ("every_prompt_is_answered_in_its_place", (FakeEngine, "sample", sample_backwards)),
-    (
-        "n_completions_come_for_each_prompt",
-        (
-            FakeEngine,
-            "sample",
-            lambda e, p, s=None, honest=FakeEngine.sample: [a[:1] for a in honest(e, p, s)],
-        ),
-    ),
+    ("every_prompt_is_answered_in_its_place", (PackedCompletions, "unpack", unpack_backwards)),
+    ("n_completions_come_for_each_prompt", each_output(lambda completions: completions[:1])),
     (
         "logprobs_come_where_they_are_asked_for",
         each_completion(lambda each: replace(each, sampler_logprobs=(-1.0,))),
@@ -86,47 +125,78 @@ BROKEN = [
         each_completion(lambda each: replace(each, token_ids=(next(COUNTER),))),
     ),
     (
+        "an_unknown_parameter_is_refused_by_name",
+        (scripted, "read_parameters", lambda given, defaults: defaults),
+    ),
+    (
         "every_token_carries_the_version_that_sampled_it",
         each_completion(lambda each: replace(each, versions=(0,))),
     ),
-    ("an_update_brings_its_version_and_other_answers", (Readiness, "finish_update", update_without_version)),
+    ("an_update_brings_its_version_and_other_answers", (Scripted, "load", load_without_version)),
     (
         "an_update_brings_its_version_and_other_answers",
         each_completion(lambda each: replace(each, text="always")),
     ),
-    ("the_same_step_moves_nothing", (Desk, "update", never_skip)),
-    ("another_model_is_refused_and_the_engine_keeps_its_weights", (fake_sampler, "require_same", forget)),
-    ("a_submitted_batch_gives_what_sample_gives", (Request, "result", answer_once)),
-    ("poll_returns_each_finished_handle_once_in_order", (Requests, "poll", tell_twice)),
-    ("a_result_that_is_not_there_in_time_may_be_asked_for_again", (Request, "result", wait_longer)),
-    ("cancelled_requests_raise_and_leave_the_others_alone", (Request, "cancel", forget)),
-    ("an_engine_that_sleeps_samples_nothing", (Readiness, "require_sampling", Readiness.require_open)),
-    ("weights_that_slept_hold_nothing_until_an_update", (Readiness, "sleep", forget)),
-    ("requests_under_way_keep_the_engine_awake", (Requests, "num_under_way", 0)),
-    ("a_closed_engine_says_so", (Readiness, "close", forget)),
+    ("the_same_step_moves_nothing", (HotSwap, "update", never_skip)),
+    ("another_model_is_refused_and_the_engine_keeps_its_weights", (HotSwap, "update", take_any_model)),
+    ("an_update_is_refused_while_requests_are_in_flight", (scheduler, "require_room_for_update", forget)),
+    ("an_update_that_drains_waits_for_requests_in_flight", (SamplingEngine, "update", never_drain)),
+    (
+        "requests_in_flight_go_on_with_the_new_weights",
+        each_completion(lambda each: replace(each, versions=(99,) * len(each.versions))),
+    ),
+    ("a_submitted_batch_gives_what_sample_gives", (BatchHandle, "result", answer_once)),
+    ("done_becomes_true_by_asking", (InlineChannel, "advance", forget)),
+    ("poll_returns_each_finished_handle_once_in_order", (SamplingEngine, "poll", tell_twice)),
+    ("results_may_be_fetched_in_any_order", (InlineChannel, "answer", give_the_answer_before)),
+    ("a_result_that_is_not_there_in_time_may_be_asked_for_again", (InlineChannel, "answer", wait_longer)),
+    ("cancelled_requests_raise_and_leave_the_others_alone", (BatchHandle, "cancel", forget)),
+    ("cancelled_requests_raise_and_leave_the_others_alone", (Scheduler, "carry_out", cancel_everything)),
+    ("an_engine_that_sleeps_samples_nothing", (SleepState, "check_sampling", forget)),
+    ("weights_that_slept_hold_nothing_until_an_update", (HotSwap, "forget", forget)),
+    ("the_cache_may_sleep_alone", (SleepState, "wake_up", forget)),
+    ("weights_wake_for_the_update_and_the_cache_after_it", (SleepState, "finish_update", forget)),
+    ("requests_in_flight_keep_the_engine_awake", (SleepState, "sleep", sleep_anyway)),
+    ("a_closed_engine_says_so", (SamplingEngine, "close", forget)),
 ]
 MODEL_BROKEN = [
-    ("greedy_tokens_are_the_models_likeliest", (hf_sampler, "copy_whole", lambda model, into: 0)),
-    ("logprobs_are_the_models_own", (hf_sampler, "copy_whole", lambda model, into: 0)),
+    ("greedy_tokens_are_the_models_likeliest", (PlainWeights, "load", lambda *args: 0.0)),
+    ("logprobs_are_the_models_own", (PlainWeights, "load", lambda *args: 0.0)),
     ("a_prompt_is_answered_as_if_it_were_alone", (torch.Tensor, "new_ones", torch.Tensor.new_zeros)),
-    ("seeds_and_completions_differ", (Row, "uniform", lambda row: 0.5)),
-    ("a_stop_token_ends_the_completion", (Row, "forbidden", [])),
+    ("seeds_and_completions_differ", (SequenceState, "uniform", lambda sequence: 0.5)),
+    (
+        "a_stop_token_ends_the_completion",
+        (SequenceState, "make_processors", lambda sequence, device: LogitsProcessorList()),
+    ),
     ("a_stop_string_ends_the_text", (Parameters, "stop_strings", ())),
-    ("the_token_limit_is_kept", (decoding.Decoding, "is_finished", True)),
+    (
+        "the_token_limit_is_kept",
+        (
+            transformers_backend,
+            "read_parameters",
+            lambda given: replace(read_parameters(given), max_tokens=5),
+        ),
+    ),
+    ("text_and_chat_become_the_tokenizers_tokens", (PromptTokenizer, "encode", lambda self, prompt: (2, 3))),
+    (
+        "requests_in_flight_go_on_with_the_new_weights",
+        (Transformers, "version", property(lambda self: 99, forget)),
+    ),
 ]
 
 
 def fails(engine, model_path, name):
     # Several checks need a version that the engine holds.
-    subject = Subject(engine, model_path)
+    subject = EngineUnderTest(engine, model_path)
     subject.engine.update(subject.models(20)[0], 0)
-    with pytest.raises(AssertionError):
-        NAMED[name](subject)
+    with pytest.raises(AssertionError, match=name):
+        run_checks(subject, [NAMED[name]])
 
 
 @pytest.mark.parametrize(("name", "change"), BROKEN)
 def test_a_broken_rule_is_noticed(name, change, model_path, monkeypatch):
     monkeypatch.setattr(*change)
+    monkeypatch.setattr(answers, "PATIENCE_S", 0.5)
     with FakeEngine(lambda prompt, version: f"step {version}: {prompt}", num_steps=3) as engine:
         fails(engine, model_path, name)
 
@@ -134,5 +204,12 @@ def test_a_broken_rule_is_noticed(name, change, model_path, monkeypatch):
 @pytest.mark.parametrize(("name", "change"), MODEL_BROKEN)
 def test_answers_that_are_not_the_models_are_noticed(name, change, model_path, monkeypatch):
     with HFEngine(model_path) as engine:
-        monkeypatch.setattr(*change)
+        monkeypatch.setattr(*change, raising=False)
         fails(engine, model_path, name)
+
+
+def test_the_same_engines_unbroken_fail_none_of_these_checks(model_path):
+    with FakeEngine(lambda prompt, version: f"step {version}: {prompt}", num_steps=3) as engine:
+        subject = EngineUnderTest(engine, model_path)
+        engine.update(subject.models(20)[0], 0)
+        run_checks(subject, [NAMED[name] for name in dict(BROKEN)])

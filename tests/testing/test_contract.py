@@ -1,46 +1,61 @@
-"""One suite, all engines; tests/sampling/test_server.py holds the one that is reached over HTTP to it."""
+"""One suite for every backend on every channel; tests/engine/test_server.py holds the server to it."""
 
 import contextlib
 import functools
 
 import pytest
 from rank_processes import on_ranks, save_tiny_llama
+from tiny_engine import TINY_ENGINE
 
 import vectorlm
-from vectorlm.sampling.fake_engine import FakeEngine
-from vectorlm.sampling.hf_engine import HFEngine
-from vectorlm.testing import CHECKS, MODEL_CHECKS, Subject, run_checks
+from vectorlm.testing import CHECKS, MODEL_CHECKS, EngineUnderTest, run_checks
+
+SCRIPT = "step {1}: {0}".format
+"""Takes a prompt and a version; unlike a function of this file, it can be sent to a sampler process."""
 
 
-def vllm_engine(path, topology=None):
+def vllm_process(path, topology=None):
     return vectorlm.SamplingEngine(
         str(path),
         topology=topology,
-        dtype="float32",
-        max_model_len=64,
-        kv_cache_memory_bytes=16 << 20,
-        timeout_s=240,
+        **TINY_ENGINE,
     )
 
 
-def transformers_engine(path, topology=None):
+def transformers_process(path, topology=None):
     return vectorlm.SamplingEngine(str(path), topology=topology, inference="transformers", timeout_s=240)
 
 
-def hf_engine(path, topology=None):
-    return HFEngine(path, topology=topology)
+def transformers_inline(path, topology=None):
+    return vectorlm.HFEngine(path, topology=topology)
 
 
-def fake_engine(path, topology=None):
+def scripted_process(path, topology=None):
+    return vectorlm.SamplingEngine(
+        str(path),
+        topology=topology,
+        inference="vectorlm.backends.scripted:Scripted",
+        answers=SCRIPT,
+        # Slow enough that many requests are still in flight while a check looks at them.
+        num_steps=3,
+        step_s=0.02,
+        max_num_seqs=4,
+    )
+
+
+def scripted_inline(path, topology=None):
     # Three steps a batch: one that is finished at once could not show how it is waited for.
-    return FakeEngine(lambda prompt, version: f"step {version}: {prompt}", topology=topology, num_steps=3)
+    return vectorlm.FakeEngine(SCRIPT, topology=topology, num_steps=3)
 
 
-ENGINES = {"vllm": vllm_engine, "transformers": transformers_engine, "hf": hf_engine, "fake": fake_engine}
+ENGINES = {
+    make.__name__: make
+    for make in (vllm_process, transformers_process, transformers_inline, scripted_process, scripted_inline)
+}
 
 
 def checks_of(kind):
-    return [check for check in CHECKS if kind != "fake" or check not in MODEL_CHECKS]
+    return [check for check in CHECKS if not (kind.startswith("scripted") and check in MODEL_CHECKS)]
 
 
 CASES = [(kind, check) for kind in ENGINES for check in checks_of(kind)]
@@ -56,7 +71,7 @@ def subject_of(model_path):
     """Start each engine once, when the first of its checks comes."""
     with contextlib.ExitStack() as stack:
         yield functools.cache(
-            lambda kind: Subject(stack.enter_context(ENGINES[kind](model_path)), model_path)
+            lambda kind: EngineUnderTest(stack.enter_context(ENGINES[kind](model_path)), model_path)
         )
 
 
@@ -65,12 +80,21 @@ def test_an_engine_keeps_the_contract(kind, check, subject_of):
     check(subject_of(kind))
 
 
-def keep_every_contract(topology, path):
-    for kind, make_engine in ENGINES.items():
-        print(f"the engine: {kind}", flush=True)
-        with make_engine(path, topology) as engine:
-            run_checks(Subject(engine, path, topology=topology), checks_of(kind))
+def keep_the_contract(topology, kind, path):
+    with ENGINES[kind](path, topology) as engine:
+        run_checks(EngineUnderTest(engine, path, topology=topology), checks_of(kind))
 
 
-def test_the_engines_keep_the_contract_on_two_ranks(model_path):
-    on_ranks(2, keep_every_contract, model_path)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "vllm_process",
+        "scripted_inline",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("transformers_process", "transformers_inline", "scripted_process")
+        ),
+    ],
+)
+def test_an_engine_keeps_the_contract_on_two_ranks(kind, model_path):
+    on_ranks(2, keep_the_contract, kind, model_path)

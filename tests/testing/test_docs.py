@@ -28,8 +28,10 @@ NAMED, INFERENCE, FOLLOWED, TRAINER = blocks(CONTRACTS)
 @pytest.fixture
 def folder(tmp_path):
     save_tiny_llama(tmp_path / "path/to/a/small/model", hidden_size=64)
-    (tmp_path / "my_engines.py").write_text("from vectorlm.sampling.hf_engine import HFEngine as MyEngine\n")
-    mine = "from vectorlm.sampling.hf_inference import Transformers as MyInference\n"
+    (tmp_path / "my_engines.py").write_text(
+        "from vectorlm.backends.transformers import HFEngine as MyEngine\n"
+    )
+    mine = "from vectorlm.backends.transformers.backend import Transformers as MyInference\n"
     (tmp_path / "my_inference.py").write_text(mine)
     return tmp_path
 
@@ -44,6 +46,7 @@ def test_the_scripted_engine_says_its_script():
     exec(FAKE, {})
 
 
+@pytest.mark.slow
 def test_an_engine_of_ones_own_goes_through_every_check(folder):
     (folder / "test_mine.py").write_text(PYTEST)
     assert f"{len(CHECKS)} passed" in run(folder, "-m", "pytest", "-p", "no:cacheprovider", "test_mine.py")

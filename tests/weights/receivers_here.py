@@ -1,11 +1,14 @@
-"""An engine's ``collective_rpc`` over receivers in this process."""
+"""`Receivers` over workers in this process."""
 
-from vectorlm.weights.extension import WeightExtension
+from types import SimpleNamespace
+
+from vectorlm.backends.vllm.extension import WeightExtension
+from vectorlm.weights.receivers import Receivers
 
 
-def call_of(*receivers):
-    """Return what `Receivers` takes: calls the extension of each receiver in turn."""
-    extensions = [WeightExtension() for _ in receivers]
-    for extension, receiver in zip(extensions, receivers, strict=True):
-        extension._vectorlm_receiver = receiver
-    return lambda method, args=(): [getattr(extension, method)(*args) for extension in extensions]
+def receivers_of(*models):
+    """Return the receivers of an engine with one worker for each of `models`, which are plain and on CPU."""
+    extensions = [WeightExtension() for _ in models]
+    for extension, model in zip(extensions, models, strict=True):
+        extension.model_runner = SimpleNamespace(get_model=lambda model=model: model)
+    return Receivers(lambda method, args=(): [getattr(each, method)(*args) for each in extensions], "live")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vectorlm.weights.arena import Arena
-from vectorlm.weights.plan import Slot
+from vectorlm.weights.arena import Arena, MappedArenas
+from vectorlm.weights.plan import Layout, Slot
 
 
 def test_what_one_process_writes_the_other_reads():
@@ -20,6 +20,14 @@ def test_what_one_process_writes_the_other_reads():
     subprocess.run([sys.executable, "-c", child, arena.path], check=True)
     assert torch.equal(arena.view(slot), torch.full((3, 4), 2.5))
     assert not arena.bytes[:64].any()
+
+
+def test_an_open_file_of_the_user_is_no_arena(tmp_path):
+    path = tmp_path / "thesis"
+    path.write_bytes(b"x" * 256)
+    with path.open("r+b") as file, pytest.raises(ValueError, match="is no arena"):
+        Arena.open(f"/proc/{os.getpid()}/fd/{file.fileno()}", 256)
+    assert path.read_bytes() == b"x" * 256
 
 
 def test_the_arena_has_no_name_that_a_crash_could_leave_behind():
@@ -40,3 +48,17 @@ def test_a_closed_arena_is_gone():
     arena.close()
     with pytest.raises(FileNotFoundError):
         Path(arena.path).stat()
+
+
+def test_an_arena_is_mapped_once_unless_another_takes_its_path():
+    first, mapped = Arena.create(128), MappedArenas()
+    layout = Layout(first.path, 128, (Slot("w", (4,), "float32", 0),))
+    place = mapped.slots_of(layout)["w"]
+    assert mapped.slots_of(layout)["w"] is place
+    first.close()
+    second = Arena.create(128)
+    assert second.path == layout.path, "the descriptor was not used again, so this test would prove nothing"
+    mapped.slots_of(layout)["w"].fill_(1.0)
+    assert second.view(layout.slots[0]).all()
+    assert not place.any()
+    mapped.close()

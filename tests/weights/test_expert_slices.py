@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from receivers_here import call_of
+from receivers_here import receivers_of
 
 from vectorlm.errors import ChecksumMismatch
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
 from vectorlm.weights.plan import Piece, TensorSpec
-from vectorlm.weights.receive import Receiver
-from vectorlm.weights.receivers import Receivers
 
 EXPERTS, COLUMNS, HIDDEN = 3, 4, 6
 UP, DOWN = (EXPERTS, 2 * COLUMNS, HIDDEN), (EXPERTS, HIDDEN, COLUMNS)
@@ -49,19 +47,19 @@ class Experts(torch.nn.Module):
 @pytest.mark.parametrize("count", [1, 2])
 def test_every_worker_gets_its_slice_of_every_expert_and_the_proof_holds(count):
     workers = [Experts(worker, count) for worker in range(count)]
-    receivers = Receivers(call_of(*(Receiver(worker, "live") for worker in workers)))
-    layout = receivers.connect(manifest())
+    receivers = receivers_of(*workers)
+    layout = receivers.connect(manifest(), None, "base")
     assert bool(layout.num_copied_bytes) == (count == 2), "alone, a worker computes with the arena itself"
     arena = Arena.open(layout.path, layout.num_bytes)
     sent = {slot.name: torch.randn(slot.shape) for slot in layout.slots}
     for slot in layout.slots:
         arena.view(slot).copy_(sent[slot.name])
     sums = [checksum(sent[slot.name], word_bytes=slot.word_bytes) for slot in layout.slots]
-    receivers.load(0, sums)
+    receivers.load(0, sums, ["base"])
     for worker in workers:
         part = slice(worker.start, worker.start + worker.width)
         gate, up = sent["up"][:, :COLUMNS][:, part], sent["up"][:, COLUMNS:][:, part]
         assert torch.equal(worker.w13, torch.cat([gate, up], dim=1))
         assert torch.equal(worker.w2, sent["down"][:, :, part])
     with pytest.raises(ChecksumMismatch, match=r"1 of 2 tensors .*: \['down'\]"):
-        receivers.load(1, [sums[0], sums[1] + 1])
+        receivers.load(1, [sums[0], sums[1] + 1], ["base"])

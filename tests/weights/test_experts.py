@@ -3,9 +3,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vectorlm.backends.vllm.pack import (
+    ACTIVATIONS,
+    are_plain,
+    check_packed,
+    mix_experts,
+    pack_experts,
+    stale_experts,
+)
 from vectorlm.errors import ChecksumMismatch
-from vectorlm.weights.experts import ACTIVATIONS, are_plain, mix_experts, pack_experts, stale_experts
-from vectorlm.weights.pack import check_packed
 
 TOKENS, HIDDEN, EXPERTS, CHOICES = 7, 64, 5, 2
 

@@ -1,9 +1,8 @@
 import torch
 
-from vectorlm.weights.join import join_copies
-from vectorlm.weights.layout import Intake, find_aliases, place_slots
+from vectorlm.weights.layout import find_aliases, place_slots
 from vectorlm.weights.plan import TensorSpec
-from vectorlm.weights.record import Copy, View
+from vectorlm.weights.record import Copy, LoadPlan, View, join_copies
 
 EXPERTS, COLUMNS, HIDDEN = 3, 4, 2
 SHAPE = (EXPERTS, 2 * COLUMNS, HIDDEN)
@@ -28,9 +27,9 @@ def test_experts_copied_one_by_one_into_their_own_order_become_one_copy_and_a_vi
     whole = View(SHAPE, (2 * HALF, HIDDEN, 1), 0)
     joined = join_copies(parts(range(6)), manifest, parameters)
     assert joined == [Copy("up", whole, "w13", whole)]
-    intake = Intake(tuple(joined), {"w13": "float32"}, {"w13": parameters["w13"].numel()})
-    num_bytes, slots = place_slots(manifest, intake)
-    assert [alias.parameter for alias in find_aliases(intake, slots, num_bytes)] == ["w13"]
+    load_plan = LoadPlan(tuple(joined), {"w13": "float32"}, {"w13": parameters["w13"].numel()})
+    num_bytes, slots = place_slots(manifest, load_plan)
+    assert list(find_aliases(load_plan, slots, num_bytes)) == ["w13"]
 
 
 def test_a_source_may_be_a_part_of_the_parameter():

@@ -7,13 +7,14 @@ from rank_processes import on_ranks, save_tiny_llama
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError, WeightMismatch
-from vectorlm.ranks.topology import Topology
-from vectorlm.weights.arena import Arena
+from vectorlm.lora.sources import adapter_source, lora_weight_sets, merged_source
+from vectorlm.weights.arena import Arena, MappedArenas
 from vectorlm.weights.checksum import checksum
-from vectorlm.weights.lora_sources import adapter_sources, merged_sources
-from vectorlm.weights.plan import Layout, Slot, manifest_of
-from vectorlm.weights.publish import Publisher
+from vectorlm.weights.layout import plain_slots
+from vectorlm.weights.module_source import manifest_of
+from vectorlm.weights.plan import Layout
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 OPTIONS = {
@@ -30,9 +31,6 @@ OPTIONS = {
     "modules to save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
     "PiSSA": {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": "pissa"},
 }
-
-
-SCRATCH = Arena.create(1 << 20)
 
 
 def adapted(folder, options, seed=0):
@@ -53,32 +51,32 @@ def plain_merge(model):
     return {name: parameter.detach() for name, parameter in merged.named_parameters()}
 
 
-def publish(topology, model, sources_of, path, shapes):
-    slots, end = [], 0
-    for name, shape in shapes.items():
-        slots.append(Slot(name, shape, "float32", end))
-        end += -(-slots[-1].num_bytes // 64) * 64
-    publisher = Publisher(Layout(path, end, tuple(slots)), topology, sources_of)
-    return slots, publisher.write(publisher.shares(model), with_checksums=True)
+def publish(source, path):
+    """Publish in float32 into the arena at `path`; return the slots and the checksums."""
+    num_bytes, slots = plain_slots(source.manifest(), lambda name: "float32")
+    return slots, source.publish(Layout(path, num_bytes, slots), True)
+
+
+def sent_by(source):
+    """Return what one rank alone sends, by name."""
+    arena = Arena.create(1 << 20)
+    slots, _ = publish(source, arena.path)
+    return {slot.name: arena.view(slot) for slot in slots}
 
 
 def publish_sharded(topology, folder, plans):
     """Publish every case of `plans` from a model of its own; return the checksums, and what changed in the models."""
     all_sums, changed = [], []
-    for options, sources_of, path, shapes in plans:
+    for options, source_of, path in plans:
         model = adapted(folder, options)
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         for block in model.base_model.model.model.layers:
             fully_shard(block)
         fully_shard(model)
-        all_sums.append(publish(topology, model, sources_of, path, shapes)[1])
+        all_sums.append(publish(source_of(model, topology), path)[1])
         after = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
         changed += [name for name in before if not torch.equal(after[name], before[name])]
     return all_sums, changed
-
-
-def shapes_of(sources):
-    return {name: tuple(source.tensor.shape) for name, source in sources.items()}
 
 
 ADAPTERS = ["plain", "rank-stabilised", "patterns", "embedding and head"]
@@ -89,29 +87,26 @@ def published(tmp_path_factory):
     """What two ranks published of every case, by case and mode: slots, arena and checksums."""
     # 47 rows do not divide by two: the last shard of the head and of the embedding is a short one.
     folder = save_tiny_llama(tmp_path_factory.mktemp("sources") / "model", vocab_size=47)
-    cases = [(name, merged_sources) for name in OPTIONS] + [(name, adapter_sources) for name in ADAPTERS]
+    cases = [(name, merged_source) for name in OPTIONS] + [(name, adapter_source) for name in ADAPTERS]
     arenas = [Arena.create(1 << 20) for _ in cases]
-    shapes = [shapes_of(sources_of(adapted(folder, OPTIONS[name]), Topology())) for name, sources_of in cases]
     plans = [
-        (OPTIONS[name], sources_of, arena.path, each)
-        for (name, sources_of), arena, each in zip(cases, arenas, shapes, strict=True)
+        (OPTIONS[name], source_of, arena.path) for (name, source_of), arena in zip(cases, arenas, strict=True)
     ]
     results = on_ranks(2, publish_sharded, str(folder), plans)
     assert [changed for _, changed in results] == [[], []], "publishing changed the trainer's weights"
     found = {}
-    for index, ((name, sources_of), arena) in enumerate(zip(cases, arenas, strict=True)):
-        slots, _ = publish(
-            Topology(), adapted(folder, OPTIONS[name]), sources_of, SCRATCH.path, shapes[index]
-        )
+    for index, ((name, source_of), arena) in enumerate(zip(cases, arenas, strict=True)):
+        manifest = source_of(adapted(folder, OPTIONS[name]), Topology()).manifest()
+        _, slots = plain_slots(manifest, lambda name: "float32")
         sums = [sum(parts) % 2**64 for parts in zip(*(sums[index] for sums, _ in results), strict=True)]
-        found[name, sources_of] = {slot.name: arena.view(slot).clone() for slot in slots}, sums
+        found[name, source_of] = {slot.name: arena.view(slot).clone() for slot in slots}, sums
     return folder, found
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_two_ranks_publish_what_peft_would_merge(published, name):
     folder, found = published
-    sent, sums = found[name, merged_sources]
+    sent, sums = found[name, merged_source]
     expected = plain_merge(adapted(folder, OPTIONS[name]))
     assert set(sent) == set(expected)
     for (weight, tensor), total in zip(sent.items(), sums, strict=True):
@@ -123,7 +118,7 @@ def test_two_ranks_publish_what_peft_would_merge(published, name):
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_two_ranks_publish_adapters_whose_product_is_what_peft_would_add(published, name):
     folder, found = published
-    sent, sums = found[name, adapter_sources]
+    sent, sums = found[name, adapter_source]
     base = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
     assert sums == [checksum(tensor) for tensor in sent.values()]
     for weight, merged in plain_merge(adapted(folder, OPTIONS[name])).items():
@@ -140,9 +135,9 @@ def test_weights_that_are_stored_transposed_are_merged_too():
     base = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=8))
     model = get_peft_model(base, LoraConfig(r=2, target_modules=["c_attn", "wte"], fan_in_fan_out=True))
     torch.nn.init.normal_(model.base_model.model.transformer.h[0].attn.c_attn.lora_B.default.weight)
-    source = merged_sources(model.base_model.model.transformer.h, Topology())["0.attn.c_attn.weight"]
+    sent = sent_by(merged_source(model.base_model.model.transformer.h, Topology()))
     expected = plain_merge(model)["transformer.h.0.attn.c_attn.weight"]
-    torch.testing.assert_close(source.change(source.tensor.detach()), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sent["0.attn.c_attn.weight"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_trained_biases_are_published_as_the_layers_own():
@@ -154,24 +149,27 @@ def test_trained_biases_are_published_as_the_layers_own():
     torch.nn.init.normal_(layer.base_layer.bias)
     assert layer.base_layer.bias.requires_grad
     name = "transformer.h.0.attn.c_attn.bias"
-    assert torch.equal(merged_sources(model, Topology())[name].tensor, plain_merge(model)[name])
+    assert torch.equal(sent_by(merged_source(model, Topology()))[name], plain_merge(model)[name])
 
 
 def test_several_active_adapters_are_merged_together_and_disabled_ones_not_at_all(tmp_path):
-    model = adapted(save_tiny_llama(tmp_path / "model"), OPTIONS["plain"])
+    folder = save_tiny_llama(tmp_path / "model")
+    model = adapted(folder, OPTIONS["plain"])
     model.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "second"])
     merged = copy.deepcopy(model).merge_and_unload(adapter_names=["default", "second"])
-    sources = merged_sources(model, Topology())
+    sent = sent_by(merged_source(model, Topology()))
     for name, expected in merged.named_parameters():
-        source = sources[name]
-        rows = source.change(source.tensor.detach()) if source.change else source.tensor
-        torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-6, check_dtype=False, msg=name)
+        torch.testing.assert_close(sent[name], expected, rtol=1e-5, atol=1e-6, check_dtype=False, msg=name)
     with pytest.raises(ConfigError, match="several active adapters, which vLLM's LoRA layers cannot compute"):
-        adapter_sources(model, Topology())
+        adapter_source(model, Topology())
+    base = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
     with model.disable_adapter():
-        assert all(source.change is None for source in merged_sources(model, Topology()).values())
-        assert adapter_sources(model, Topology()) == {}
+        sent = sent_by(merged_source(model, Topology()))
+        assert all(torch.equal(sent[name], base[name]) for name in base)
+        assert [each.name for each in lora_weight_sets(model, Topology(), MappedArenas(), "adapter")] == [
+            "base"
+        ]
 
 
 def test_the_names_of_an_adapted_model_are_those_of_its_base(tmp_path):
@@ -216,12 +214,12 @@ def test_options_beyond_a_mode_are_refused_by_name_with_the_way_out(tmp_path, mo
     folder = save_tiny_llama(tmp_path / "model", tied=True)
     model = adapted(folder, {"target_modules": ["q_proj"], **options})
     with pytest.raises(ConfigError, match=message):
-        (adapter_sources if mode == "adapter" else merged_sources)(model, Topology())
+        (adapter_source if mode == "adapter" else merged_source)(model, Topology())
 
 
 def test_adapters_merged_into_the_trainers_own_weights_are_refused(tmp_path):
     model = adapted(save_tiny_llama(tmp_path / "model"), OPTIONS["plain"])
     model.merge_adapter()
-    for sources_of in (adapter_sources, merged_sources):
+    for source_of in (adapter_source, merged_source):
         with pytest.raises(WeightMismatch, match=r"q_proj' are merged .* call unmerge_adapter\(\) before"):
-            sources_of(model, Topology())
+            source_of(model, Topology())

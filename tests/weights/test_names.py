@@ -4,8 +4,8 @@ from families import FAMILIES, save_family
 from transformers import AutoModelForCausalLM
 
 from vectorlm.errors import WeightMismatch
-from vectorlm.weights.names import checkpoint_pieces
-from vectorlm.weights.plan import Piece, manifest_of
+from vectorlm.weights.module_source import checkpoint_pieces, manifest_of
+from vectorlm.weights.plan import Piece
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from vectorlm.backends.vllm.pack import check_packed, packable_layers
 from vectorlm.errors import ChecksumMismatch
-from vectorlm.weights.pack import check_packed, packable_layers
 
 
 class Layer(torch.nn.Module):

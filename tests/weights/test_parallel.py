@@ -4,14 +4,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from receivers_here import call_of
+from receivers_here import receivers_of
 
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
 from vectorlm.weights.plan import TensorSpec
-from vectorlm.weights.receive import Receiver
-from vectorlm.weights.receivers import Receivers
 
 HIDDEN, COLUMNS = 4, 6
 MANIFEST = [
@@ -60,7 +58,7 @@ def halves():
 
 @pytest.fixture
 def receivers(halves):
-    return Receivers(call_of(*(Receiver(half, "live") for half in halves)))
+    return receivers_of(*halves)
 
 
 def send(layout):
@@ -73,10 +71,10 @@ def send(layout):
 
 
 def test_every_worker_gets_its_slices_and_the_proof_holds(receivers, halves):
-    layout = receivers.connect(MANIFEST)
+    layout = receivers.connect(MANIFEST, None, "base")
     for version in range(3):
         sent, sums = send(layout)
-        receivers.load(version, sums)
+        receivers.load(version, sums, ["base"])
         for worker, half in enumerate(halves):
             rows = slice(4 * worker, 4 * worker + 4)
             assert torch.equal(half.gate_up, torch.cat([sent["gate"][rows], sent["up"][rows]]))
@@ -92,13 +90,13 @@ def test_connecting_changes_no_weight(receivers, halves):
     for name in ("key", "norm"):
         before[0][name].copy_(before[1][name])
         getattr(halves[0], name).data.copy_(before[1][name])
-    receivers.connect(MANIFEST)
+    receivers.connect(MANIFEST, None, "base")
     for half, old in zip(halves, before, strict=True):
         assert all(torch.equal(each, old[name]) for name, each in half.named_parameters())
 
 
 def test_slices_that_lie_in_the_arena_as_in_the_parameter_are_views_of_it(receivers, halves):
-    layout = receivers.connect(MANIFEST)
+    layout = receivers.connect(MANIFEST, None, "base")
     arena = Arena.open(layout.path, layout.num_bytes)
     table = next(slot for slot in layout.slots if slot.name == "table")
     arena.view(table).copy_(torch.arange(6.0)[:, None].expand(6, HIDDEN))
@@ -109,7 +107,7 @@ def test_slices_that_lie_in_the_arena_as_in_the_parameter_are_views_of_it(receiv
 
 
 def test_slots_do_not_overlap(receivers):
-    layout = receivers.connect(MANIFEST)
+    layout = receivers.connect(MANIFEST, None, "base")
     ends = sorted((slot.offset_bytes, slot.offset_bytes + slot.num_bytes) for slot in layout.slots)
     assert all(end <= start for (_, end), (start, _) in pairwise(ends))
 
@@ -117,9 +115,9 @@ def test_slots_do_not_overlap(receivers):
 @pytest.mark.parametrize("worker", [0, 1])
 @pytest.mark.parametrize("name", ["gate_up", "down", "key", "norm", "table"])
 def test_one_changed_bit_on_one_worker_is_caught(receivers, halves, worker, name):
-    layout = receivers.connect(MANIFEST)
+    layout = receivers.connect(MANIFEST, None, "base")
     _, sums = send(layout)
-    receivers.load(0, sums)
+    receivers.load(0, sums, ["base"])
     load = halves[worker].named_parameters
 
     # A view of the arena shares its bytes with the other worker; this one must go wrong alone.
@@ -133,16 +131,16 @@ def test_one_changed_bit_on_one_worker_is_caught(receivers, halves, worker, name
     halves[worker].named_parameters = spoilt
     tensor = {"gate_up": "up"}.get(name, name)
     with pytest.raises(ChecksumMismatch, match=rf"1 of 6 tensors .*: \['{tensor}'\]"):
-        receivers.load(1, sums)
+        receivers.load(1, sums, ["base"])
 
 
 def test_a_piece_that_no_worker_takes_is_refused(halves):
-    alone = Receivers(call_of(Receiver(halves[0], "live")))
+    alone = receivers_of(halves[0])
     with pytest.raises(WeightMismatch, match=r"leaves 4 of them unused, whole or in part: up \(8, 4\), gate"):
-        alone.connect(MANIFEST)
+        alone.connect(MANIFEST, None, "base")
 
 
 def test_the_first_error_of_any_worker_is_raised(receivers, halves):
     halves[1].extra = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
     with pytest.raises(WeightMismatch, match=r"leave 1 of them unfilled, whole or in part: \['extra'\]"):
-        receivers.connect(MANIFEST)
+        receivers.connect(MANIFEST, None, "base")

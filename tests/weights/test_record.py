@@ -1,16 +1,14 @@
 import pytest
 import torch
-from receivers_here import call_of
+from receivers_here import receivers_of
 
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
-from vectorlm.weights.layout import Alias, Intake, find_aliases, place_slots
-from vectorlm.weights.pieces import Pieces
+from vectorlm.weights.layout import find_aliases, place_slots
 from vectorlm.weights.plan import Slot, TensorSpec
-from vectorlm.weights.receive import Receiver
-from vectorlm.weights.receivers import Receivers
-from vectorlm.weights.record import Copy, View, record_loading
+from vectorlm.weights.receivers import HeldPieces
+from vectorlm.weights.record import Copy, LoadPlan, View, record_loading
 
 HIDDEN, Q, KV = 4, 6, 2
 
@@ -73,37 +71,38 @@ def test_recorded_copies_do_what_the_loader_does():
     assert all(torch.equal(loaded[name], replayed[name]) for name in loaded)
 
 
-def intake_of(parameters, manifest):
+def load_plan_of(parameters, manifest):
     copies = record_loading(loader_of(parameters), parameters, manifest)
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-    return Intake(tuple(copies), dict.fromkeys(parameters, "float32"), sizes)
+    return LoadPlan(tuple(copies), dict.fromkeys(parameters, "float32"), sizes)
 
 
 def test_a_fused_parameter_becomes_one_block_of_the_arena():
-    intake = intake_of(fused_model(), MANIFEST)
-    num_bytes, slots = place_slots(MANIFEST, intake)
+    load_plan = load_plan_of(fused_model(), MANIFEST)
+    num_bytes, slots = place_slots(MANIFEST, load_plan)
     offsets = {slot.name: slot.offset_bytes for slot in slots}
     assert offsets["k"] - offsets["q"] == Q * HIDDEN * 4
     assert offsets["v"] - offsets["k"] == KV * HIDDEN * 4
-    aliases = {alias.parameter: alias.offset_bytes for alias in find_aliases(intake, slots, num_bytes)}
-    assert aliases == {"qkv": offsets["q"], "embed": offsets["embed"]}
+    assert find_aliases(load_plan, slots, num_bytes) == {"qkv": offsets["q"], "embed": offsets["embed"]}
 
 
 def test_rows_that_round_a_table_up_never_become_a_view_of_the_next_tensor():
     # The second of two workers: rows 4 to 6 of the table, and two rows that no checkpoint knows.
     rows, rounded = View((2, HIDDEN), (HIDDEN, 1), 4 * HIDDEN), View((2, HIDDEN), (HIDDEN, 1), 0)
-    intake = Intake((Copy("embed", rows, "embed", rounded),), {"embed": "float32"}, {"embed": 4 * HIDDEN})
+    load_plan = LoadPlan(
+        (Copy("embed", rows, "embed", rounded),), {"embed": "float32"}, {"embed": 4 * HIDDEN}
+    )
     table, neighbour = Slot("embed", (6, HIDDEN), "float32", 0), Slot("next", (6, HIDDEN), "float32", 96)
-    assert find_aliases(intake, [table, neighbour], 192) == []
-    assert find_aliases(intake, [table], 192) == [Alias("embed", 64)]
-    assert find_aliases(intake, [table], 96) == []
+    assert find_aliases(load_plan, [table, neighbour], 192) == {}
+    assert find_aliases(load_plan, [table], 192) == {"embed": 64}
+    assert find_aliases(load_plan, [table], 96) == {}
 
 
 def test_a_tensor_that_is_used_in_part_is_refused():
     columns = [TensorSpec("columns", (3, HIDDEN))]
     # The loader keeps two of four columns, and nobody takes the others.
     with pytest.raises(WeightMismatch, match=r"leaves 1 of them unused, whole or in part: columns \(3, 4\)"):
-        Pieces(columns, [intake_of(fused_model(), columns)])
+        HeldPieces(columns, [load_plan_of(fused_model(), columns)])
 
 
 def test_an_unknown_name_is_an_error_that_says_which():
@@ -137,13 +136,13 @@ def test_a_transposing_loader_passes_the_proof_and_a_swap_that_did_not_arrive_do
                 self.weight.data.copy_(tensor.t())
 
     model, sent = Transposing(), torch.randn(4, 6)
-    receivers = Receivers(call_of(Receiver(model, "live")))
-    layout = receivers.connect([TensorSpec("weight", (4, 6))])
+    receivers = receivers_of(model)
+    layout = receivers.connect([TensorSpec("weight", (4, 6))], None, "base")
     Arena.open(layout.path, layout.num_bytes).view(layout.slots[0]).copy_(sent)
-    receivers.load(0, [checksum(sent)])
+    receivers.load(0, [checksum(sent)], ["base"])
     assert torch.equal(model.weight, sent.t())
     with pytest.raises(ChecksumMismatch, match=r"1 of 1 tensors .*: \['weight'\]"):
-        receivers.load(1, [checksum(sent + 1)])
+        receivers.load(1, [checksum(sent + 1)], ["base"])
 
 
 def test_a_layer_that_the_engine_rearranges_is_refused():
@@ -152,5 +151,5 @@ def test_a_layer_that_the_engine_rearranges_is_refused():
 
     model = torch.nn.Linear(2, 2)
     model.quant_method = Fp8LinearMethod()
-    with pytest.raises(WeightMismatch, match=r"vLLM rearranges those of Linear \(Fp8LinearMethod\)"):
-        Receiver(model, "live")
+    with pytest.raises(WeightMismatch, match=r"vLLM rearranges the weights of Linear \(Fp8LinearMethod\)"):
+        receivers_of(model)

@@ -1,35 +1,45 @@
-"""Reinforcement learning as pure functions: tensors and floats in, tensors out."""
+"""Reinforcement learning as pure functions: tensors and floats in, tensors out.
 
-from vectorlm.algorithms.correction import correction_metrics, importance_weights, rejection_mask
-from vectorlm.algorithms.gae import gae_advantages
-from vectorlm.algorithms.groups import (
-    baseline_advantages,
-    batch_advantages,
-    group_advantages,
-    leave_one_out_advantages,
-)
-from vectorlm.algorithms.kl import AdaptiveKL, kl_estimate
-from vectorlm.algorithms.logprobs import align, entropy, token_logprobs
-from vectorlm.algorithms.policy_loss import (
-    cispo_policy_loss,
-    ppo_policy_loss,
-    reinforce_policy_loss,
-    sapo_policy_loss,
-)
-from vectorlm.algorithms.preference import online_dpo_loss
-from vectorlm.algorithms.reduce import count_denominator, reduce_loss
-from vectorlm.algorithms.registry import algorithm_names, get_algorithm, register
-from vectorlm.algorithms.sequence_loss import copg_loss, proximal_rloo_loss
-from vectorlm.algorithms.spec import AlgorithmSpec, Knobs, LossInputs, Scores
-from vectorlm.algorithms.value_loss import value_loss
-from vectorlm.algorithms.whiten import whiten
+B sequences, T tokens, V vocabulary, P prompts, G completions of each. Masks are bool or 0/1.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vectorlm.algorithms.batch import LossInputs, RolloutBatch
+    from vectorlm.algorithms.correction import correction_metrics, importance_weights, rejection_mask
+    from vectorlm.algorithms.critic import gae_advantages, value_loss
+    from vectorlm.algorithms.groups import (
+        baseline_advantages,
+        batch_advantages,
+        group_advantages,
+        leave_one_out_advantages,
+        return_advantages,
+        whiten,
+    )
+    from vectorlm.algorithms.hyperparameters import Hyperparameters
+    from vectorlm.algorithms.kl import AdaptiveKL, kl_estimate
+    from vectorlm.algorithms.logprobs import align, entropy, token_logprobs
+    from vectorlm.algorithms.policy_loss import (
+        cispo_policy_loss,
+        copg_loss,
+        online_dpo_loss,
+        ppo_policy_loss,
+        proximal_rloo_loss,
+        reinforce_policy_loss,
+        sapo_policy_loss,
+    )
+    from vectorlm.algorithms.reduce import count_denominator, reduce_loss
+    from vectorlm.algorithms.registry import algorithm_names, get_algorithm, register
+    from vectorlm.algorithms.spec import AlgorithmSpec
 
 __all__ = [
     "AdaptiveKL",
     "AlgorithmSpec",
-    "Knobs",
+    "Hyperparameters",
     "LossInputs",
-    "Scores",
+    "RolloutBatch",
     "algorithm_names",
     "align",
     "baseline_advantages",
@@ -52,8 +62,24 @@ __all__ = [
     "register",
     "reinforce_policy_loss",
     "rejection_mask",
+    "return_advantages",
     "sapo_policy_loss",
     "token_logprobs",
     "value_loss",
     "whiten",
 ]
+
+_FILES = (
+    *("hyperparameters", "batch", "spec", "registry", "groups", "policy_loss"),
+    *("critic", "kl", "reduce", "logprobs", "correction"),
+)
+
+
+def __getattr__(name: str) -> Any:
+    # The files import torch, which checking a config does not need: they are imported when a name is first used.
+    if name in __all__:
+        for file in _FILES:
+            module = import_module(f"{__name__}.{file}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

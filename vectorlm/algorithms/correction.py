@@ -1,7 +1,9 @@
-"""Weights and gates for tokens that were sampled by something that is not quite the policy.
+"""Weights and gates for tokens that the engine sampled with other probabilities than the trainer computes.
 
-Everywhere the ratio is that of the trainer to the sampler, ``r = exp(old - sampler)``: above 1 where the sampler was
-too timid, below 1 where it was too eager. Bounds are bounds of r itself. Nothing here carries a gradient.
+`old_logprobs`, float [B, T], are the trainer's at the weights of the rollout, `sampler_logprobs` the engine's, and
+`mask`, bool or 0/1, marks the tokens that the policy chose. r is always the ratio of the trainer to the sampler,
+``exp(old - sampler)``: above 1 where the sampler gave the token too little probability. Bounds are bounds of r.
+Nothing here has a gradient.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ from typing import Literal
 
 import torch
 
-from vectorlm.algorithms.choice import require_choice
-from vectorlm.algorithms.kl import kl_estimate
-from vectorlm.algorithms.ratio import MAX_LOG_RATIO, exp_clamped, log_ratio, masked_mean, masked_sum
+from vectorlm.algorithms.kl import MAX_LOG_RATIO, exp_clamped, kl_estimate, log_ratio
+from vectorlm.algorithms.reduce import masked_mean, masked_sum
+from vectorlm.settings import require_choice
 
-Level = Literal["token", "sequence", "geometric"]
+RatioLevel = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "mask"]
 Divergence = Literal["bernoulli_kl", "tv", "k2", "k3"]
 GateLevel = Literal["token", "sum", "mean", "max"]
@@ -25,47 +27,44 @@ def importance_weights(
     sampler_logprobs: torch.Tensor,
     mask: torch.Tensor,
     *,
-    level: Level = "token",
+    level: RatioLevel = "token",
     mode: Mode = "truncate",
     low: float | None = None,
     high: float | None = None,
     normalise: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weigh each token by how likely the trainer finds it, beside the sampler.
+    """Weigh each token by the trainer's probability over the sampler's.
 
     =========  =====================================  ===================================================
     level      truncate                               mask
     =========  =====================================  ===================================================
     token      clamp(r)                               r, or 0 where r is out of bounds
     sequence   clamp(exp(sum log r)) for the row      exp(sum log r), or 0 for a row that is out of bounds
-    geometric  clamp(exp(mean log r)) for the row     each token's r, or 0 for a row whose exp(mean log r)
-                                                      is out of bounds
+    geometric  clamp(exp(mean log r)) for the row     each token's r, or 0 for a row with exp(mean log r)
+                                                      out of bounds
     =========  =====================================  ===================================================
 
-    Equal log-probabilities give weights of exactly 1. The expectation under the sampler of ``exp(sum log r) f`` is that
-    of f under the trainer; token weights and every bound trade that for less variance. Log-ratios are clamped to +-20.
-    A token whose ratio is not a number (a NaN, or -inf on both sides) is dropped; at the levels of rows so is its row.
+    Equal log-probabilities give weights of exactly 1. The expectation under the sampler of ``exp(sum log r) f`` is the
+    expectation of f under the trainer; token weights and every bound trade that for less variance. Log-ratios are
+    clamped to +-20. A token with a ratio that is not a number is dropped; at the levels of rows so is its row.
 
     Source: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl (token truncate, TIS); Ling Team 2025,
     arXiv:2510.18855 (token mask, IcePop); Liu et al. 2025, "When speed kills stability" (masks by sequence).
 
     Args:
-        old_logprobs: float [B, T], the trainer's at the weights of the rollout.
-        sampler_logprobs: float [B, T], the engine's.
-        mask: bool or 0/1 [B, T], the tokens that the policy chose.
-        level: What the bounds are compared with.
-        mode: What happens beyond them.
-        low: Lower bound; None is none.
-        high: Upper bound; None is none.
+        old_logprobs, sampler_logprobs, mask: [B, T].
+        level: The ratio that the bounds apply to.
+        mode: Whether ratios out of bounds are clamped or dropped.
+        low, high: Bounds, 0 <= low <= 1 <= high; None for no bound.
         normalise: Divide by the mean weight, over kept tokens at level token and over kept rows at the others.
 
     Returns:
         Weights float [B, T], 0 outside the mask and for what is dropped; and what is kept, bool [B, T].
 
     Raises:
-        ValueError: `level` or `mode` is unknown, or the bounds are not 0 <= low <= 1 <= high.
+        ValueError: `level` or `mode` is unknown, or the bounds are not in order.
     """
-    require_choice("level", level, Level)
+    require_choice("level", level, RatioLevel)
     require_choice("mode", mode, Mode)
     if not (0 <= (0 if low is None else low) <= 1 <= (1 if high is None else high)):
         raise ValueError(f"low={low} and high={high} must be bounds around 1: 0 <= low <= 1 <= high.")
@@ -81,7 +80,8 @@ def importance_weights(
         weights = compared.clamp(low, high) if low is not None or high is not None else compared
     else:
         weights = tokens if level == "geometric" else compared
-        kept = kept & _within(compared, low, high)
+        kept = kept & (compared >= (0.0 if low is None else low))
+        kept = kept & (compared <= (torch.inf if high is None else high))
     weights = torch.where(kept, weights, 0.0)
     return (_normalised(weights, kept, level) if normalise else weights), kept
 
@@ -96,32 +96,20 @@ def rejection_mask(
     bound: float | None = None,
     veto: float | None = None,
 ) -> torch.Tensor:
-    """Say which tokens are near enough to the trainer to be learned from.
+    """Return the tokens that are near enough to the trainer to learn from, bool [B, T], False outside the mask.
 
     With p the sampler's probability of the token and r the ratio::
 
         bernoulli_kl   p log(p / (p r)) + (1 - p) log((1 - p) / (1 - p r))      tv   |p r - p|
         k2             (log r)^2 / 2                                             k3   r - 1 - log r
 
-    all of them estimates of how far the trainer is from the sampler, at least 0. ``level="token"`` drops the tokens
-    beyond `bound`; ``sum``, ``mean`` and ``max`` drop the rows whose tokens' sum, mean or largest is. `veto` drops a
-    row that holds a token with r below it. A token whose ratio is not a number is dropped, and its row with it where
-    rows are judged.
+    all of them estimates of the divergence of trainer and sampler, at least 0. ``level="token"`` drops the tokens
+    above `bound`; ``sum``, ``mean`` and ``max`` drop the rows with a sum, mean or maximum over tokens above it. `veto`
+    drops a row that holds a token with r below it. A token with a ratio that is not a number is dropped, and its row
+    with it where whole rows are dropped.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html (k2, k3); the other two are divergences of one event,
     that this token is drawn.
-
-    Args:
-        old_logprobs: float [B, T], the trainer's.
-        sampler_logprobs: float [B, T], the engine's.
-        mask: bool or 0/1 [B, T].
-        divergence: What is bounded; None leaves that gate open.
-        level: Whose divergence.
-        bound: The largest that passes, at least 0.
-        veto: Smallest ratio that a row may hold; None leaves the veto out.
-
-    Returns:
-        bool [B, T], False outside the mask.
 
     Raises:
         ValueError: A name is unknown, or a divergence has no bound of at least 0.
@@ -134,18 +122,16 @@ def rejection_mask(
         require_choice("level", level, GateLevel)
         if bound is None or bound < 0:
             raise ValueError(f"bound={bound} must be at least 0: it is the largest {divergence} that passes.")
-        distances = torch.where(
-            known, _divergence(log_ratios, old_logprobs, sampler_logprobs, divergence), 0.0
-        )
+        distances = _divergence(log_ratios, old_logprobs, sampler_logprobs, divergence)
+        distances = torch.where(known, distances, 0.0)
         match level:
-            case "token":
-                kept = kept & (distances <= bound)
             case "sum":
-                kept = kept & (distances.sum(dim=1, keepdim=True) <= bound)
+                distances = distances.sum(dim=1, keepdim=True)
             case "mean":
-                kept = kept & (masked_mean(distances, known)[:, None] <= bound)
+                distances = masked_mean(distances, known)[:, None]
             case "max":
-                kept = kept & (distances.amax(dim=1, keepdim=True) <= bound)
+                distances = distances.amax(dim=1, keepdim=True)
+        kept = kept & (distances <= bound)
     if veto is not None:
         ratios = torch.where(known, log_ratios.exp(), 1.0)
         kept = kept & (ratios.amin(dim=1, keepdim=True) >= veto)
@@ -161,22 +147,13 @@ def correction_metrics(
     low: float = 0.5,
     high: float = 2.0,
 ) -> dict[str, float]:
-    """Describe the raw ratios, before any bound.
+    """Describe the raw ratios, before any bound: numbers by name, each beginning with ``correction/``.
 
     ``ess`` is the effective sample size as a share, 1 / mean((r / mean r)^2) over tokens, in (0, 1]; with it
-    ``chi2 = mean(r^2) - 1``. Both exist for whole rows too, by exp(sum log r). k1 and k3 estimate the divergence
-    KL(sampler || trainer) per token; ``ppl_ratio`` is the trainer's perplexity over the sampler's, a geometric mean
-    over rows; ``pearson`` the correlation of the probabilities, left out where one of them is constant.
-
-    Args:
-        old_logprobs: float [B, T], the trainer's.
-        sampler_logprobs: float [B, T], the engine's.
-        mask: bool or 0/1 [B, T].
-        low: Ratios below count as out of band.
-        high: Ratios above count as out of band.
-
-    Returns:
-        Numbers by name, each beginning with ``correction/``; those of a perfect match where the mask is empty.
+    ``chi2 = mean(r^2) - 1``. Both exist for whole rows too, by exp(sum log r). k1 and k3 estimate KL(sampler ||
+    trainer) per token; ``ppl_ratio`` is the trainer's perplexity over the sampler's, a geometric mean over rows;
+    ``pearson`` the correlation of the probabilities, left out where one of them is constant. Ratios below `low` or
+    above `high` count as out of band. An empty mask gives the numbers of a perfect match.
     """
     log_ratios, known = _log_ratios(old_logprobs.double(), sampler_logprobs.double(), mask)
     log_tokens = log_ratios[known]
@@ -211,28 +188,19 @@ def correction_metrics(
 def _log_ratios(
     old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log r [B, T], clamped and 0 where it is not known, and where it is."""
+    """Return log r [B, T], clamped and 0 where it is not known, and where it is known."""
     difference = log_ratio(old_logprobs, sampler_logprobs).detach()
     known = mask.bool() & ~difference.isnan()
     return torch.where(known, difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0), known
 
 
 def _known_rows(mask: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Return bool [B, 1]: the rows all of whose tokens have a ratio."""
+    """Return bool [B, 1]: the rows in which every token has a ratio."""
     return ~(mask.bool() & ~known).any(dim=1, keepdim=True)
 
 
-def _within(values: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
-    kept = torch.ones_like(values, dtype=torch.bool)
-    if low is not None:
-        kept = kept & (values >= low)
-    if high is not None:
-        kept = kept & (values <= high)
-    return kept
-
-
-def _normalised(weights: torch.Tensor, kept: torch.Tensor, level: Level) -> torch.Tensor:
-    """Divide by the mean over tokens, or over rows of their mean token."""
+def _normalised(weights: torch.Tensor, kept: torch.Tensor, level: RatioLevel) -> torch.Tensor:
+    """Divide by the mean over kept tokens, or over kept rows of their mean weight."""
     if level == "token":
         mean = weights.sum() / kept.sum().clamp(min=1)
     else:
@@ -245,13 +213,17 @@ def _divergence(
 ) -> torch.Tensor:
     if kind in ("k2", "k3"):
         return kl_estimate(-log_ratios, torch.zeros_like(log_ratios), kind)
-    trainer, sampler = old_logprobs.detach().exp(), sampler_logprobs.detach().exp()
+    both = old_logprobs.detach(), sampler_logprobs.detach()
     if kind == "tv":
-        return (trainer - sampler).abs()
-    # The same function of both, so that equal tokens give exactly 0.
-    rest = torch.where(sampler < 1, (1 - sampler) * (torch.log1p(-sampler) - torch.log1p(-trainer)), 0.0)
-    # Rounding leaves the difference of two near numbers a little below 0, which is none.
-    return (rest - sampler * log_ratios).clamp(min=0.0)
+        return (both[0].exp() - both[1].exp()).abs()
+    # A probability of 1 is a rounded one: the rest is half a rounding step, not 0 with its infinite divergence.
+    largest = -0.5 * torch.finfo(torch.promote_types(both[0].dtype, both[1].dtype)).eps
+    trainer, sampler = (each.double().where(each < 0, largest) for each in both)
+    log_ratios_of_rest = torch.log(torch.expm1(trainer) / torch.expm1(sampler))
+    clamped = (trainer - sampler).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    divergence = torch.expm1(sampler) * log_ratios_of_rest - sampler.exp() * clamped
+    # Rounding may leave the difference of two near numbers a little below 0.
+    return divergence.clamp(min=0.0).to(log_ratios.dtype)
 
 
 def _effective_share(weights: torch.Tensor) -> torch.Tensor:

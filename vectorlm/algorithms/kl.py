@@ -1,4 +1,4 @@
-"""Estimates of the KL divergence from a reference, and the controller of its weight."""
+"""How two policies differ on the same tokens: ratio and KL divergence, and the controller of a KL penalty."""
 
 from __future__ import annotations
 
@@ -6,41 +6,45 @@ from typing import Any, Literal
 
 import torch
 
-from vectorlm.algorithms.ratio import MAX_LOG_RATIO
+KLKind = Literal["k1", "k2", "k3", "abs"]
 
-Kind = Literal["k1", "k2", "k3", "abs"]
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +- this before they are exponentiated: e^20 is 5e8."""
+
+
+def log_ratio(policy_logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
+    """Return log(policy / other), detached from `other`, not clamped."""
+    return policy_logprobs - other_logprobs.detach()
+
+
+def ratio(policy_logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
+    """Return policy / other of each token [B, T], clamped; a clamped ratio has no gradient."""
+    return exp_clamped(log_ratio(policy_logprobs, other_logprobs))
+
+
+def exp_clamped(log_ratios: torch.Tensor) -> torch.Tensor:
+    """Exponentiate log-ratios clamped to +- `MAX_LOG_RATIO`."""
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def kl_estimate(
     policy_logprobs: torch.Tensor,
     reference_logprobs: torch.Tensor,
-    kind: Kind,
+    kind: KLKind,
     straight_through: bool = False,
 ) -> torch.Tensor:
-    """Estimate KL(policy || reference) from single tokens that the policy sampled.
+    """Estimate KL(policy || reference) from single tokens that the policy sampled, float [B, T].
 
     With d = policy - reference::
 
         k1 = d      k2 = d^2 / 2      k3 = exp(-d) - 1 + d      abs = |d|
 
-    k1 and k3 have the right mean; k3 is never negative. As part of a *loss*, k1's gradient has mean zero and does
-    nothing, and k3's is not the divergence's; k2's is. `straight_through` gives any of them k2's gradient and leaves
-    the value as it is.
+    k1 and k3 are unbiased; k3 is never negative (d is clamped to +-20 for it). As a *loss*, k1 has a gradient with mean
+    zero, and only k2 has the gradient of the divergence. `straight_through` gives any of them k2's gradient and keeps
+    the value.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; for the gradients Tang and Munos 2025,
     arXiv:2506.09477.
-
-    Args:
-        policy_logprobs: float [B, T].
-        reference_logprobs: float [B, T].
-        kind: Which estimate. d is clamped to +-20 for k3, which exponentiates it.
-        straight_through: Whether to replace the gradient by that of k2.
-
-    Returns:
-        float [B, T].
-
-    Raises:
-        ValueError: `kind` is unknown.
     """
     d = policy_logprobs - reference_logprobs.detach()
     match kind:
@@ -50,7 +54,7 @@ def kl_estimate(
             value = 0.5 * d.square()
         case "k3":
             clamped = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            # Near 0 the terms cancel: expm1 keeps the digits, and what rounding leaves below 0 is none.
+            # Near 0 the terms cancel: expm1 keeps the digits, and rounding may leave the rest below 0.
             value = (torch.expm1(-clamped) + clamped).clamp(min=0.0)
         case "abs":
             value = d.abs()
@@ -63,25 +67,15 @@ def kl_estimate(
 
 
 class AdaptiveKL:
-    """Weighs the KL penalty so that the divergence stays near a target.
+    """Adapts the weight of the KL penalty so that the divergence stays near a target.
 
-    ``value *= 1 + clip(kl / target - 1, +-0.2) num_completions / horizon`` after each batch, where a batch of more
-    completions than the horizon counts as one of the horizon: the weight never moves by more than a fifth at once.
+    ``value *= 1 + clip(kl / target - 1, +-0.2) min(num_completions / horizon, 1)`` after each batch.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
 
     def __init__(self, initial: float, target: float, horizon: float) -> None:
-        """Start at a weight.
-
-        Args:
-            initial: The first weight, at least 0.
-            target: The divergence to keep to, above 0.
-            horizon: Completions over which the weight may change by a fifth, above 0.
-
-        Raises:
-            ValueError: A number is out of its range.
-        """
+        """Start at the weight `initial`; raise ValueError unless it is at least 0 and the other two are above 0."""
         if initial < 0 or target <= 0 or horizon <= 0:
             raise ValueError(
                 f"initial={initial} must be at least 0, target={target} and horizon={horizon} above 0."
@@ -89,9 +83,9 @@ class AdaptiveKL:
         self.value, self.target, self.horizon = float(initial), target, horizon
 
     def update(self, kl: float, num_completions: int) -> float:
-        """Move the weight after a batch of so many completions with this mean divergence; return it."""
+        """Update the weight after a batch with this mean divergence, and return it."""
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        # Uncapped, a batch of five horizons would make the weight 0, where it would stay.
+        # Without min(), a batch of five horizons could set the weight to 0, where it would stay.
         self.value *= 1.0 + error * min(num_completions / self.horizon, 1.0)
         return self.value
 
@@ -100,5 +94,5 @@ class AdaptiveKL:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
+        """Resume from `state`."""
         self.value = state["value"]

@@ -1,4 +1,4 @@
-"""What a model says of each token, without ever holding a float32 copy of all its logits."""
+"""Log-probabilities and entropies of tokens, without ever holding a float32 copy of all logits."""
 
 from __future__ import annotations
 
@@ -18,24 +18,18 @@ def token_logprobs(
     *,
     head: Head | None = None,
 ) -> torch.Tensor:
-    """Return log softmax(logits / temperature) of each token, in float32.
+    """Return log softmax(logits / temperature) of each token, float32 [B, T] with gradient.
 
     ``logprobs[b, t]`` belongs to ``token_ids[b, t]``: it is read from the logits of position t - 1. The first token of
-    a row was predicted by nothing, and its entry is 0.
+    a row has no such position, and its entry is 0.
 
     Args:
-        logits: float [B, T, V]; with `head`, the hidden states [B, T, H] that it makes logits of.
+        logits: float [B, T, V]; with `head`, the hidden states [B, T, H] before the output layer.
         token_ids: int64 [B, T].
-        temperature: That of sampling, above 0.
-        chunk_tokens: Tokens worked on at a time. In between, no more than [chunk_tokens, V] float32 numbers are held,
-            and in the backward they are computed again.
+        temperature: The sampling temperature; ValueError unless it is above 0.
+        chunk_tokens: Tokens computed at a time: at most [chunk_tokens, V] float32 numbers are held, and the backward
+            computes them again.
         head: The model's output layer, for hidden states.
-
-    Returns:
-        float32 [B, T], with gradient.
-
-    Raises:
-        ValueError: The temperature is not above 0.
     """
     targets = token_ids.roll(-1, dims=1).flatten()
 
@@ -49,27 +43,15 @@ def token_logprobs(
 def entropy(
     logits: torch.Tensor, temperature: float = 1.0, chunk_tokens: int = 2048, *, head: Head | None = None
 ) -> torch.Tensor:
-    """Return the entropy of the distribution that each token was drawn from, in nats.
+    """Return the entropy of the distribution that each token was drawn from, in nats, float32 [B, T] with gradient.
 
-    ``entropy[b, t]`` is of softmax(logits[b, t - 1] / temperature), beside `token_logprobs`; 0 for the first token.
-
-    Args:
-        logits: float [B, T, V]; with `head`, the hidden states [B, T, H].
-        temperature: That of sampling, above 0.
-        chunk_tokens: Tokens worked on at a time.
-        head: The model's output layer, for hidden states.
-
-    Returns:
-        float32 [B, T], with gradient.
-
-    Raises:
-        ValueError: The temperature is not above 0.
+    ``entropy[b, t]`` is of softmax(logits[b, t - 1] / temperature); arguments as for `token_logprobs`.
     """
 
     def spread(scores: torch.Tensor, start: int) -> torch.Tensor:
         logprobs = torch.log_softmax(scores, dim=-1)
-        # A token that cannot be drawn adds 0, not 0 times -inf.
-        return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(dim=-1)
+        # A token that cannot be drawn adds 0, not 0 times -inf; neither to the gradient.
+        return -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(dim=-1)
 
     return _over_chunks(spread, logits, temperature, chunk_tokens, head)
 
@@ -81,13 +63,13 @@ def _over_chunks(
     chunk_tokens: int,
     head: Head | None,
 ) -> torch.Tensor:
-    """Apply `of_scores` to float32 scores, a chunk at a time, and give each token what the position before it said."""
+    """Apply `of_scores` to chunks of float32 scores, and give each token the value of the position before it."""
     if temperature <= 0:
         raise ValueError(
-            f"temperature={temperature} must be above 0: a greedy token has no probability to speak of."
+            f"temperature={temperature} must be above 0: greedy decoding has no probabilities. Use 1.0."
         )
     num_rows, length = logits.shape[:2]
-    # A view of all positions, not a copy of all but the last ones; what those say is thrown away.
+    # A view of all positions, not a copy without the last ones; align drops the results of those.
     states = logits.flatten(0, 1)
 
     def of_chunk(chunk: torch.Tensor, start: int) -> torch.Tensor:
@@ -104,18 +86,9 @@ def _over_chunks(
         else:
             parts.append(of_chunk(chunk, start))
     flat = torch.cat(parts) if parts else states.new_zeros(0, dtype=torch.float32)
-    return torch.nn.functional.pad(flat.view(num_rows, length)[:, :-1], (1, 0))
+    return align(flat.view(num_rows, length))
 
 
 def align(per_position: torch.Tensor) -> torch.Tensor:
-    """Give each token what the position before it said; the first token gets 0.
-
-    For a critic's output, whose value of token t is that of the state in which t was chosen.
-
-    Args:
-        per_position: float [B, T].
-
-    Returns:
-        float [B, T].
-    """
+    """Give each token [B, T] the value of the position before it; the first token gets 0."""
     return torch.nn.functional.pad(per_position[:, :-1], (1, 0))

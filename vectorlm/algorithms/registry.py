@@ -1,30 +1,34 @@
-"""The algorithms by name."""
+"""The algorithms by name, and the adapters from the records of a step to the pure functions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 
-from vectorlm.algorithms.gae import gae_advantages
+from vectorlm.algorithms.batch import LossInputs, RolloutBatch
+from vectorlm.algorithms.critic import gae_advantages
 from vectorlm.algorithms.groups import (
     baseline_advantages,
-    batch_advantages,
     group_advantages,
     leave_one_out_advantages,
+    return_advantages,
 )
+from vectorlm.algorithms.hyperparameters import Hyperparameters
 from vectorlm.algorithms.policy_loss import (
-    Level,
     cispo_policy_loss,
+    copg_loss,
+    online_dpo_loss,
     ppo_policy_loss,
+    proximal_rloo_loss,
     reinforce_policy_loss,
     sapo_policy_loss,
 )
-from vectorlm.algorithms.preference import online_dpo_loss
-from vectorlm.algorithms.ratio import masked_sum
-from vectorlm.algorithms.selection import keep_best, keep_best_and_worst
-from vectorlm.algorithms.sequence_loss import copg_loss, proximal_rloo_loss
-from vectorlm.algorithms.spec import AlgorithmSpec, Knobs, LossInputs, Scores
+from vectorlm.algorithms.reduce import masked_sum
+from vectorlm.algorithms.spec import AdvantageFunction, AlgorithmSpec, keep_best, keep_best_and_worst
 from vectorlm.errors import ConfigError
 from vectorlm.plugin import is_plugin, load_plugin
 
@@ -32,7 +36,7 @@ _SPECS: dict[str, AlgorithmSpec] = {}
 
 
 def register(spec: AlgorithmSpec) -> AlgorithmSpec:
-    """Make an algorithm known by its name.
+    """Register an algorithm under its name.
 
     Raises:
         ValueError: The name is taken.
@@ -44,7 +48,7 @@ def register(spec: AlgorithmSpec) -> AlgorithmSpec:
 
 
 def get_algorithm(name: str) -> AlgorithmSpec:
-    """Return the algorithm of this name, or the one that ``file.py:NAME`` or ``package.module:NAME`` points to.
+    """Return the algorithm of this name, or the one at ``file.py:NAME`` or ``package.module:NAME``.
 
     Raises:
         ConfigError: There is none.
@@ -57,7 +61,7 @@ def get_algorithm(name: str) -> AlgorithmSpec:
             raise ConfigError(f"{name!r} is a {type(spec).__name__}: it must be an AlgorithmSpec.")
         return spec
     raise ConfigError(
-        f"rl.algorithm={name!r} is not known: use one of {', '.join(algorithm_names())}, or file.py:NAME of your own."
+        f"rl.algorithm={name!r} is not known: use one of {', '.join(algorithm_names())}, or file.py:NAME for your own."
     )
 
 
@@ -66,118 +70,112 @@ def algorithm_names() -> list[str]:
     return sorted(_SPECS)
 
 
-def _gae(scores: Scores, knobs: Knobs) -> torch.Tensor:
-    assert scores.values is not None
-    return gae_advantages(scores.token_rewards, scores.values, scores.mask, knobs.gamma, knobs.lam)[0]
+def _of_completions(advantages: Callable[[RolloutBatch], torch.Tensor]) -> AdvantageFunction:
+    """Turn a function that returns a value per completion [P, K] into an advantage function."""
+    return lambda batch, hparams: batch.spread(advantages(batch))
 
 
-def _group_std(scores: Scores, knobs: Knobs) -> torch.Tensor:
-    return scores.spread(group_advantages(scores.rewards, "std", scores.valid))
+def _gae(batch: RolloutBatch, hparams: Hyperparameters) -> torch.Tensor:
+    assert batch.values is not None
+    return gae_advantages(batch.token_rewards, batch.values, batch.mask, hparams.gamma, hparams.lam)[0]
 
 
-def _group_mean(scores: Scores, knobs: Knobs) -> torch.Tensor:
-    return scores.spread(group_advantages(scores.rewards, "none", scores.valid))
+def _returns(batch: RolloutBatch, hparams: Hyperparameters) -> torch.Tensor:
+    return return_advantages(batch.token_rewards, batch.mask)
 
 
-def _leave_one_out(scores: Scores, knobs: Knobs) -> torch.Tensor:
-    return scores.spread(leave_one_out_advantages(scores.rewards, scores.valid))
+def _greedy_baseline(batch: RolloutBatch, hparams: Hyperparameters) -> torch.Tensor:
+    assert batch.greedy_rewards is not None
+    return batch.spread(baseline_advantages(batch.rewards, batch.greedy_rewards, batch.valid))
 
 
-def _batch(scores: Scores, knobs: Knobs) -> torch.Tensor:
-    return scores.spread(batch_advantages(scores.rewards, scores.valid))
+_group_std = _of_completions(lambda batch: group_advantages(batch.rewards, "std", batch.valid))
+_group_mean = _of_completions(lambda batch: group_advantages(batch.rewards, "none", batch.valid))
+_leave_one_out = _of_completions(lambda batch: leave_one_out_advantages(batch.rewards, batch.valid))
+_reward = _of_completions(lambda batch: torch.where(batch.valid, batch.rewards, 0.0))
+_one = _of_completions(lambda batch: batch.valid.to(batch.rewards.dtype))
 
 
-def _greedy_baseline(scores: Scores, knobs: Knobs) -> torch.Tensor:
-    assert scores.greedy_rewards is not None
-    return scores.spread(baseline_advantages(scores.rewards, scores.greedy_rewards, scores.valid))
-
-
-def _reward(scores: Scores, knobs: Knobs) -> torch.Tensor:
-    return scores.spread(torch.where(scores.valid, scores.rewards, 0.0))
-
-
-def _one(scores: Scores, knobs: Knobs) -> torch.Tensor:
-    return scores.spread(scores.valid.to(scores.rewards.dtype))
-
-
-def _ppo(inputs: LossInputs, knobs: Knobs, level: Level = "token") -> torch.Tensor:
-    return ppo_policy_loss(
-        inputs.policy_logprobs,
-        inputs.old_logprobs,
-        inputs.advantages,
-        knobs.clip_low,
-        knobs.clip_high,
-        knobs.dual_clip,
-        level,
-        inputs.mask,
-    )
-
-
-def _cispo(inputs: LossInputs, knobs: Knobs) -> torch.Tensor:
+def _ppo(
+    inputs: LossInputs, hparams: Hyperparameters, level: Literal["token", "sequence"] = "token"
+) -> torch.Tensor:
     rows = (inputs.policy_logprobs, inputs.old_logprobs, inputs.advantages)
-    return cispo_policy_loss(*rows, knobs.clip_low, knobs.clip_high)
+    clips = (hparams.clip_low, hparams.clip_high, hparams.dual_clip)
+    return ppo_policy_loss(*rows, *clips, level, inputs.mask)
 
 
-def _sapo(inputs: LossInputs, knobs: Knobs) -> torch.Tensor:
+def _cispo(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
     rows = (inputs.policy_logprobs, inputs.old_logprobs, inputs.advantages)
-    return sapo_policy_loss(*rows, knobs.temperature_positive, knobs.temperature_negative)
+    return cispo_policy_loss(*rows, hparams.clip_low, hparams.clip_high)
 
 
-def _reinforce(inputs: LossInputs, knobs: Knobs) -> torch.Tensor:
+def _sapo(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
+    rows = (inputs.policy_logprobs, inputs.old_logprobs, inputs.advantages)
+    return sapo_policy_loss(*rows, hparams.temperature_positive, hparams.temperature_negative)
+
+
+def _reinforce(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
     return reinforce_policy_loss(inputs.policy_logprobs, inputs.advantages)
 
 
-def _proximal_rloo(inputs: LossInputs, knobs: Knobs) -> torch.Tensor:
-    # All tokens of a completion have its advantage: the largest in size is it, whatever the mask left out.
+def _proximal_rloo(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
+    # All tokens of a completion have its advantage; tokens outside the mask have 0.
     advantages = inputs.advantages.gather(1, inputs.advantages.abs().argmax(dim=1, keepdim=True))[:, 0]
     rows = (inputs.policy_logprobs, inputs.old_logprobs, advantages, inputs.mask)
-    return proximal_rloo_loss(*rows, knobs.clip_low, knobs.clip_high)
+    return proximal_rloo_loss(*rows, hparams.clip_low, hparams.clip_high)
 
 
-def _pairs(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log-probabilities of the better and the worse completion, of the policy and of the reference, [P] each."""
+def _sums_of_groups(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probabilities of whole completions under policy and reference, [P, K] each."""
     assert inputs.reference_logprobs is not None
-    chosen, rejected = masked_sum(inputs.policy_logprobs, inputs.mask).view(-1, 2).unbind(1)
-    reference_chosen, reference_rejected = (
-        masked_sum(inputs.reference_logprobs, inputs.mask).view(-1, 2).unbind(1)
-    )
-    return chosen, rejected, reference_chosen, reference_rejected
+    both = (inputs.policy_logprobs, inputs.reference_logprobs)
+    policy, reference = (masked_sum(each, inputs.mask).view(-1, inputs.rows_per_group) for each in both)
+    return policy, reference
 
 
-def _observe_pairs(inputs: LossInputs, knobs: Knobs) -> dict[str, torch.Tensor]:
-    chosen, rejected, reference_chosen, reference_rejected = _pairs(inputs)
-    better, worse = knobs.beta * (chosen - reference_chosen), knobs.beta * (rejected - reference_rejected)
+def _online_dpo(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
+    policy, reference = _sums_of_groups(inputs)
+    (chosen, rejected), (reference_chosen, reference_rejected) = policy.unbind(1), reference.unbind(1)
+    pairs = (chosen, rejected, reference_chosen, reference_rejected)
+    return online_dpo_loss(*pairs, hparams.beta, hparams.label_smoothing, hparams.preference)
+
+
+def _observe_pairs(inputs: LossInputs, hparams: Hyperparameters) -> dict[str, torch.Tensor]:
+    policy, reference = _sums_of_groups(inputs)
+    better, worse = (hparams.beta * (policy - reference)).unbind(1)
     return {
         "preference/chosen_reward": better,
         "preference/rejected_reward": worse,
         "preference/margin": better - worse,
         "preference/accuracy": (better > worse).to(better.dtype),
-        "preference/chosen_logprob": chosen,
-        "preference/rejected_logprob": rejected,
+        "preference/chosen_logprob": policy[:, 0],
+        "preference/rejected_logprob": policy[:, 1],
     }
 
 
-def _online_dpo(inputs: LossInputs, knobs: Knobs) -> torch.Tensor:
-    return online_dpo_loss(
-        *_pairs(inputs),
-        knobs.beta,
-        knobs.label_smoothing,
-        knobs.preference,
-    )
-
-
-def _copg(inputs: LossInputs, knobs: Knobs) -> torch.Tensor:
-    assert inputs.reference_logprobs is not None
+def _copg(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
     size = inputs.rows_per_group
-    return copg_loss(
-        masked_sum(inputs.policy_logprobs, inputs.mask).view(-1, size),
-        masked_sum(inputs.reference_logprobs, inputs.mask).view(-1, size),
-        inputs.rewards.view(-1, size),
-        knobs.beta,
-        inputs.mask.any(dim=1).view(-1, size),
-    )
+    rewards, valid = inputs.rewards.view(-1, size), inputs.mask.any(dim=1).view(-1, size)
+    return copg_loss(*_sums_of_groups(inputs), rewards, hparams.beta, valid)
 
 
+GRPO = AlgorithmSpec(
+    name="grpo",
+    advantages=_group_std,
+    loss=_ppo,
+    has_ratio=True,
+    clips="token",
+    reduction="sequence_mean_token_mean",
+    min_group_size=2,
+    source="Shao et al. 2024, arXiv:2402.03300",
+)
+REINFORCE = AlgorithmSpec(
+    name="reinforce",
+    advantages=_reward,
+    loss=_reinforce,
+    reduction="sequence_mean_token_sum",
+    source="Williams 1992",
+)
 for _spec in (
     AlgorithmSpec(
         name="ppo",
@@ -189,72 +187,53 @@ for _spec in (
         settings={"whiten_advantages": True},
         source="Schulman et al. 2017, arXiv:1707.06347",
     ),
-    AlgorithmSpec(
-        name="grpo",
-        advantages=_group_std,
-        loss=_ppo,
-        has_ratio=True,
-        clips="token",
-        reduction="sequence_mean_token_mean",
-        min_group_size=2,
-        source="Shao et al. 2024, arXiv:2402.03300",
-    ),
-    AlgorithmSpec(
+    GRPO,
+    replace(
+        GRPO,
         name="dr_grpo",
         advantages=_group_mean,
-        loss=_ppo,
-        has_ratio=True,
-        clips="token",
         reduction="sequence_sum_fixed",
-        min_group_size=2,
         source="Liu et al. 2025, arXiv:2503.20783",
     ),
-    AlgorithmSpec(
+    replace(
+        GRPO,
         name="dapo",
-        advantages=_group_std,
-        loss=_ppo,
-        has_ratio=True,
-        clips="token",
-        min_group_size=2,
+        reduction="token_mean",
         settings={"clip_high": 0.28, "dynamic_sampling": True},
         source="Yu et al. 2025, arXiv:2503.14476",
     ),
-    AlgorithmSpec(
+    replace(
+        GRPO,
         name="gspo",
-        advantages=_group_std,
         loss=partial(_ppo, level="sequence"),
-        has_ratio=True,
         clips="mean",
-        reduction="sequence_mean_token_mean",
-        min_group_size=2,
         settings={"clip_low": 3e-4, "clip_high": 4e-4},
         source="Zheng et al. 2025, arXiv:2507.18071; its bounds, section 5.1",
     ),
-    AlgorithmSpec(
+    replace(
+        GRPO,
         name="cispo",
-        advantages=_group_std,
         loss=_cispo,
-        has_ratio=True,
-        min_group_size=2,
+        clips=None,
+        reduction="token_mean",
         settings={"clip_low": 1.0, "clip_high": 4.0},
         source="MiniMax 2025, arXiv:2506.13585; the upper bound of 5 as in Khatri et al. 2025, arXiv:2510.13786",
     ),
-    AlgorithmSpec(
-        name="sapo",
-        advantages=_group_std,
-        loss=_sapo,
-        has_ratio=True,
-        reduction="sequence_mean_token_mean",
-        min_group_size=2,
-        source="Gao et al. 2025, arXiv:2511.20347",
-    ),
-    AlgorithmSpec(
+    replace(GRPO, name="sapo", loss=_sapo, clips=None, source="Gao et al. 2025, arXiv:2511.20347"),
+    REINFORCE,
+    replace(
+        REINFORCE,
         name="rloo",
         advantages=_leave_one_out,
-        loss=_reinforce,
-        reduction="sequence_mean_token_sum",
         min_group_size=2,
         source="Ahmadian et al. 2024, arXiv:2402.14740",
+    ),
+    replace(
+        REINFORCE,
+        name="remax",
+        advantages=_greedy_baseline,
+        needs_greedy=True,
+        source="Li et al. 2023, arXiv:2310.10505",
     ),
     AlgorithmSpec(
         name="proximal_rloo",
@@ -267,27 +246,12 @@ for _spec in (
         source="Noukhovitch et al. 2024, arXiv:2410.18252",
     ),
     AlgorithmSpec(
-        name="reinforce",
-        advantages=_reward,
-        loss=_reinforce,
-        reduction="sequence_mean_token_sum",
-        source="Williams 1992",
-    ),
-    AlgorithmSpec(
         name="reinforce_pp",
-        advantages=_batch,
+        advantages=_returns,
         loss=_ppo,
         has_ratio=True,
         clips="token",
         source="Hu 2025, arXiv:2501.03262",
-    ),
-    AlgorithmSpec(
-        name="remax",
-        advantages=_greedy_baseline,
-        loss=_reinforce,
-        reduction="sequence_mean_token_sum",
-        needs_greedy=True,
-        source="Li et al. 2023, arXiv:2310.10505",
     ),
     AlgorithmSpec(
         name="online_dpo",

@@ -1,4 +1,4 @@
-"""An algorithm as a row of data: which functions the one loop calls, and what they need."""
+"""An algorithm as a row of data: the functions that the loop calls, and what they need."""
 
 from __future__ import annotations
 
@@ -8,148 +8,146 @@ from typing import Any, Literal
 
 import torch
 
-from vectorlm.algorithms.preference import Kind as PreferenceKind
-from vectorlm.algorithms.reduce import How
-from vectorlm.algorithms.selection import Selection, keep_all
+from vectorlm.algorithms.batch import LossInputs, RolloutBatch, place_rewards
+from vectorlm.algorithms.hyperparameters import Hyperparameters, Reduction
 
-
-@dataclass(frozen=True, kw_only=True)
-class Knobs:
-    """The numbers that the functions of an algorithm read."""
-
-    gamma: float = 1.0
-    """Discount per token of `gae_advantages`."""
-    lam: float = 1.0
-    """Lambda of `gae_advantages`."""
-    clip_low: float = 0.2
-    """The ratio of policies is clipped to at least 1 - clip_low."""
-    clip_high: float = 0.2
-    """The ratio of policies is clipped to at most 1 + clip_high."""
-    dual_clip: float | None = None
-    """Bound of the loss where the advantage is negative; see `ppo_policy_loss`."""
-    temperature_positive: float = 1.0
-    """SAPO's tau where the advantage is positive."""
-    temperature_negative: float = 1.05
-    """SAPO's tau elsewhere."""
-    beta: float = 0.1
-    """How little a preference loss or CoPG lets the policy leave the reference."""
-    label_smoothing: float = 0.0
-    """Share of pairs that `online_dpo_loss` takes to be the wrong way round."""
-    preference: PreferenceKind = "sigmoid"
-    """The loss of `online_dpo_loss`."""
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What advantages are made of; B = P K rows, those of a group next to each other."""
-
-    rewards: torch.Tensor
-    """float [P, K], less the KL penalty where that is part of the reward; NaN where a completion was not scored."""
-    valid: torch.Tensor
-    """bool [P, K]; a completion that is not valid has no part in baselines or losses."""
-    token_rewards: torch.Tensor
-    """float [B, T]: the reward at the last token of each completion, less the KL penalty at each token."""
-    mask: torch.Tensor
-    """bool [B, T], the tokens that the policy chose."""
-    values: torch.Tensor | None
-    """float [B, T] of the critic, for algorithms that need one."""
-    greedy_rewards: torch.Tensor | None
-    """float [P] of a greedy completion, for algorithms that need one."""
-
-    def spread(self, advantages: torch.Tensor) -> torch.Tensor:
-        """Give each token the advantage of its completion: [P, K] to [B, T]."""
-        return torch.where(self.mask, advantages.reshape(-1, 1), 0.0)
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """What a loss is made of; B rows of a micro-batch, those of a group next to each other."""
-
-    policy_logprobs: torch.Tensor
-    """float [B, T], with gradient."""
-    old_logprobs: torch.Tensor
-    """float [B, T], the trainer's own at the weights of the rollout."""
-    reference_logprobs: torch.Tensor | None
-    """float [B, T], for algorithms and penalties that need them."""
-    advantages: torch.Tensor
-    """float [B, T]."""
-    rewards: torch.Tensor
-    """float [B], of whole completions."""
-    mask: torch.Tensor
-    """bool [B, T], the tokens that the policy chose; all False in a row that is not valid."""
-    rows_per_group: int
-    """K: how many rows each group has."""
-
-
-AdvantageFunction = Callable[[Scores, Knobs], torch.Tensor]
+LossUnit = Literal["token", "completion", "group"]
+AdvantageFunction = Callable[[RolloutBatch, Hyperparameters], torch.Tensor]
 """Returns float [B, T], detached and 0 outside the mask."""
-LossFunction = Callable[[LossInputs, Knobs], torch.Tensor]
+LossFunction = Callable[[LossInputs, Hyperparameters], torch.Tensor]
 """Returns float [B, T] per token, [B] per completion or [B / K] per group, as the spec's `level` says."""
-ObserveFunction = Callable[[LossInputs, Knobs], Mapping[str, torch.Tensor]]
+ObserveFunction = Callable[[LossInputs, Hyperparameters], Mapping[str, torch.Tensor]]
 """Returns metrics by name, float [B] per completion, or [B / K] per group where `level` is ``group``."""
+Selection = tuple[torch.Tensor, torch.Tensor]
+"""Columns int64 [P, K], indices into each group; and bool [P, K], which of them are valid."""
 SelectionFunction = Callable[[torch.Tensor, torch.Tensor], Selection]
+"""From rewards float [P, G], NaN for a completion that could not be scored, and eligible bool [P, G]."""
 
 
-def observe_nothing(inputs: LossInputs, knobs: Knobs) -> Mapping[str, torch.Tensor]:
+def keep_all(rewards: torch.Tensor, valid: torch.Tensor) -> Selection:
+    """Select every completion, K = G; valid are the eligible ones with a reward."""
+    num_groups, group_size = rewards.shape
+    columns = torch.arange(group_size, device=rewards.device).expand(num_groups, group_size)
+    return columns, valid & ~rewards.isnan()
+
+
+def keep_best(rewards: torch.Tensor, valid: torch.Tensor) -> Selection:
+    """Select the completion with the highest reward, the first of equals; K = 1."""
+    kept = valid & ~rewards.isnan()
+    best = torch.where(kept, rewards, -torch.inf).argmax(dim=1, keepdim=True)
+    return best, kept.gather(1, best)
+
+
+def keep_best_and_worst(rewards: torch.Tensor, valid: torch.Tensor) -> Selection:
+    """Select the completions with the highest and the lowest reward; K = 2, and equal rewards are not valid."""
+    kept = valid & ~rewards.isnan()
+    best = torch.where(kept, rewards, -torch.inf).argmax(dim=1, keepdim=True)
+    worst = torch.where(kept, rewards, torch.inf).argmin(dim=1, keepdim=True)
+    columns = torch.cat([best, worst], dim=1)
+    differ = kept.gather(1, best) & (rewards.gather(1, best) > rewards.gather(1, worst))
+    return columns, differ.expand(-1, 2)
+
+
+def observe_nothing(inputs: LossInputs, hparams: Hyperparameters) -> Mapping[str, torch.Tensor]:
     """Return no metrics."""
     return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSpec:
-    """One algorithm; the loop reads this row and never the name."""
+    """One algorithm; the loop reads these fields and never the name."""
 
     name: str
-    """What configs call it."""
+    """The name in configs."""
     advantages: AdvantageFunction
-    """What each token is worth."""
+    """Computes the advantage of each token."""
     loss: LossFunction
-    """What is minimised."""
-    level: Literal["token", "completion", "group"] = "token"
-    """What `loss` returns one value of; of completions and groups the mean is taken."""
-    reduction: How = "token_mean"
-    """How losses of tokens become one number."""
+    """Computes the loss to minimise."""
+    level: LossUnit = "token"
+    """The unit that `loss` returns one value for; over completions and groups the mean is taken."""
+    reduction: Reduction = "token_mean"
+    """How the losses of tokens become one number, unless the config says otherwise."""
     select: SelectionFunction = keep_all
     """Which completions of a group are trained on."""
     needs_critic: bool = False
-    """Whether advantages are made with a critic's values."""
+    """Whether advantages are computed from a critic's values."""
     needs_reference: bool = False
-    """Whether the loss itself reads the reference's log-probabilities; a KL penalty asks for them by itself."""
+    """Whether the loss reads the reference's log-probabilities; a KL penalty loads a reference by itself."""
     needs_greedy: bool = False
-    """Whether a greedy completion of each prompt is sampled and scored besides."""
+    """Whether a greedy completion of each prompt is sampled and scored too."""
     has_ratio: bool = False
-    """Whether the loss itself weighs tokens by the ratio of the policy to `old_logprobs`."""
+    """Whether the loss weighs tokens by the ratio of the policy to `old_logprobs`."""
     clips: Literal["token", "mean", "sum"] | None = None
-    """Whose ratio is clipped, for the metrics: each token's, or of a completion's log-ratios the mean or the sum; None
-    where no ratio keeps a token from learning."""
+    """Which ratio is clipped, for the metrics: of a token, or of a completion by the mean or the sum of its log-ratios;
+    None where no clip keeps a token from learning.
+    """
     samples_from_policy: bool = True
-    """Whether the loss is right only for completions drawn from the policy itself, so that sampling may not be cut."""
+    """Whether completions must be drawn from the policy itself, so that top_p and the like are refused."""
     observe: ObserveFunction = observe_nothing
-    """Metrics of its own; their means over completions or groups are logged. For losses of tokens there are none."""
+    """Computes metrics of this algorithm, logged as means over completions or groups."""
     min_group_size: int = 1
-    """Completions per prompt below which the algorithm makes no sense."""
+    """Smallest number of completions per prompt for which the algorithm is defined."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the algorithm starts from, of the numbers in `Knobs`, ``whiten_advantages`` and ``dynamic_sampling``; a
-    config's own win."""
+    """Hyperparameters with another default for this algorithm; a config's values win."""
     source: str = ""
-    """Where it comes from."""
+    """Author, year and identifier of the paper."""
 
     def __post_init__(self) -> None:
-        """Refuse settings that nothing would read."""
-        known = {each.name for each in fields(Knobs)} | {"whiten_advantages", "dynamic_sampling"}
+        known = {each.name for each in fields(Hyperparameters)} - {"reduction"}
         unknown = sorted(self.settings.keys() - known)
         if unknown:
             raise ValueError(
-                f"the algorithm {self.name!r} has settings that it cannot start from: {', '.join(unknown)}. They may "
-                f"be {', '.join(sorted(known))}; the rest belongs into configs."
+                f"the algorithm {self.name!r} has settings that are not hyperparameters: {', '.join(unknown)}. They "
+                f"may be {', '.join(sorted(known))}; set others in the config."
             )
 
+    def hyperparameters(self, given: Mapping[str, Any] | None = None) -> Hyperparameters:
+        """Return the `given` values, else the algorithm's own, else the defaults."""
+        return Hyperparameters(**{"reduction": self.reduction, **self.settings, **(given or {})})
+
+    def settings_read(self, hparams: Hyperparameters) -> frozenset[str]:
+        """Return the names of the hyperparameters that this algorithm reads, found by calling its functions once.
+
+        Functions of one's own that fail on the example, one group of zeros and ones, count as reading all.
+        """
+        seen = {"dynamic_sampling"}
+        seen |= {"reduction"} if self.level == "token" else set()
+        seen |= {"whiten_advantages"} if self.samples_from_policy else set()
+        seen |= {"clip_low", "clip_high"} if self.clips is not None else set()
+
+        class Noting:
+            def __getattr__(self, name: str) -> Any:
+                seen.add(name)
+                return getattr(hparams, name)
+
+        noting: Any = Noting()
+        batch, inputs = self._example()
+        try:
+            self.advantages(batch, noting)
+            self.loss(inputs, noting)
+            self.observe(inputs, noting)
+        except Exception:
+            return frozenset(each.name for each in fields(Hyperparameters))
+        return frozenset(seen)
+
+    def _example(self) -> tuple[RolloutBatch, LossInputs]:
+        """Make a group with rewards 0 and 1, two tokens each, as far as `select` keeps it."""
+        rewards = torch.arange(max(self.min_group_size, 2), dtype=torch.float32)[None] % 2
+        columns, valid = self.select(rewards, torch.ones_like(rewards, dtype=torch.bool))
+        rewards, size = rewards.gather(1, columns), columns.shape[1]
+        tokens, zeros = torch.ones(size, 2, dtype=torch.int64), torch.zeros(size, 2)
+        mask = valid.view(-1, 1).repeat(1, 2)
+        placed = place_rewards(mask, rewards)
+        baseline = {"values": zeros, "greedy_rewards": torch.zeros(1)}
+        batch = RolloutBatch(tokens, tokens, mask, zeros, rewards, valid, columns, placed, **baseline)
+        return batch, LossInputs(zeros, zeros, zeros, zeros, rewards.view(-1), mask, size)
+
     def rows_per_loss(self, group_size: int) -> int:
-        """Return how many completions must meet in one micro-batch: those of a group, for losses of groups."""
+        """Return how many completions must be in one micro-batch: a whole group, for losses of groups."""
         if self.level != "group":
             return 1
         rewards = torch.zeros(1, group_size)
-        return self.select(rewards, torch.ones_like(rewards, dtype=torch.bool)).columns.shape[1]
+        return self.select(rewards, torch.ones_like(rewards, dtype=torch.bool))[0].shape[1]
 
     @property
     def chooses(self) -> bool:

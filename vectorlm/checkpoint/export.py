@@ -1,4 +1,4 @@
-"""The finished model in Hugging Face layout."""
+"""The export of a trained model in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -19,13 +19,8 @@ if TYPE_CHECKING:
 def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
     """Write weights (safetensors), configuration and tokenizer to the folder `path`; called on all ranks.
 
-    Rank 0 holds one full copy in host memory, the others one tensor at a time. Of a model with adapters the
-    adapters alone are written. The folder appears, or replaces an older one, when it is complete.
-
-    Args:
-        model: The sharded transformers (or peft) model.
-        tokenizer: Saved beside the model.
-        path: The folder.
+    Rank 0 holds one full copy in host memory, the others one tensor at a time. Of a model with adapters only the
+    adapters are written. The folder appears, or replaces an older one, when it is complete.
     """
     weights = gather_weights(model)
     if dist.get_rank() == 0:
@@ -37,21 +32,18 @@ def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, path: str | Pat
 
 
 def gather_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what ``save_pretrained`` writes, in full on rank 0's host and nothing elsewhere.
+    """Return the tensors that ``save_pretrained`` writes, in full on rank 0's host and none elsewhere.
 
-    A parameter that several modules share comes once, under its first name; frozen weights under adapters are
-    left out.
+    A shared parameter comes once, under its first name; frozen weights under adapters are left out.
     """
     saved = model.state_dict().keys()
     has_adapters = hasattr(model, "peft_config")
-    tensors: dict[str, torch.Tensor] = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad or not has_adapters
-    }
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    trained = [
+        (name, each) for name, each in model.named_parameters() if each.requires_grad or not has_adapters
+    ]
+    buffers = [(name, each) for name, each in model.named_buffers() if name in saved]
     weights: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in trained + buffers:
         whole = tensor.detach()
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()

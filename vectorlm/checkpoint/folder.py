@@ -1,44 +1,219 @@
-"""A folder that appears under its name only when it is complete."""
+"""Folders of a run: complete as soon as they have their name, and shared by all nodes."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import json
 import os
 import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vectorlm.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from vectorlm.dist.topology import Topology
+
+HELD_PATIENCE_S = 3.0
+"""A run that was killed a moment ago may not be gone yet."""
+PATIENCE_S = 10.0
+"""Network file systems may take some seconds to show another machine's new file."""
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A complete checkpoint on disk."""
+
+    step: int
+    path: Path
+    identity: dict[str, Any]
+    """What it notes of its run."""
+    is_finished: bool
+    """Whether the run ended with it and exported its model."""
+
+
+def steps_in(path: Path) -> list[int]:
+    """Return the steps of the complete checkpoints under `path`, in order."""
+    numbers = (each.name.removeprefix("step-") for each in path.glob("step-*"))
+    return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def folder_of(path: Path, step: int) -> Path:
+    """Return where the checkpoint of `step` is."""
+    return path / f"step-{step:08d}"
+
+
+def newest(path: Path) -> FoundCheckpoint | None:
+    """Return the newest complete checkpoint under `path`.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    steps = steps_in(path)
+    if not steps:
+        return None
+    found = folder_of(path, steps[-1])
+    with readable(found):
+        identity = json.loads((found / "identity.json").read_text(encoding="utf-8"))
+        assert isinstance(identity, dict), "identity.json holds no object"
+    return FoundCheckpoint(steps[-1], found, identity, (found / "finished").exists())
+
+
+def mark_finished(path: Path) -> None:
+    """Note in the newest checkpoint under `path` that its run has exported its model."""
+    for step in steps_in(path)[-1:]:
+        (folder_of(path, step) / "finished").touch()
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Name the checkpoint `path` in what the block raises while reading it."""
+    try:
+        yield
+    # torch's CheckpointException is a BaseException alone.
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be read ({type(error).__name__}: {error}). Delete it, and the run goes on "
+            "from the one before, or starts over."
+        ) from error
 
 
 def unfinished(path: Path) -> Path:
-    """Return where the folder `path` is put together; readers never look there."""
+    """Return where the folder `path` is written; readers never look there."""
     return path.with_name(f".{path.name}.unfinished")
 
 
 def begin(path: Path) -> Path:
-    """Make an empty folder to put `path` together in, dropping what killed runs left beside it."""
-    for leftover in (*path.parent.glob(".*.unfinished"), *path.parent.glob(".*.retired")):
-        shutil.rmtree(leftover, ignore_errors=True)
+    """Make an empty folder to write `path` in, and tidy up what killed runs left beside it."""
+    for replaced in path.parent.glob(".*.replaced"):
+        name = path.with_name(replaced.name[1:].removesuffix(".replaced"))
+        if not name.exists():
+            os.replace(replaced, name)
+    for ending in ("unfinished", "retired", "replaced"):
+        for leftover in path.parent.glob(f".*.{ending}"):
+            shutil.rmtree(leftover, ignore_errors=True)
     unfinished(path).mkdir(parents=True)
     return unfinished(path)
 
 
 def finish(path: Path) -> None:
-    """Give the folder put together for `path` its name, in place of an older one of that name.
+    """Rename the folder written for `path` to `path`, replacing an older one.
 
-    Everything in it is on disk by then: a folder with a name is complete even after a power cut.
+    Everything in it is on disk by then: a folder with its final name is complete even after a power cut.
     """
     for each in unfinished(path).rglob("*"):
         _sync(each)
     _sync(unfinished(path))
-    retire(path)
+    replaced = path.with_name(f".{path.name}.replaced")
+    if path.exists():
+        os.replace(path, replaced)
     os.replace(unfinished(path), path)
     _sync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keep other runs out of the folder `path` for the block; it is made, and gets no file.
+
+    Raises:
+        ConfigError: Another run holds it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDONLY)
+    deadline = time.monotonic() + HELD_PATIENCE_S
+    try:
+        while not _lock(descriptor):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"another run writes to {path}: wait for its end, or set another train_parameters.output_dir."
+                )
+            time.sleep(0.1)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a run holds the folder `path`, and goes on holding it for some seconds."""
+    if not path.is_dir():
+        return False
+    try:
+        with held(path):
+            return False
+    except ConfigError:
+        return True
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        # Some network file systems have no locks.
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+            raise
+    return True
 
 
 def retire(path: Path) -> None:
-    """Delete a complete folder such that no moment shows half of it under its name."""
+    """Delete a complete folder; it is renamed first, so that no reader finds half of it."""
     if path.exists():
         doomed = path.with_name(f".{path.name}.retired")
         os.replace(path, doomed)
         shutil.rmtree(doomed)
+
+
+def require_shared(path: str | Path, topology: Topology) -> None:
+    """Make the folder `path` on rank 0 and check that all nodes see it; called on all ranks.
+
+    Raises a `CheckpointError` on every rank if a rank does not see rank 0's folder: each rank writes its own shards of
+    a checkpoint, so no node would have all of them.
+    """
+    if topology.num_nodes == 1:
+        return
+    # The rest of this file is for `vectorlm check` too, which does without torch.
+    import torch.distributed as dist
+
+    names: list[Any] = [f".seen-by-all-{uuid.uuid4().hex}"]
+    marker = None
+    if topology.is_main:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        marker = Path(path, names[0])
+        marker.touch()
+    try:
+        dist.broadcast_object_list(names)
+        seen: list[Any] = [None] * topology.world_size
+        dist.all_gather_object(seen, _appears(Path(path, names[0])))
+    finally:
+        if marker is not None:
+            marker.unlink()
+    blind = sorted({rank // topology.local_world_size for rank, sees in enumerate(seen) if not sees})
+    if blind:
+        nodes = f"node {blind[0]} does" if len(blind) == 1 else f"nodes {', '.join(map(str, blind))} do"
+        raise CheckpointError(
+            f"{nodes} not see the output_dir {path} of node 0: each rank writes its shards of a checkpoint, so all "
+            "nodes must share the folder. Use a folder on a shared file system, or set "
+            "train_parameters.checkpointing_enabled=False."
+        )
+
+
+def _appears(path: Path) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _sync(path: Path) -> None:

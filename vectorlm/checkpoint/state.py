@@ -1,17 +1,17 @@
-"""The checkpoints of a run: everything that a killed run needs to go on as if nothing had happened."""
+"""The checkpoints of a run: everything that a killed run needs to continue as if it had not been killed."""
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,148 +19,122 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.optim import Optimizer
 
 from vectorlm.checkpoint import folder
-from vectorlm.checkpoint.rng import capture_rng, restore_rng
-from vectorlm.errors import CheckpointError
+from vectorlm.types import TrainedModel
 
 NUM_KEPT = 2
 """Complete checkpoints that stay on disk."""
 
-# Frozen weights are read from the model's own folder again; a LoRA checkpoint holds the adapters alone.
+# Frozen weights are loaded from the model's folder again; a LoRA checkpoint holds only the adapters.
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
-@dataclass(frozen=True)
-class Part:
-    """A model of a run, with the optimizer that trains it."""
-
-    model: nn.Module
-    """Sharded."""
-    optimizer: Optimizer | None
-    """None for a model that is not trained; it is kept whole, its frozen weights too."""
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether the optimizer has made no step yet."""
-        return self.optimizer is not None and not self.optimizer.state
-
-    def state(self) -> dict[str, Any]:
-        """Return what is written, as tensors that `set_state` reads back."""
-        if self.optimizer is None:
-            return {"model": get_model_state_dict(self.model)}
-        is_fresh = self.is_fresh
-        weights, optimizer_state = get_state_dict(self.model, self.optimizer, options=_OPTIONS)
-        if is_fresh:
-            # To have something to return, torch made a step of its own, which would count in Adam's bias correction.
-            self.optimizer.state.clear()
-        return {"model": weights, "optimizer": optimizer_state}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Put model and optimizer back."""
-        if self.optimizer is None:
-            set_model_state_dict(self.model, state["model"])
-            return
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=_OPTIONS,
-        )
-
-
 class CheckpointStore:
-    """The checkpoints under one folder, ``step-00000040/`` and so on, oldest ones deleted.
+    """The checkpoints under one folder, ``step-00000040/`` and so on; the newest ones are kept.
 
     A checkpoint holds the shards of the weights and of the optimizer's state, and for each rank its random
-    generators and the loop's own state. It takes its name when all ranks have written, nobody sees it before.
+    generators and the loop's own state. It gets its name when all ranks have written. `save` and `load` are collective.
+
+    Args:
+        path: The folder; it need not exist.
+        identity: What each checkpoint notes of the run, as JSON values.
     """
 
     def __init__(self, path: str | Path, identity: Mapping[str, Any]) -> None:
-        """Look at the folder; nothing is written.
+        self._path, self._identity = Path(path), identity
 
-        Args:
-            path: The folder, which need not exist.
-            identity: JSON values that must be equal for a run to go on from another one's checkpoint.
-        """
-        self._path = Path(path)
-        self._identity = json.loads(json.dumps(identity))
-
-    def latest_step(self) -> int | None:
-        """Return the step of the newest complete checkpoint, None where there is none.
-
-        Raises:
-            CheckpointError: It belongs to a run of another identity.
-        """
-        steps = self._steps()
-        if not steps:
-            return None
-        self._check_identity(self._folder(steps[-1]))
-        return steps[-1]
-
-    def save(self, step: int, parts: Mapping[str, Part], loop: dict[str, Any]) -> None:
-        """Write the checkpoint of `step`; called on all ranks.
-
-        Args:
-            step: Training steps done so far.
-            parts: The models with their optimizers, by name.
-            loop: This rank's own state, of tensors and plain values.
-        """
-        target, rank = self._folder(step), dist.get_rank()
+    def save(self, step: int, models: Mapping[str, TrainedModel], loop: dict[str, Any]) -> None:
+        """Write the checkpoint of `step`, with this rank's `loop` state of tensors and plain values."""
+        target, rank = folder.folder_of(self._path, step), dist.get_rank()
         if rank == 0:
             folder.begin(target)
         dist.barrier()
         work = folder.unfinished(target)
-        dcp.save({name: part.state() for name, part in parts.items()}, checkpoint_id=work / "shards")
-        fresh = [name for name, part in parts.items() if part.is_fresh]
+        dcp.save({name: state_of(model) for name, model in models.items()}, checkpoint_id=work / "shards")
+        fresh = [name for name, model in models.items() if _is_fresh(model)]
         torch.save({"loop": loop, "rng": capture_rng(), "fresh": fresh}, work / f"rank-{rank}.pt")
         dist.barrier()
         if rank == 0:
             (work / "identity.json").write_text(json.dumps(self._identity, indent=2))
             folder.finish(target)
-            for old in self._steps()[:-NUM_KEPT]:
-                folder.retire(self._folder(old))
+            for old in folder.steps_in(self._path)[:-NUM_KEPT]:
+                folder.retire(folder.folder_of(self._path, old))
         dist.barrier()
 
-    def load(self, step: int, parts: Mapping[str, Part]) -> dict[str, Any]:
-        """Put models, optimizers and random generators back to `step`; called on all ranks.
+    def load(self, step: int, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
+        """Restore models, optimizers and random generators of `step`; return what was saved as `loop`.
 
-        Returns:
-            What this rank passed as `loop` when it was saved.
+        The number of ranks may have changed: a new rank keeps its random generators and gets rank 0's `loop`.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read.
         """
-        source = self._folder(step)
-        states = {name: part.state() for name, part in parts.items()}
-        dcp.load(states, checkpoint_id=source / "shards")
-        for name, part in parts.items():
-            part.set_state(states[name])
-        mine = torch.load(source / f"rank-{dist.get_rank()}.pt", weights_only=True)
-        for name in mine["fresh"]:
-            optimizer = parts[name].optimizer
+        source, rank = folder.folder_of(self._path, step), dist.get_rank()
+        with folder.readable(source):
+            states = {name: state_of(model) for name, model in models.items()}
+            dcp.load(states, checkpoint_id=source / "shards")
+            is_new = not (source / f"rank-{rank}.pt").exists()
+            saved = torch.load(source / f"rank-{0 if is_new else rank}.pt", weights_only=True)
+        for name, model in models.items():
+            set_state(model, states[name])
+        for name in saved["fresh"]:
+            optimizer = models[name].optimizer
             assert optimizer is not None
             optimizer.state.clear()
-        restore_rng(mine["rng"])
-        return mine["loop"]
+        if not is_new:
+            restore_rng(saved["rng"])
+        return saved["loop"]
 
-    def _folder(self, step: int) -> Path:
-        return self._path / f"step-{step:08d}"
 
-    def _steps(self) -> list[int]:
-        numbers = (path.name.removeprefix("step-") for path in self._path.glob("step-*"))
-        return sorted(int(number) for number in numbers if number.isdigit())
+def state_of(trained: TrainedModel) -> dict[str, Any]:
+    """Return a model's state for a checkpoint, as tensors that `set_state` reads back."""
+    if trained.optimizer is None:
+        return {"model": get_model_state_dict(trained.model)}
+    is_fresh = _is_fresh(trained)
+    weights, optimizer_state = get_state_dict(trained.model, trained.optimizer, options=_OPTIONS)
+    if is_fresh:
+        # To have a state to return, torch made a step itself, which would count in Adam's bias correction.
+        trained.optimizer.state.clear()
+    return {"model": weights, "optimizer": optimizer_state}
 
-    def _check_identity(self, checkpoint: Path) -> None:
-        saved = json.loads((checkpoint / "identity.json").read_text())
-        names = sorted(saved.keys() | self._identity.keys())
-        differences = [
-            f"{name} was {saved.get(name)!r} and is {self._identity.get(name)!r}"
-            for name in names
-            if saved.get(name) != self._identity.get(name)
-        ]
-        if differences:
-            raise CheckpointError(
-                f"cannot resume from {checkpoint}: {'; '.join(differences)}. A run resumes only with "
-                "the settings it was started with. Restore them, choose another output_dir, or delete "
-                f"{self._path}."
-            )
+
+def set_state(trained: TrainedModel, state: dict[str, Any]) -> None:
+    """Restore model and optimizer from a `state_of`; of the optimizer's arguments only the learning rate."""
+    if trained.optimizer is None:
+        set_model_state_dict(trained.model, state["model"])
+        return
+    arguments = [{**group, "params": None} for group in trained.optimizer.param_groups]
+    states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(trained.model, trained.optimizer, **states, options=_OPTIONS)
+    for group, given in zip(trained.optimizer.param_groups, arguments, strict=True):
+        group |= {name: value for name, value in given.items() if name not in ("params", "lr")}
+
+
+def _is_fresh(trained: TrainedModel) -> bool:
+    """Return whether the optimizer has made no step yet."""
+    return trained.optimizer is not None and not trained.optimizer.state
+
+
+def capture_rng() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's, torch's and CUDA's generators, as tensors and plain values."""
+    version, words, spare = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    inner = numpy_state["state"]
+    return {
+        "python": [version, list(words), spare],
+        "numpy": numpy_state | {"state": inner | {"key": inner["key"].tolist()}},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Restore every generator from a `capture_rng`."""
+    version, words, spare = state["python"]
+    random.setstate((version, tuple(words), spare))
+    key = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)
+    np.random.set_state(state["numpy"] | {"state": state["numpy"]["state"] | {"key": key}})
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vectorlm.config.heads import CPU_HEAD_SIZES, head_size_without_kernel
-from vectorlm.config.lora import largest_rank, refused_options
-from vectorlm.config.problem import describe_refusal, raise_problems
+from vectorlm.checkpoint.folder import is_held
+from vectorlm.config.check_vllm import CPU_HEAD_SIZES, head_size_without_kernel, nearest, vllm_problems
+from vectorlm.config.resume import find_resumption
 from vectorlm.config.schema import Config, SamplerSettings
-from vectorlm.contracts import INFERENCES
+from vectorlm.config.setting import all_settings, to_plain, value_at
+from vectorlm.config.value import describe_refusal, raise_problems, show
+from vectorlm.contracts import BACKENDS
+from vectorlm.errors import CheckpointError
+from vectorlm.lora.options import largest_rank, refused_options
 from vectorlm.plugin import is_plugin
 
+_SAMPLER = "train_parameters.sampler"
 _ENGINE_SETTINGS_ELSEWHERE = {
     "model": "model",
-    "dtype": "train_parameters.sampler.vllm_dtype",
-    "gpu_memory_utilization": "train_parameters.sampler.gpu_memory_utilization",
-    "enable_lora": "train_parameters.sampler.lora_mode",
+    "dtype": f"{_SAMPLER}.vllm_dtype",
+    "gpu_memory_utilization": f"{_SAMPLER}.gpu_memory_utilization",
+    "enable_lora": f"{_SAMPLER}.lora_mode",
 }
 
-_SHARDED_OVER_NODES = ("FULL_SHARD", "SHARD_GRAD_OP")
+_SECRETS = {"token": "VECTORLM_SERVER_TOKEN", "hf_token": "HF_TOKEN", "api_key": "WANDB_API_KEY"}
+"""Keys that hold secrets, and the environment variables that they belong into."""
+
+_GIVEN: Any = object()
 
 
 def check_consistency(config: Config) -> None:
     """Raise `ConfigError` with every pair of settings that contradict each other; reads no file."""
-    raise_problems([*_purpose_problems(config), *_packing_problems(config), *_engine_problems(config)])
+    raise_problems(list(_contradictions(config)))
 
 
 def check_config(config: Config, world_size: int, reward_names: Collection[str], num_nodes: int = 1) -> None:
@@ -44,88 +52,123 @@ def check_config(config: Config, world_size: int, reward_names: Collection[str],
         ConfigError: lists every problem found: contradictions, an impossible number of ranks, a missing or
             wrong model, dataset or prompt file.
     """
-    problems = [*_purpose_problems(config), *_packing_problems(config), *_engine_problems(config)]
-    problems += _world_size_problems(config, world_size)
-    problems += _node_problems(config, world_size, num_nodes)
-    problems += _parallel_problems(config, world_size // max(num_nodes, 1))
-    problems += _sampler_problems(config, reward_names)
-    problems += _lora_problems(config)
-    problems += _model_problems(config)
-    problems += _dataset_problems(config)
-    problems += _prompt_problems(config)
-    problems += _output_problems(config)
+    problems = [
+        *_contradictions(config),
+        *_rank_problems(config, world_size, num_nodes),
+        *_parallel_problems(config, world_size // max(num_nodes, 1)),
+        *_sampler_problems(config, reward_names),
+        *(refuse(config, *problem) for problem in vllm_problems(config)),
+        *_lora_problems(config),
+        *_model_problems(config),
+        *_dataset_problems(config),
+        *_prompt_problems(config),
+        *_output_problems(config, world_size),
+    ]
     raise_problems(problems)
 
 
-def _refuse(config: Config, path: str, value: Any, rule: str, fix: str) -> str:
+def refuse(config: Config, path: str, rule: str, fix: str, value: Any = _GIVEN) -> str:
+    """Say that a setting breaks a rule, with its value in the config (or `value`) and the place that set it."""
+    if value is _GIVEN:
+        value = value_at(to_plain(config), path)
     return describe_refusal(path, value, rule, fix, config.origins.get(path, ""))
 
 
-def _purpose_problems(config: Config) -> Iterator[str]:
-    """A run learns from text, or from rewards."""
+def _contradictions(config: Config) -> Iterator[str]:
     if config.dataset is None and config.rl is None:
         yield (
             "there is nothing to train on: neither the section 'dataset' (supervised fine-tuning) nor 'rl' "
             "(reinforcement learning) is there. Add one."
         )
-    if config.rl is not None and config.train_parameters.sampler is None:
-        yield (
-            "the section 'rl' needs an engine to sample with, and there is no section 'train_parameters.sampler'. "
-            "Add it."
-        )
+    sampler = config.train_parameters.sampler
+    if config.rl is not None and sampler is None:
+        yield f"the section 'rl' needs an engine to sample with, and there is no section '{_SAMPLER}'. Add it."
+    yield from _packing_problems(config)
+    for name, value in (sampler.engine.engine_args if sampler is not None else {}).items():
+        if name in _ENGINE_SETTINGS_ELSEWHERE:
+            fix = f"Set '{_ENGINE_SETTINGS_ELSEWHERE[name]}' instead."
+            yield refuse(config, f"{_SAMPLER}.engine.{name}", "is set in another place", fix, value)
+    if sampler is not None:
+        yield from _secrets(f"{_SAMPLER}.engine", sampler.engine.engine_args)
+    yield from _secrets("wandb_config", config.wandb_config)
+    yield from _unread_settings(config)
+
+
+def _unread_settings(config: Config) -> Iterator[str]:
+    """Find settings that were changed and have no effect, by what they say of themselves (`ReadIf`)."""
+    plain = to_plain(config)
+    for path, setting in all_settings().items():
+        value = value_at(plain, path)
+        if value is None or value == setting.default:
+            continue
+        for other in setting.read_if:
+            found = value_at(plain, other.path)
+            if not (found in other.values if other.values else found or other.path in config.origins):
+                rule = f"has no effect with {other.path}={show(found)}"
+                yield refuse(config, path, rule, other.fix or f"Leave it out, or set {other.path}.", value)
+
+
+def _secrets(path: str, given: Mapping[str, Any]) -> Iterator[str]:
+    """Refuse secrets by their names: a run saves its config, and sends it to its trackers."""
+    for name, value in given.items():
+        variable = _SECRETS.get(name)
+        if variable is not None and isinstance(value, str):
+            rule = "is a secret, and a run saves its config where others may read it"
+            fix = f"Set the environment variable {variable} instead."
+            # Without its origin: an option of the command line holds the secret.
+            yield describe_refusal(f"{path}.{name}", "…", rule, fix)
 
 
 def _packing_problems(config: Config) -> Iterator[str]:
     preprocess = config.dataset_preprocess
     if preprocess is None or config.dataset is None:
         return
-    if preprocess.ignore_index != config.dataset.ignore_index:
-        index = config.dataset.ignore_index
+    index = config.dataset.ignore_index
+    if preprocess.ignore_index != index:
         rule = f"must equal dataset.ignore_index={index}, or the loss would count hidden tokens"
-        fix = f"Use {index}."
-        yield _refuse(config, "dataset_preprocess.ignore_index", preprocess.ignore_index, rule, fix)
+        yield refuse(config, "dataset_preprocess.ignore_index", rule, f"Use {index}.")
     if preprocess.packing_type is None:
         return
     num_special = 2 if preprocess.add_bos_eos_tokens else 0
     chunk = config.train_parameters.max_seq_len - num_special
     if preprocess.overlap >= max(chunk, 1):
-        length = f"max_seq_len={config.train_parameters.max_seq_len}"
         special = " less BOS and EOS" if num_special else ""
-        rule = f"must be below the chunk length {chunk} ({length}{special})"
+        length = f"max_seq_len={config.train_parameters.max_seq_len}{special}"
         fix = f"Use {chunk // 8}, for example." if chunk > 0 else "Raise max_seq_len."
-        yield _refuse(config, "dataset_preprocess.overlap", preprocess.overlap, rule, fix)
+        rule = f"must be below the chunk length {chunk} ({length})"
+        yield refuse(config, "dataset_preprocess.overlap", rule, fix)
 
 
-def _engine_problems(config: Config) -> Iterator[str]:
-    sampler = config.train_parameters.sampler
-    for name, value in (sampler.engine if sampler is not None else {}).items():
-        if name in _ENGINE_SETTINGS_ELSEWHERE:
-            fix = f"Set '{_ENGINE_SETTINGS_ELSEWHERE[name]}' instead."
-            path = f"train_parameters.sampler.engine.{name}"
-            yield _refuse(config, path, value, "has a setting of its own", fix)
-
-
-def _world_size_problems(config: Config, world_size: int) -> Iterator[str]:
+def _rank_problems(config: Config, world_size: int, num_nodes: int) -> Iterator[str]:
+    path, strategy = "train_parameters.sharding_strategy", config.train_parameters.model.sharding_strategy
     if world_size < 1:
         yield describe_refusal("world_size", world_size, "must be an integer >= 1", "Use 1 or more.")
-        return
-    train = config.train_parameters
-    if train.sharding_strategy == "HYBRID_SHARD" and world_size < 2:
+    elif strategy == "HYBRID_SHARD" and world_size < 2:
         rule = f"needs at least 2 ranks, and world_size={world_size}"
-        fix = "Use NO_SHARD, or start more ranks."
-        yield _refuse(config, "train_parameters.sharding_strategy", train.sharding_strategy, rule, fix)
+        yield refuse(config, path, rule, "Use NO_SHARD, or start more ranks.")
+    if num_nodes < 1:
+        yield describe_refusal("nnodes", num_nodes, "must be an integer >= 1", "Use 1 or more.")
+        return
+    if world_size % num_nodes:
+        rule = f"must be a multiple of nnodes={num_nodes}: it counts the ranks of all nodes"
+        fix = f"Use {world_size + num_nodes - world_size % num_nodes}, for example."
+        yield describe_refusal("world_size", world_size, rule, fix)
+    is_spread = strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
+    if num_nodes > 1 and config.train_parameters.sampler is not None and is_spread:
+        rule = f"spreads the weights over {num_nodes} nodes, and the engine of each node needs all of them"
+        yield refuse(config, path, rule, "Use HYBRID_SHARD: it shards within each node.")
 
 
 def _parallel_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     """On CUDA every worker of the engine shares the device of a rank; on CPU there may be more workers than ranks."""
     sampler = config.train_parameters.sampler
-    size = sampler.engine.get("tensor_parallel_size", 1) if sampler is not None else 1
-    path = "train_parameters.sampler.engine.tensor_parallel_size"
+    size = sampler.engine.engine_args.get("tensor_parallel_size", 1) if sampler is not None else 1
+    path = f"{_SAMPLER}.engine.tensor_parallel_size"
     if type(size) is not int or size < 1:
-        yield _refuse(config, path, size, "must be an integer >= 1", "Use 1, or a number of devices.")
+        yield refuse(config, path, "must be an integer >= 1", "Use 1, or a number of devices.")
     elif size > max(ranks_per_node, 1) and _has_cuda():
         rule = f"must be at most the number of ranks on a node, {ranks_per_node}"
-        yield _refuse(config, path, size, rule, "Use fewer, or start more ranks.")
+        yield refuse(config, path, rule, "Use fewer, or start more ranks.")
 
 
 def _has_cuda() -> bool:
@@ -134,90 +177,88 @@ def _has_cuda() -> bool:
     return Path("/dev/nvidiactl").exists() and not hidden
 
 
-def _node_problems(config: Config, world_size: int, num_nodes: int) -> Iterator[str]:
-    if num_nodes < 1:
-        yield describe_refusal("nnodes", num_nodes, "must be an integer >= 1", "Use 1 or more.")
-        return
-    if world_size % num_nodes:
-        rule = f"must be a multiple of nnodes={num_nodes}: it counts the ranks of all nodes"
-        fix = f"Use {world_size + num_nodes - world_size % num_nodes}, for example."
-        yield describe_refusal("world_size", world_size, rule, fix)
-    train = config.train_parameters
-    if num_nodes > 1 and train.sampler is not None and train.sharding_strategy in _SHARDED_OVER_NODES:
-        rule = f"spreads the weights over {num_nodes} nodes, and the engine of each node needs them all"
-        fix = "Use HYBRID_SHARD: it shards within each node."
-        yield _refuse(config, "train_parameters.sharding_strategy", train.sharding_strategy, rule, fix)
-
-
 def _sampler_problems(config: Config, reward_names: Collection[str]) -> Iterator[str]:
     sampler = config.train_parameters.sampler
     if sampler is None:
         return
-    # A name with a colon points into somebody's own file, which is read when the run starts.
-    if sampler.reward is not None and sampler.reward not in reward_names and ":" not in sampler.reward:
-        near = difflib.get_close_matches(sampler.reward, reward_names, n=1)
-        fix = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(sorted(reward_names))}."
-        path = "train_parameters.sampler.reward"
-        yield _refuse(config, path, sampler.reward, "is not a reward that exists", fix)
+    reward = sampler.evaluation.reward
+    # A name with a colon points into the user's own file, which is read when the run starts.
+    if reward is not None and reward not in reward_names and ":" not in reward:
+        fix = nearest(reward, reward_names) or f"Use one of {', '.join(sorted(reward_names))}."
+        yield refuse(config, f"{_SAMPLER}.reward", "is not a reward that exists", fix)
     yield from _inference_problems(config, sampler)
 
 
 def _inference_problems(config: Config, sampler: SamplerSettings) -> Iterator[str]:
-    path, name = "train_parameters.sampler.inference", sampler.inference
-    if name not in INFERENCES and not is_plugin(name):
-        near = difflib.get_close_matches(name, INFERENCES, n=1)
-        fix = (
-            f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(INFERENCES)}, or file.py:NAME."
-        )
-        yield _refuse(config, path, name, "is not known", fix)
-    if name == "server" and "url" not in sampler.engine:
-        fix = "Add it: train_parameters.sampler.engine={url: 'http://127.0.0.1:8000'}."
-        yield _refuse(config, path, name, "needs the server's url among the engine's arguments", fix)
+    path, name = f"{_SAMPLER}.inference", sampler.engine.inference
+    if name not in BACKENDS and not is_plugin(name):
+        fix = nearest(name, BACKENDS) or f"Use one of {', '.join(BACKENDS)}, or file.py:NAME."
+        yield refuse(config, path, "is not known", fix)
+    if name == "server" and "url" not in sampler.engine.engine_args:
+        fix = f"Add it: {_SAMPLER}.engine={{url: 'http://127.0.0.1:8000'}}."
+        yield refuse(config, path, "needs the server's url among the engine's arguments", fix)
     has_adapters = config.train_parameters.lora_peft_config is not None
-    if name != "vllm" and has_adapters and sampler.lora_mode == "adapter":
-        path = "train_parameters.sampler.lora_mode"
+    if name != "vllm" and has_adapters and sampler.engine.lora_mode == "adapter":
         rule = f"is for vLLM in the process, and inference is {name!r}"
-        yield _refuse(config, path, sampler.lora_mode, rule, "Set it to 'merged'.")
+        yield refuse(config, f"{_SAMPLER}.lora_mode", rule, "Set it to 'merged'.")
 
 
 def _lora_problems(config: Config) -> Iterator[str]:
-    """Find LoRA options that the engine could not follow; without a sampler, peft alone has to."""
+    """Find LoRA options that the engine could not follow; without a sampler, only peft has to follow them."""
     sampler, options = config.train_parameters.sampler, config.train_parameters.lora_peft_config
     if sampler is None or options is None:
         return
-    for option, value, rule, fix in refused_options(options, sampler.lora_mode):
-        yield _refuse(config, f"train_parameters.lora_peft_config.{option}", value, rule, fix)
-    rank, room = largest_rank(options), sampler.engine.get("max_lora_rank")
+    for option, value, rule, fix in refused_options(options, sampler.engine.lora_mode):
+        yield refuse(config, f"train_parameters.lora_peft_config.{option}", rule, fix, value)
+    rank, room = largest_rank(options), sampler.engine.engine_args.get("max_lora_rank")
     if isinstance(room, int) and rank > room:
-        path = "train_parameters.sampler.engine.max_lora_rank"
         rule = f"must be at least the largest rank of the adapters, {rank}"
-        yield _refuse(config, path, room, rule, "Leave it out: it follows from lora_peft_config.")
+        fix = "Leave it out: it follows from lora_peft_config."
+        yield refuse(config, f"{_SAMPLER}.engine.max_lora_rank", rule, fix)
 
 
 def _model_problems(config: Config) -> Iterator[str]:
     if not Path(config.model).is_dir():
-        fix = "Download the model and name its folder."
-        yield _refuse(config, "model", config.model, "is not a folder", fix)
+        yield refuse(config, "model", "is not a folder", "Download the model and name its folder.")
         return
     try:
         description = json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8"))
         limit = description.get("max_position_embeddings")
     except FileNotFoundError:
         fix = "Name the folder that `save_pretrained` wrote."
-        yield _refuse(config, "model", config.model, "holds no config.json", fix)
+        yield refuse(config, "model", "holds no config.json", fix)
         return
     except (ValueError, AttributeError) as error:
-        rule = f"holds a broken config.json ({error})"
-        yield _refuse(config, "model", config.model, rule, "Save the model again.")
+        yield refuse(config, "model", f"holds a broken config.json ({error})", "Save the model again.")
         return
-    length = config.train_parameters.max_seq_len
-    if isinstance(limit, int) and length > limit:
+    if isinstance(limit, int) and config.train_parameters.max_seq_len > limit:
         rule = f"is beyond the model's limit of {limit} tokens"
-        yield _refuse(config, "train_parameters.max_seq_len", length, rule, f"Use {limit} or less.")
+        yield refuse(config, "train_parameters.max_seq_len", rule, f"Use {limit} or less.")
     if config.train_parameters.sampler is not None and (size := head_size_without_kernel(description)):
         rule = f"has attention heads of {size} dimensions, which vLLM's CPU attention does not support"
-        fix = f"Use a model with {', '.join(map(str, CPU_HEAD_SIZES))}, or set train_parameters.sampler to null."
-        yield _refuse(config, "model", config.model, rule, fix)
+        fix = f"Use a model with {', '.join(map(str, CPU_HEAD_SIZES))}, or set {_SAMPLER} to null."
+        yield refuse(config, "model", rule, fix)
+    num_tokens, largest = description.get("vocab_size"), _largest_token(Path(config.model))
+    if isinstance(num_tokens, int) and largest >= num_tokens:
+        rule = f"has embeddings for {num_tokens} tokens, and its tokenizer has a token {largest}"
+        yield refuse(
+            config, "model", rule, "Resize the embeddings, or save the tokenizer that belongs to it."
+        )
+    path = "train_parameters.use_flash_attention"
+    if config.train_parameters.model.use_flash_attention and not (_has_cuda() and find_spec("flash_attn")):
+        rule = "needs the flash-attn package and a CUDA device, and one of them is missing here"
+        yield refuse(config, path, rule, "Install it, or set it to false.")
+
+
+def _largest_token(model: Path) -> int:
+    """Return the largest token id of the tokenizer beside a model; -1 where its file does not say."""
+    try:
+        tokenizer = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = tokenizer["model"]["vocab"]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return max([-1, *ids, *(token["id"] for token in tokenizer.get("added_tokens", ()))])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
 
 
 def _dataset_problems(config: Config) -> Iterator[str]:
@@ -227,65 +268,72 @@ def _dataset_problems(config: Config) -> Iterator[str]:
         folder = Path(getattr(config.dataset, name))
         path = f"dataset.{name}"
         if not folder.is_dir():
-            yield _refuse(config, path, str(folder), "is not a folder", "Preprocess the dataset first.")
+            yield refuse(config, path, "is not a folder", "Preprocess the dataset first.")
         elif (folder / "dataset_dict.json").is_file():
             splits = sorted(child.name for child in folder.iterdir() if child.is_dir())
             fix = f"Name one of: {', '.join(str(folder / split) for split in splits)}."
-            yield _refuse(config, path, str(folder), "holds several datasets", fix)
+            yield refuse(config, path, "holds several datasets", fix)
         elif not (folder / "dataset_info.json").is_file():
             fix = "Name a folder written by `datasets.Dataset.save_to_disk`."
-            yield _refuse(config, path, str(folder), "holds no dataset_info.json", fix)
-        elif missing := _missing_columns(folder / "dataset_info.json"):
+            yield refuse(config, path, "holds no dataset_info.json", fix)
+        elif (described := _described_columns(folder / "dataset_info.json")) is None:
+            yield refuse(config, path, "has a broken dataset_info.json", "Make the dataset again.")
+        elif missing := [name for name in ("input_ids", "labels") if described and name not in described]:
             rule = f"has no column {' and no column '.join(map(repr, missing))}"
-            yield _refuse(
-                config, path, str(folder), rule, "Preprocess it: training reads token ids and labels."
-            )
+            yield refuse(config, path, rule, "Preprocess it: training reads token ids and labels.")
 
 
-def _missing_columns(description: Path) -> list[str]:
-    """Return the columns that training reads and the dataset does not describe; none if it describes nothing."""
-    columns = json.loads(description.read_text(encoding="utf-8")).get("features")
-    return [name for name in ("input_ids", "labels") if columns and name not in columns]
+def _described_columns(description: Path) -> Collection[str] | None:
+    """Return the columns that a dataset describes, none if it describes nothing; None where it cannot be read."""
+    try:
+        columns = json.loads(description.read_text(encoding="utf-8")).get("features") or ()
+    except (ValueError, AttributeError):
+        return None
+    return columns if isinstance(columns, Collection) else None
 
 
 def _prompt_problems(config: Config) -> Iterator[str]:
-    sampler = config.train_parameters.sampler
-    if sampler is not None and isinstance(sampler.prompts, str):
-        yield from _prompt_file_problems(config, "train_parameters.sampler.prompts", sampler.prompts)
-    if config.rl is not None and isinstance(config.rl.prompts, str):
-        yield from _prompt_file_problems(config, "rl.prompts", config.rl.prompts)
-
-
-def _prompt_file_problems(config: Config, path: str, file: str) -> Iterator[str]:
-    if not Path(file).is_file():
-        fix = "Name a JSONL file, or list the prompts themselves."
-        yield _refuse(config, path, file, "is not a file", fix)
-        return
-    num_prompts = 0
-    for number, line in enumerate(Path(file).read_bytes().split(b"\n"), start=1):
-        if line.strip():
-            num_prompts += 1
-            if not _is_prompt(line):
-                rule = f"must hold JSON objects with a `prompt`, and line {number} is none"
-                yield _refuse(config, path, file, rule, 'Write {"prompt": "..."} there.')
-                return
-    if not num_prompts:
-        yield _refuse(config, path, file, "holds no prompt", 'Write {"prompt": "..."}, one per line.')
+    sampler, rl = config.train_parameters.sampler, config.rl
+    sources = {
+        f"{_SAMPLER}.prompts": sampler and sampler.evaluation.prompts,
+        "rl.prompts": rl and rl.collect.prompts,
+    }
+    for path, source in sources.items():
+        if not isinstance(source, str):
+            continue
+        if not Path(source).is_file():
+            yield refuse(config, path, "is not a file", "Name a JSONL file, or list the prompts themselves.")
+            continue
+        lines = enumerate(Path(source).read_bytes().split(b"\n"), start=1)
+        filled = [(number, line) for number, line in lines if line.strip()]
+        wrong = next((number for number, line in filled if not _is_prompt(line)), None)
+        if wrong is not None:
+            rule = f"must hold JSON objects with a `prompt`, and line {wrong} is none"
+            yield refuse(config, path, rule, 'Write {"prompt": "..."} there.')
+        elif not filled:
+            yield refuse(config, path, "holds no prompt", 'Write {"prompt": "..."}, one per line.')
 
 
 def _is_prompt(line: bytes) -> bool:
     try:
-        row = json.loads(line)
+        record = json.loads(line)
     except ValueError:
         return False
-    return isinstance(row, dict) and bool(row.get("prompt"))
+    return isinstance(record, dict) and bool(record.get("prompt"))
 
 
-def _output_problems(config: Config) -> Iterator[str]:
-    train = config.train_parameters
+def _output_problems(config: Config, world_size: int) -> Iterator[str]:
+    train, path = config.train_parameters, "train_parameters.output_dir"
     if Path(train.output_dir).exists() and not Path(train.output_dir).is_dir():
-        rule = "exists and is not a folder"
-        yield _refuse(config, "train_parameters.output_dir", train.output_dir, rule, "Name another folder.")
+        yield refuse(config, path, "exists and is not a folder", "Name another folder.")
+    # Under torchrun rank 0 may hold it already when the other ranks come here.
+    elif os.environ.get("RANK", "0") == "0" and is_held(Path(train.output_dir)):
+        yield refuse(config, path, "is in use by another run", "Wait for its end, or name another folder.")
+    else:
+        try:
+            find_resumption(config, world_size)
+        except CheckpointError as error:
+            yield str(error)
     if train.sampler is not None and train.samples_path.is_dir():
-        path = "train_parameters.sampler.output_jsonl_path"
-        yield _refuse(config, path, str(train.samples_path), "is a folder", "Name a file in it.")
+        path = f"{_SAMPLER}.output_jsonl_path"
+        yield refuse(config, path, "is a folder", "Name a file in it.", str(train.samples_path))

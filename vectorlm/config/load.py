@@ -1,19 +1,22 @@
-"""A YAML file read into the schema, strictly."""
+"""A config file read into the schema, strictly, with overrides; written back; and the arguments that choose one."""
 
 from __future__ import annotations
 
+import argparse
+import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from vectorlm.config.check import check_consistency
-from vectorlm.config.override import apply_override
-from vectorlm.config.problem import describe_missing, describe_unknown, raise_problems
 from vectorlm.config.schema import ALIASES, Config
-from vectorlm.config.setting import Setting, settings_of
-from vectorlm.config.source import Entry, parse_yaml
-from vectorlm.config.value import convert
+from vectorlm.config.setting import Setting, all_settings, build_section, settings_of, to_plain
+from vectorlm.config.source import Dumper, Entry, parse_yaml
+from vectorlm.config.value import convert, describe_refusal, raise_problems
 from vectorlm.errors import ConfigError
 
 
@@ -34,13 +37,19 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Con
     tree = _read_file(fspath(path))
     _resolve_aliases(tree)
     for override in overrides:
-        apply_override(tree, override)
+        _apply_override(tree, override)
     problems: list[str] = []
     config = _read_section(Config, tree, "", problems)
     raise_problems(problems)
     config = replace(config, origins=_origins(tree))
     check_consistency(config)
     return config
+
+
+def save_config(config: Config, path: str | PathLike[str]) -> None:
+    """Write every setting, defaults included, so that `load_config` reads an equal config back."""
+    text = yaml.dump(to_plain(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def _read_file(path: str) -> Entry:
@@ -89,15 +98,13 @@ def _read_section(section: type, entry: Entry, prefix: str, problems: list[str])
     known, values, num_before = settings_of(section), {}, len(problems)
     for key, child in entry.value.items():
         if key in known:
-            values[known[key].field_name] = _read_setting(known[key], child, prefix + key, problems)
+            values[key] = _read_setting(known[key], child, prefix + key, problems)
         else:
-            problems.append(describe_unknown(section, prefix, key, child.origin))
-    missing = [
-        name for name, setting in known.items() if setting.is_required and setting.field_name not in values
-    ]
+            problems.append(_describe_unknown(section, prefix, key, child.origin))
+    missing = [name for name, setting in known.items() if setting.is_required and name not in values]
     if missing:
-        problems.append(describe_missing(section, prefix, missing, entry.origin))
-    return section(**values) if len(problems) == num_before else None
+        problems.append(_describe_missing(section, prefix, missing, entry.origin))
+    return build_section(section, values) if len(problems) == num_before else None
 
 
 def _read_setting(setting: Setting, entry: Entry, path: str, problems: list[str]) -> Any:
@@ -117,3 +124,113 @@ def _origins(tree: Entry, prefix: str = "") -> dict[str, str]:
         if isinstance(entry.value, dict):
             origins |= _origins(entry, f"{prefix}{key}.")
     return origins
+
+
+def _apply_override(tree: Entry, text: str) -> None:
+    """Set one value, `a.b=c` with `c` read as YAML, in a tree whose aliases are resolved."""
+    origin = f"--set {text}"
+    name, equals, written = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"{origin!r} must name a setting and its value. Write --set name=value.")
+    parts = _canonical_path(name).split(".")
+    _require_known(parts, origin)
+    entry = tree
+    for depth, part in enumerate(parts[:-1], start=1):
+        child = entry.value.get(part)
+        if child is None or child.value is None:
+            child = entry.value[part] = Entry({}, origin)
+        elif not isinstance(child.value, dict):
+            path = ".".join(parts[:depth])
+            raise ConfigError(describe_refusal(path, child.plain(), "must be a mapping", "", child.origin))
+        entry = child
+    value = parse_yaml(written, lambda line: origin)
+    entry.value[parts[-1]] = value
+
+
+def _canonical_path(path: str) -> str:
+    """Return the place of a setting, also for an alias or a name below one."""
+    for alias, place in ALIASES.items():
+        if path == alias or path.startswith(alias + "."):
+            return place + path.removeprefix(alias)
+    return path
+
+
+def _require_known(parts: list[str], origin: str) -> None:
+    section: type = Config
+    for depth, part in enumerate(parts):
+        prefix = "".join(f"{parent}." for parent in parts[:depth])
+        if part not in settings_of(section):
+            raise ConfigError(_describe_unknown(section, prefix, part, origin))
+        setting = settings_of(section)[part]
+        if setting.section is None:
+            if depth + 1 < len(parts) and not setting.is_mapping:
+                raise ConfigError(
+                    f"'{prefix}{part}' is a single value, with no settings below it ({origin}). "
+                    f"Write --set {prefix}{part}=..."
+                )
+            return
+        section = setting.section
+
+
+def _describe_unknown(section: type, prefix: str, key: Any, origin: str) -> str:
+    """Say that a section has no such key, and name the nearest one that exists."""
+    known = list(settings_of(section))
+    nearest = difflib.get_close_matches(str(key), known, n=1)
+    candidates = [prefix + name for name in nearest]
+    # A key of the right name in the wrong section: name the section where it belongs.
+    candidates += [path for path in all_settings() if path.rpartition(".")[2] == key]
+    if candidates:
+        fix = f"Did you mean '{candidates[0]}'?"
+    else:
+        place = f"'{prefix.removesuffix('.')}'" if prefix else "the top level"
+        fix = f"The settings of {place} are: {', '.join(known)}."
+    return f"unknown setting '{prefix}{key}' ({origin}). {fix}"
+
+
+def _describe_missing(section: type, prefix: str, names: Sequence[str], origin: str) -> str:
+    """Say which keys a section lacks, with what each of them means."""
+    settings = settings_of(section)
+    lacking = [f"'{prefix}{name}' ({settings[name].doc.rstrip('.')})" for name in names]
+    noun = "setting" if len(names) == 1 else "settings"
+    return f"missing {noun} {', '.join(lacking)} ({origin}). Add {'it' if len(names) == 1 else 'them'}."
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--yaml_path``, ``--world_size`` and the repeatable ``--set``."""
+    parser.add_argument("--yaml_path", required=True, help="the config file")
+    for name in ("--nnodes", "--node_rank", "--rdzv_endpoint"):
+        parser.add_argument(name, action=_Torchrun, help=argparse.SUPPRESS)
+    add_override_arguments(parser)
+
+
+def add_override_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--world_size`` and the repeatable ``--set`` alone, for commands that name the file themselves."""
+    help_text = "number of ranks, on all nodes together (default 1)"
+    parser.add_argument("--world_size", type=int, default=1, metavar="N", help=help_text)
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="override one setting, for example train_parameters.epochs=3; may be repeated",
+    )
+
+
+class _Torchrun(argparse.Action):
+    """Refuse an argument that belongs to torchrun."""
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        parser.error(
+            f"{option_string} belongs to torchrun, which starts several machines: torchrun --nnodes 2 "
+            f"--nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint HOST:29400 {parser.prog} ... (docs/multi_node.md)"
+        )
+
+
+def config_from_arguments(args: argparse.Namespace) -> Config:
+    """Load the config that the parsed arguments ask for.
+
+    Raises:
+        ConfigError: as `load_config`; call `check_config` next for the rules that need the number of ranks.
+    """
+    return load_config(args.yaml_path, args.overrides)

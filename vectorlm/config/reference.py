@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING
+from dataclasses import MISSING, is_dataclass
 from typing import Any
 
-from vectorlm.config.problem import show
 from vectorlm.config.schema import ALIASES, Config
 from vectorlm.config.setting import Setting, settings_of
-from vectorlm.config.value import describe
+from vectorlm.config.value import describe, show
 
 _INTRODUCTION = """# Configuration
 
@@ -19,9 +18,11 @@ line with `--set`, which may be repeated and reads its value as YAML:
 
 `vectorlm check` reads the file, checks it against the number of ranks and the files on disk, and prints what
 the run would do. An unknown key, a wrong type or an impossible value is an error that names the line, the
-rule and a fix. Relative paths start at the working directory. `1e-5` is a number.
+rule and a fix; so is a setting that has no effect, unless the file itself turns off what it belongs to.
+Relative paths start at the working directory. `1e-5` is a number.
 
-This page is made from `vectorlm/config/schema.py` by `python -m vectorlm.config.reference`.
+This page is made from the settings dataclasses (nested in `vectorlm/config/schema.py`) by
+`python -m vectorlm.config.reference`.
 """
 
 
@@ -50,6 +51,8 @@ def _row(setting: Setting) -> str:
 
 
 def _default(default: Any) -> str:
+    if is_dataclass(default):
+        return "its own defaults"
     return "required" if default is MISSING else f"`{show(default)}`"
 
 

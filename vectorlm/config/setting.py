@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from vectorlm.config.schema import Config
+from vectorlm.settings import ReadIf
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,6 @@ class Setting:
     """Its value where the key is left out; `MISSING` where it may not be."""
     doc: str
     """The line under the field."""
-    field_name: str
-    """What the dataclass calls it."""
 
     @property
     def is_required(self) -> bool:
@@ -35,9 +34,14 @@ class Setting:
 
     @property
     def section(self) -> type | None:
-        """The dataclass behind the key, or None where it holds a value of its own."""
-        candidates = (self.hint, *get_args(self.hint))
-        return next((kind for kind in candidates if isinstance(kind, type) and is_dataclass(kind)), None)
+        """The dataclass behind the key, or None where it holds a plain value."""
+        kinds = (self.hint, *get_args(self.hint))
+        return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
+
+    @property
+    def read_if(self) -> tuple[ReadIf, ...]:
+        """What must hold for the setting to have an effect."""
+        return tuple(note for kind in (self.hint, *get_args(self.hint)) for note in _notes(kind))
 
     @property
     def is_mapping(self) -> bool:
@@ -48,31 +52,87 @@ class Setting:
 @cache
 def settings_of(cls: type) -> dict[str, Setting]:
     """Return the settings of a section, by key, in the order of the schema."""
-    hints = get_type_hints(cls, include_extras=True)
-    docs = _field_docs(cls)
-    settings = {}
-    for entry in fields(cls):
-        if entry.metadata.get("is_setting", True):
-            default = entry.default if entry.default_factory is MISSING else entry.default_factory()
-            key = key_of(entry.name)
-            settings[key] = Setting(key, hints[entry.name], default, docs[entry.name], entry.name)
+    found = list(_settings_in(cls))
+    settings = {setting.name: setting for setting in found}
+    assert len(settings) == len(found), f"{cls.__name__} declares a key twice"
     return settings
 
 
-def key_of(field_name: str) -> str:
-    """Return what YAML calls a field: words of Python's own, like ``async``, bear an underscore as fields."""
-    return field_name.rstrip("_")
+def _settings_in(cls: type) -> Iterator[Setting]:
+    hints, docs = get_type_hints(cls, include_extras=True), _field_docs(cls)
+    for entry in _fields_of(cls):
+        if "inline" in entry.metadata:
+            yield from _settings_in(hints[entry.name])
+        elif (section := entry.metadata.get("partial")) is not None:
+            for each in _settings_in(section):
+                doc = f"{each.doc.rstrip('.')}; null means {entry.metadata['null']}."
+                yield Setting(each.name, each.hint | None, None, doc)
+        else:
+            default = entry.default if entry.default_factory is MISSING else entry.default_factory()
+            yield Setting(_key_of(entry), hints[entry.name], default, docs[entry.name])
+
+
+def build_section(cls: type, values: Mapping[str, Any]) -> Any:
+    """Make the dataclass of a section from its values by key; a key that is left out has its default."""
+    hints, arguments = get_type_hints(cls), {}
+    for entry in _fields_of(cls):
+        if "inline" in entry.metadata:
+            arguments[entry.name] = build_section(hints[entry.name], values)
+        elif (section := entry.metadata.get("partial")) is not None:
+            given = {key: values.get(key) for key in settings_of(section)}
+            arguments[entry.name] = {key: value for key, value in given.items() if value is not None}
+        elif _key_of(entry) in values:
+            arguments[entry.name] = values[_key_of(entry)]
+    return cls(**arguments)
+
+
+def to_plain(value: Any) -> Any:
+    """Return a config, or a section of one, as the mapping that YAML holds."""
+    if not is_dataclass(value):
+        return value
+    plain: dict[str, Any] = {}
+    for entry in _fields_of(type(value)):
+        item = getattr(value, entry.name)
+        if "inline" in entry.metadata:
+            plain |= to_plain(item)
+        elif (section := entry.metadata.get("partial")) is not None:
+            plain |= {key: item.get(key) for key in settings_of(section)}
+        else:
+            plain[_key_of(entry)] = to_plain(item)
+    return plain
 
 
 @cache
-def all_paths(cls: type = Config, prefix: str = "") -> tuple[str, ...]:
-    """Return the dotted path of every setting below a section."""
-    paths: list[str] = []
+def all_settings(cls: type = Config, prefix: str = "") -> Mapping[str, Setting]:
+    """Return every setting below a section, by its dotted path."""
+    found: dict[str, Setting] = {}
     for name, setting in settings_of(cls).items():
-        paths.append(prefix + name)
+        found[prefix + name] = setting
         if setting.section is not None:
-            paths.extend(all_paths(setting.section, f"{prefix}{name}."))
-    return tuple(paths)
+            found |= all_settings(setting.section, f"{prefix}{name}.")
+    return found
+
+
+def value_at(plain: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path of what `to_plain` returned; None below a section that is not there."""
+    value: Any = plain
+    for key in path.split("."):
+        value = None if value is None else value[key]
+    return value
+
+
+def _notes(hint: Any) -> Iterator[ReadIf]:
+    if get_origin(hint) is Annotated:
+        yield from (note for note in get_args(hint)[1:] if isinstance(note, ReadIf))
+
+
+def _fields_of(cls: type) -> list[Field[Any]]:
+    return [entry for entry in fields(cls) if entry.metadata.get("is_setting", True)]
+
+
+def _key_of(entry: Field[Any]) -> str:
+    """Return what YAML calls a field: its own name, but for Python's own words, like ``async``."""
+    return entry.metadata.get("key", entry.name)
 
 
 def _field_docs(cls: type) -> dict[str, str]:
@@ -84,5 +144,5 @@ def _field_docs(cls: type) -> dict[str, str]:
     for statement, following in pairwise(body):
         if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
             assert isinstance(statement.target, ast.Name)
-            docs[statement.target.id] = str(ast.literal_eval(following.value))
+            docs[statement.target.id] = " ".join(str(ast.literal_eval(following.value)).split())
     return docs

@@ -16,6 +16,9 @@ _FLOAT = "tag:yaml.org,2002:float"
 # YAML 1.1 takes `1e-5` and `1.0e5` for text, because it wants both a dot and a signed exponent.
 _EXPONENT_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)[eE][-+]?[0-9]+$")
 
+MAX_VALUES = 20_000
+"""Values of one text. Anchors within anchors make millions of a few lines."""
+
 
 class Loader(yaml.SafeLoader):
     """PyYAML's safe loader, which also reads `1e-5` as a number."""
@@ -74,8 +77,12 @@ class _Reader:
     def __init__(self, loader: Loader, origin_of_line: Callable[[int], str]) -> None:
         self._loader = loader
         self._origin_of_line = origin_of_line
+        self._num_read = 0
 
     def read(self, node: yaml.Node, origin: str | None = None) -> Entry:
+        self._num_read += 1
+        if self._num_read > MAX_VALUES:
+            raise ConfigError(f"not valid YAML: its anchors stand for more than {MAX_VALUES} values.")
         origin = origin or self._origin_of_line(node.start_mark.line + 1)
         if isinstance(node, yaml.MappingNode) and node.tag == _MAP:
             return Entry(self._read_mapping(node), origin)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vectorlm.config.rl import RLSettings
-from vectorlm.config.schema import Config, SamplerSettings, TrainSettings
+from vectorlm.config.resume import find_resumption, say_finished
+from vectorlm.config.schema import Config, RLSettings, SamplerSettings, TrainSettings
 
 
 def summarise(config: Config, world_size: int, num_nodes: int = 1) -> str:
@@ -12,13 +12,14 @@ def summarise(config: Config, world_size: int, num_nodes: int = 1) -> str:
     ranks = f"{world_size}" + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
     rows = {
         "model": config.model + (" with LoRA adapters" if train.lora_peft_config is not None else ""),
-        "ranks": f"{ranks}, {train.sharding_strategy}, {'bfloat16' if train.use_mp else 'float32'}",
+        "ranks": f"{ranks}, {train.model.sharding_strategy}, {'bfloat16' if train.model.use_mp else 'float32'}",
         **(_text_rows(config, world_size) if config.rl is None else _rl_rows(config.rl, train)),
-        "optimizer": f"AdamW, lr {train.optimizer.lr:g}, {train.lr_scheduler_type}, "
-        f"warmup {train.warmup_ratio:.0%} of the steps",
+        "optimizer": f"AdamW, lr {train.optimizer.lr:g}, {train.schedule.lr_scheduler_type}, "
+        f"warmup {train.schedule.warmup_ratio:.0%} of the steps",
         "sampler": _sampler_row(train.sampler, train),
         "checkpoints": _checkpoint_row(config),
         "output": train.output_dir,
+        **_resumption_row(config, world_size),
     }
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
@@ -26,26 +27,27 @@ def summarise(config: Config, world_size: int, num_nodes: int = 1) -> str:
 
 def _text_rows(config: Config, world_size: int) -> dict[str, str]:
     train, data = config.train_parameters, config.text
-    batch = world_size * data.train_bs * train.gradient_accumulation_steps
+    batch = world_size * data.train_bs * train.loop.gradient_accumulation_steps
     parts = f"{_count(world_size, 'rank')} x train_bs {data.train_bs}"
     return {
-        "training": f"{_count(train.epochs, 'epoch')} of {data.train_ds}, evaluated on {data.eval_ds}",
+        "training": f"{_count(train.loop.epochs, 'epoch')} of {data.train_ds}, evaluated on {data.eval_ds}",
         "global batch": f"{_count(batch, 'sequence')} of up to {train.max_seq_len} tokens "
-        f"({parts} x accumulation {train.gradient_accumulation_steps})",
+        f"({parts} x accumulation {train.loop.gradient_accumulation_steps})",
     }
 
 
 def _rl_rows(rl: RLSettings, train: TrainSettings) -> dict[str, str]:
-    source = rl.prompts if isinstance(rl.prompts, str) else _count(len(rl.prompts), "prompt")
-    rewards = ", ".join(f"{name} x {weight:g}" for name, weight in {**rl.rewards, **rl.reward_models}.items())
-    completions = rl.prompts_per_step * rl.group_size
+    collect, update, reward = rl.collect, rl.update, rl.reward
+    source = collect.prompts if isinstance(collect.prompts, str) else _count(len(collect.prompts), "prompt")
+    weights = {**reward.rewards, **reward.reward_models}
+    completions = collect.prompts_per_step * collect.group_size
     return {
         "training": f"{rl.algorithm}, {_count(rl.max_steps, 'step')} on the prompts of {source}",
-        "rollouts": f"{_count(completions, 'completion')} a step ({_count(rl.prompts_per_step, 'prompt')} x group "
-        f"{rl.group_size}), up to {train.max_seq_len} tokens with their prompts",
-        "rewards": rewards,
-        "updates": f"{_count(rl.num_epochs * rl.num_mini_batches, 'optimizer step')} a step "
-        f"({_count(rl.num_epochs, 'epoch')} x {_count(rl.num_mini_batches, 'mini-batch', 'mini-batches')})",
+        "rollouts": f"{_count(completions, 'completion')} a step ({_count(collect.prompts_per_step, 'prompt')} x group "
+        f"{collect.group_size}), up to {train.max_seq_len} tokens with their prompts",
+        "rewards": ", ".join(f"{name} x {weight:g}" for name, weight in weights.items()),
+        "updates": f"{_count(update.num_epochs * update.num_mini_batches, 'optimizer step')} a step "
+        f"({_count(update.num_epochs, 'epoch')} x {_count(update.num_mini_batches, 'mini-batch', 'mini-batches')})",
     }
 
 
@@ -54,18 +56,26 @@ def _checkpoint_row(config: Config) -> str:
         return "none"
     if config.rl is not None:
         return f"every {_count(config.rl.save_every, 'step')}"
-    return f"every {config.train_parameters.save_frequency:g} epoch"
+    return f"every {config.train_parameters.loop.save_frequency:g} epoch"
+
+
+def _resumption_row(config: Config, world_size: int) -> dict[str, str]:
+    found = find_resumption(config, world_size)
+    if found is None:
+        return {}
+    if found.is_finished:
+        return {"goes on": f"no: {say_finished(config, found)}"}
+    return {"goes on": "; ".join([f"from step {found.step}", *found.changes])}
 
 
 def _sampler_row(sampler: SamplerSettings | None, train: TrainSettings) -> str:
     if sampler is None:
         return "none"
-    if isinstance(sampler.prompts, str):
-        prompts = f"the prompts of {sampler.prompts}"
-    else:
-        prompts = _count(len(sampler.prompts), "prompt")
-    reward = f", scored by {sampler.reward}" if sampler.reward else ""
-    return f"{prompts} every {_count(sampler.sample_frequency, 'step')}{reward}, into {train.samples_path}"
+    evaluation = sampler.evaluation
+    is_file = isinstance(evaluation.prompts, str)
+    prompts = f"the prompts of {evaluation.prompts}" if is_file else _count(len(evaluation.prompts), "prompt")
+    reward = f", scored by {evaluation.reward}" if evaluation.reward else ""
+    return f"{prompts} every {_count(evaluation.sample_frequency, 'step')}{reward}, into {train.samples_path}"
 
 
 def _count(number: int, noun: str, plural: str = "") -> str:

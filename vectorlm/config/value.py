@@ -1,19 +1,19 @@
-"""One written value turned into the type that the schema asks for."""
+"""One written value turned into the type that the schema asks for, or refused in a sentence."""
 
 from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from vectorlm.config.problem import describe_refusal
-from vectorlm.config.rules import AlsoWritten, Rule
 from vectorlm.config.source import Entry, Loader
 from vectorlm.errors import ConfigError
+from vectorlm.settings import AlsoWritten, Rule
 
+_SHOWN_CHARACTERS = 60
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
@@ -51,6 +51,28 @@ def describe(hint: Any) -> str:
     if get_origin(base) is tuple:
         return "a list"
     return "a section (`key: value` lines)"
+
+
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raise one `ConfigError` that lists all problems; do nothing when there are none."""
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        raise ConfigError(f"{len(problems)} problems:\n" + "\n".join(f"  - {text}" for text in problems))
+
+
+def describe_refusal(path: str, value: Any, rule: str, fix: str = "", origin: str = "") -> str:
+    """Say that a value breaks a rule: ``a.b=value rule. Fix. (origin)``."""
+    parts = [f"{path}={show(value)} {rule}.", fix, f"({origin})" if origin else ""]
+    return " ".join(part for part in parts if part)
+
+
+def show(value: Any) -> str:
+    """Write a value the way YAML does, cut off when long."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
 class _WrongType(Exception):

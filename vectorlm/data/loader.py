@@ -1,79 +1,123 @@
-"""The loader: which rows of a dataset each rank sees at each optimizer step."""
+"""The loader: the rows that each rank sees at each optimizer step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from vectorlm.data.batch import Batch, Collator
 from vectorlm.errors import DatasetError
+from vectorlm.types import Batch
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["Batch", "StepLoader", "load_dataset"]
+    from vectorlm.dist.topology import Topology
 
 _REQUIRED_COLUMNS = ("input_ids", "labels")
-_OPTIONAL_COLUMNS = ("attention_mask", "id")
+FILLER_ID = -1
+"""The id of a row that only fills up a batch."""
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Pads rows to a batch."""
+
+    pad_token_id: int
+    """Value of `input_ids` where there is no token."""
+    ignore_index: int
+    """Value of `labels` that do not count in the loss."""
+    max_seq_len: int
+    """Rows are cut off after this many tokens."""
+    padding_side: str = "right"
+    """``right`` or ``left``."""
+
+    def __post_init__(self) -> None:
+        if self.padding_side not in ("right", "left"):
+            raise DatasetError(f"padding_side={self.padding_side!r} must be 'right' or 'left'. Use 'right'.")
+
+    def collate(self, rows: Sequence[Mapping[str, Any]], num_rows: int) -> Batch:
+        """Pad `rows` to the longest of them, then add filler rows up to `num_rows`.
+
+        A filler row has one valid token, so that attention is defined, and no label that counts.
+        """
+        filler = {"input_ids": [self.pad_token_id], "labels": [self.ignore_index], "id": FILLER_ID}
+        full = [*rows, *[filler] * (num_rows - len(rows))]
+        masks = [_checked_mask(row) for row in full]
+        length = min(self.max_seq_len, max(map(len, masks)))
+        return Batch(
+            self._pad([row["input_ids"] for row in full], length, self.pad_token_id),
+            self._pad(masks, length, 0),
+            self._pad([row["labels"] for row in full], length, self.ignore_index),
+            torch.tensor([row["id"] for row in full], dtype=torch.int64),
+        )
+
+    def _pad(self, values: Sequence[Sequence[int]], length: int, padding: int) -> torch.Tensor:
+        padded = torch.full((len(values), length), padding, dtype=torch.int64)
+        for row, value in zip(padded, values, strict=True):
+            kept = torch.tensor(value[:length], dtype=torch.int64)
+            place = slice(0, len(kept)) if self.padding_side == "right" else slice(length - len(kept), length)
+            row[place] = kept
+        return padded
+
+
+def _checked_mask(row: Mapping[str, Any]) -> Sequence[int]:
+    """Return the attention mask of a row, after checking that its columns have equal lengths."""
+    length = len(row["input_ids"])
+    mask = row.get("attention_mask") or [1] * length
+    if not length == len(row["labels"]) == len(mask) or length == 0:
+        raise DatasetError(
+            f"the row with id {row['id']} has {length} input_ids, {len(row['labels'])} labels and {len(mask)} "
+            "attention_mask values: these numbers must be equal, and at least 1. Preprocess the dataset again."
+        )
+    return mask
 
 
 class StepLoader:
     """Split each epoch into optimizer steps, and each step into this rank's micro-batches.
 
-    The rows of a step depend on the seed, the epoch and the global batch size
-    ``world_size * micro_batch_size * num_micro_batches`` alone, not on how that product is split. Each row is
-    seen exactly once per epoch. A last step with too few rows is completed with filler rows that count in no
-    loss, so that all ranks do the same number of forward passes. There is no state to save: any step of any
-    epoch can be started from.
+    The rows of a step depend only on the seed, the epoch and the global batch size
+    ``world_size * micro_batch_size * num_micro_batches``, not on how that product is split. Each row is seen exactly
+    once per epoch. Filler rows that count in no loss complete a short last step, so that all ranks do the same number
+    of forward passes. There is no state to save: the loader can start from any step of any epoch.
+
+    Args:
+        dataset: Rows with `input_ids` and `labels`, optionally `attention_mask` and `id` (else the row's index).
+        collator: Turns rows into batches.
+        topology: This rank's place.
+        micro_batch_size: Rows of one forward pass on one rank.
+        num_micro_batches: Forward passes of one rank per optimizer step.
+        seed: With the epoch, decides the order of the rows; at least 0.
+        shuffle: False keeps the order of the dataset.
+
+    Raises:
+        DatasetError: The dataset is empty, lacks a column, or has no label that counts.
     """
 
     def __init__(
         self,
         dataset: Dataset,
+        collator: Collator,
+        topology: Topology,
         *,
         micro_batch_size: int,
-        num_micro_batches: int,
-        rank: int,
-        world_size: int,
+        num_micro_batches: int = 1,
         seed: int,
         shuffle: bool,
-        pad_token_id: int,
-        ignore_index: int,
-        max_seq_len: int,
-        padding_side: str = "right",
     ) -> None:
-        """Check the columns and fix the sizes.
-
-        Args:
-            dataset: Rows with `input_ids` and `labels`, optionally `attention_mask` and `id` (else the row's index).
-            micro_batch_size: Rows of one forward pass on one rank.
-            num_micro_batches: Forward passes of one rank per optimizer step.
-            rank: This rank, from 0.
-            world_size: Number of ranks.
-            seed: What the order of the rows is drawn from, at least 0.
-            shuffle: Whether the order is drawn for every epoch, or is that of the dataset.
-            pad_token_id: What padded `input_ids` hold.
-            ignore_index: What padded `labels` hold.
-            max_seq_len: Rows are cut off after this many tokens.
-            padding_side: ``right`` or ``left``.
-
-        Raises:
-            DatasetError: The dataset is empty or lacks a column.
-        """
         _check_columns(dataset)
-        columns = [name for name in (*_REQUIRED_COLUMNS, *_OPTIONAL_COLUMNS) if name in dataset.column_names]
+        columns = [
+            name for name in (*_REQUIRED_COLUMNS, "attention_mask", "id") if name in dataset.column_names
+        ]
         self._dataset = dataset.select_columns(columns).with_format(None)
-        self._collator = Collator(pad_token_id, ignore_index, max_seq_len, padding_side)
-        self._micro_batch_size = micro_batch_size
-        self._num_micro_batches = num_micro_batches
-        self._rank = rank
-        self._world_size = world_size
-        self._seed = seed
-        self._shuffle = shuffle
+        _require_target(self._dataset, collator)
+        self._collator, self._topology = collator, topology
+        self._micro_batch_size, self._num_micro_batches = micro_batch_size, num_micro_batches
+        self._seed, self._shuffle = seed, shuffle
 
     def __len__(self) -> int:
         """Return the number of optimizer steps per epoch."""
@@ -87,32 +131,24 @@ class StepLoader:
     @property
     def global_batch_size(self) -> int:
         """Rows of one optimizer step over all ranks and micro-batches."""
-        return self._world_size * self._micro_batch_size * self._num_micro_batches
+        return self._topology.world_size * self._micro_batch_size * self._num_micro_batches
 
     def steps(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
-        """Yield this rank's micro-batches of every optimizer step of an epoch.
-
-        Args:
-            epoch: The epoch, from 0.
-            start_step: The first step to yield, from 0.
+        """Yield this rank's micro-batches of every optimizer step of `epoch`, from `start_step` on.
 
         Raises:
             DatasetError: A row is empty, or its columns differ in length.
         """
-        order = self._order(epoch)
+        order, size = self._order(epoch), self._micro_batch_size
         for step in range(start_step, len(self)):
             start = step * self.global_batch_size
             # Every world_size-th row: a short last step leaves each rank about equally many examples.
-            mine = order[start : start + self.global_batch_size][self._rank :: self._world_size]
-            yield [
-                self._batch(mine[first : first + self._micro_batch_size])
-                for first in range(
-                    0, self._num_micro_batches * self._micro_batch_size, self._micro_batch_size
-                )
-            ]
+            rows = order[start : start + self.global_batch_size]
+            mine = rows[self._topology.rank :: self._topology.world_size]
+            starts = range(0, size * self._num_micro_batches, size)
+            yield [self._batch(mine[first : first + size]) for first in starts]
 
     def _order(self, epoch: int) -> list[int]:
-        """Return the rows' indices in the order of this epoch."""
         if not self._shuffle:
             return list(range(self.num_examples))
         # A hash of the pair: seed + epoch would give seed 0, epoch 1 the order of seed 1, epoch 0.
@@ -127,11 +163,25 @@ class StepLoader:
         return self._collator.collate(rows, self._micro_batch_size)
 
 
+def _require_target(dataset: Dataset, collator: Collator) -> None:
+    """Look for a label that counts, from the first row on; without any, weight decay alone would move the weights."""
+    for index in range(len(dataset)):
+        # The first token of a row is not predicted.
+        if any(
+            label != collator.ignore_index for label in dataset[index]["labels"][1 : collator.max_seq_len]
+        ):
+            return
+    raise DatasetError(
+        f"no row of the dataset has a label that counts within its first {collator.max_seq_len} tokens: all are "
+        f"{collator.ignore_index} there. Raise max_seq_len, or check how the dataset was made."
+    )
+
+
 def load_dataset(path: str | Path) -> Dataset:
     """Load a dataset that preprocessing (or ``datasets.Dataset.save_to_disk``) wrote.
 
     Raises:
-        DatasetError: There is no such folder, or it holds no single dataset.
+        DatasetError: There is no such folder, or it does not hold a single dataset.
     """
     from datasets import Dataset, load_from_disk
 

@@ -1,18 +1,45 @@
-"""The row: tokenised text cut and framed to fit the longest sequence."""
+"""Rows of tokens: texts cut to fit `max_seq_len`, with BOS and EOS around them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vectorlm.data.tokenise import TokenisedText
 from vectorlm.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class TokenisedText:
+    """Tokens with one label each."""
+
+    input_ids: list[int]
+    labels: list[int]
+    """The same tokens where they count in the loss, the ignore index elsewhere; not shifted."""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def __add__(self, other: TokenisedText) -> TokenisedText:
+        return TokenisedText(self.input_ids + other.input_ids, self.labels + other.labels)
+
+    def __getitem__(self, where: slice) -> TokenisedText:
+        return TokenisedText(self.input_ids[where], self.labels[where])
+
+    @classmethod
+    def ignored(cls, input_ids: Sequence[int], ignore_index: int) -> TokenisedText:
+        """Return tokens that do not count in the loss."""
+        return cls(list(input_ids), [ignore_index] * len(input_ids))
+
+    @classmethod
+    def counted(cls, input_ids: Sequence[int]) -> TokenisedText:
+        """Return tokens that count in the loss."""
+        return cls(list(input_ids), list(input_ids))
+
+
+@dataclass(frozen=True)
 class Frame:
-    """How rows are cut out of texts, and what is put around them.
+    """How texts are cut into rows, and the tokens put around each row.
 
     BOS never counts in the loss. EOS counts where a text ends; one that only closes a chunk in the middle of a
     text does not, or the model would learn to stop there.
@@ -21,11 +48,11 @@ class Frame:
     max_seq_len: int
     """Tokens of a packed or truncated row, at most."""
     bos_token_id: int | None = None
-    """Put before each row; None for nothing."""
+    """Put before each row; None for no token."""
     eos_token_id: int | None = None
-    """Put after each text and each row; None for nothing."""
+    """Put after each text and each row; None for no token."""
     overlap: int = 0
-    """Tokens of a chunk that the next one repeats; there they do not count in the loss again."""
+    """Tokens of a chunk that the next one repeats; the repeated ones do not count in the loss."""
     ignore_index: int = -100
     """Label of a token that does not count in the loss."""
 
@@ -43,18 +70,18 @@ class Frame:
 
     @property
     def opening(self) -> TokenisedText:
-        """What stands before each row."""
+        """The tokens before each row."""
         bos = [] if self.bos_token_id is None else [self.bos_token_id]
         return TokenisedText.ignored(bos, self.ignore_index)
 
     @property
     def closing(self) -> TokenisedText:
-        """What stands after a chunk that ends in the middle of a text."""
+        """The tokens after a chunk that ends in the middle of a text."""
         return TokenisedText.ignored(self.ending.input_ids, self.ignore_index)
 
     @property
     def ending(self) -> TokenisedText:
-        """What stands after each text."""
+        """The tokens after each text."""
         return TokenisedText.counted([] if self.eos_token_id is None else [self.eos_token_id])
 
 
@@ -70,8 +97,8 @@ def pack_texts(
 ) -> Iterator[TokenisedText]:
     """Cut texts into chunks of at most `frame.max_seq_len` tokens.
 
-    ``partial`` cuts each text by itself, so that its last chunk may be short; ``full`` joins all texts, with
-    their EOS in between, so that only the very last chunk may be short. No token counts in the loss twice.
+    ``partial`` cuts each text by itself, so that its last chunk may be short; ``full`` joins all texts, with EOS
+    between them, so that only the very last chunk may be short. No token counts in the loss twice.
     """
     waiting = _NOTHING
     for text in filter(len, texts):
@@ -86,14 +113,13 @@ class _Stretch:
     """Tokens that wait to be cut into chunks."""
 
     text: TokenisedText
-    """The tokens."""
     ends: list[bool]
     """Whether a token is the EOS of a text."""
     num_repeated: int
-    """How many of the first tokens the chunk before held already."""
+    """How many of the first tokens the previous chunk already held."""
 
     def followed_by(self, text: TokenisedText, frame: Frame) -> _Stretch:
-        """Return this stretch with one more text, and its EOS, behind it."""
+        """Append one more text and its EOS."""
         ends = [False] * len(text) + [True] * len(frame.ending)
         return _Stretch(self.text + text + frame.ending, self.ends + ends, self.num_repeated)
 
@@ -102,10 +128,10 @@ _NOTHING = _Stretch(TokenisedText([], []), [], 0)
 
 
 def _cut(stretch: _Stretch, frame: Frame, *, is_last: bool) -> tuple[list[TokenisedText], _Stretch]:
-    """Cut off all chunks that are complete, or simply all when nothing follows; return them and what remains."""
+    """Cut off all complete chunks, or everything when nothing follows; return them and the rest."""
     rows = []
     start, fresh, length = 0, stretch.num_repeated, len(stretch.text)
-    # Without knowing the token behind a chunk we could not tell whether it is the EOS that belongs to it.
+    # A chunk waits for the token behind it, which may be the EOS that belongs to the chunk.
     while fresh < length and (is_last or start + frame.capacity < length):
         end = min(start + frame.capacity, length)
         if end < length and stretch.ends[end]:

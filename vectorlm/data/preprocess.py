@@ -1,75 +1,54 @@
-"""The preprocessing of a dataset: from a column of text to rows that can be trained on."""
+"""The preprocessing of a dataset: from a column of text to rows of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from vectorlm.data.pack import Frame, frame_texts, pack_texts
-from vectorlm.data.tokenise import TokenisedText, tokenise
+from vectorlm.data.pack import Frame, TokenisedText, frame_texts, pack_texts
+from vectorlm.data.settings import PreprocessSettings
 from vectorlm.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+_TEXTS_PER_CALL = 1000
 _ROWS_PER_TABLE = 1000
 
 
-def preprocess(
-    dataset: Dataset,
-    tokenizer: Any,
-    *,
-    data_field: str,
-    max_seq_len: int,
-    packing_type: Literal["full", "partial"] | None = None,
-    overlap: int = 0,
-    add_bos_eos_tokens: bool = True,
-    seperator: str | None = None,
-    truncate: bool = False,
-    pre_pend: str | None = None,
-    ignore_index: int = -100,
-) -> Dataset:
+def preprocess(dataset: Dataset, tokenizer: Any, settings: PreprocessSettings, max_seq_len: int) -> Dataset:
     """Turn text into rows of `input_ids`, `labels`, `attention_mask` and `id`; save them with `save_to_disk`.
 
     Args:
         dataset: Rows of text.
         tokenizer: A transformers tokenizer.
-        data_field: The column that holds the text.
-        max_seq_len: Tokens of a packed or truncated row, at most.
-        packing_type: ``full`` joins all texts and cuts them into chunks, ``partial`` cuts each text by itself,
-            None makes each text one row.
-        overlap: Tokens that one chunk shares with the next; they count in the loss once.
-        add_bos_eos_tokens: Put BOS and EOS around each row, and EOS between texts that share a row.
-        seperator: Text up to and including its first occurrence is left out of the loss.
-        truncate: Cut rows off at `max_seq_len`; packed rows fit anyway.
-        pre_pend: Text put before each text.
-        ignore_index: Label of a token that does not count in the loss.
+        settings: Which column holds the text, and how it is packed, framed and masked.
+        max_seq_len: Most tokens of a packed or truncated row.
 
     Raises:
-        DatasetError: The column is missing, holds something else than text, or lacks the separator; or nothing is left.
+        DatasetError: The column is missing, holds something other than text, or lacks the separator; or no row is left.
         ConfigError: The tokenizer has no BOS or EOS, or `overlap` leaves no room.
     """
+    data_field = settings.data_field
     if data_field not in dataset.column_names:
         raise DatasetError(
             f"the dataset has no column {data_field!r}: data_field must be one of {', '.join(dataset.column_names)}."
         )
-    bos, eos = _special_tokens(tokenizer) if add_bos_eos_tokens else (None, None)
-    frame = Frame(max_seq_len, bos, eos, overlap, ignore_index)
-    column = dataset.select_columns([data_field]).with_format(None)
-    texts = chain.from_iterable(batch[data_field] for batch in column.iter(batch_size=1000))
-    tokenised = tokenise(texts, tokenizer, seperator=seperator, pre_pend=pre_pend, ignore_index=ignore_index)
-    if packing_type is None:
-        return _as_dataset(frame_texts(tokenised, frame, truncate=truncate))
-    return _as_dataset(pack_texts(tokenised, frame, packing_type))
+    bos, eos = _special_tokens(tokenizer) if settings.add_bos_eos_tokens else (None, None)
+    frame = Frame(max_seq_len, bos, eos, settings.overlap, settings.ignore_index)
+    texts = _tokenise(dataset.select_columns([data_field]).with_format(None), tokenizer, settings)
+    if settings.packing_type is None:
+        return _as_dataset(frame_texts(texts, frame, truncate=settings.truncate))
+    return _as_dataset(pack_texts(texts, frame, settings.packing_type))
 
 
 def load_text(load_path: str, *, from_disk: bool = True, split: str | None = None) -> Dataset:
     """Load the dataset to preprocess, from a folder that `save_to_disk` wrote or from the hub.
 
     Raises:
-        DatasetError: There is no such folder, or a split must be named and is not.
+        DatasetError: There is no such folder, or it holds several splits and `split` does not name one.
     """
     from datasets import DatasetDict, load_dataset, load_from_disk
 
@@ -88,8 +67,44 @@ def load_text(load_path: str, *, from_disk: bool = True, split: str | None = Non
     return loaded[split]
 
 
+def _tokenise(dataset: Dataset, tokenizer: Any, settings: PreprocessSettings) -> Iterator[TokenisedText]:
+    """Tokenise the column of text, without special tokens.
+
+    Text up to and including the first `seperator` is the prompt: tokenised by itself, as it will be when the model
+    continues it, and left out of the loss.
+    """
+    for start in range(0, len(dataset), _TEXTS_PER_CALL):
+        texts = dataset[start : start + _TEXTS_PER_CALL][settings.data_field]
+        pairs = [_split(index, text, settings) for index, text in enumerate(texts, start)]
+        prompts = _encode([prompt for prompt, _ in pairs], tokenizer)
+        completions = _encode([completion for _, completion in pairs], tokenizer)
+        for prompt, completion in zip(prompts, completions, strict=True):
+            yield TokenisedText.ignored(prompt, settings.ignore_index) + TokenisedText.counted(completion)
+
+
+def _split(index: int, text: str, settings: PreprocessSettings) -> tuple[str, str]:
+    if not isinstance(text, str):
+        raise DatasetError(
+            f"row {index} holds {text!r}: it must be text. Remove the row, or choose another data_field."
+        )
+    whole, seperator = (settings.pre_pend or "") + text, settings.seperator
+    if not seperator:
+        return "", whole
+    before, found, after = whole.partition(seperator)
+    if not found:
+        shown = whole if len(whole) <= 60 else f"{whole[:57]}..."
+        raise DatasetError(
+            f"row {index} ({shown!r}) does not contain the separator {seperator!r}: every text must. "
+            "Correct `seperator`, or remove the row."
+        )
+    return before + found, after
+
+
+def _encode(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+
 def _special_tokens(tokenizer: Any) -> tuple[int, int]:
-    """Return the ids of BOS and EOS."""
     missing = [name for name in ("bos_token", "eos_token") if getattr(tokenizer, f"{name}_id") is None]
     if missing:
         raise ConfigError(
@@ -100,13 +115,11 @@ def _special_tokens(tokenizer: Any) -> tuple[int, int]:
 
 
 def _as_dataset(rows: Iterator[TokenisedText]) -> Dataset:
-    """Write rows as Arrow tables, numbered from 0."""
     from datasets import Dataset, Features, Sequence, Value, concatenate_datasets
 
     token = Sequence(Value("int64"))
-    features = Features(
-        input_ids=token, labels=token, attention_mask=Sequence(Value("int8")), id=Value("int64")
-    )
+    mask = Sequence(Value("int8"))
+    features = Features(input_ids=token, labels=token, attention_mask=mask, id=Value("int64"))
     tables: list[Dataset] = []
     num_rows = 0
     while some := list(islice(rows, _ROWS_PER_TABLE)):
@@ -119,7 +132,5 @@ def _as_dataset(rows: Iterator[TokenisedText]) -> Dataset:
         tables.append(Dataset.from_dict(columns, features=features))
         num_rows += len(some)
     if not tables:
-        raise DatasetError(
-            "no row is left after preprocessing: at least one text must not be empty. Check data_field."
-        )
+        raise DatasetError("no row is left after preprocessing: all texts are empty. Check data_field.")
     return concatenate_datasets(tables)

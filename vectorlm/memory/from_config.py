@@ -1,39 +1,34 @@
-"""The memory plan of a run that a config describes."""
+"""The memory plan of a run, from its config."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES, packs_by_itself
 from vectorlm.config import Config, SamplerSettings
-from vectorlm.memory.demand import CPU_KV_CACHE_BYTES, Demand, EngineDemand
-from vectorlm.memory.device import host_memory_bytes
 from vectorlm.memory.model_size import ModelSize, count_adapter_parameters, read_model_size
-from vectorlm.memory.plan import MemoryPlan, plan_memory
-from vectorlm.memory.refusal import check_memory
-from vectorlm.memory.table import memory_table
-from vectorlm.receiver import packs_by_itself
+from vectorlm.memory.plan import Demand, EngineDemand, MemoryPlan, plan_memory
+from vectorlm.memory.report import check_memory, memory_table
+
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def memory_report(
     config: Config, world_size: int, *, device_bytes: int | None = None, ranks_per_node: int | None = None
 ) -> str:
-    """Return the memory plan of a run as a table, or why there is none, before anything is started.
+    """Return the memory plan of a run as a table, or why there is none.
 
     Args:
         config: The run.
-        world_size: Ranks in all.
-        device_bytes: Memory of one CUDA device; None plans for CPU, and for the memory of this machine.
-        ranks_per_node: Ranks of one node; all of them when omitted.
+        world_size: Number of ranks.
+        device_bytes: Memory of one CUDA device; None plans for CPU, with the memory of this machine.
+        ranks_per_node: Ranks of one node; `world_size` when omitted.
 
     Raises:
-        ConfigError: The run cannot fit; the text has the numbers and the settings to turn.
+        ConfigError: The run cannot fit; the text has the numbers and the settings to change.
     """
     try:
-        plan = plan_of_config(
-            config,
-            world_size,
-            device_bytes=host_memory_bytes() if device_bytes is None else device_bytes,
-            is_cpu=device_bytes is None,
-            ranks_per_node=ranks_per_node,
-        )
+        plan = plan_of_config(config, world_size, device_bytes, ranks_per_node)
     except (OSError, ValueError) as error:
         return f"  no memory plan: {error}"
     check_memory(plan)
@@ -41,73 +36,86 @@ def memory_report(
 
 
 def plan_of_config(
-    config: Config, world_size: int, *, device_bytes: int, is_cpu: bool, ranks_per_node: int | None = None
+    config: Config, world_size: int, device_bytes: int | None = None, ranks_per_node: int | None = None
 ) -> MemoryPlan:
-    """Plan the memory of a run; reads the model's folder and nothing else.
-
-    Args:
-        config: The run.
-        world_size: Ranks in all.
-        device_bytes: Memory of one device; on CPU of the machine.
-        is_cpu: Whether the run is on CPU.
-        ranks_per_node: Ranks of one node; all of them when omitted.
-
-    Raises:
-        ValueError: The size of the model cannot be read; the text says what is missing.
-    """
+    """Plan the memory of a run; raises ValueError where the model's folder does not tell its size."""
+    is_cpu = device_bytes is None
     train, near = config.train_parameters, ranks_per_node or world_size
     model = read_model_size(config.model)
     lora = train.lora_peft_config
-    shards = {"NO_SHARD": 1, "HYBRID_SHARD": near}.get(train.sharding_strategy, world_size)
+    shards = {"NO_SHARD": 1, "HYBRID_SHARD": near}.get(train.model.sharding_strategy, world_size)
     micro_batch_size, trained_copies, frozen_copies = _other_models(config)
     overlap = config.overlap
-    # On CUDA devices of its own the engine is in nobody's way; on CPU there is one memory.
+    # An engine on separate CUDA devices does not share their memory; on CPU there is only one memory.
     is_shared = is_cpu or overlap is None or overlap.placement == "shared"
     demand = Demand(
         model=model,
         num_trainable=model.num_parameters if lora is None else count_adapter_parameters(config.model, lora),
         num_ranks=near,
         num_shards=shards,
-        keeps_gathered=train.sharding_strategy in ("SHARD_GRAD_OP", "NO_SHARD"),
-        is_mixed=train.use_mp,
-        recomputes=train.use_activation_checkpointing,
+        keeps_gathered=train.model.sharding_strategy in ("SHARD_GRAD_OP", "NO_SHARD"),
+        is_mixed=train.model.use_mp,
+        recomputes=train.model.use_activation_checkpointing,
         micro_batch_size=micro_batch_size,
         num_trained_copies=trained_copies,
         num_frozen_copies=frozen_copies,
         sequence_tokens=train.max_seq_len,
         engine=_engine_demand(train.sampler, model, is_cpu) if train.sampler and is_shared else None,
-        device_bytes=device_bytes,
+        device_bytes=host_memory_bytes() if device_bytes is None else device_bytes,
         is_cpu=is_cpu,
     )
     return plan_memory(demand)
 
 
 def _other_models(config: Config) -> tuple[int, int, int]:
-    """Return the sequences of a micro-batch, the models trained beside the policy, and those that only compute."""
+    """Return the sequences of a micro-batch, and the numbers of other trained and of frozen models."""
     train, rl = config.train_parameters, config.rl
     if rl is None:
         return config.text.train_bs, 0, 0
-    # torch is imported for this, which a plan of fine-tuning does without.
+    # This imports torch, which the plan of a fine-tuning run does not need.
     from vectorlm.algorithms.registry import get_algorithm
 
     spec = get_algorithm(rl.algorithm)
-    has_reference = (spec.needs_reference or rl.kl_coef > 0) and train.lora_peft_config is None
-    micro_batch_size = max(rl.max_tokens_per_micro_batch // train.max_seq_len, 1)
-    return micro_batch_size, int(spec.needs_critic), int(has_reference) + len(rl.reward_models)
+    has_reference = (spec.needs_reference or rl.kl.kl_coef > 0) and train.lora_peft_config is None
+    micro_batch_size = max(rl.update.max_tokens_per_micro_batch // train.max_seq_len, 1)
+    return micro_batch_size, int(spec.needs_critic), int(has_reference) + len(rl.reward.reward_models)
 
 
 def _engine_demand(sampler: SamplerSettings, model: ModelSize, is_cpu: bool) -> EngineDemand:
-    # Left to itself, vLLM computes in bf16 with weights that were saved in fp32.
-    is_wide = sampler.vllm_dtype == "float32"
-    given = sampler.engine.get("kv_cache_memory_bytes")
-    packs = sampler.receiver == "packed" or packs_by_itself(model.num_parameters)
+    # By default, vLLM computes in bf16 with weights that were saved in fp32.
+    is_wide = sampler.engine.vllm_dtype == "float32"
+    given = sampler.engine.engine_args.get("kv_cache_memory_bytes")
+    packs = sampler.engine.receiver == "packed" or packs_by_itself(model.num_parameters)
     return EngineDemand(
         bytes_per_weight=4 if is_wide else 2,
-        tensor_parallel=sampler.engine.get("tensor_parallel_size", 1),
+        tensor_parallel=sampler.engine.engine_args.get("tensor_parallel_size", 1),
         kv_cache_bytes=CPU_KV_CACHE_BYTES if given is None and is_cpu else given,
-        device_share=sampler.gpu_memory_utilization,
-        max_model_len=sampler.engine.get("max_model_len") or model.max_length,
-        is_packed=is_cpu and sampler.receiver != "live" and packs,
-        sleep=sampler.sleep,
-        offload_optimizer=sampler.offload_optimizer,
+        device_share=sampler.engine.gpu_memory_utilization,
+        max_model_len=sampler.engine.engine_args.get("max_model_len") or model.max_length,
+        is_packed=is_cpu and sampler.engine.receiver != "live" and packs,
+        sleep=sampler.turn.sleep,
+        offload_optimizer=sampler.turn.offload_optimizer,
     )
+
+
+def host_memory_bytes() -> int:
+    """Return the memory of this machine, or of its container where that is less."""
+    total = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemTotal:")
+    )
+    limits = [Path(path).read_text().strip() for path in CGROUP_LIMITS if Path(path).is_file()]
+    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
+
+
+def device_memory_bytes() -> int | None:
+    """Return the memory of the smallest CUDA device; None without one, and then torch is not loaded."""
+    if not Path("/dev/nvidia0").exists():
+        return None
+    import torch
+
+    totals = [
+        torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())
+    ]
+    return min(totals, default=None)

@@ -1,4 +1,4 @@
-"""How large a model is, read from its folder without loading it."""
+"""The size of a model, read from its folder without loading it."""
 
 from __future__ import annotations
 
@@ -12,42 +12,46 @@ from pathlib import Path
 from typing import Any
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
-"""The number of a transformer block in the name of one of its tensors."""
+"""The number of a transformer block in the name of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """The numbers of a dense decoder that its memory depends on."""
+    """The sizes of a dense decoder that its memory depends on."""
 
     num_parameters: int
-    """All of them; tied ones once."""
+    """Of the whole model; tied ones count once."""
     num_block_parameters: int
-    """Those of the largest block."""
+    """Of the largest transformer block."""
     num_layers: int
-    """Transformer blocks."""
     hidden_size: int
-    """Width of the residual stream."""
     intermediate_size: int
-    """Width of the feed-forward layer."""
     query_size: int
-    """Heads x their width."""
+    """Query heads times head size."""
     kv_size: int
-    """Key-value heads x their width."""
+    """Key-value heads times head size."""
     vocab_size: int
-    """Rows of the output layer."""
     max_length: int
     """Longest sequence, in tokens."""
 
 
 def read_model_size(folder: str | Path) -> ModelSize:
-    """Read a model's size from its ``config.json`` and the heads of its safetensors files; torch is not needed.
+    """Read a model's size from its ``config.json`` and the heads of its safetensors files, without torch.
 
-    Raises:
-        ValueError: Something needed is not there; the text says what.
+    Raises ValueError where something is missing or makes no sense.
     """
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    try:
+        return _read_model_size(Path(folder))
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(
+            f"what {folder} says of its model makes no sense ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _read_model_size(folder: Path) -> ModelSize:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = {**config, **config.get("text_config", {})}
-    shapes = _tensor_shapes(Path(folder))
+    shapes = _tensor_shapes(folder)
     if config.get("tie_word_embeddings") and any("embed" in name for name in shapes):
         shapes.pop("lm_head.weight", None)
     blocks: dict[str, int] = defaultdict(int)
@@ -73,12 +77,9 @@ def read_model_size(folder: str | Path) -> ModelSize:
 
 
 def count_adapter_parameters(folder: str | Path, lora_config: Mapping[str, Any]) -> int:
-    """Count what LoRA would train: r rows and r columns for each adapted matrix.
+    """Count the parameters that LoRA trains: r rows and r columns for each adapted matrix.
 
     Source: Hu et al. 2021, arXiv 2106.09685, section 4.2.
-
-    Raises:
-        ValueError: As for `read_model_size`.
     """
     targets = lora_config.get("target_modules") or ("q_proj", "v_proj")
     targets = (targets,) if isinstance(targets, str) else tuple(targets)
@@ -106,7 +107,10 @@ def _head(path: Path) -> Iterator[tuple[str, Any]]:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:
             raise ValueError(f"{path} is not a safetensors file")
-        yield from json.loads(file.read(length)).items()
+        entries = json.loads(file.read(length))
+    if not isinstance(entries, dict):
+        raise ValueError(f"the head of {path} is no JSON object")
+    yield from entries.items()
 
 
 def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:

@@ -1,46 +1,100 @@
-"""What a run will need, and when: one estimate for training, one for sampling."""
+"""The estimated memory of a run while it trains and while it samples."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vectorlm.memory.demand import Demand, EngineDemand
+from vectorlm.memory.model_size import ModelSize
 
 GIB = 1 << 30
 
 CPU_LAUNCHER_BYTES, CPU_RANK_BYTES, CPU_SAMPLER_BYTES = 280 << 20, 600 << 20, 500 << 20
 CUDA_PROCESS_BYTES = 1 * GIB
-"""What a process needs besides tensors: on CPU measured (docs/log.md), on CUDA assumed for context and NCCL."""
+"""Memory of a process besides tensors: on CPU measured (docs/log.md), on CUDA assumed for context and NCCL."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineDemand:
+    """The engine's demand."""
+
+    bytes_per_weight: int
+    """2 or 4."""
+    tensor_parallel: int = 1
+    """Devices that share one engine's weights and KV cache."""
+    kv_cache_bytes: int | None = None
+    """Size of the KV cache on each device; None derives it from `device_share`."""
+    device_share: float = 0.35
+    """Share of the device that the engine takes; not used on CPU."""
+    max_model_len: int
+    """Longest sequence, in tokens."""
+    is_packed: bool = False
+    """Whether the weights are held twice, plain and in oneDNN's layout (CPU)."""
+    sleep: str = "none"
+    """What sleeps during training: `none`, `kv_cache` or `all`."""
+    offload_optimizer: bool = False
+    """Whether the optimizer leaves the device during sampling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """The demand of trainer and engine on one node."""
+
+    model: ModelSize
+    num_trainable: int
+    """Parameters that have gradients and optimizer state."""
+    num_ranks: int
+    """Ranks on this node."""
+    num_shards: int
+    """Ranks that share one copy of weights, gradients and optimizer state."""
+    keeps_gathered: bool
+    """Whether a block's gathered weights stay between forward and backward (``SHARD_GRAD_OP``, ``NO_SHARD``)."""
+    is_mixed: bool
+    """Whether the model computes in bfloat16."""
+    recomputes: bool
+    """Whether the backward pass computes a block's activations again."""
+    micro_batch_size: int
+    """Sequences in one forward pass of one rank."""
+    sequence_tokens: int
+    """Tokens of the longest sequence."""
+    num_trained_copies: int = 0
+    """Other trained models of the same size: a critic."""
+    num_frozen_copies: int = 0
+    """Frozen models of the same size: a reference, reward models."""
+    engine: EngineDemand | None
+    """None trains without an engine."""
+    device_bytes: int
+    """Memory of one device; on CPU of the machine, which all ranks and the engine share."""
+    is_cpu: bool
 
 
 @dataclass(frozen=True)
-class Row:
+class MemoryUse:
     """One kind of memory, in bytes, on one device (on CPU: on the machine)."""
 
     name: str
     training: int
-    """While an optimizer step is computed."""
+    """During an optimizer step."""
     sampling: int
     """While the engine works."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """An estimate of what the fullest device holds."""
+    """An estimate of the memory of the fullest device."""
 
     demand: Demand
-    rows: tuple[Row, ...]
+    rows: tuple[MemoryUse, ...]
     kv_cache_bytes: int
     """The engine's KV cache while it samples; 0 without an engine."""
 
     @property
     def training(self) -> int:
-        """Bytes in all while training."""
+        """Total bytes while training."""
         return sum(row.training for row in self.rows)
 
     @property
     def sampling(self) -> int:
-        """Bytes in all while sampling."""
+        """Total bytes while sampling."""
         return sum(row.sampling for row in self.rows)
 
 
@@ -52,17 +106,12 @@ def plan_memory(demand: Demand) -> MemoryPlan:
         weights 4 P / S     gradients 4 T / S     optimizer 8 T / S (two averages)
         gathered: c (everything outside the blocks + 2 blocks), or c P where blocks stay gathered;
                   and 4 (everything outside the blocks, or one block) for the gradients of the largest group
-        critic: 16 P / S    reference and reward models: 4 P / S each, taken to be as large as the policy
-    engine: its bytes per weight x P / tensor_parallel
+        critic: 16 P / S    reference and reward models: 4 P / S each, assumed as large as the policy
+        engine: its bytes per weight x P / tensor_parallel
 
     Activations are `activation_bytes`. On CPU all ranks and the engine add up, and neither sleep nor offload frees
-    memory; on CUDA this is the device that holds a rank and (a part of) an engine.
-
-    Args:
-        demand: The run.
-
-    Returns:
-        Rows in bytes; those that are 0 in both phases are left out.
+    memory; on CUDA this is the device that holds a rank and (a part of) an engine. Rows that are 0 in both phases are
+    left out.
     """
     ranks = demand.num_ranks if demand.is_cpu else 1
     weights = ranks * 4 * demand.model.num_parameters // demand.num_shards
@@ -70,28 +119,25 @@ def plan_memory(demand: Demand) -> MemoryPlan:
     engine = demand.engine
     leaves = engine is not None and engine.offload_optimizer and not demand.is_cpu
     rows = [
-        Row("weights", weights, weights),
-        Row("gradients", trained, 0),
-        Row("optimizer state", 2 * trained, 0 if leaves else 2 * trained),
-        Row("gathered weights", ranks * gathered_bytes(demand), 0),
-        Row("activations", ranks * activation_bytes(demand), 0),
+        MemoryUse("weights", weights, weights),
+        MemoryUse("gradients", trained, 0),
+        MemoryUse("optimizer state", 2 * trained, 0 if leaves else 2 * trained),
+        MemoryUse("gathered weights", ranks * gathered_bytes(demand), 0),
+        MemoryUse("activations", ranks * activation_bytes(demand), 0),
     ]
-    copy = ranks * 4 * demand.model.num_parameters // demand.num_shards
-    critic, frozen = 4 * copy * demand.num_trained_copies, copy * demand.num_frozen_copies
+    critic, frozen = 4 * weights * demand.num_trained_copies, weights * demand.num_frozen_copies
     # Weights, gradients and two averages; only the policy's optimizer leaves the device.
-    rows += [Row("critic", critic, critic), Row("frozen models", frozen, frozen)]
+    rows += [MemoryUse("critic", critic, critic), MemoryUse("frozen models", frozen, frozen)]
     processes = CPU_LAUNCHER_BYTES + ranks * CPU_RANK_BYTES if demand.is_cpu else CUDA_PROCESS_BYTES
     kv_cache = 0
     if engine is not None:
         kv_cache = kv_cache_bytes(demand, engine)
         held = engine_weight_bytes(demand, engine)
         sleep = "none" if demand.is_cpu else engine.sleep
-        rows += [
-            Row("engine weights", 0 if sleep == "all" else held, held),
-            Row("KV cache", kv_cache if sleep == "none" else 0, kv_cache),
-        ]
+        rows.append(MemoryUse("engine weights", 0 if sleep == "all" else held, held))
+        rows.append(MemoryUse("KV cache", kv_cache if sleep == "none" else 0, kv_cache))
         processes += CPU_SAMPLER_BYTES if demand.is_cpu else CUDA_PROCESS_BYTES
-    rows.append(Row("processes", processes, processes))
+    rows.append(MemoryUse("processes", processes, processes))
     return MemoryPlan(demand, tuple(row for row in rows if row.training or row.sampling), kv_cache)
 
 
@@ -106,12 +152,12 @@ def gathered_bytes(demand: Demand) -> int:
 
 
 def activation_bytes(demand: Demand) -> int:
-    """Estimate what one forward pass of a Llama-like decoder keeps for its backward.
+    """Estimate the activations that a Llama-like decoder keeps from one forward pass for its backward.
 
     For n tokens, hidden size h, feed-forward i, queries q and keys k, with c bytes per number, each block keeps
     ``n (c (6 h + 2 q + 2 k + 4 i) + 2 (4 - c) h)``, as its two norms work in fp32; the output layer keeps
     ``n (10 or 8) V`` in bf16 or fp32: logits in c bytes, their log-softmax in fp32 and its gradient. With
-    recomputation each block keeps its input alone, and one block at a time the rest. Attention matrices are not
+    recomputation each block keeps only its input, and one block at a time the rest. Attention matrices are not
     kept (SDPA).
     """
     model, number = demand.model, 2 if demand.is_mixed else 4
@@ -126,13 +172,13 @@ def activation_bytes(demand: Demand) -> int:
 
 
 def engine_weight_bytes(demand: Demand, engine: EngineDemand) -> int:
-    """Return the engine's weights on one device; packed ones lie there twice."""
+    """Return the engine's weights on one device; packed weights are held twice."""
     once = engine.bytes_per_weight * demand.model.num_parameters // engine.tensor_parallel
     return 2 * once if engine.is_packed else once
 
 
 def kv_cache_bytes(demand: Demand, engine: EngineDemand) -> int:
-    """Return what is left for the KV cache on one device, or what was given to it."""
+    """Return the configured KV cache of one device, or what the engine's share leaves for it."""
     if engine.kv_cache_bytes is not None:
         return engine.kv_cache_bytes
     share = int(engine.device_share * demand.device_bytes)
@@ -140,6 +186,6 @@ def kv_cache_bytes(demand: Demand, engine: EngineDemand) -> int:
 
 
 def sequence_kv_bytes(demand: Demand, engine: EngineDemand) -> int:
-    """Return what one sequence of the longest length takes of the KV cache: keys and values of every block."""
+    """Return the KV cache of one sequence of the longest length: keys and values of every block."""
     per_token = 2 * demand.model.num_layers * demand.model.kv_size * engine.bytes_per_weight
     return per_token * engine.max_model_len // engine.tensor_parallel

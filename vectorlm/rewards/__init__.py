@@ -1,9 +1,8 @@
 """Rewards: what a completion is worth."""
 
-from vectorlm.rewards.countdown import countdown_reward
-from vectorlm.rewards.problems import CountdownProblem, CountdownRules, generate_problems
 from vectorlm.rewards.registry import Reward, get_reward, reward_names
-from vectorlm.rewards.solver import solve
+from vectorlm.tasks.countdown import countdown_reward
+from vectorlm.tasks.problems import CountdownProblem, CountdownRules, generate_problems, solve
 
 __all__ = [
     "CountdownProblem",

@@ -1,22 +1,43 @@
-"""The rewards by name, as a config spells them."""
+"""The rewards that a config names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from vectorlm.errors import ConfigError
 from vectorlm.plugin import is_plugin, load_plugin
-from vectorlm.rewards.countdown import countdown_reward
+from vectorlm.settings import PositiveFloat, ReadIf
+from vectorlm.tasks.countdown import countdown_reward
 
 Reward = Callable[..., Any]
-"""``reward(completion, **columns)``: the columns are those of the question; 1.0 stands for a right answer.
+"""``reward(completion, **columns)``: the columns are those of the prompt; 1.0 stands for a right answer.
 
 See `vectorlm.rewards.runner` for the other forms that reinforcement learning takes.
 """
 
 _REWARDS: dict[str, Reward] = {"countdown": countdown_reward}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSettings:
+    """Which rewards score a completion, and what happens when one fails."""
+
+    rewards: Mapping[str, Any] = field(default_factory=dict)
+    """Weight of each reward function, by name or `file.py:NAME`."""
+    reward_models: Mapping[str, Any] = field(default_factory=dict)
+    """Weight of each sequence-classification model with one label, by folder."""
+    reward_timeout_s: Annotated[PositiveFloat | None, ReadIf("rl.rewards")] = 300.0
+    """Longest call of a reward function, in seconds; null waits without limit."""
+    on_reward_error: Annotated[Literal["stop", "skip"], ReadIf("rl.rewards")] = "stop"
+    """Whether a failing reward function ends the run, or its completion is left out."""
+
+
+def short_name(name: str) -> str:
+    """Return what metrics call a reward: the function's name, or the last folder of a model's path."""
+    return name.rpartition(":")[2].rstrip("/").rpartition("/")[2]
 
 
 def reward_names() -> list[str]:
@@ -25,11 +46,7 @@ def reward_names() -> list[str]:
 
 
 def get_reward(name: str) -> Reward:
-    """Return the reward that a config calls `name`, or the one that ``file.py:NAME`` or ``module:NAME`` points to.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the reward that a config calls `name`, or the one that ``file.py:NAME`` or ``module:NAME`` points to."""
     if name in _REWARDS:
         return _REWARDS[name]
     if is_plugin(name):

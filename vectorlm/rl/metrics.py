@@ -1,155 +1,42 @@
-"""What a step's rollouts look like in numbers."""
+"""What a step looks like in numbers: its rollouts, the mismatch of engine and trainer, the batch, the speed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from vectorlm.algorithms.batch import RolloutBatch
+from vectorlm.algorithms.correction import correction_metrics
 from vectorlm.algorithms.groups import is_constant
-from vectorlm.rl.gather import Gathered
-from vectorlm.rl.update import TrainBatch
-from vectorlm.rollout.rollout import Rollout
+from vectorlm.dist.topology import Topology
+from vectorlm.rl.batch import TrainBatch
+from vectorlm.rl.models import RLModels
+from vectorlm.rl.rollout import Rollout, RolloutGroup, kept_groups
 
-METRICS = {
-    "reward/mean": "Mean reward of all sampled completions, dropped groups and penalties for length included.",
-    "reward/std": "Standard deviation of the reward over the batch.",
-    "reward/min": "Smallest reward.",
-    "reward/max": "Largest reward.",
-    "reward/<name>/mean": "Mean of one reward function, over the completions that it scored.",
-    "reward/<name>/std": "Standard deviation of one reward function.",
-    "reward/group_std": "Mean over groups of the reward's standard deviation within the group.",
-    "reward/constant_groups": "Share of groups whose rewards are all the same; they teach nothing by themselves.",
-    "reward/unscored": "Completions without a reward.",
-    "reward/errors": "Calls of reward functions that raised or ran out of time.",
-    "rollout/sampled_groups": "Groups that were sampled, those that dynamic sampling dropped included.",
-    "rollout/groups": "Groups that were kept; `rollouts.jsonl` holds these.",
-    "rollout/turns_mean": "Turns of the policy in a rollout.",
-    "prompt/length_mean": "Tokens of the prompts.",
-    "prompt/length_min": "Tokens of the shortest prompt.",
-    "prompt/length_max": "Tokens of the longest prompt.",
-    "completion/length_mean": "Tokens that the policy chose in a rollout.",
-    "completion/length_min": "The fewest of them.",
-    "completion/length_max": "The most of them.",
-    "completion/terminated_length_mean": "Tokens of the completions that ended by themselves.",
-    "completion/terminated_length_min": "The fewest of them.",
-    "completion/terminated_length_max": "The most of them.",
-    "completion/truncated": "Share of completions that were cut off.",
-    "rollout/replayed": "Share of completions that come from a file.",
-    "staleness/token_max": "Steps by which the weights that sampled a token lag behind those being trained: the most.",
-    "staleness/token_mean": "The same, mean over the tokens that the policy chose.",
-    "staleness/sequence_max": "Steps between the first and the last weights that sampled one completion: the most.",
-    "staleness/mixed_sequences": "Share of completions that several weights have sampled.",
-    "queue/in_flight": "Groups that the engine goes on with while the ranks train.",
-    "queue/in_flight_lag_max": "Steps since the oldest of them was begun.",
-    "queue/finished": "Finished groups that wait for a later step.",
-    "queue/dropped": "Groups that were too late for their last step, and were dropped.",
-    "reward/trained_mean": "Mean reward of what is trained on, less the KL penalty where that is in the reward.",
-    "advantage/mean": "Mean advantage over the trained tokens.",
-    "advantage/std": "Its standard deviation.",
-    "advantage/min": "The smallest.",
-    "advantage/max": "The largest.",
-    "return/mean": "Mean of what the critic learns.",
-    "return/min": "The smallest.",
-    "return/max": "The largest.",
-    "value/mean": "Mean of the critic's values at the rollout.",
-    "value/min": "The smallest.",
-    "value/max": "The largest.",
-    "value/explained_variance": "1 - var(return - value) / var(return); 1 is a perfect critic.",
-    "sampler/logprob_gap_mean": "Mean absolute difference of the trainer's and the engine's log-probabilities.",
-    "sampler/logprob_gap_max": "The largest.",
-    "correction/ratio_mean": "Mean ratio trainer / engine of a token's probability, before any bound.",
-    "correction/ratio_min": "The smallest.",
-    "correction/ratio_max": "The largest.",
-    "correction/out_of_band": "Share of tokens whose ratio is beyond `band_low` or `band_high`.",
-    "correction/out_of_band_sequences": "The same of completions, by the product of their tokens' ratios.",
-    "correction/ess": "Effective sample size as a share, 1 / mean((r / mean r)^2) over tokens.",
-    "correction/ess_sequences": "The same over completions.",
-    "correction/chi2": "mean(r^2) - 1 over tokens.",
-    "correction/chi2_sequences": "The same over completions.",
-    "correction/k1": "Estimate of KL(engine || trainer) per token, -mean log r.",
-    "correction/k3": "Another one that is never negative, mean(r - 1 - log r).",
-    "correction/ppl_ratio": "Perplexity of the trainer over that of the engine, a geometric mean over completions.",
-    "correction/pearson": "Correlation of the two probabilities.",
-    "correction/unknown": "Tokens whose ratio is not a number.",
-    "correction/rejected_tokens": "Share of tokens that a mask, gate or veto left out.",
-    "correction/rejected_sequences": "Share of completions that lost all their tokens.",
-    "correction/weight_mean": "Mean weight after the bounds.",
-    "correction/weight_min": "The smallest.",
-    "correction/weight_max": "The largest.",
-    "correction/weight_ess": "Effective sample size of the weights after the bounds, as a share of what was kept.",
-    "policy/loss": "The loss of an optimizer step, penalties included; of all `policy/` the mean over the steps.",
-    "policy/kl_loss": "The KL penalty in the loss, before its weight.",
-    "policy/entropy": "Mean entropy of the distributions that the tokens were drawn from, in nats.",
-    "policy/kl": "Divergence from the policy of the rollout (k3), mean over tokens.",
-    "policy/ratio_mean": "Mean ratio of the policy to that of the rollout.",
-    "policy/ratio_max": "The largest.",
-    "policy/clip_low": "Share of tokens that the lower bound of the ratio keeps from learning, if any can.",
-    "policy/clip_high": "Share of tokens that the upper bound keeps from learning.",
-    "policy/clip_fraction": "Both together.",
-    "preference/chosen_reward": "Implicit reward of the better completions, beta log(policy / reference).",
-    "preference/rejected_reward": "The same of the worse ones.",
-    "preference/margin": "The first less the second.",
-    "preference/accuracy": "Share of pairs whose margin is above 0.",
-    "preference/chosen_logprob": "Log-probability of the better completions.",
-    "preference/rejected_logprob": "The same of the worse ones.",
-    "balance/rank_tokens_mean": "Tokens that a rank trains on in an optimizer step, padding included, mean over ranks.",
-    "balance/rank_tokens_max": "The same of the rank with the most.",
-    "policy/grad_norm": "Norm of the gradient before it is clipped.",
-    "policy/learning_rate": "Learning rate of the policy.",
-    "policy/optimizer_steps": "Optimizer steps of the policy that were made on the batch.",
-    "policy/stopped_early": "1 when the divergence from the rollout's policy ended the batch early.",
-    "reference/kl": "Divergence from the reference (k1), mean over tokens.",
-    "reference/kl_coef": "Weight of the KL penalty.",
-    "critic/loss": "The critic's loss.",
-    "critic/clip_fraction": "Share of values that moved further than the clip.",
-    "critic/grad_norm": "Norm of the critic's gradient before it is clipped.",
-    "critic/learning_rate": "Learning rate of the critic.",
-    "time/step_s": "Seconds of the whole step.",
-    "time/publish_s": "Seconds of the hot swap.",
-    "time/stall_s": "Seconds of it for which completions under way stood still.",
-    "time/generate_s": "Seconds of sampling; of an asynchronous run, those that the step waited for it.",
-    "time/score_s": "Seconds of the rewards.",
-    "time/assess_s": "Seconds of the forward passes for old, reference and critic, and of the advantages.",
-    "time/update_s": "Seconds of the optimizer steps.",
-    "perf/tokens_seen": "Tokens of prompts and completions that the whole run has sampled until now.",
-    "perf/tokens_per_s": "Tokens of prompts and completions per second of the step.",
-    "perf/generated_tokens_per_s": "Sampled tokens per second of sampling.",
-    "perf/engine_idle": "Share of the time since the last swap in which the engine computed nothing.",
-    "perf/trainer_idle": "Share of the step in which the trainer waited for completions.",
-    "perf/stall": "Share of the step in which completions under way stood still for new weights.",
-    "perf/trained_tokens": "Tokens of prompts and completions that went through the optimizer steps.",
-    "perf/model_flops_per_s": "6 operations per weight and trained token, of policy and critic, per second of update.",
-    "perf/mfu": "The same as a share of what all devices could do, with `device_peak_tflops`.",
-    "perf/device_memory_max_bytes": "The most device memory that torch has held on rank 0; CUDA alone.",
-    "eval/accuracy": "Share of held-out questions whose answer has a reward of 1.",
-}
-"""Every metric of a run, and what it says; ``<name>`` stands for each reward."""
+LOWEST, HIGHEST, NUM_BINS = -2.0, 2.0, 80
+"""The histogram of log-ratios; values beyond count in the outermost bins."""
+NUM_POSITIONS = 32
+"""Bins of the position of a token in its completion."""
 
 
-def rollout_metrics(gathered: Gathered, step: int) -> dict[str, float]:
-    """Describe what was sampled and what it was worth.
-
-    Args:
-        gathered: The rollouts of the step.
-        step: The version that is trained now.
-    """
-    metrics = {"rollout/groups": float(len(gathered.groups))}
-    kept = [rollout for group in gathered.groups for rollout in group if not rollout.is_replayed]
-    # What dynamic sampling drops is not trained on, but it was sampled.
-    gathered = gathered.sampled or gathered
-    metrics |= {
-        "reward/unscored": float(gathered.rewards.isnan().sum()),
-        "reward/errors": float(gathered.num_errors),
-        "rollout/sampled_groups": float(gathered.num_sampled_groups),
+def rollout_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
+    """Describe what was sampled, dropped groups included, and its rewards; `step` is the version being trained."""
+    metrics = {
+        "rollout/groups": float(len(kept_groups(groups))),
+        "reward/unscored": float(sum(int(group.rewards.isnan().sum()) for group in groups)),
+        "reward/errors": float(sum(len(group.errors) for group in groups)),
+        "rollout/sampled_groups": float(len(groups)),
     }
-    if not gathered.groups:
+    if not groups:
         return metrics
-    rollouts = [rollout for group in gathered.groups for rollout in group]
-    metrics |= _spread("reward", gathered.rewards, "mean", "std", "min", "max")
-    for name, values in gathered.parts.items():
+    rewards = torch.stack([group.rewards for group in groups])
+    metrics |= _spread("reward", rewards, "mean", "std", "min", "max")
+    for name in groups[0].rewards_by_name:
+        values = torch.stack([group.rewards_by_name[name] for group in groups])
         metrics |= _spread(f"reward/{name}", values, "mean", "std")
-    rewards = gathered.rewards
     if rewards.shape[1] > 1:
         is_same = is_constant(rewards, ~rewards.isnan())
         scored = torch.where(rewards.isnan(), rewards.nanmean(dim=1, keepdim=True), rewards)
@@ -157,18 +44,201 @@ def rollout_metrics(gathered: Gathered, step: int) -> dict[str, float]:
         within = torch.where(is_same[:, 0], 0.0, scored.std(dim=1))
         metrics["reward/group_std"] = within.mean().item()
         metrics["reward/constant_groups"] = is_same.float().mean().item()
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([float(each.num_policy_tokens) for each in rollouts])
     is_cut = torch.tensor([each.is_truncated for each in rollouts])
-    metrics |= _spread(
-        "prompt/length", torch.tensor([float(len(each.prompt_token_ids)) for each in rollouts])
-    )
+    prompt_lengths = torch.tensor([float(len(each.prompt_token_ids)) for each in rollouts])
+    metrics |= _spread("prompt/length", prompt_lengths)
     metrics |= _spread("completion/length", lengths)
     metrics |= _spread("completion/terminated_length", lengths[~is_cut])
     metrics["completion/truncated"] = is_cut.float().mean().item()
     metrics["rollout/turns_mean"] = sum(each.num_turns for each in rollouts) / len(rollouts)
-    fresh = [each for each in rollouts if not each.is_replayed]
-    metrics["rollout/replayed"] = 1 - len(fresh) / len(rollouts)
-    return metrics | _staleness(kept, step)
+    metrics["rollout/replayed"] = 1 - sum(not each.is_replayed for each in rollouts) / len(rollouts)
+    # Dropped groups are not trained on, so their age does not matter.
+    trained = [rollout for group in kept_groups(groups) for rollout in group.rollouts]
+    return metrics | _staleness([each for each in trained if not each.is_replayed], step)
+
+
+def batch_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Describe what is trained on."""
+    mask = batch.rows.mask
+    metrics = {"reward/trained_mean": batch.rows.rewards[batch.rows.valid].mean().item()}
+    metrics |= _spread("advantage", batch.advantages[mask], "mean", "std", "min", "max", separator="/")
+    if batch.returns is not None and batch.rows.values is not None:
+        returns, values = batch.returns[mask], batch.rows.values[mask]
+        metrics |= _spread("return", returns, separator="/") | _spread("value", values, separator="/")
+        spread = returns.var(correction=0)
+        unexplained = (returns - values).var(correction=0) / spread if spread > 0 else torch.tensor(1.0)
+        metrics["value/explained_variance"] = 1.0 - unexplained.item()
+    return metrics
+
+
+def mismatch_metrics(
+    batch: RolloutBatch, old_logprobs: torch.Tensor, band: tuple[float, float]
+) -> dict[str, float]:
+    """Describe how far the log-probabilities of trainer and engine differ; `band` as for `correction_metrics`."""
+    gap = (old_logprobs - batch.sampler_logprobs)[batch.mask].abs()
+    metrics = {"sampler/logprob_gap_mean": gap.mean().item(), "sampler/logprob_gap_max": gap.max().item()}
+    return metrics | correction_metrics(old_logprobs, batch.sampler_logprobs, batch.mask, *band)
+
+
+def correction_effect(
+    before: RolloutBatch, after: RolloutBatch, weights: torch.Tensor | None
+) -> dict[str, float]:
+    """Describe what a correction rejected, and its weights after their bounds."""
+    tokens, kept = before.mask.sum(), after.mask.sum()
+    sequences, left = before.mask.any(dim=1).sum(), after.mask.any(dim=1).sum()
+    found = {
+        "correction/rejected_tokens": 1 - (kept / tokens.clamp(min=1)).item() if tokens else 0.0,
+        "correction/rejected_sequences": 1 - (left / sequences.clamp(min=1)).item() if sequences else 0.0,
+    }
+    if weights is not None and kept:
+        weights = weights[after.mask].double()
+        found["correction/weight_mean"] = weights.mean().item()
+        found["correction/weight_min"] = weights.min().item()
+        found["correction/weight_max"] = weights.max().item()
+        spread = (weights / weights.mean()).square().mean() if weights.any() else weights.new_ones(())
+        found["correction/weight_ess"] = (1 / spread).item()
+    return found
+
+
+def count_log_ratios(
+    batch: RolloutBatch, old_logprobs: torch.Tensor, band: tuple[float, float]
+) -> dict[str, Any]:
+    """Count the log-ratios of trainer and engine by size and by position, for the picture that a run leaves.
+
+    Returns:
+        ``histogram``, the tokens in each bin from ``lowest`` to ``highest``; ``tokens`` and ``out_of_band`` in each bin
+        of positions in a completion, and ``tokens_per_place``, the width of these bins.
+    """
+    log_ratios = old_logprobs - batch.sampler_logprobs
+    known = batch.mask & ~log_ratios.isnan()
+    values = log_ratios[known].clamp(LOWEST, HIGHEST)
+    histogram = torch.histc(values.float(), bins=NUM_BINS, min=LOWEST, max=HIGHEST)
+    first = torch.tensor(batch.first_trained)[:, None]
+    positions = (torch.arange(known.shape[1]) - first)[known]
+    width = max(-(-(int(positions.max()) + 1) // NUM_POSITIONS), 1) if len(positions) else 1
+    ratios = log_ratios[known].exp()
+    outside = (ratios < band[0]) | (ratios > band[1])
+    count = int(positions.max()) // width + 1 if len(positions) else 1
+    return {
+        "lowest": LOWEST,
+        "highest": HIGHEST,
+        "histogram": histogram.int().tolist(),
+        "tokens_per_place": width,
+        "tokens": torch.bincount(positions // width, minlength=count).tolist(),
+        "out_of_band": torch.bincount(positions[outside] // width, minlength=count).tolist(),
+    }
+
+
+class SpeedMeter:
+    """Turns the times of a step into speeds; its only state that outlives a step is `tokens_seen`."""
+
+    def __init__(self, models: RLModels, group_size: int, peak_flops: float | None = None) -> None:
+        """Count the weights that every token is multiplied with; `peak_flops` is what all devices could do."""
+        policy: Any = models.policy.model
+        self._num_weights = _num_multiplied(policy, bool(policy.config.tie_word_embeddings))
+        if models.critic is not None:
+            self._num_weights += _num_multiplied(models.critic.model, has_tied_head=False)
+        self._group_size, self._peak_flops = group_size, peak_flops
+        self._swapped_at: float | None = None
+        self.tokens_seen = 0
+        """Tokens of prompts and completions that the whole run has sampled."""
+
+    def engine_idle(self, busy: Sequence[tuple[float, float]], swapped_at: float | None) -> dict[str, float]:
+        """Return the share of the time between the last two swaps in which the engine computed nothing."""
+        before, self._swapped_at = self._swapped_at, swapped_at
+        if not busy or before is None or swapped_at is None or swapped_at == before:
+            return {}
+        busy_s = sum(end - max(start, before) for start, end in busy if end > before)
+        return {"perf/engine_idle": 1 - busy_s / (swapped_at - before)}
+
+    def speeds(self, times: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return what was done per second of a step."""
+        found: dict[str, float] = {}
+        if "completion/length_mean" in metrics:
+            num_rollouts = metrics["rollout/sampled_groups"] * self._group_size
+            generated = metrics["completion/length_mean"] * num_rollouts
+            read = metrics["prompt/length_mean"] * num_rollouts
+            self.tokens_seen += int(generated + read)
+            found["perf/tokens_seen"] = float(self.tokens_seen)
+            found["perf/tokens_per_s"] = (generated + read) / times["time/step_s"]
+            found["perf/generated_tokens_per_s"] = generated / times["time/generate_s"]
+        found["perf/trainer_idle"] = times["time/generate_s"] / times["time/step_s"]
+        found["perf/stall"] = metrics["time/stall_s"] / times["time/step_s"]
+        if "perf/trained_tokens" in metrics:
+            work = 6 * self._num_weights * metrics["perf/trained_tokens"]
+            found["perf/model_flops_per_s"] = work / times["time/update_s"]
+            if self._peak_flops is not None:
+                found["perf/mfu"] = found["perf/model_flops_per_s"] / self._peak_flops
+        if torch.cuda.is_available():
+            found["perf/device_memory_max_bytes"] = float(torch.cuda.max_memory_allocated())
+        return found
+
+
+class MetricAccumulator:
+    """Adds up metrics of micro-batches; one exchange between ranks per optimizer step.
+
+    >>> accumulator.begin_step(num_tokens)  # doctest: +SKIP
+    >>> accumulator.add("policy/loss", loss)  # once per micro-batch, on every rank
+    >>> accumulator.end_step()
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        """Start empty."""
+        self._topology = topology
+        self._num_tokens = 1
+        self._sums: dict[str, torch.Tensor] = {}
+        self._largest: dict[str, torch.Tensor] = {}
+        self._history: dict[str, list[float]] = {}
+
+    def begin_step(self, num_tokens: int) -> None:
+        """Begin an optimizer step with this number of tokens on all ranks, the denominator of means over tokens."""
+        self._num_tokens, self._sums, self._largest = num_tokens, {}, {}
+
+    def add(self, name: str, share: torch.Tensor) -> None:
+        """Add the term of one micro-batch to a sum."""
+        share = share.detach().double()
+        self._sums[name] = self._sums[name] + share if name in self._sums else share
+
+    def add_tokens(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+        """Add the masked values [B, T] of a micro-batch to a mean over all tokens of the step."""
+        self.add(name, torch.where(mask, values, 0.0).sum() / self._num_tokens)
+
+    def add_largest(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+        """Record the largest value of a token, at least 0."""
+        largest = torch.where(mask, values, 0.0).max().detach().double()
+        self._largest[name] = torch.maximum(self._largest.get(name, largest), largest)
+
+    def note(self, name: str, value: float) -> None:
+        """Record a value that all ranks have."""
+        self._history.setdefault(name, []).append(value)
+
+    def note_all(self, prefix: str, values: Mapping[str, float]) -> None:
+        """Record values that all ranks have, each as ``prefix/name``."""
+        for name, value in values.items():
+            self.note(f"{prefix}/{name}", value)
+
+    def end_step(self) -> dict[str, float]:
+        """Return the values of the step, summed over the ranks; every rank has added the same names."""
+        values: dict[str, float] = {}
+        for found, operation in ((self._sums, dist.ReduceOp.SUM), (self._largest, dist.ReduceOp.MAX)):
+            if not found:
+                continue
+            together = torch.stack(list(found.values()))
+            if self._topology.world_size > 1:
+                dist.all_reduce(together, operation)
+            values |= dict(zip(found, together.tolist(), strict=True))
+        for name, value in values.items():
+            self.note(name, value)
+        return values
+
+    def averages(self) -> dict[str, float]:
+        """Return the mean of each metric over the optimizer steps; of largest values, the largest."""
+        return {
+            name: max(values) if name.endswith("_max") else sum(values) / len(values)
+            for name, values in self._history.items()
+        }
 
 
 def _staleness(rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
@@ -187,20 +257,6 @@ def _staleness(rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
     }
 
 
-def batch_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Describe what is trained on."""
-    mask = batch.rows.mask
-    metrics = {"reward/trained_mean": batch.rewards[batch.rows.valid].mean().item()}
-    metrics |= _spread("advantage", batch.advantages[mask], "mean", "std", "min", "max", separator="/")
-    if batch.returns is not None and batch.values is not None:
-        returns, values = batch.returns[mask], batch.values[mask]
-        metrics |= _spread("return", returns, separator="/") | _spread("value", values, separator="/")
-        spread = returns.var(correction=0)
-        unexplained = (returns - values).var(correction=0) / spread if spread > 0 else torch.tensor(1.0)
-        metrics["value/explained_variance"] = 1.0 - unexplained.item()
-    return metrics
-
-
 def _spread(name: str, values: torch.Tensor, *which: str, separator: str | None = None) -> dict[str, float]:
     """Return mean, min and max of the numbers that are there; nothing where there are none."""
     numbers = values[~values.isnan()].double()
@@ -216,20 +272,7 @@ def _spread(name: str, values: torch.Tensor, *which: str, separator: str | None 
     return {f"{name}{between}{each}": found[each].item() for each in which or ("mean", "min", "max")}
 
 
-def render_metrics() -> str:
-    """Return docs/metrics.md."""
-    rows = "\n".join(f"| `{name}` | {text} |" for name, text in METRICS.items())
-    return f"{_INTRODUCTION}\n| Metric | Meaning |\n|---|---|\n{rows}\n"
-
-
-_INTRODUCTION = """# Metrics of reinforcement learning
-
-Each line of `metrics.jsonl` holds those that its step has; `rollouts.jsonl` holds the completions themselves, with
-reward, rewards by function, advantage, version and finish reason. Hot swaps add `weights/`, exams `sampler/` and
-`eval/`.
-
-This page is made from `vectorlm/rl/metrics.py` by `python -m vectorlm.rl.metrics`.
-"""
-
-if __name__ == "__main__":
-    print(render_metrics(), end="")
+def _num_multiplied(model: Any, has_tied_head: bool) -> int:
+    """Count the weights that a token is multiplied with: of the embeddings it only reads one row."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return total if has_tied_head else total - model.get_input_embeddings().weight.numel()

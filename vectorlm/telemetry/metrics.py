@@ -1,112 +1,60 @@
-"""Sinks: where the numbers of a training step go.
+"""Sinks: where the metrics of a training step are written.
 
-Names in use: ``train/loss train/learning_rate train/grad_norm train/tokens_per_s train/step_s eval/loss
-eval/accuracy sampler/tokens_per_s sampler/generate_s weights/publish_s weights/load_s weights/update_s``; those of
-reinforcement learning are in docs/metrics.md.
+Fine-tuning writes ``train/loss train/learning_rate train/grad_norm train/tokens_per_s train/step_s eval/loss
+eval/accuracy sampler/tokens_per_s sampler/generate_s weights/publish_s weights/load_s weights/update_s``; the metrics
+of reinforcement learning are in docs/metrics.md.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
+import psutil
 from tqdm import tqdm
 
-from vectorlm.errors import CheckpointError, ConfigError
+from vectorlm.errors import ConfigError
+from vectorlm.telemetry.step_lines import StepLines
+from vectorlm.types import MetricSink
+
+WATCH_S = 10.0
+MIN_TAKEN, MAX_IDLE = 0.4, 0.25
+"""Cores, and a share of all cores."""
 
 
-class MetricSink(Protocol):
-    """Takes the numbers of each logged step; a context manager that closes itself."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the `values` of training step `step`."""
-        ...
-
-    def close(self) -> None:
-        """Finish what was begun; closing twice is allowed."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+class Sink(MetricSink, AbstractContextManager[Any], Protocol):
+    """A sink that is closed as a context manager."""
 
 
 class JsonlSink:
     """Write one JSON line per call, ``{"step": 10, "train/loss": 2.31, …}``, on disk when the call returns.
 
-    A number that JSON cannot hold (NaN, infinity) is written as null.
-
-    Args:
-        path: The file; its folder is made. Without `resume_step` an existing file is replaced.
-        resume_step: The step that training resumes from: lines of later steps, which will be written again,
-            and a last line cut short by a crash are dropped, in one atomic replacement of the file.
-
-    Raises:
-        CheckpointError: A line before the last one is not a metrics line, so the file is not of this run.
+    NaN and infinity, which JSON cannot hold, are written as null. The arguments are those of `StepLines`.
     """
 
     def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if resume_step is not None and path.exists():
-            _replace_text(path, "".join(_lines_until(path, resume_step)))
-        self._file = path.open("w" if resume_step is None else "a", encoding="utf-8")
+        self._lines = StepLines(path, resume_step, key="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the line of `step`."""
         numbers = {name: float(value) for name, value in values.items()}
-        line = {"step": step} | {name: x if math.isfinite(x) else None for name, x in numbers.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        self._lines.write(step, [{name: x if math.isfinite(x) else None for name, x in numbers.items()}])
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-def _lines_until(path: Path, last_step: int) -> Iterator[str]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        try:
-            keep = json.loads(line)["step"] <= last_step and line.endswith("\n")
-        except (ValueError, TypeError, KeyError) as error:
-            if number < len(lines):
-                raise CheckpointError(
-                    f"cannot resume the metrics file {path}: line {number} is {line.strip()[:80]!r}, but "
-                    "every line must be a JSON object with a 'step'. Repair the line or move the file away."
-                ) from error
-            keep = False
-        if keep:
-            yield line
-
-
-def _replace_text(path: Path, text: str) -> None:
-    unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+        pass  # each line is in the file already
 
 
 class WandbSink:
-    """Send the numbers to Weights & Biases; with ``mode: offline`` they stay in a local folder.
+    """Send the metrics to Weights & Biases; with ``mode: offline`` they stay in a local folder.
 
     Args:
         settings: Keyword arguments of ``wandb.init``: ``project``, ``name``, ``entity``, ``mode``, ``dir`` ….
@@ -130,10 +78,6 @@ class WandbSink:
         """Log the values; several calls for one step become one row."""
         self._run.log(dict(values), step=step)
 
-    def close(self) -> None:
-        """Finish the run and wait until everything is sent or saved."""
-        self._run.finish()
-
     def __enter__(self) -> Self:
         return self
 
@@ -154,17 +98,17 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 
 
 class ProgressSink:
-    """Show a person how far the run is: a bar in a terminal, plain lines in a log file.
+    """Show the progress of a run: a bar in a terminal, plain lines in a log file.
 
-    Outside a terminal a line is printed at most every `interval_s`, but always for an evaluation and for the
-    last step.
+    Outside a terminal a line is printed at most every `interval_s`, but always for an evaluation and for the last step.
 
     Args:
-        total_steps: The number of optimizer steps in the whole run.
-        initial_step: The steps that an earlier run already made.
+        total_steps: Optimizer steps of the whole run.
+        initial_step: Steps that an earlier run already made.
         interval_s: Seconds between plain lines.
-        stream: Where to show it; standard error when None.
-        clock: Returns seconds that never run backwards.
+        stream: Where to print; None is standard error.
+        clock: Returns monotonic seconds.
+        notice: Returns what the user should know of the time since its last call, or None; it is asked at every step.
     """
 
     def __init__(
@@ -174,8 +118,9 @@ class ProgressSink:
         interval_s: float = 10.0,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        notice: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self._total_steps = total_steps
+        self._total_steps, self._notice = total_steps, notice
         self._interval_s = interval_s
         self._stream = stream or sys.stderr
         self._clock = clock
@@ -190,6 +135,8 @@ class ProgressSink:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Show `step` with the newest loss, learning rate, tokens/s and evaluation."""
         self._latest.update(values)
+        if (text := self._notice()) is not None:
+            self.say(text)
         shown = ", ".join(show(self._latest[name]) for name, show in _SHOWN.items() if name in self._latest)
         if self._bar is not None:
             self._bar.set_postfix_str(shown, refresh=False)
@@ -203,38 +150,68 @@ class ProgressSink:
         return is_evaluation or step >= self._total_steps or self._clock() >= self._next_line_s
 
     def say(self, text: str) -> None:
-        """Print `text` on lines of its own, above the bar."""
+        """Print `text` on separate lines, above the bar."""
         if self._bar is None:
             print(text, file=self._stream, flush=True)
         else:
             tqdm.write(text, file=self._stream)
 
-    def close(self) -> None:
-        """Leave the bar as it is and move to a new line."""
-        if self._bar is not None:
-            self._bar.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        if self._bar is not None:
+            self._bar.close()
+
+
+class CoreWatch:
+    """Notices when other processes take cores that this run would use."""
+
+    def __init__(self, root: psutil.Process, clock: Callable[[], float] = time.monotonic) -> None:
+        """Watch beside the run whose processes are `root` and its descendants."""
+        self._root, self._clock, self._is_taken = root, clock, False
+        self._before = self._look()
+
+    def notice(self) -> str | None:
+        """Say that cores are taken, once until they are free again; look every `WATCH_S`.
+
+        What others use counts where hardly any core was idle: the run lacks it then.
+        """
+        before = self._before
+        if self._clock() - before[0] < WATCH_S:
+            return None
+        self._before = now = self._look()
+        seconds, ours, busy, idle = (new - old for new, old in zip(now, before, strict=True))
+        others, count = (busy - ours) / seconds, psutil.cpu_count() or 1
+        was_taken, self._is_taken = self._is_taken, others > MIN_TAKEN and idle / seconds < MAX_IDLE * count
+        if was_taken or not self._is_taken:
+            return None
+        return f"other processes keep {others:.1f} of {count} cores busy: steps take longer than they would alone"
+
+    def _look(self) -> tuple[float, float, float, float]:
+        """Return the time, and the seconds of the cores so far: this run's, all busy ones, idle ones."""
+        ours = 0.0
+        for process in [self._root, *self._root.children(recursive=True)]:
+            with suppress(psutil.Error):
+                times = process.cpu_times()
+                ours += times.user + times.system
+        machine = psutil.cpu_times()
+        idle = machine.idle + getattr(machine, "iowait", 0.0)
+        # The kernel counts guests as user time too.
+        busy = sum(machine) - idle - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
+        return self._clock(), ours, busy, idle
 
 
 class FanOut:
     """Write to several sinks as if they were one, and close them all even when one of them fails."""
 
-    def __init__(self, sinks: Sequence[MetricSink]) -> None:
+    def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write to every sink, in order."""
         for sink in self._sinks:
             sink.write(step, values)
-
-    def close(self) -> None:
-        """Close every sink, the last one first."""
-        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
@@ -244,5 +221,5 @@ class FanOut:
     ) -> None:
         with ExitStack() as stack:
             for sink in self._sinks:
-                # Each sink hears of the error, so that a remote run is marked as failed.
+                # Each sink gets the error, so that a remote run is marked as failed.
                 stack.push(lambda *_, sink=sink: sink.__exit__(kind, error, trace))

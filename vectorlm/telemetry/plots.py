@@ -1,4 +1,4 @@
-"""The pictures of a run: loss or reward and right answers over the steps, and how far engine and trainer are apart."""
+"""Pictures of a run: loss or reward, accuracy, and the gap between the engine's and the trainer's probabilities."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ Series = list[tuple[int, float]]
 
 
 def plot_run(metrics_path: str | Path, output_png: str | Path, title: str | None = None) -> None:
-    """Draw the loss and the share of right answers of one run over its steps; the reward where it learns from one.
+    """Draw the loss (or the reward, with reinforcement learning) and the accuracy of a run over its steps.
 
-    A panel without data says so; a value that was not finite leaves a gap.
-
-    Args:
-        metrics_path: The run's ``metrics.jsonl``.
-        output_png: The picture to write; its folder is made.
-        title: Above the picture; the name of the run's folder when None.
+    A panel without data says so; a value that was not finite leaves a gap. `title` is the name of the run's folder when
+    omitted.
     """
-    from matplotlib.figure import Figure  # a Figure of its own: no global state, no display needed
+    from matplotlib.figure import Figure  # not pyplot: no global state, no display needed
 
     metrics_path, output_png = Path(metrics_path), Path(output_png)
     lines = _read(metrics_path)
@@ -43,17 +39,11 @@ def plot_run(metrics_path: str | Path, output_png: str | Path, title: str | None
 def plot_correction(
     metrics_path: str | Path, drift_path: str | Path, output_png: str | Path, band: tuple[float, float]
 ) -> None:
-    """Draw how far the engine's probabilities are from the trainer's.
+    """Draw how far the engine's probabilities are from the trainer's, from ``metrics.jsonl`` and ``correction.jsonl``.
 
     Four panels: the log-ratios of the first and the last tenth of the steps, the effective sample size over the steps,
-    the share of tokens out of band by their place in a completion, and the gap of log-probabilities over the steps. A
-    panel without data says so.
-
-    Args:
-        metrics_path: The run's ``metrics.jsonl``.
-        drift_path: Its ``correction.jsonl``.
-        output_png: The picture to write; its folder is made.
-        band: Ratios outside count as out of band.
+    the share of tokens with a ratio outside `band` by their place in a completion, and the gap of log-probabilities
+    over the steps. A panel without data says so.
     """
     from matplotlib.figure import Figure
 

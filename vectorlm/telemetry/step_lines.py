@@ -1,33 +1,75 @@
-"""A JSONL file whose lines belong to training steps."""
+"""JSONL files whose lines belong to training steps."""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from vectorlm.errors import CheckpointError
+
 
 class StepLines:
-    """Appends lines ``{"train_step": …, …}``; a run that resumes drops the lines of steps that it makes again."""
+    """Appends lines ``{"train_step": 10, …}``; they are handed to the system when `write` returns.
 
-    def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        """Open the file.
+    A run that resumes drops the lines of steps that it will make again, and a last line that a crash cut short.
 
-        Args:
-            path: The file; its folder is made.
-            resume_step: Keep the lines up to this step; None starts the file anew.
-        """
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join([] if resume_step is None else self._lines_until(resume_step)))
+    Args:
+        path: The file; its folder is made.
+        resume_step: Keep the lines up to this step; None starts an empty file. A file that is there already is then
+            kept beside it, as ``metrics.jsonl.1`` for example.
+        key: The name of the step in the lines.
+
+    Raises:
+        CheckpointError: A line before the last one has no step, so the file does not belong to this run.
+    """
+
+    def __init__(self, path: str | Path, resume_step: int | None = None, key: str = "train_step") -> None:
+        self._path, self._key = Path(path), key
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        lines: Iterable[str] = ()
+        if self._path.exists() and resume_step is not None:
+            lines = self._lines_until(resume_step)
+        elif self._path.exists():
+            _set_aside(self._path)
+        _replace_text(self._path, "".join(lines))
 
     def write(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append the lines of `step`; they are on their way to the disk when the call returns."""
-        with self._path.open("a") as file:
-            file.writelines(json.dumps({"train_step": step, **line}) + "\n" for line in lines)
+        """Append the lines of `step`."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({self._key: step, **line}) + "\n" for line in lines)
 
-    def _lines_until(self, step: int) -> list[str]:
-        """Return the lines up to `step`, without a last one that a crash cut short."""
-        lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
-        return [line for line in lines if line.endswith("\n") and json.loads(line)["train_step"] <= step]
+    def _lines_until(self, last_step: int) -> Iterator[str]:
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        for number, line in enumerate(lines, start=1):
+            try:
+                keep = json.loads(line)[self._key] <= last_step and line.endswith("\n")
+            except (ValueError, TypeError, KeyError) as error:
+                if number < len(lines):
+                    raise CheckpointError(
+                        f"cannot resume the file {self._path}: line {number} is {line.strip()[:80]!r}, but every line "
+                        f"must be a JSON object with a {self._key!r}. Repair the line or move the file away."
+                    ) from error
+                keep = False
+            if keep:
+                yield line
+
+
+def _set_aside(path: Path) -> None:
+    """Give an earlier run's file a free name, unless it is empty."""
+    if path.stat().st_size:
+        names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Replace the file in one atomic step."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)

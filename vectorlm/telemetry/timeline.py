@@ -1,4 +1,4 @@
-"""Who did what when: the spans of engine and trainer, kept in a file and drawn."""
+"""The timeline of a run: when engine and trainer worked, in a file and as a picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.telemetry.step_lines import StepLines
-from vectorlm.telemetry.timers import Span
+from vectorlm.train.recorder import Span
 
 COLOURS = {
     "sample": "tab:blue",
@@ -21,35 +21,25 @@ COLOURS = {
 }
 LABELS = {"sample": "engine computes", "generate": "trainer waits for completions"}
 NUM_STEPS = 12
-"""Steps that a picture shows: the last ones."""
+"""The picture shows this many of the last steps."""
 
 
 class Timeline:
-    """Writes a line of spans for every step, in seconds of the host's monotonic clock, which processes share."""
+    """Writes the spans of every step, in seconds of the host's monotonic clock, which all its processes share."""
 
     def __init__(self, path: Path | None, resume_step: int | None = None) -> None:
-        """Open the file.
-
-        Args:
-            path: JSONL file that rank 0 writes; None on the other ranks, which write nothing.
-            resume_step: Keep the lines up to this step; None starts the file anew.
-        """
+        # None on ranks that write nothing.
         self._lines = None if path is None else StepLines(path, resume_step)
 
     def write(self, step: int, trainer: Iterable[Span], engine: Sequence[tuple[float, float]]) -> None:
-        """Keep the spans of `step`: the trainer's own, and when the engine computed before its weights changed."""
+        """Write the spans of `step`: the trainer's, and when the engine computed before its weights changed."""
         if self._lines is not None:
             spans = [(_short(name), start, end) for name, start, end in trainer if _short(name) in COLOURS]
             self._lines.write(step, [{"trainer": spans, "engine": [list(span) for span in engine]}])
 
 
 def plot_timeline(timeline_path: str | Path, output_png: str | Path) -> None:
-    """Draw the last steps of a run: one bar for the engine, one for the trainer. Writes nothing without data.
-
-    Args:
-        timeline_path: The run's ``timeline.jsonl``.
-        output_png: The picture to write.
-    """
+    """Draw the last steps of a run: one bar for the engine, one for the trainer. Draws nothing without data."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -87,5 +77,5 @@ def plot_timeline(timeline_path: str | Path, output_png: str | Path) -> None:
 
 
 def _short(name: Any) -> str:
-    """Return the phase of a span that is called as its metric is, ``time/<phase>_s``."""
+    """Return the phase in the name of a span, ``time/<phase>_s``."""
     return str(name).removeprefix("time/").removesuffix("_s")

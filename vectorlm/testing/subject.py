@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from vectorlm.ranks.topology import Topology
+from vectorlm.dist.topology import Topology
 from vectorlm.types import Completion, Engine
 
 PROMPTS = ([2, 3, 4], [5, 6, 7, 8, 9], [10])
@@ -20,24 +21,21 @@ SAMPLED = {**GREEDY, "temperature": 1.0, "seed": 7}
 
 
 @dataclass
-class Subject:
-    """What the checks are made on: one engine that all of them share, in the order of the suite."""
+class EngineUnderTest:
+    """What the checks run on: one engine that all of them share, in order."""
 
     engine: Engine
-    """The engine, fresh: no update has been made."""
+    """The engine, before any update."""
     model_path: str | Path
-    """The folder that the engine was made from: a causal language model of at least 12 tokens and 64 positions."""
+    """The engine's model folder: a causal language model of at least 12 tokens and 64 positions."""
     logprob_tolerance: float = 1e-3
-    """By how much the engine's log-probabilities may differ from the model's; raise it for engines in 16 bits."""
+    """Largest difference between log-probabilities of engine and model; raise it for engines in 16 bits."""
     topology: Topology = field(default_factory=Topology.from_environment)
-    """This rank's place; the default process group must be there when there are several."""
+    """This rank's place; with several ranks the default process group must exist."""
 
     @contextmanager
     def kept_busy(self) -> Iterator[None]:
-        """Have the engine sample more than it can finish meanwhile; taken back at the end.
-
-        What a check demands of requests under way must not depend on who is faster.
-        """
+        """Keep the engine busy: requests of a check must be in flight however fast the engine is."""
         handle = self.engine.submit(PROMPTS * 40, {**GREEDY, "max_tokens": 40, "n": 8, "temperature": 1.0})
         try:
             yield
@@ -51,7 +49,7 @@ class Subject:
         return self.engine.version + 1
 
     def models(self, seed: int = 0) -> tuple[Any, Any]:
-        """Return the model as a trainer has it, sharded where there are several ranks, and a plain copy of it.
+        """Return the model as a trainer has it, sharded on several ranks, and a plain copy.
 
         Both have the checkpoint's weights plus noise, so that no two seeds give the same answers.
         """
@@ -82,7 +80,7 @@ class Subject:
 
 @contextmanager
 def raises(*kinds: type[Exception], saying: str = "") -> Iterator[list[Exception]]:
-    """Fail unless the block raises one of `kinds` with `saying` in its text; the error is put into the list."""
+    """Fail unless the block raises one of `kinds` with `saying` in its text; the list receives the error."""
     caught: list[Exception] = []
     try:
         yield caught
@@ -90,3 +88,12 @@ def raises(*kinds: type[Exception], saying: str = "") -> Iterator[list[Exception
         caught.append(error)
     assert caught, f"{' or '.join(kind.__name__ for kind in kinds)} must be raised, but nothing was."
     assert saying in str(caught[0]), f"{type(caught[0]).__name__} must name {saying!r}, but says: {caught[0]}"
+
+
+def from_all(topology: Topology, value: Any) -> list[Any]:
+    """Return what every rank has, by rank."""
+    if topology.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * topology.world_size
+    dist.all_gather_object(values, value)
+    return values

@@ -1,4 +1,4 @@
-"""What a trainer owes to the engines that follow it."""
+"""What a trainer must guarantee to the engines that follow it."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ import torch
 import torch.distributed as dist
 
 from vectorlm.contracts import Trainer
-from vectorlm.ranks.topology import Topology
+from vectorlm.dist.topology import Topology
+from vectorlm.testing.subject import from_all
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
-from vectorlm.weights.plain_layout import plain_slots
+from vectorlm.weights.layout import plain_slots
 from vectorlm.weights.plan import Layout, dtype_of
 
 
 @dataclass
-class TrainerSubject:
-    """What the checks of trainers are made on."""
+class TrainerUnderTest:
+    """What the checks of trainers run on."""
 
     trainer: Trainer
-    """The trainer, on every rank."""
     batch: Any
-    """A batch of this rank's for `Trainer.step`, with a gradient that is not zero."""
+    """This rank's batch for `Trainer.step`; its gradient must not be zero."""
     whole: Callable[[], Mapping[str, torch.Tensor]]
-    """Returns every tensor of the manifest whole, by its name there, as it is now; called on all ranks."""
+    """Returns every tensor of the manifest whole, by its name in it; called on all ranks."""
     topology: Topology = field(default_factory=Topology.from_environment)
-    """This rank's place; the default process group must be there when there are several."""
+    """This rank's place; with several ranks the default process group must exist."""
 
 
-def the_manifest_is_the_same_everywhere_and_stays(subject: TrainerSubject) -> None:
-    """At every version: an engine is connected once."""
+def the_manifest_is_the_same_everywhere_and_stays(subject: TrainerUnderTest) -> None:
+    """An engine is connected once, for all versions."""
     before = tuple(subject.trainer.manifest())
     assert before, "there is nothing to publish"
     assert len({spec.name for spec in before}) == len(before), "names must be unique"
     subject.trainer.step(subject.batch)
     assert tuple(subject.trainer.manifest()) == before
-    assert all(theirs == before for theirs in _from_all(subject, before))
+    assert all(theirs == before for theirs in from_all(subject.topology, before))
 
 
-def what_is_published_are_the_weights(subject: TrainerSubject) -> None:
-    """Every byte of every slot, in the slot's own dtype."""
+def what_is_published_are_the_weights(subject: TrainerUnderTest) -> None:
+    """Every byte of every slot, in the slot's dtype."""
     for dtype in ("float32", "bfloat16"):
         whole = subject.whole()
-        with _Line(subject, dtype) as line:
+        with _SharedArena(subject, dtype) as line:
             subject.trainer.publish(line.layout, False)
             _meet(subject)
             for slot in line.layout.slots:
@@ -54,19 +54,19 @@ def what_is_published_are_the_weights(subject: TrainerSubject) -> None:
                 assert torch.equal(line.arena.view(slot), expected), f"{slot.name} in {dtype}"
 
 
-def checksums_of_the_ranks_add_up(subject: TrainerSubject) -> None:
-    """To the sum of what was written; none come where none are asked for."""
-    with _Line(subject, "float32") as line:
+def checksums_of_the_ranks_add_up(subject: TrainerUnderTest) -> None:
+    """To the checksum of what was written; without `with_checksums` there are none."""
+    with _SharedArena(subject, "float32") as line:
         assert list(subject.trainer.publish(line.layout, False)) == []
         mine = list(subject.trainer.publish(line.layout, True))
         _meet(subject)
-        totals = [sum(parts) % 2**64 for parts in zip(*_from_all(subject, mine), strict=True)]
+        totals = [sum(parts) % 2**64 for parts in zip(*from_all(subject.topology, mine), strict=True)]
         assert totals == [
             checksum(line.arena.view(slot), word_bytes=slot.word_bytes) for slot in line.layout.slots
         ]
 
 
-def a_step_makes_the_next_version_and_other_weights(subject: TrainerSubject) -> None:
+def a_step_makes_the_next_version_and_other_weights(subject: TrainerUnderTest) -> None:
     """The metrics are numbers, and the same on every rank."""
     version, before = subject.trainer.version, {k: v.clone() for k, v in subject.whole().items()}
     metrics = dict(subject.trainer.step(subject.batch))
@@ -74,13 +74,13 @@ def a_step_makes_the_next_version_and_other_weights(subject: TrainerSubject) -> 
     after = subject.whole()
     assert any(not torch.equal(after[name], before[name]) for name in before), "no weight has changed"
     assert all(math.isfinite(value) for value in metrics.values())
-    assert all(theirs == metrics for theirs in _from_all(subject, metrics))
+    assert all(theirs == metrics for theirs in from_all(subject.topology, metrics))
 
 
-def publishing_changes_nothing(subject: TrainerSubject) -> None:
-    """Neither the version nor a weight."""
+def publishing_changes_nothing(subject: TrainerUnderTest) -> None:
+    """The version and the weights stay."""
     version, before = subject.trainer.version, {k: v.clone() for k, v in subject.whole().items()}
-    with _Line(subject, "bfloat16") as line:
+    with _SharedArena(subject, "bfloat16") as line:
         subject.trainer.publish(line.layout, True)
         _meet(subject)
     assert subject.trainer.version == version
@@ -88,24 +88,24 @@ def publishing_changes_nothing(subject: TrainerSubject) -> None:
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-TRAINER_CHECKS: tuple[Callable[[TrainerSubject], None], ...] = (
+TRAINER_CHECKS: tuple[Callable[[TrainerUnderTest], None], ...] = (
     the_manifest_is_the_same_everywhere_and_stays,
     what_is_published_are_the_weights,
     checksums_of_the_ranks_add_up,
     a_step_makes_the_next_version_and_other_weights,
     publishing_changes_nothing,
 )
-"""All of them, in any order; all ranks call each."""
+"""All checks of a trainer, in any order; all ranks call each."""
 
 
-class _Line:
-    """An arena for the subject's tensors, one behind the other, that every rank can map."""
+class _SharedArena:
+    """An arena for the subject's tensors that every rank maps."""
 
-    def __init__(self, subject: TrainerSubject, dtype: str) -> None:
+    def __init__(self, subject: TrainerUnderTest, dtype: str) -> None:
         end, slots = plain_slots(tuple(subject.trainer.manifest()), lambda name: dtype)
         self._subject = subject
         self.arena = Arena.create(end) if subject.topology.is_main else None
-        path = _from_all(subject, None if self.arena is None else self.arena.path)[0]
+        path = from_all(subject.topology, None if self.arena is None else self.arena.path)[0]
         self.layout = Layout(path, end, slots)
         if self.arena is None:
             self.arena = Arena.open(path, end)
@@ -117,14 +117,6 @@ class _Line:
         _meet(self._subject)
 
 
-def _from_all(subject: TrainerSubject, value: Any) -> list[Any]:
-    if subject.topology.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * subject.topology.world_size
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _meet(subject: TrainerSubject) -> None:
+def _meet(subject: TrainerUnderTest) -> None:
     if subject.topology.world_size > 1:
         dist.barrier()

@@ -1,15 +1,17 @@
-"""What an engine owes to `update`."""
+"""What an engine must guarantee for `update`, `sleep`, `wake_up` and `close`."""
 
 from __future__ import annotations
 
+import torch
+
 from vectorlm.errors import EngineError, RankMismatch, WeightMismatch
-from vectorlm.testing.subject import GREEDY, PROMPTS, Subject, raises
+from vectorlm.testing.subject import GREEDY, PROMPTS, EngineUnderTest, raises
 
 LONG = {**GREEDY, "max_tokens": 40}
 
 
-def an_update_brings_its_version_and_other_answers(subject: Subject) -> None:
-    """The report says what happened, and the answers show it."""
+def an_update_brings_its_version_and_other_answers(subject: EngineUnderTest) -> None:
+    """The report and the answers show the update."""
     for seed in (1, 2):
         before = [each[0].text for each in subject.engine.sample(PROMPTS, GREEDY)]
         trained, _ = subject.models(seed)
@@ -21,8 +23,8 @@ def an_update_brings_its_version_and_other_answers(subject: Subject) -> None:
         assert [each[0].text for each in answers] != before
 
 
-def the_same_step_moves_nothing(subject: Subject) -> None:
-    """A step is loaded once, whatever the model has become since."""
+def the_same_step_moves_nothing(subject: EngineUnderTest) -> None:
+    """A step is loaded once, even if the model has changed since."""
     subject.engine.update(subject.models(3)[0], step := subject.next_step)
     before = subject.engine.sample(PROMPTS, GREEDY)
     report = subject.engine.update(subject.models(4)[0], step)
@@ -30,8 +32,8 @@ def the_same_step_moves_nothing(subject: Subject) -> None:
     assert subject.engine.sample(PROMPTS, GREEDY) == before
 
 
-def a_negative_step_is_refused(subject: Subject) -> None:
-    """-1 is the checkpoint's own version."""
+def a_negative_step_is_refused(subject: EngineUnderTest) -> None:
+    """-1 is the checkpoint's version."""
     trained, _ = subject.models()
     version = subject.engine.version
     with raises(ValueError, saying="-1"):
@@ -39,29 +41,27 @@ def a_negative_step_is_refused(subject: Subject) -> None:
     assert subject.engine.version == version
 
 
-def another_model_is_refused_and_the_engine_keeps_its_weights(subject: Subject) -> None:
-    """The text names what does not fit; nothing has changed."""
+def another_model_is_refused_and_the_engine_keeps_its_weights(subject: EngineUnderTest) -> None:
+    """The text names the tensor; nothing has changed."""
     trained, _ = subject.models(5)
     subject.engine.update(trained, step := subject.next_step)
     before = subject.engine.sample(PROMPTS, GREEDY)
-    trained.get_output_embeddings().register_parameter("bias", _like_nothing(trained))
+    trained.get_output_embeddings().register_parameter("bias", torch.nn.Parameter(torch.zeros(3)))
     with raises(WeightMismatch, saying="bias"):
         subject.engine.update(trained, step + 1)
     assert subject.engine.version == step
     assert subject.engine.sample(PROMPTS, GREEDY) == before
-    assert subject.engine.update(subject.models(5)[0], step).skipped, (
-        "the engine must know that it holds this step"
-    )
+    assert subject.engine.update(subject.models(5)[0], step).skipped, "the engine holds this step"
 
 
-def an_update_is_refused_while_requests_are_under_way(subject: Subject) -> None:
-    """Unless it is told what becomes of them; they end as if nobody had tried."""
+def an_update_is_refused_while_requests_are_in_flight(subject: EngineUnderTest) -> None:
+    """By default; the requests end as without it."""
     trained, _ = subject.models(6)
     subject.engine.update(trained, step := subject.next_step)
     expected, other = subject.engine.sample(PROMPTS, LONG), subject.models(7)[0]
     with subject.kept_busy():
         handle = subject.engine.submit(PROMPTS, LONG)
-        with raises(EngineError, saying="under way"):
+        with raises(EngineError, saying="in flight"):
             subject.engine.update(other, step + 1)
         with raises(ValueError, saying="in_flight='later'"):
             subject.engine.update(other, step + 1, in_flight="later")  # type: ignore[arg-type]
@@ -70,8 +70,8 @@ def an_update_is_refused_while_requests_are_under_way(subject: Subject) -> None:
     subject.engine.poll()
 
 
-def an_update_that_drains_waits_for_requests_under_way(subject: Subject) -> None:
-    """All of their tokens are of the old weights."""
+def an_update_that_drains_waits_for_requests_in_flight(subject: EngineUnderTest) -> None:
+    """All their tokens are of the old weights."""
     trained, _ = subject.models(6)
     subject.engine.update(trained, step := subject.next_step)
     other = subject.models(7)[0]
@@ -83,8 +83,8 @@ def an_update_that_drains_waits_for_requests_under_way(subject: Subject) -> None
     subject.engine.poll()
 
 
-def requests_under_way_go_on_with_the_new_weights(subject: Subject) -> None:
-    """Each token says which weights sampled it; an engine that cannot do this refuses, and has changed nothing."""
+def requests_in_flight_go_on_with_the_new_weights(subject: EngineUnderTest) -> None:
+    """Each token says which weights sampled it; an engine that cannot do this refuses and changes nothing."""
     for in_flight in ("keep", "recompute"):
         trained, _ = subject.models(6)
         subject.engine.update(trained, step := subject.next_step)
@@ -101,8 +101,8 @@ def requests_under_way_go_on_with_the_new_weights(subject: Subject) -> None:
         subject.engine.poll()
 
 
-def ranks_must_agree_on_the_step(subject: Subject) -> None:
-    """Told on every rank, and nothing has changed; one rank agrees with itself."""
+def ranks_must_agree_on_the_step(subject: EngineUnderTest) -> None:
+    """Every rank raises, and nothing has changed."""
     if subject.topology.world_size == 1:
         return
     version = subject.engine.version
@@ -111,7 +111,82 @@ def ranks_must_agree_on_the_step(subject: Subject) -> None:
     assert subject.engine.version == version
 
 
-def _like_nothing(model: object) -> object:
-    import torch
+def an_engine_that_sleeps_samples_nothing(subject: EngineUnderTest) -> None:
+    """No call samples."""
+    subject.engine.sleep()
+    subject.engine.sleep()
+    with raises(EngineError, saying="wake_up"):
+        subject.engine.sample(PROMPTS, GREEDY)
+    with raises(EngineError):
+        subject.engine.sample_sharded(PROMPTS, GREEDY)
+    with raises(EngineError):
+        subject.engine.submit(PROMPTS, GREEDY).result()
+    _wake(subject)
 
-    return torch.nn.Parameter(torch.zeros(3))
+
+def weights_that_slept_hold_nothing_until_an_update(subject: EngineUnderTest) -> None:
+    """The step that the engine held is lost too."""
+    trained, _ = subject.models(8)
+    subject.engine.update(trained, step := subject.next_step)
+    before = subject.engine.sample(PROMPTS, GREEDY)
+    subject.engine.sleep()
+    subject.engine.wake_up()
+    with raises(EngineError, saying="update"):
+        subject.engine.sample(PROMPTS, GREEDY)
+    assert not subject.engine.update(trained, step).skipped
+    assert subject.engine.sample(PROMPTS, GREEDY) == before
+
+
+def the_cache_may_sleep_alone(subject: EngineUnderTest) -> None:
+    """It needs no update afterwards."""
+    before = subject.engine.sample(PROMPTS, GREEDY)
+    subject.engine.sleep(weights=False)
+    with raises(EngineError, saying="wake_up"):
+        subject.engine.sample(PROMPTS, GREEDY)
+    subject.engine.wake_up()
+    assert subject.engine.sample(PROMPTS, GREEDY) == before
+
+
+def weights_wake_for_the_update_and_the_cache_after_it(subject: EngineUnderTest) -> None:
+    """The order that needs the least memory: the cache wakes last."""
+    subject.engine.sleep()
+    subject.engine.wake_up(kv_cache=False)
+    trained, _ = subject.models(9)
+    subject.engine.update(trained, subject.next_step)
+    with raises(EngineError, saying="wake_up"):
+        subject.engine.sample(PROMPTS, GREEDY)
+    subject.engine.wake_up(weights=False)
+    assert len(subject.engine.sample(PROMPTS, GREEDY)) == 3
+
+
+def requests_in_flight_keep_the_engine_awake(subject: EngineUnderTest) -> None:
+    """`sleep` is refused until they end."""
+    with subject.kept_busy():
+        handle = subject.engine.submit(PROMPTS, GREEDY)
+        with raises(EngineError):
+            subject.engine.sleep()
+    assert len(handle.result()) == 3
+    subject.engine.poll()
+
+
+def a_closed_engine_says_so(subject: EngineUnderTest) -> None:
+    """Closing twice is allowed; every call afterwards is refused. The last check: it ends the engine."""
+    trained, _ = subject.models()
+    subject.engine.close()
+    subject.engine.close()
+    for call in (
+        lambda: subject.engine.sample([[2]], GREEDY),
+        lambda: subject.engine.sample_sharded([[2]], GREEDY),
+        lambda: subject.engine.submit([[2]], GREEDY),
+        lambda: subject.engine.poll(),
+        lambda: subject.engine.update(trained, subject.next_step),
+        lambda: subject.engine.sleep(),
+        lambda: subject.engine.wake_up(),
+    ):
+        with raises(EngineError, saying="closed"):
+            call()
+
+
+def _wake(subject: EngineUnderTest) -> None:
+    subject.engine.wake_up()
+    subject.engine.update(subject.models()[0], subject.next_step)

@@ -1,14 +1,18 @@
-"""Memory that the ranks and the engine share, with no name in any file system."""
+"""Memory that the ranks and the engine share, without a name in any file system."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 import torch
 
-from vectorlm.weights.plan import Slot, dtype_of
+from vectorlm.errors import EngineDied
+from vectorlm.weights.plan import Layout, Slot, dtype_of
+
+MEMFD_NAME = "vectorlm-arena"
 
 
 class Arena:
@@ -33,29 +37,66 @@ class Arena:
 
     @classmethod
     def open(cls, path: str, num_bytes: int) -> Arena:
-        """Map the arena that another process created.
-
-        Raises:
-            FileNotFoundError: The creator is gone.
-            ValueError: The file at `path` is smaller than `num_bytes`.
-        """
-        if (size := Path(path).stat().st_size) < num_bytes:
-            raise ValueError(f"the arena at {path} holds {size} bytes, the layout needs {num_bytes}.")
-        return cls(os.open(path, os.O_RDWR), num_bytes)
+        """Map the arena that another process created; raise `EngineDied` where that process is gone."""
+        with _of_a_living_process():
+            descriptor = os.open(path, os.O_RDWR)
+        try:
+            # A server is told the path by its client, who must not make it overwrite a file.
+            if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{MEMFD_NAME}"):
+                raise ValueError(f"{path} is no arena.")
+            if (size := os.fstat(descriptor).st_size) < num_bytes:
+                raise ValueError(f"the arena at {path} holds {size} bytes, the layout needs {num_bytes}.")
+            return cls(descriptor, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     def view(self, slot: Slot) -> torch.Tensor:
-        """Return the tensor that lives in `slot`; writing to it writes to the arena."""
+        """Return the tensor in `slot`; writing to it writes to the arena."""
         raw = self.bytes[slot.offset_bytes : slot.offset_bytes + slot.num_bytes]
         return raw.view(dtype_of(slot.dtype)).view(slot.shape)
+
+    def is_at(self, path: str) -> bool:
+        """Whether `path` leads to this arena."""
+        with _of_a_living_process():
+            return os.path.samestat(os.stat(path), os.fstat(self._descriptor))
 
     def close(self) -> None:
         """Give the file back; the memory itself goes when the last tensor on it does."""
         os.close(self._descriptor)
 
 
+class MappedArenas:
+    """The arenas that a rank writes to, each mapped once and kept for the next update."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, tuple[Layout, Arena, Mapping[str, torch.Tensor]]] = {}
+
+    def slots_of(self, layout: Layout) -> Mapping[str, torch.Tensor]:
+        """Return the place of each tensor of `layout`, by its name."""
+        known = self._mapped.get(layout.path)
+        # A later engine in the same process may get the same descriptor, and so the same path.
+        if known is None or known[0] != layout or not known[1].is_at(layout.path):
+            self.drop(layout)
+            arena = Arena.open(layout.path, layout.num_bytes)
+            known = layout, arena, {slot.name: arena.view(slot) for slot in layout.slots}
+            self._mapped[layout.path] = known
+        return known[2]
+
+    def drop(self, layout: Layout) -> None:
+        """Let go of one arena, if it was mapped."""
+        if layout.path in self._mapped:
+            self._mapped.pop(layout.path)[1].close()
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        for layout, *_ in list(self._mapped.values()):
+            self.drop(layout)
+
+
 def reserve(num_bytes: int) -> int:
     """Make the memory of an arena without mapping it here; return its descriptor, which keeps it alive."""
-    descriptor = os.memfd_create("vectorlm-arena")
+    descriptor = os.memfd_create(MEMFD_NAME)
     os.truncate(descriptor, num_bytes)
     return descriptor
 
@@ -63,3 +104,11 @@ def reserve(num_bytes: int) -> int:
 def path_of(descriptor: int) -> str:
     """Return where another process of the same user can open this process's `descriptor`."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+@contextlib.contextmanager
+def _of_a_living_process() -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise EngineDied("the process that made the memory for the weights is gone.") from error

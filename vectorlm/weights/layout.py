@@ -3,47 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from vectorlm.weights.plan import Slot, TensorSpec, dtype_of
-from vectorlm.weights.record import Copy
+from vectorlm.weights.record import Copy, LoadPlan
 
 ALIGNMENT = 64
 """Every block starts on a cache line, which is also what vector loads want."""
 
 
-@dataclass(frozen=True)
-class Intake:
-    """What one worker of the engine takes of the trainer's tensors; a parallel engine has several workers."""
+def place_slots(manifest: Sequence[TensorSpec], load_plan: LoadPlan) -> tuple[int, tuple[Slot, ...]]:
+    """Give every tensor a slot; put those that make up one parameter side by side, as they lie in it.
 
-    copies: tuple[Copy, ...]
-    """What its loader does with them."""
-    dtypes: Mapping[str, str]
-    """The dtype of each of its parameters, as torch spells it without the module."""
-    sizes: Mapping[str, int]
-    """The number of elements of each of its parameters."""
-
-
-@dataclass(frozen=True)
-class Alias:
-    """An engine parameter that is one block of the arena."""
-
-    parameter: str
-    offset_bytes: int
-
-
-def place_slots(manifest: Sequence[TensorSpec], intake: Intake) -> tuple[int, tuple[Slot, ...]]:
-    """Give every checkpoint tensor a slot; put those that make up one parameter side by side, as they lie in it.
-
-    A slot is always one whole tensor. The parameters of a parallel engine are made of pieces of tensors, which for
-    that reason cannot all lie side by side; their tensors lie in the manifest's order.
-
-    Args:
-        manifest: What the trainer sends.
-        intake: What the engine's first worker takes.
+    A slot is always one whole tensor. The parameters of a parallel engine are made of pieces of tensors, which cannot
+    all lie side by side; their tensors lie in the manifest's order. `load_plan` is the first worker's.
 
     Returns:
         The arena's size in bytes, and one slot per tensor, in the manifest's order.
@@ -51,12 +26,12 @@ def place_slots(manifest: Sequence[TensorSpec], intake: Intake) -> tuple[int, tu
     numel = {spec.name: torch.Size(spec.shape).numel() for spec in manifest}
     placed: dict[str, int] = {}
     end = 0
-    for name, parts in _by_parameter(intake).items():
+    for name, parts in _by_parameter(load_plan).items():
         if all(_is_one_run(part, numel[part.source]) and part.source not in placed for part in parts):
-            size = dtype_of(intake.dtypes[name]).itemsize
+            size = dtype_of(load_plan.dtypes[name]).itemsize
             placed.update({part.source: end + part.parameter_view.offset * size for part in parts})
-            end = _aligned(end + intake.sizes[name] * size)
-    dtypes = {copy.source: intake.dtypes[copy.parameter] for copy in intake.copies}
+            end = _aligned(end + load_plan.sizes[name] * size)
+    dtypes = {copy.source: load_plan.dtypes[copy.parameter] for copy in load_plan.copies}
     for spec in manifest:
         if spec.name not in placed:
             placed[spec.name] = end
@@ -65,23 +40,32 @@ def place_slots(manifest: Sequence[TensorSpec], intake: Intake) -> tuple[int, tu
     return max(end, ALIGNMENT), tuple(slots)
 
 
-def find_aliases(intake: Intake, slots: Sequence[Slot], num_bytes: int) -> list[Alias]:
-    """Find the parameters whose bytes lie in the arena just as they lie in the parameter.
+def plain_slots(
+    manifest: Sequence[TensorSpec], dtype_of_tensor: Callable[[str], str]
+) -> tuple[int, tuple[Slot, ...]]:
+    """Lay tensors out one behind the other, for engines that copy them out of the arena.
 
     Args:
-        intake: What one worker takes.
-        slots: Where the tensors lie.
-        num_bytes: The arena's size.
+        manifest: What the trainer sends.
+        dtype_of_tensor: The dtype that the engine wants a tensor in, by its name; as torch spells it.
+
+    Returns:
+        The arena's size in bytes, and the slots in the manifest's order.
     """
+    return place_slots(manifest, LoadPlan.whole(manifest, dtype_of_tensor))
+
+
+def find_aliases(load_plan: LoadPlan, slots: Sequence[Slot], num_bytes: int) -> dict[str, int]:
+    """Find one worker's parameters that are one block of the arena, of `num_bytes`; return where they begin in it."""
     by_name = {slot.name: slot for slot in slots}
-    aliases = []
-    for name, parts in _by_parameter(intake).items():
-        dtype, size = intake.dtypes[name], dtype_of(intake.dtypes[name]).itemsize
+    aliases = {}
+    for name, parts in _by_parameter(load_plan).items():
+        dtype, size = load_plan.dtypes[name], dtype_of(load_plan.dtypes[name]).itemsize
         starts = {
             by_name[part.source].offset_bytes + (part.source_view.offset - part.parameter_view.offset) * size
             for part in parts
         }
-        start, end = min(starts), min(starts) + intake.sizes[name] * size
+        start, end = min(starts), min(starts) + load_plan.sizes[name] * size
         one_block = len(starts) == 1 and start >= 0 and end <= num_bytes
         if not one_block or not all(
             _is_one_run(part) and by_name[part.source].dtype == dtype for part in parts
@@ -89,13 +73,13 @@ def find_aliases(intake: Intake, slots: Sequence[Slot], num_bytes: int) -> list[
             continue
         # Rows that only round a vocabulary up must not reach into a tensor.
         if _overlap(start, end, slots) == sum(part.parameter_view.count for part in parts) * size:
-            aliases.append(Alias(name, start))
+            aliases[name] = start
     return aliases
 
 
-def _by_parameter(intake: Intake) -> dict[str, list[Copy]]:
+def _by_parameter(load_plan: LoadPlan) -> dict[str, list[Copy]]:
     into: dict[str, list[Copy]] = defaultdict(list)
-    for copy in intake.copies:
+    for copy in load_plan.copies:
         into[copy.parameter].append(copy)
     return into
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vectorlm.ranks.topology import Topology
-from vectorlm.weights.plan import Layout, TensorSpec, manifest_of
-from vectorlm.weights.publish import Publisher
+from vectorlm.dist.topology import Topology
+from vectorlm.weights.arena import MappedArenas
+from vectorlm.weights.module_source import ModuleSource, manifest_of
+from vectorlm.weights.plan import Layout, TensorSpec
 
 
 class ModuleTrainer:
@@ -39,7 +40,7 @@ class ModuleTrainer:
         """
         self._model, self._optimizer, self._loss = model, optimizer, loss
         self._topology = Topology.from_environment() if topology is None else topology
-        self._publishers: dict[Layout, Publisher] = {}
+        self._arenas = MappedArenas()
         self._version = 0
 
     @property
@@ -53,10 +54,7 @@ class ModuleTrainer:
 
     def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
         """Write this rank's shards; no tensor is gathered."""
-        if layout not in self._publishers:
-            self._publishers[layout] = Publisher(layout, self._topology)
-        publisher = self._publishers[layout]
-        return publisher.write(publisher.shares(self._model), with_checksums)
+        return ModuleSource(self._model, self._topology, self._arenas).publish(layout, with_checksums)
 
     def step(self, batch: Any) -> Mapping[str, float]:
         """Take one step of the optimizer; return the mean ``loss`` over ranks."""

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vectorlm.errors import WeightMismatch
+
 if TYPE_CHECKING:
     import torch
+
+BASE = "base"
+"""The weight set with the model's own tensors; all others lie on top of it."""
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 """Name parts that wrappers put into parameter names and that no checkpoint knows."""
@@ -118,17 +124,21 @@ def trainer_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return tensors
 
 
-def manifest_of(model: torch.nn.Module) -> tuple[TensorSpec, ...]:
-    """List the parameters of `model` in its order, each with its full shape and what the checkpoint calls it.
-
-    Raises:
-        WeightMismatch: The checkpoint joins several parameters to one tensor, or computes with them.
-    """
-    from vectorlm.weights.names import checkpoint_pieces
-
-    shapes = {name: tuple(tensor.shape) for name, tensor in trainer_tensors(model).items()}
-    pieces = checkpoint_pieces(model, shapes)
-    return tuple(TensorSpec(name, shape, pieces.get(name, ())) for name, shape in shapes.items())
+def require_same(sent: Sequence[TensorSpec], held: Sequence[TensorSpec | Slot]) -> None:
+    """Raise `WeightMismatch` unless the trainer sends what the engine holds; the text lists names and shapes."""
+    theirs, ours = ({each.name: tuple(each.shape) for each in specs} for specs in (sent, held))
+    if list(theirs.items()) == list(ours.items()):
+        return
+    missing = [name for name in ours if name not in theirs]
+    unexpected = [name for name in theirs if name not in ours]
+    shapes = ((name, theirs[name], ours[name]) for name in ours if name in theirs)
+    reshaped = [f"{name} {theirs} for {ours}" for name, theirs, ours in shapes if theirs != ours]
+    differences = f"missing: {missing}; unexpected: {unexpected}; other shapes: {reshaped}."
+    if not (missing or unexpected or reshaped):
+        differences = "the same ones in another order: the order must stay as it was."
+    raise WeightMismatch(
+        f"the trainer sends {len(theirs)} tensors, the engine holds {len(ours)}; {differences}"
+    )
 
 
 def checkpoint_name(name: str) -> str:

@@ -4,111 +4,105 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from vectorlm.errors import WeightMismatch
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
-from vectorlm.weights.experts import are_plain
-from vectorlm.weights.join import join_copies
-from vectorlm.weights.layout import Intake, find_aliases
-from vectorlm.weights.pack import check_packed, pack
+from vectorlm.weights.layout import find_aliases
 from vectorlm.weights.plan import Layout, TensorSpec, dtype_name
-from vectorlm.weights.record import Copy, record_loading
+from vectorlm.weights.record import Copy, LoadPlan, join_copies, record_loading
+
+
+class Packing(Protocol):
+    """A second copy of a model's weights, in the order that an engine's kernels compute with."""
+
+    def pack(self) -> None:
+        """Make the copy again from the plain weights."""
+        ...
+
+    def check(self, seed: int) -> None:
+        """Raise `ChecksumMismatch` if the copy differs from the plain weights; `seed` chooses what is probed."""
+        ...
 
 
 class Receiver:
     """Holds the running model of one worker and swaps its weights in place.
 
-    `live`: layers compute with the arena's bytes themselves. `packed`: they compute with oneDNN's packed copy,
-    made again at each update. On CUDA the weights are copied to the device and only `live` exists.
+    On CPU, parameters that lie in the arena as in the model become views of it; all others are copied at each update.
     """
 
-    def __init__(self, model: Any, kind: str) -> None:
+    def __init__(self, model: Any, packing: Packing | None = None) -> None:
         self._model = model
-        self._kind = kind
-        self._intake: Intake | None = None
-        _require_plain_layers(model)
-        if kind == "packed":
-            pack(model)
+        self._packing = packing
+        self._load_plan: LoadPlan | None = None
 
-    def describe(self, manifest: Sequence[TensorSpec]) -> Intake:
-        """Match the trainer's tensors with this worker's parameters; say what it takes of them.
-
-        Raises:
-            WeightMismatch: A parameter would stay unfilled, or the loader cannot take a tensor.
-        """
+    def describe(self, manifest: Sequence[TensorSpec]) -> LoadPlan:
+        """Match the trainer's tensors with this worker's parameters; say what it takes of them."""
         parameters = dict(self._model.named_parameters())
         recorded = record_loading(self._model.load_weights, parameters, manifest)
         copies = join_copies(recorded, manifest, parameters)
         _require_all_filled(self._model, copies)
-        self._intake = Intake(
+        self._load_plan = LoadPlan(
             tuple(copies),
             {name: dtype_name(parameter.dtype) for name, parameter in parameters.items()},
             {name: parameter.numel() for name, parameter in parameters.items()},
         )
-        return self._intake
+        return self._load_plan
 
     def attach(self, layout: Layout) -> int:
-        """Map the arena. Parameters that can become views of it do so now, holding the values that they had.
+        """Map the arena, and make the parameters that can be views of it views that hold the values they had.
 
         Returns:
-            Bytes that each update will copy out of the arena; the rest is computed with where it lies.
+            Bytes that each update will copy out of the arena; the engine computes with the rest where it lies.
         """
-        assert self._intake is not None, "describe comes before attach"
+        assert self._load_plan is not None, "describe comes before attach"
         arena = Arena.open(layout.path, layout.num_bytes)
         parameters = dict(self._model.named_parameters())
-        aliased = set()
-        for alias in find_aliases(self._intake, layout.slots, layout.num_bytes):
-            parameter = parameters[alias.parameter]
+        views = set()
+        for name, offset_bytes in find_aliases(self._load_plan, layout.slots, layout.num_bytes).items():
+            parameter = parameters[name]
             if parameter.device.type == "cpu" and parameter.is_contiguous():
                 size = parameter.numel() * parameter.element_size()
-                block = arena.bytes[alias.offset_bytes : alias.offset_bytes + size].view(parameter.dtype)
+                block = arena.bytes[offset_bytes : offset_bytes + size].view(parameter.dtype)
                 parameter.data = block.view(parameter.shape).copy_(parameter)
-                aliased.add(alias.parameter)
-        self._remaining = [copy for copy in self._intake.copies if copy.parameter not in aliased]
+                views.add(name)
+        self._remaining = [copy for copy in self._load_plan.copies if copy.parameter not in views]
         self._sources = {slot.name: arena.view(slot) for slot in layout.slots}
         self._word_bytes = {slot.name: slot.word_bytes for slot in layout.slots}
         return sum(
             copy.source_view.count * parameters[copy.parameter].element_size() for copy in self._remaining
         )
 
-    def load(self, version: int, with_checksums: bool = False) -> list[int]:
+    def load(self, version: int, with_checksums: bool) -> list[int]:
         """Make the engine compute with what the arena holds now.
 
-        Args:
-            version: The training step of these weights.
-            with_checksums: Whether to prove it.
-
         Returns:
-            The checksum of the piece that each copy of the intake filled, if asked for; else nothing.
-
-        Raises:
-            ChecksumMismatch: A packed layer does not hold what its plain weight holds.
+            The checksum of the piece that each copy of the load plan filled, if asked for; else nothing.
         """
         parameters = dict(self._model.named_parameters())
         for copy in self._remaining:
             target = copy.parameter_view.on(parameters[copy.parameter].data)
             target.copy_(copy.source_view.on(self._sources[copy.source]), non_blocking=True)
-        if self._kind == "packed":
-            pack(self._model)
+        if self._packing is not None:
+            self._packing.pack()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         if not with_checksums:
             return []
         sums = self._checksums()
-        if self._kind == "packed":
-            check_packed(self._model, seed=version)
+        if self._packing is not None:
+            self._packing.check(seed=version)
         return sums
 
     def _checksums(self) -> list[int]:
         """Sum the parameters themselves, not the arena: a parameter that lost its alias must not pass."""
-        assert self._intake is not None
+        assert self._load_plan is not None
         parameters = dict(self._model.named_parameters())
         sums = []
-        for copy in self._intake.copies:
+        for copy in self._load_plan.copies:
             piece = parameters[copy.parameter].data
             rows, first_row = _as_source_rows(copy, piece, self._sources[copy.source])
             sums.append(checksum(rows, first_row, self._word_bytes[copy.source]))
@@ -131,43 +125,25 @@ def _as_source_rows(copy: Copy, parameter: torch.Tensor, source: torch.Tensor) -
     return piece.unsqueeze(0) if lies_within_a_row else piece, first_row
 
 
-PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType")
-"""How vLLM keeps weights that lie in memory as the checkpoint has them."""
-
-
-def _require_plain_layers(model: torch.nn.Module) -> None:
-    """Refuse layers whose weights vLLM rearranges after loading: bytes written to them would mean something else."""
-    odd = {
-        f"{type(module).__name__} ({method})"
-        for module in model.modules()
-        if (method := type(getattr(module, "quant_method", None)).__name__) not in PLAIN_METHODS
-        and not (method == "UnquantizedFusedMoEMethod" and are_plain(module))
-    }
-    if odd:
-        raise WeightMismatch(
-            f"this engine cannot take new weights: vLLM rearranges those of {', '.join(sorted(odd))} when it loads "
-            "them. Use an unquantised model; for experts on CUDA, moe_backend='triton'."
-        )
-
-
 def _require_all_filled(model: torch.nn.Module, copies: Sequence[Copy]) -> None:
     filled: dict[str, int] = defaultdict(int)
     for copy in copies:
         filled[copy.parameter] += copy.parameter_view.count
+    parameters = dict(model.named_parameters())
     missing = [
         name
-        for name, parameter in model.named_parameters()
+        for name, parameter in parameters.items()
         if filled[name] < parameter.numel() - _padding(model, name, parameter)
     ]
     if missing:
         raise WeightMismatch(
-            f"the engine expects {len(dict(model.named_parameters()))} parameters, but the trainer's tensors leave "
-            f"{len(missing)} of them unfilled, whole or in part: {missing}."
+            f"the engine expects {len(parameters)} parameters, but the trainer's tensors leave {len(missing)} of them "
+            f"unfilled, whole or in part: {missing}."
         )
 
 
 def _padding(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> int:
-    """Count the elements of a vocabulary table that vLLM adds to round its size up; no checkpoint fills them."""
+    """Count the elements that an engine adds to a vocabulary table to round its size up; no checkpoint fills them."""
     owner: Any = model.get_submodule(name.rpartition(".")[0])
     if not hasattr(owner, "shard_indices"):
         return 0

@@ -1,94 +1,162 @@
-"""The receivers in all workers of one engine, spoken to as one."""
+"""The receivers in all workers of one engine, driven as one."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vectorlm.errors import ChecksumMismatch
-from vectorlm.weights.arena import path_of, reserve
-from vectorlm.weights.layout import Intake, place_slots
-from vectorlm.weights.pieces import Pieces
-from vectorlm.weights.plan import Layout, TensorSpec
+import torch
 
-Call = Callable[..., list[tuple[Any, Exception | None]]]
-"""An engine's ``collective_rpc``: calls a method of `WeightExtension` in every worker, and lists their outcomes."""
+from vectorlm.dist.engine_ranks import CallResult, results_or_first_error
+from vectorlm.errors import ChecksumMismatch, WeightMismatch
+from vectorlm.weights.arena import path_of, reserve
+from vectorlm.weights.checksum import widest_word
+from vectorlm.weights.layout import place_slots
+from vectorlm.weights.plan import BASE, Layout, TensorSpec, dtype_of
+from vectorlm.weights.record import LoadPlan, View
+
+Call = Callable[..., list[CallResult]]
+"""An engine's ``collective_rpc``: calls a method in every worker, and lists their results."""
 
 
 class Receivers:
-    """Swaps the weights of an engine of one worker or of several; lives where the engine is driven from.
+    """Swaps the weights of an engine with one worker or several; lives where the engine is driven from.
 
     The arena belongs to this process. Every worker maps it and takes its own pieces of every tensor, so one update
     of the ranks serves all of them.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, kind: str) -> None:
+        """Make the receivers for the loaded model, of a `kind` that is `live`, `packed` or `auto`."""
         self._call = call
-        self._layout: Layout | None = None
+        self.kind: str = results_or_first_error(call("vectorlm_prepare", args=(kind,)))[0]
+        """What `auto` was resolved to."""
+        self._pieces: dict[str, HeldPieces] = {}
+        self._arenas: dict[str, int] = {}
 
-    def prepare(self, kind: str) -> str:
-        """Make the receivers for the loaded model; return the kind that they chose, `live` or `packed`."""
-        kinds: list[str] = self._ask("vectorlm_prepare", kind)
-        return kinds[0]
-
-    def connect(self, manifest: Sequence[TensorSpec], arena_path: str | None = None) -> Layout:
-        """Match the trainer's tensors with the engine's, and make the arena that they will travel through.
-
-        Args:
-            manifest: What the trainer sends.
-            arena_path: The arena of another engine of this node, which is then shared; None makes one.
+    def connect(self, manifest: Sequence[TensorSpec], arena_path: str | None, weight_set: str) -> Layout:
+        """Match the trainer's tensors with the engine's; make the arena that they cross in, or share `arena_path`.
 
         Raises:
             WeightMismatch: The two sides do not hold the same model; nothing has changed.
         """
-        intakes: list[Intake] = self._ask("vectorlm_describe", tuple(manifest))
-        pieces = Pieces(manifest, intakes)
-        num_bytes, slots = place_slots(manifest, intakes[0])
+        manifest = tuple(manifest)
+        load_plans: list[LoadPlan] = results_or_first_error(
+            self._call("vectorlm_describe", args=(weight_set, manifest))
+        )
+        pieces = HeldPieces(manifest, load_plans)
+        num_bytes, slots = place_slots(manifest, load_plans[0])
         slots = tuple(
             dataclasses.replace(slot, word_bytes=pieces.word_bytes(spec, slot.dtype))
             for spec, slot in zip(manifest, slots, strict=True)
         )
-        layout = Layout(arena_path or path_of(reserve(num_bytes)), num_bytes, slots)
-        copied = sum(self._ask("vectorlm_attach", layout))
-        self._pieces, self._layout = pieces, dataclasses.replace(layout, num_copied_bytes=copied)
-        return self._layout
+        earlier = self._arenas.pop(weight_set, None)
+        if arena_path is None:
+            self._arenas[weight_set] = reserve(num_bytes)
+            arena_path = path_of(self._arenas[weight_set])
+        layout = Layout(arena_path, num_bytes, slots)
+        copied = sum(results_or_first_error(self._call("vectorlm_attach", args=(weight_set, layout))))
+        self._pieces[weight_set] = pieces
+        if earlier is not None:
+            os.close(earlier)
+        return dataclasses.replace(layout, num_copied_bytes=copied)
 
-    def load(self, version: int, expected: Sequence[int] | None = None) -> float:
-        """Make the engine compute with what the arena holds now.
+    def load(self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str]) -> float:
+        """Make the engine compute with what the arenas hold now; return the seconds it took.
 
         Args:
             version: The training step of these weights.
-            expected: The checksum of every slot as the trainer counts it; None skips the proof.
-
-        Returns:
-            Seconds it took.
+            checksums: Of every tensor of the sets, as the trainer counts them; None skips the proof.
+            weight_sets: What was written. Sets on top of the base that are not listed are cleared.
 
         Raises:
             ChecksumMismatch: What the engine computes with is not what was sent; the text names the tensors.
         """
         start = time.perf_counter()
-        assert self._layout is not None, "connect comes before load"
-        sums: list[list[int]] = self._ask("vectorlm_load", version, expected is not None)
-        if expected is not None:
-            names = (slot.name for slot in self._layout.slots)
-            wrong = self._pieces.wrong(dict(zip(names, expected, strict=True)), sums)
-            if wrong:
-                raise ChecksumMismatch(
-                    f"after the update {len(wrong)} of {len(expected)} tensors in the engine are not those that the "
-                    f"trainer sent: {wrong[:8]}{' and more' if len(wrong) > 8 else ''}."
-                )
+        expected = None if checksums is None else iter(checksums)
+        for name in weight_sets:
+            sums = results_or_first_error(
+                self._call("vectorlm_load", args=(name, version, expected is not None))
+            )
+            if expected is not None:
+                self._pieces[name].check(expected, sums)
+        for name in self._pieces.keys() - {BASE, *weight_sets}:
+            results_or_first_error(self._call("vectorlm_clear", args=(name,)))
         return time.perf_counter() - start
 
-    def _ask(self, method: str, *args: Any) -> list[Any]:
-        return ask_all(self._call, method, *args)
+
+class HeldPieces:
+    """Knows which worker holds which piece of which tensor, and which pieces are held more than once.
+
+    Workers of a parallel engine hold disjoint pieces of most tensors, and the same piece of some: norms, and key and
+    value heads where there are fewer of them than workers.
+    """
+
+    def __init__(self, manifest: Sequence[TensorSpec], load_plans: Sequence[LoadPlan]) -> None:
+        """Sort the pieces that each worker takes; raise `WeightMismatch` where no worker uses (a part of) a tensor."""
+        self._manifest = tuple(manifest)
+        self._holders: Mapping[str, dict[View, list[tuple[int, int]]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        for worker, load_plan in enumerate(load_plans):
+            for index, copy in enumerate(load_plan.copies):
+                self._holders[copy.source][copy.source_view].append((worker, index))
+        unused = [
+            f"{spec.name} {spec.shape}"
+            for spec in manifest
+            if sum(view.count for view in self._holders[spec.name]) < torch.Size(spec.shape).numel()
+        ]
+        if unused:
+            raise WeightMismatch(
+                f"the trainer sends {len(manifest)} tensors, but the engine leaves {len(unused)} of them unused, "
+                f"whole or in part: {', '.join(unused)}. The trainer's model and the engine's are not the same "
+                "architecture."
+            )
+
+    def word_bytes(self, spec: TensorSpec, dtype: str) -> int:
+        """Return the widest checksum word that neither a row nor a piece of the tensor cuts."""
+        lengths = [torch.Size(spec.shape[1:]).numel()]
+        for view in self._holders[spec.name]:
+            lengths += _boundaries(view)
+        return widest_word(*(length * dtype_of(dtype).itemsize for length in lengths))
+
+    def check(self, expected: Any, sums: Sequence[Sequence[int]]) -> None:
+        """Raise `ChecksumMismatch` where the workers do not hold what was sent.
+
+        `expected` iterates over the checksums of whole tensors, and this manifest's are taken off it. `sums` are, for
+        each worker, the checksums of the pieces that its copies filled.
+        """
+        totals = itertools.islice(expected, len(self._manifest))
+        pairs = zip(self._manifest, totals, strict=True)
+        wrong = [spec.name for spec, total in pairs if self._total(spec.name, sums) != total]
+        if wrong:
+            raise ChecksumMismatch(
+                f"after the update {len(wrong)} of {len(self._manifest)} tensors in the engine are not those that the "
+                f"trainer sent: {wrong[:8]}{' and more' if len(wrong) > 8 else ''}."
+            )
+
+    def _total(self, name: str, sums: Sequence[Sequence[int]]) -> int | None:
+        """Add up the distinct pieces of a tensor; None where holders of one piece do not hold the same."""
+        total = 0
+        for holders in self._holders[name].values():
+            first, *others = {sums[worker][index] for worker, index in holders}
+            if others:
+                return None
+            total += first
+        return total % 2**64
 
 
-def ask_all(call: Call, method: str, *args: Any) -> list[Any]:
-    """Call `method` in every worker; return what each answered, or raise the first error."""
-    outcomes = call(method, args=args)
-    for _, error in outcomes:
-        if error is not None:
-            raise error
-    return [answer for answer, _ in outcomes]
+def _boundaries(view: View) -> list[int]:
+    """Return lengths, in elements: their common divisors divide the start and the end of every run of `view`."""
+    run, steps = 1, []
+    for stride, size in sorted(zip(view.stride, view.shape, strict=True)):
+        if stride == run:
+            run *= size
+        elif size != 1:
+            steps.append(stride)
+    return [view.offset, run, *steps]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,21 +58,35 @@ class Copy:
     parameter_view: View
 
 
+@dataclass(frozen=True)
+class LoadPlan:
+    """What one worker of the engine takes of the trainer's tensors; a parallel engine has several workers."""
+
+    copies: tuple[Copy, ...]
+    """What its loader does with them."""
+    dtypes: Mapping[str, str]
+    """The dtype of each of its parameters, as torch spells it without the module."""
+    sizes: Mapping[str, int]
+    """The number of elements of each of its parameters."""
+
+    @classmethod
+    def whole(cls, manifest: Sequence[TensorSpec], dtype_of_tensor: Callable[[str], str]) -> LoadPlan:
+        """Take every tensor as it is, in the dtype that `dtype_of_tensor` says, into a parameter of its name."""
+        views = {spec.name: View.of(torch.empty(spec.shape, device="meta"), 0) for spec in manifest}
+        return cls(
+            tuple(Copy(name, view, name, view) for name, view in views.items()),
+            {name: dtype_of_tensor(name) for name in views},
+            {name: view.count for name, view in views.items()},
+        )
+
+
 def record_loading(
     load_weights: Loader, parameters: Mapping[str, torch.Tensor], manifest: Sequence[TensorSpec]
 ) -> list[Copy]:
-    """Run the engine's loader on tensors without data, and write down every copy it would make.
+    """Run the engine's loader on tensors without data, and note every copy that it would make; no weight changes.
 
-    This is right for any architecture whose loader only slices and copies (fused projections, padded vocabularies,
-    experts), because it is that loader. No weight changes. A worker of a parallel engine takes its pieces only.
-
-    Args:
-        load_weights: The engine model's loader.
-        parameters: The engine's parameters by name; tied ones once.
-        manifest: What the trainer sends.
-
-    Returns:
-        The copies, in the order of the manifest.
+    This is right for any architecture with a loader that only slices and copies (fused projections, padded
+    vocabularies, experts), because it is that loader. A worker of a parallel engine takes its pieces only.
 
     Raises:
         WeightMismatch: The loader does not know a name, rejects a shape, or computes with a tensor.
@@ -91,6 +106,46 @@ def record_loading(
                 f"{type(error).__name__}: {error}"
             ) from error
     return recorder.copies
+
+
+def join_copies(
+    copies: Sequence[Copy], manifest: Sequence[TensorSpec], parameters: Mapping[str, torch.Tensor]
+) -> list[Copy]:
+    """Replace the copies of one source by a single one, where they only cut it up to lay it down in its own order.
+
+    A loader fills a fused parameter part by part even from a source that is fused the same way: q, k and v of a
+    Phi-3, or every expert of a layer. As one copy, it can be a view of the arena, and be summed in one go.
+    """
+    of_source: dict[str, list[Copy]] = defaultdict(list)
+    for copy in copies:
+        of_source[copy.source].append(copy)
+    shapes = {spec.name: spec.shape for spec in manifest}
+    joined: list[Copy] = []
+    for name, parts in of_source.items():
+        first = parts[0]
+        shift = first.parameter_view.offset - first.source_view.offset
+        whole = View.of(torch.empty(shapes[name], device="meta"), 0)
+        if parameters[first.parameter].is_contiguous() and _are_laid_down(parts, shift, whole.count):
+            joined.append(Copy(name, whole, first.parameter, View(whole.shape, whole.stride, shift)))
+        else:
+            joined.extend(parts)
+    return joined
+
+
+def _are_laid_down(parts: Sequence[Copy], shift: int, count: int) -> bool:
+    """Whether `parts` are runs of one parameter, all moved by `shift`, that make up a source of `count` elements."""
+    end = 0
+    for part in sorted(parts, key=lambda each: each.source_view.offset):
+        is_run = part.source_view.is_whole and part.parameter_view.is_whole
+        is_moved = part.parameter_view.offset - part.source_view.offset == shift
+        if (
+            part.parameter != parts[0].parameter
+            or not (is_run and is_moved)
+            or part.source_view.offset != end
+        ):
+            return False
+        end += part.source_view.count
+    return end == count
 
 
 def _checkpoint_tensors(spec: TensorSpec, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

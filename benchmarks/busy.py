@@ -1,0 +1,89 @@
+"""A GRPO step on a machine with other work, by how OpenMP's threads wait. Run: python benchmarks/busy.py
+
+The Countdown recipe (configs/countdown_grpo.yaml: 512 completions, two optimizer steps) on one rank, from the random
+model of examples/make_countdown.py; "busy" runs beside one process that computes all the time. The rounds take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from report import ROOT, write_result
+
+ROUNDS, STEPS, SKIPPED = 3, 5, 1
+OWN = "libgomp's own (300000 rounds)"
+SETTINGS = {
+    OWN: {"GOMP_SPINCOUNT": "300000"},
+    "the default here (1000 rounds)": {},
+    "OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
+}
+
+
+def step_times(folder: Path, variables: dict[str, str]) -> dict[str, list[float]]:
+    """Train for some steps; return the seconds of each, whole and by part."""
+    with tempfile.TemporaryDirectory(dir=folder) as output:
+        overrides = {
+            "model": folder / "model",
+            "train_parameters.output_dir": output,
+            "train_parameters.sampler.prompts": folder / "held_out.jsonl",
+            "train_parameters.sampler.sample_frequency": 1000,
+            "rl.prompts": folder / "train.jsonl",
+            "rl.max_steps": STEPS,
+            "rl.dynamic_sampling": False,
+            "rl.max_sampling_rounds": 4,
+        }
+        command = [sys.executable, str(ROOT / "examples/rl_example_mp.py")]
+        command += ["--yaml_path", str(ROOT / "configs/countdown_grpo.yaml")]
+        command += [word for name, value in overrides.items() for word in ("--set", f"{name}={value}")]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+        rows = [json.loads(line) for line in Path(output, "metrics.jsonl").read_text().splitlines()]
+    kept = rows[1 + SKIPPED :]
+    return {part: [row[f"time/{part}_s"] for row in kept] for part in ("step", "generate", "update")}
+
+
+def main() -> None:
+    """Measure every setting with and without the other process, in turn."""
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        make = [sys.executable, str(ROOT / "examples/make_countdown.py"), "--output_dir", folder]
+        subprocess.run(make, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+        for turn in range(ROUNDS):
+            for name, variables in SETTINGS.items():
+                for load in ("quiet", "busy"):
+                    # It takes minutes, and is far from the others.
+                    if (name, load) == (OWN, "busy") and turn > 0:
+                        continue
+                    other = [sys.executable, "-c", "while True: pass" if load == "busy" else "pass"]
+                    with subprocess.Popen(other) as process:
+                        try:
+                            times = step_times(Path(folder), variables)
+                        finally:
+                            process.kill()
+                    medians = {part: statistics.median(seconds) for part, seconds in times.items()}
+                    found.setdefault((name, load), []).append(medians)
+    base = [each["step"] for each in found[OWN, "quiet"]]
+    rows = [
+        {
+            "threads wait": name,
+            "machine": load,
+            **{f"{part} (s)": round(statistics.median(each[part] for each in turns), 2) for part in turns[0]},
+            # The machine's own speed drifts: each turn is compared with the same turn's.
+            "beside libgomp's own, quiet": round(
+                statistics.median(each["step"] / own for each, own in zip(turns, base, strict=False)), 2
+            ),
+        }
+        for (name, load), turns in found.items()
+    ]
+    setting = {"rounds": ROUNDS, "steps": STEPS - SKIPPED, "world_size": 1, "other processes when busy": 1}
+    write_result("busy", setting, rows, {"medians": {" / ".join(key): turns for key, turns in found.items()}})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""What `vectorlm check` and the scripts say about checkpoints in output_dir, before anything is started."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vectorlm.checkpoint.folder import held
+from vectorlm.cli import main
+from vectorlm.config import load_config
+from vectorlm.config.resume import find_resumption, identity_of
+from vectorlm.errors import CheckpointError
+
+ROOT = Path(__file__).parents[2]
+WITH = "train_parameters.checkpointing_enabled=True"
+RL = "rl={algorithm: grpo, max_steps: 4, prompts: p.jsonl, prompts_per_step: 2, group_size: 2, rewards: {countdown: 1}}"
+SAMPLER = "train_parameters.sampler={sample_frequency: 2, prompts: p.jsonl}"
+
+
+@pytest.fixture
+def path(write_config):
+    """A config whose files exist, and whose run has a checkpoint of step 6 by one rank."""
+    Path("models/tiny").mkdir(parents=True)
+    Path("models/tiny/config.json").write_text(json.dumps({"max_position_embeddings": 256}))
+    Path("models/tiny/model.safetensors").write_bytes(b"")
+    for split in ("train", "eval"):
+        Path("data", split).mkdir(parents=True)
+        Path("data", split, "dataset_info.json").write_text("{}")
+        Path("data", split, "state.json").write_text(json.dumps({"_fingerprint": "abc"}))
+    Path("p.jsonl").write_text('{"prompt": "a", "numbers": [1], "target": 1}\n')
+    path = write_config()
+    save(path)
+    return path
+
+
+def save(path, *overrides, world_size=1, is_finished=False):
+    checkpoint = Path("runs/tiny/checkpoints/step-00000006")
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    identity = identity_of(load_config(path, [WITH, *overrides]), world_size, num_examples=21)
+    (checkpoint / "identity.json").write_text(json.dumps(identity))
+    if is_finished:
+        (checkpoint / "finished").touch()
+
+
+def found(path, *overrides, world_size=1, num_examples=21):
+    return find_resumption(load_config(path, [WITH, *overrides]), world_size, num_examples)
+
+
+def refused(path, *overrides, **more):
+    with pytest.raises(CheckpointError) as caught:
+        found(path, *overrides, **more)
+    return str(caught.value)
+
+
+def test_the_same_config_goes_on_and_nothing_has_changed(path):
+    assert found(path).step == 6
+    assert found(path).changes == ()
+    assert find_resumption(load_config(path), 1) is None, "checkpoints are off"
+
+
+def test_a_folder_that_was_moved_is_the_same_run(path):
+    Path("runs").rename("elsewhere")
+    Path("models/tiny").rename("models/moved")
+    changed = found(path, "train_parameters.output_dir=elsewhere/tiny", "model=models/moved")
+    assert changed.changes == ("model='models/moved' (was 'models/tiny')",)
+
+
+def test_each_changed_setting_is_named_alone(path):
+    changes = found(path, "train_parameters.optimizer.lr=2e-4", "train_parameters.use_mp=True").changes
+    assert changes == (
+        "train_parameters.optimizer.lr=0.0002 (was 0.0001)",
+        "train_parameters.use_mp=true (was false)",
+    )
+    save(path, SAMPLER, RL)
+    changes = found(path, SAMPLER, RL, "rl.clip_high=0.3", "rl.async={max_staleness: 1}").changes
+    assert changes[-1] == "rl.clip_high=0.3 (was null)"
+    assert "rl.async.max_staleness=1 (was null)" in changes
+
+
+def test_other_content_under_the_same_name_is_noticed(path):
+    Path("data/train/state.json").write_text(json.dumps({"_fingerprint": "xyz"}))
+    assert found(path).changes == ("the content of dataset.train_ds is another",)
+    save(path, SAMPLER, RL)
+    Path("p.jsonl").write_text('{"prompt": "b", "numbers": [1], "target": 1}\n')
+    assert found(path, SAMPLER, RL).changes == ("the content of rl.prompts is another",)
+    Path("models/tiny/model.safetensors").write_bytes(b"longer")
+    assert "the content of model is another" in refused(path, SAMPLER, RL)
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("train_parameters.seed=4", "train_parameters.seed=4 (was 11)"),
+        ("train_parameters.lora_peft_config={r: 4}", "train_parameters.lora_peft_config.r=4 (was null)"),
+        (
+            "dataset.train_bs=8",
+            "global batch=8 (world_size x train_bs x gradient_accumulation_steps) (was 4)",
+        ),
+    ],
+)
+def test_what_the_weights_or_the_order_of_the_data_depend_on_is_refused(path, override, text):
+    assert refused(path, override, "train_parameters.optimizer.lr=2e-4") == refused(path, override)
+    assert f"step-00000006: {text}" in refused(path, override)
+    assert "model=runs/tiny/final-model" not in refused(path, override)
+    Path("runs/tiny/final-model").mkdir()
+    assert "with model=runs/tiny/final-model. To start over" in refused(path, override)
+
+
+def test_other_rows_and_ranks(path):
+    assert "rows of dataset.train_ds=22 (was 21)" in refused(path, num_examples=22)
+    assert "global batch=8" in refused(path, world_size=2)
+    assert found(path, "dataset.train_bs=2", world_size=2).changes == (
+        "dataset.train_bs=2 (was 4)",
+        "world_size=2 (was 1)",
+    )
+
+
+def test_another_algorithm_is_another_run(path):
+    save(path, SAMPLER, RL)
+    assert "rl.algorithm='rloo' (was 'grpo')" in refused(path, SAMPLER, RL, "rl.algorithm=rloo")
+
+
+def test_checkpoints_of_earlier_versions_are_refused_with_what_to_do(path):
+    Path("runs/tiny/checkpoints/step-00000006/identity.json").write_text('{"seed": 11}')
+    assert "written by an earlier version of vectorlm. Delete runs/tiny/checkpoints." in refused(path)
+
+
+def test_check_says_how_the_run_goes_on(path, capsys):
+    changed = ["--set", WITH, "--set", "train_parameters.optimizer.lr=2e-4"]
+    assert main(["check", path, *changed]) == 0
+    assert (
+        "goes on       from step 6; train_parameters.optimizer.lr=0.0002 (was 0.0001)"
+        in capsys.readouterr().out
+    )
+    assert main(["check", path, "--set", WITH, "--set", "train_parameters.seed=4"]) == 2
+    assert "train_parameters.seed=4 (was 11)" in capsys.readouterr().err
+    save(path, is_finished=True)
+    assert main(["check", path, "--set", WITH]) == 0
+    assert "runs/tiny is finished at step 6" in capsys.readouterr().out
+
+
+def run_script(path, *overrides):
+    command = [sys.executable, str(ROOT / "examples/llama_example_mp.py"), "--yaml_path", path]
+    command += [word for override in (WITH, *overrides) for word in ("--set", override)]
+    return subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+
+
+def test_a_finished_run_says_so_at_once(path):
+    save(path, is_finished=True)
+    ended = run_script(path)
+    assert (ended.returncode, ended.stdout) == (0, "")
+    assert ended.stderr == (
+        "runs/tiny is finished at step 6; its model is runs/tiny/final-model. To train longer, raise "
+        "train_parameters.epochs; to start over, delete runs/tiny/checkpoints.\n"
+    )
+    assert not found(path, "train_parameters.epochs=3").is_finished
+
+
+def test_a_folder_in_use_is_one_line(path):
+    with held(Path("runs/tiny")):
+        ended = run_script(path)
+        with pytest.MonkeyPatch.context() as patch:
+            # As torchrun's second rank, which comes when the first one holds the folder.
+            for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+                patch.setenv(name, str(value))
+            assert main(["check", path]) == 0
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(
+        "ConfigError: train_parameters.output_dir='runs/tiny' is in use by another run."
+    )
+    assert ended.stderr.count("\n") == 1

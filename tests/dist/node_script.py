@@ -1,0 +1,56 @@
+"""A rank of a small run on two nodes; test_nodes.py starts one torchrun per node.
+
+node_script.py WHAT [WORLD_SIZE]
+
+The environment variable NODE says which of the test's nodes this is: torchrun numbers them as it likes.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import vectorlm
+from vectorlm.dist.collectives import Collectives
+from vectorlm.errors import VectorLMError
+
+
+def work(what):
+    import torch
+    import torch.distributed as dist
+
+    topology, node = vectorlm.Topology.from_environment(), int(os.environ["NODE"])
+    collectives = Collectives(topology, 20.0)
+    notes = collectives.all_gather_object("the start", topology.rank)
+    total = torch.tensor(topology.rank + 1)
+    dist.all_reduce(total)
+    print("working", flush=True)
+    if node == 1 and what == "raise":
+        raise KeyError("lost")
+    if node == 1 and what == "raise after the other node has returned":
+        time.sleep(3.0)
+        raise KeyError("late")
+    if node == 1 and what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what in ("raise", "kill", "wait in a collective"):
+        # Here no Python code of this rank runs.
+        dist.barrier() if node == 0 else time.sleep(90)
+    if what == "wait in the store":
+        collectives.all_gather_object("sampling") if node == 0 else time.sleep(90)
+    return {
+        "rank": topology.rank,
+        "local_rank": topology.local_rank,
+        "num_nodes": topology.num_nodes,
+        "notes": notes,
+        "total": int(total),
+    }
+
+
+if __name__ == "__main__":
+    what, *world_size = sys.argv[1:]
+    try:
+        result = vectorlm.launch(work, what, **{"world_size": int(each) for each in world_size})
+        print(json.dumps(result), flush=True)
+    except VectorLMError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -1,0 +1,171 @@
+"""What a run on one machine listens on, and what a stranger can do to it."""
+
+import hmac
+import itertools
+import os
+import re
+import socket
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from rank_processes import save_tiny_llama
+
+import vectorlm
+from vectorlm.dist.collectives import Collectives
+from vectorlm.errors import LaunchError, RankMismatch
+
+LISTENS = "0A"
+LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+
+
+def descendants(root):
+    """Return `root` and every process below it."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue
+    found = {root}
+    while new := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= new
+    return found
+
+
+def listening(pids):
+    """Return the addresses, in hexadecimal, and ports on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
+            except OSError:
+                continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            local, state, inode = (line.split()[place] for place in (1, 3, 9))
+            if state == LISTENS and inode in inodes:
+                address, port = local.split(":")
+                found.append((address, int(port, 16)))
+    return found
+
+
+def listen(engine, model="scripted"):
+    """Let every part of a run open what it opens; return what they listen on."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.zeros(1))
+    with vectorlm.SamplingEngine(model, **engine) as running:
+        running.sample([[2, 3]], {"max_tokens": 2})
+        here = listening(descendants(os.getppid()))
+        dist.barrier()
+    return here
+
+
+def outside_address():
+    """Return an address of this machine that is not the loopback one, or None."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_on_one_machine_listens_on_the_loopback_interface_alone(world_size):
+    engine = {"inference": "vectorlm.backends.scripted:Scripted", "answers": "{0}".format}
+    found = vectorlm.launch(listen, engine, world_size=world_size)[0]
+    assert {address for address, _ in found} <= set(LOOPBACK), found
+    assert world_size == 1 or found, "two ranks without a port: nothing was looked at"
+
+
+def knock(address):
+    """Return what strangers meet at the ports of this run, at an address of another interface."""
+    topology = vectorlm.Topology.from_environment()
+    collectives = Collectives(topology, 20.0)
+    collectives.all_gather_object("the start")
+    answers = []
+    for _, port in listening(descendants(os.getppid())):
+        try:
+            socket.create_connection((address, port), timeout=2).close()
+            answers.append("let in")
+        except ConnectionRefusedError:
+            answers.append("refused")
+    collectives.all_gather_object("the end")
+    return answers
+
+
+def test_a_stranger_from_another_machine_is_refused():
+    address = outside_address()
+    if address is None or address.startswith("127."):
+        pytest.skip("this machine has the loopback interface alone")
+    answers = vectorlm.launch(knock, address, world_size=2)[0]
+    assert answers
+    assert set(answers) == {"refused"}
+
+
+class Bomb:
+    """Runs a stranger's code where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def be_visited(path):
+    """Let rank 1's next note be one that somebody wrote who does not know the run's key."""
+    topology = vectorlm.Topology.from_environment()
+    collectives = Collectives(topology, 20.0)
+    collectives.all_gather_object("the start")
+    honest = hmac.digest
+    signatures = itertools.chain([b"0" * 32], iter(lambda: None, 0))
+    forge = lambda *args: next(signatures) or honest(*args)  # noqa: E731
+    note = Bomb(path) if topology.rank == 1 else None
+    with mock.patch.object(hmac, "digest", forge if topology.rank == 1 else honest):
+        try:
+            collectives.all_gather_object("the next place", note)
+        except LaunchError as error:
+            return str(error)
+    return "taken in"
+
+
+def test_a_pickle_of_a_stranger_is_never_loaded(tmp_path):
+    path = tmp_path / "a stranger was here"
+    for answer in vectorlm.launch(be_visited, path, world_size=2):
+        assert "was not written by a rank of this run" in answer
+    assert not path.exists()
+
+
+def call_differently(gathering_rank):
+    topology = vectorlm.Topology.from_environment()
+    collectives = Collectives(topology, 20.0)
+    try:
+        if gathering_rank == topology.rank:
+            collectives.all_gather_object("sample")
+        else:
+            collectives.broadcast_object("update", "weights", root=1 - topology.rank)
+    except RankMismatch as error:
+        return str(error)
+
+
+def test_ranks_in_different_calls_are_named():
+    for other in (0, 1):
+        texts = [text for text in vectorlm.launch(call_differently, other, world_size=2) if text]
+        assert texts
+        for text in texts:
+            assert f"rank {other} is in 'sample'" in text
+            assert f"rank {1 - other} is in 'update'" in text
+
+
+@pytest.mark.slow
+def test_an_engine_listens_nowhere_either(tmp_path):
+    folder = str(save_tiny_llama(tmp_path / "model", hidden_size=64))
+    engine = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 16 << 20}
+    found = vectorlm.launch(listen, engine, folder, world_size=2)[0]
+    assert {address for address, _ in found} <= set(LOOPBACK), found

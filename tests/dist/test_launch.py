@@ -1,0 +1,212 @@
+import os
+import signal
+import tempfile
+import time
+
+import numpy as np
+import pytest
+
+import vectorlm
+from vectorlm.dist.collectives import Collectives
+from vectorlm.errors import HandoffTimeout, LaunchError, RankFailed
+
+
+def exchange(number):
+    """Meet, share and reduce; return what this rank saw."""
+    import torch
+    import torch.distributed as dist
+
+    topology = vectorlm.Topology.from_environment()
+    collectives = Collectives(topology, 30.0)
+    notes = [collectives.all_gather_object("note", (topology.rank, turn)) for turn in range(5)]
+    shared = collectives.broadcast_object("share", b"from rank 0" if topology.is_main else None)[0]
+    total = torch.tensor(topology.rank + number)
+    dist.all_reduce(total)
+    return topology.rank, notes[-1], shared, int(total), torch.get_num_threads()
+
+
+def exchange_in_turn():
+    """Use one `Collectives` after another, as engines that follow each other do; return what the last one gathered."""
+    topology = vectorlm.Topology.from_environment()
+    for turn in range(3):
+        collectives = Collectives(topology, 30.0)
+        for number in range(7):
+            collectives.broadcast_object("share", bytes([turn, number]) if topology.is_main else None)
+            notes = collectives.all_gather_object("note", (turn, number, topology.rank))
+            assert notes == [(turn, number, rank) for rank in range(topology.world_size)]
+    return notes, collectives._store.num_keys()
+
+
+def fail_on_rank_1(how):
+    topology = vectorlm.Topology.from_environment()
+    collectives = Collectives(topology, 3.0 if how == "stay away" else 60.0)
+    collectives.all_gather_object("the start")
+    if topology.rank == 1 and how == "raise":
+        raise KeyError("lost")
+    if topology.rank == 1 and how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if topology.rank == 1 and how == "exit":
+        os._exit(3)
+    if topology.rank == 1 and how == "stay away":
+        time.sleep(30)
+    collectives.all_gather_object("sampling")
+
+
+def share_arrays_from_the_last_rank():
+    """Share arrays of several kinds, empty ones too; return what this rank got, and the tickets it drew."""
+    topology = vectorlm.Topology.from_environment()
+    collectives, root = Collectives(topology, 30.0), topology.world_size - 1
+    arrays = [
+        np.arange(6, dtype=np.int32).reshape(2, 3),
+        np.zeros(0, np.float32),
+        np.array(2.5),
+        np.array([7], np.int8),
+    ]
+    at_root = topology.rank == root
+    note, received = collectives.broadcast_object(
+        "arrays", "a note" if at_root else None, arrays if at_root else (), root=root
+    )
+    nothing = collectives.broadcast_object("nothing", 1 if at_root else None, root=root)
+    tickets = [collectives.ticket("first") for _ in range(3)] + [collectives.ticket("second")]
+    collectives.all_gather_object("the end")
+    same = [
+        np.array_equal(a, b) and a.dtype == b.dtype and a.shape == b.shape
+        for a, b in zip(arrays, received, strict=True)
+    ]
+    return note, same, nothing, tickets
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_any_rank_may_share_arrays_and_tickets_are_drawn_once(world_size):
+    results = vectorlm.launch(share_arrays_from_the_last_rank, world_size=world_size)
+    for note, same, nothing, _ in results:
+        assert note == "a note"
+        assert all(same)
+        assert nothing == (1, [])
+    drawn = [ticket for *_, tickets in results for ticket in tickets[:3]]
+    assert sorted(drawn) == list(range(3 * world_size))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_rank_runs_the_function_and_returns_its_result(world_size):
+    results = vectorlm.launch(exchange, 10, world_size=world_size)
+    total = sum(rank + 10 for rank in range(world_size))
+    for rank, (seen_rank, notes, shared, reduced, threads) in enumerate(results):
+        assert seen_rank == rank
+        assert notes == [(each, 4) for each in range(world_size)]
+        assert shared == b"from rank 0"
+        assert reduced == total
+        assert threads == max(1, len(os.sched_getaffinity(0)) // world_size)
+
+
+def test_exchanges_do_not_mix_and_leave_no_keys_behind():
+    results = vectorlm.launch(exchange_in_turn, world_size=2)
+    assert [notes for notes, _ in results] == [[(2, 6, 0), (2, 6, 1)]] * 2
+    # Three objects with 14 exchanges; only the last of each, the places and torch's own keys may remain.
+    assert all(num_keys < 40 for _, num_keys in results)
+
+
+def test_ranks_wait_in_short_loops_and_the_caller_keeps_its_own_variables(monkeypatch):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert vectorlm.launch(lambda: os.environ.get("GOMP_SPINCOUNT")) == ["1000"]
+    assert "GOMP_SPINCOUNT" not in os.environ
+
+
+def test_a_closure_can_be_launched():
+    word = "here"
+    assert vectorlm.launch(lambda: word, world_size=1) == ["here"]
+
+
+def test_the_first_error_is_reported_with_its_own_traceback():
+    with pytest.raises(
+        RankFailed, match=r"(?s)rank 1 of 2 raised KeyError: 'lost'.*fail_on_rank_1.*KeyError"
+    ):
+        vectorlm.launch(fail_on_rank_1, "raise", world_size=2)
+
+
+def test_a_killed_rank_is_named_not_the_peer_that_lost_it():
+    with pytest.raises(RankFailed, match="rank 1 of 2 was ended by SIGKILL"):
+        vectorlm.launch(fail_on_rank_1, "kill", world_size=2)
+
+
+def test_a_rank_that_leaves_without_a_word_is_named():
+    with pytest.raises(RankFailed, match="rank 1 of 2 ended with exit code 3 and no error"):
+        vectorlm.launch(fail_on_rank_1, "exit", world_size=2)
+
+
+def test_a_rank_that_stays_away_is_named_with_its_last_place():
+    with pytest.raises(
+        RankFailed,
+        match=r"HandoffTimeout: rank 0 reached 'sampling' but rank 1 did not within 3 s .*place of rank 1: the start",
+    ):
+        vectorlm.launch(fail_on_rank_1, "stay away", world_size=2)
+
+
+def test_nothing_is_left_in_the_temp_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    vectorlm.launch(exchange, 1, world_size=1)
+    with pytest.raises(RankFailed):
+        vectorlm.launch(fail_on_rank_1, "raise", world_size=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_callers_signal_handlers_are_put_back():
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    vectorlm.launch(exchange, 1, world_size=1)
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in os.environ
+
+
+def test_arguments_for_several_machines_are_refused_with_torchruns():
+    with pytest.raises(
+        LaunchError, match=r"takes no nnodes\. Start several machines with torchrun: torchrun --nnodes"
+    ):
+        vectorlm.launch(exchange, 1, world_size=2, nnodes=2, node_rank=0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'word_size'"):
+        vectorlm.launch(exchange, 1, word_size=2)
+
+
+def test_no_ranks_are_refused():
+    with pytest.raises(LaunchError, match="world_size=0 cannot run: it must be at least 1"):
+        vectorlm.launch(exchange, 1, world_size=0)
+
+
+@pytest.fixture
+def as_torchrun(monkeypatch):
+    variables = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_process_that_is_a_rank_already_runs_the_function_itself(as_torchrun):
+    import torch.distributed as dist
+
+    assert vectorlm.launch(lambda: (os.getpid(), dist.get_world_size())) == [(os.getpid(), 1)]
+    assert not dist.is_initialized()
+
+
+def test_a_rank_cannot_ask_for_another_number_of_ranks(as_torchrun):
+    with pytest.raises(LaunchError, match="world_size=2 differs from the 1 ranks that torchrun started"):
+        vectorlm.launch(exchange, 1, world_size=2)
+
+
+def test_importing_the_package_loads_neither_torch_nor_vllm():
+    import subprocess
+    import sys
+
+    code = "import sys, vectorlm; print([name for name in ('torch', 'vllm') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_a_lone_rank_meets_itself():
+    collectives = Collectives(vectorlm.Topology(), 1.0)
+    assert collectives.all_gather_object("here", 7) == [7]
+    assert collectives.broadcast_object("there", b"x") == (b"x", [])
+    assert issubclass(HandoffTimeout, TimeoutError)

@@ -1,0 +1,88 @@
+"""Runs on two nodes under torchrun with c10d rendezvous, and what they look like when a node fails."""
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from two_nodes import TwoNodes
+
+SCRIPT = Path(__file__).with_name("node_script.py")
+NOTICED_WITHIN_S = 60.0
+"""Longest time from a failure to the end of all nodes. Below torchrun's exit barrier, which takes 300 s."""
+
+
+@pytest.fixture
+def scratch(tmp_path):
+    (tmp_path / "scratch").mkdir()
+    return tmp_path / "scratch"
+
+
+def test_two_nodes_make_one_run(scratch):
+    results = []
+    for code, text in TwoNodes([SCRIPT, "exchange"], scratch).outcomes():
+        assert code == 0, text
+        results += [json.loads(line)[0] for line in text.splitlines() if line.startswith("[{")]
+    # The order of the nodes is torchrun's choice.
+    same = {"local_rank": 0, "num_nodes": 2, "notes": [0, 1], "total": 3}
+    assert sorted(results, key=lambda result: result["rank"]) == [{"rank": rank, **same} for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [
+        ("raise after the other node has returned", "KeyError: 'late'"),
+        pytest.param("raise", "KeyError: 'lost'", marks=pytest.mark.slow),
+        pytest.param("kill", "Signal 9 (SIGKILL)", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_fails_ends_both_nodes_and_its_own_node_says_why(scratch, what, cause):
+    (code, text), (own_code, own_text) = TwoNodes([SCRIPT, what], scratch).outcomes(NOTICED_WITHIN_S)
+    assert own_code == 1
+    assert cause in own_text
+    assert code == 1
+    assert "remote worker" in text, "gloo did not say that it lost the other side"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_torchrun_ends_its_ranks_and_the_other_node(scratch, victim):
+    nodes = TwoNodes([SCRIPT, "wait in a collective"], scratch)
+    nodes.wait_for("working")
+    nodes.processes[victim].send_signal(signal.SIGKILL)
+    outcomes = nodes.outcomes(NOTICED_WITHIN_S)
+    assert outcomes[victim][0] == -signal.SIGKILL
+    assert outcomes[1 - victim][0] == 1
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_outside_a_collective_is_noticed_at_the_engines_deadline(scratch):
+    nodes = TwoNodes([SCRIPT, "wait in the store"], scratch)
+    nodes.wait_for("working")
+    nodes.processes[1].send_signal(signal.SIGKILL)
+    (code, text), _ = nodes.outcomes(NOTICED_WITHIN_S)
+    assert code == 1
+    assert re.search(r"HandoffTimeout: rank \d reached 'sampling' but rank \d did not within 20 s", text)
+
+
+def test_nodes_with_different_numbers_of_ranks_are_refused_on_both(scratch):
+    for code, text in TwoNodes([SCRIPT, "exchange"], scratch, num_ranks=(1, 2)).outcomes(NOTICED_WITHIN_S):
+        assert code == 1
+        assert "LaunchError: RANK=" in text
+        assert "Start torchrun with the same --nproc_per_node on every node." in text
+
+
+@pytest.mark.slow
+def test_a_world_size_that_is_not_torchruns_is_refused_on_both(scratch):
+    for code, text in TwoNodes([SCRIPT, "exchange", 4], scratch).outcomes(NOTICED_WITHIN_S):
+        assert code == 1
+        assert "LaunchError: world_size=4 differs from the 2 ranks that torchrun started (2 x 1)" in text
+
+
+@pytest.mark.slow
+def test_torchrun_gives_up_when_a_node_does_not_come(scratch):
+    nodes = TwoNodes([SCRIPT, "exchange"], scratch, num_ranks=(1,), rdzv_conf="join_timeout=5")
+    [(code, text)] = nodes.outcomes(NOTICED_WITHIN_S)
+    assert code == 1
+    assert "RendezvousTimeoutError" in text

@@ -1,0 +1,72 @@
+import dataclasses
+
+import pytest
+
+from vectorlm import Topology
+from vectorlm.dist.topology import is_rank
+from vectorlm.errors import LaunchError
+
+
+def test_a_lone_process_is_rank_0_of_1():
+    topology = Topology.from_environment({})
+    assert (topology.rank, topology.world_size, topology.local_rank, topology.local_world_size) == (
+        0,
+        1,
+        0,
+        1,
+    )
+    assert topology.is_main
+    assert topology.error_file is None
+
+
+def test_the_launchers_variables_are_read():
+    topology = Topology.from_environment(
+        {
+            "RANK": "5",
+            "LOCAL_RANK": "1",
+            "WORLD_SIZE": "8",
+            "LOCAL_WORLD_SIZE": "4",
+            "TORCHELASTIC_ERROR_FILE": "e",
+        }
+    )
+    assert (topology.rank, topology.local_rank, topology.node, topology.num_nodes) == (5, 1, 1, 2)
+    assert not topology.is_main
+    assert topology.error_file == "e"
+
+
+def test_a_rank_outside_the_world_is_an_error():
+    with pytest.raises(LaunchError, match="RANK=2 lies outside WORLD_SIZE=2: use 0 to 1"):
+        Topology.from_environment({"RANK": "2", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(("local_rank", "local_world_size"), [(0, 2), (1, 3)])
+def test_nodes_that_are_not_alike_are_an_error(local_rank, local_world_size):
+    variables = {"RANK": "3", "WORLD_SIZE": "4"}
+    local = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_world_size)}
+    with pytest.raises(LaunchError, match="every node must run equally many ranks, numbered node by node"):
+        Topology.from_environment(variables | local)
+
+
+def test_the_smaller_of_two_unequal_nodes_notices_too():
+    variables = {
+        "RANK": "0",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_WORLD_SIZE": "2",
+    }
+    with pytest.raises(LaunchError, match="the same --nproc_per_node on every node"):
+        Topology.from_environment(variables)
+
+
+def test_a_rank_is_known_by_its_variables():
+    variables = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "0")
+    assert is_rank(variables)
+    # Schedulers set some of them for their own jobs.
+    assert not is_rank({"RANK": "0", "WORLD_SIZE": "1"})
+    assert not is_rank({})
+
+
+def test_a_topology_does_not_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Topology().rank = 1

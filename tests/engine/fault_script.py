@@ -1,0 +1,68 @@
+"""A small run with an engine that something befalls; started by test_faults.py as a user starts a script.
+
+fault_script.py MODEL WHAT WORLD_SIZE
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from child_processes import sampler_pid, worker_pids
+
+import vectorlm
+from vectorlm.errors import VectorLMError
+
+
+def run(model_path, what):
+    from transformers import AutoModelForCausalLM
+
+    topology = vectorlm.Topology.from_environment()
+    wrong = {"max_modle_len": 64} if what == "engine cannot start" else {}
+    parallel = {"tensor_parallel_size": 2} if "parallel" in what else {}
+    with vectorlm.SamplingEngine(
+        model_path,
+        **wrong,
+        **parallel,
+        dtype="float32",
+        max_model_len=64,
+        kv_cache_memory_bytes=16 << 20,
+        timeout_s=12,
+        sampling_params={"max_tokens": 4},
+    ) as engine:
+        if what == "engine cannot start":
+            # By now the engine has failed, and this rank comes late.
+            time.sleep(15)
+        model = AutoModelForCausalLM.from_pretrained(model_path)
+        engine.update(model, 0)
+        engine.sample([[2, 3]])
+        if topology.is_main:
+            print(f"sampling works, launcher {os.environ['FAULT_LAUNCHER']}", flush=True)
+        if topology.is_main and what == "worker of a parallel engine killed":
+            os.kill(worker_pids(sampler_pid())[1], signal.SIGKILL)
+        if topology.is_main and what == "engine killed":
+            os.kill(sampler_pid(), signal.SIGKILL)
+        if topology.is_main and what == "engine killed while training":
+            os.kill(sampler_pid(), signal.SIGKILL)
+            time.sleep(60)
+        if topology.is_main and what == "engine frozen":
+            os.kill(sampler_pid(), signal.SIGSTOP)
+        if topology.rank == 1 and what == "rank 1 killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if topology.rank == 1 and what == "rank 1 raises":
+            raise ValueError("a bad batch")
+        if what in ("wait", "wait beside a parallel engine"):
+            time.sleep(60)
+        engine.sample([[2, 3], [4]] if topology.rank == 1 and what == "other prompts" else [[2, 3]])
+        engine.update(model, 1)
+
+
+if __name__ == "__main__":
+    os.environ["FAULT_LAUNCHER"] = str(os.getpid())
+    try:
+        if int(sys.argv[3]) == 0:
+            run(str(Path(sys.argv[1])), sys.argv[2])
+        vectorlm.launch(run, str(Path(sys.argv[1])), sys.argv[2], world_size=int(sys.argv[3]))
+    except VectorLMError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

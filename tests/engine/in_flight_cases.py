@@ -1,0 +1,82 @@
+"""A hot swap in the midst of completions, and what their log-probabilities must then be."""
+
+import time
+
+import torch
+from transformers import AutoModelForCausalLM
+
+LONG = {"temperature": 1.0, "max_tokens": 400, "ignore_eos": True, "logprobs": 0, "n": 2}
+# Longer than two of the engine's blocks, so that prompts have blocks to share.
+PROMPT = [2 + index % 40 for index in range(300)]
+OTHER = [2 + (7 * index) % 40 for index in range(300)]
+
+
+def another(folder, seed):
+    """Return the model with noise in its weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
+
+
+def logprobs_of(logits, tokens):
+    rows = logits.double().log_softmax(-1)
+    return rows.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def with_both_caches(old, new, completion, num_old):
+    """Return the new weights' log-probabilities of what follows the old weights' tokens, on the old weights' cache."""
+    tokens = list(completion.token_ids)
+    # The last token of the old weights was sampled, and not yet read, when the weights went.
+    read = [*completion.prompt_token_ids, *tokens[: num_old - 1]]
+    cache = old(torch.tensor([read]), use_cache=True).past_key_values
+    logits = new(torch.tensor([tokens[num_old - 1 :]]), past_key_values=cache).logits[0, :-1]
+    return logprobs_of(logits, tokens[num_old:])
+
+
+@torch.no_grad()
+def alone(model, completion, first=0):
+    ids = [*completion.prompt_token_ids, *completion.token_ids]
+    start = len(completion.prompt_token_ids) + first
+    return logprobs_of(model(torch.tensor([ids])).logits[0, start - 1 : -1], ids[start:])
+
+
+def update_on_the_way(engine, old, new, in_flight, prompts=([2, 3, 4], PROMPT)):
+    """Swap weights in the midst of some completions; return those, and the report."""
+    duration_s, seen = 0.4, []
+    for share in (0.5, 0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.5, 0.5, 0.4, 0.6):
+        step = engine.version + 1
+        engine.update(old, step)
+        began = time.monotonic()
+        handle = engine.submit(list(prompts), [{**LONG, "seed": seed} for seed in range(len(prompts))])
+        time.sleep(share * duration_s)
+        report = engine.update(new, step + 1, in_flight=in_flight)
+        completions = [each for options in handle.result() for each in options]
+        # This machine has its own pace, which other work changes.
+        duration_s = time.monotonic() - began - report.total_s
+        counts = [completion.versions.count(step) for completion in completions]
+        assert all(
+            completion.versions == (step,) * count + (step + 1,) * (400 - count)
+            for completion, count in zip(completions, counts, strict=True)
+        )
+        seen.append((round(share * duration_s, 3), counts))
+        if all(0 < count < 400 for count in counts):
+            return completions, counts, report
+    raise AssertionError(f"no update met the requests on their way: {seen}")
+
+
+def check_tokens_against_their_caches(engine, folder, in_flight):
+    """Demand that tokens are of the weights and the cache that their version says; return the update's report."""
+    old, new = another(folder, 1), another(folder, 2)
+    completions, counts, report = update_on_the_way(engine, old, new, in_flight)
+    for completion, count in zip(completions, counts, strict=True):
+        found = torch.tensor(completion.sampler_logprobs, dtype=torch.float64)
+        torch.testing.assert_close(found[:count], alone(old, completion)[:count], rtol=0, atol=1e-5)
+        kept, recomputed = with_both_caches(old, new, completion, count), alone(new, completion, count)
+        right, wrong = (kept, recomputed) if in_flight == "keep" else (recomputed, kept)
+        torch.testing.assert_close(found[count:], right, rtol=0, atol=1e-5)
+        assert (found[count:] - wrong).abs().max() > 1e-3, "both caches say the same: nothing is shown"
+    return report

@@ -1,0 +1,339 @@
+"""One engine, no launcher: `SamplingEngine` as a script or a notebook uses it."""
+
+import os
+import pickle
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from swap_cases import GREEDY, compare, miscounted, perturb, publishing, reference_greedy
+from tiny_engine import TINY_ENGINE
+from transformers import AutoModelForCausalLM
+
+from vectorlm import SamplingEngine
+from vectorlm.engine.arguments import require_folder
+from vectorlm.engine.messages import BeginUpdate
+from vectorlm.errors import ChecksumMismatch, EngineError, WeightMismatch
+
+LONG_PROMPT = list(range(2, 46)) * 4
+
+
+TINY_LLAMA = {"tied": True, "hidden_size": 64, "max_length": 256}
+ENGINE_ARGS = {"receiver": "packed", "max_model_len": 256, "sampling_params": GREEDY}
+
+
+@pytest.fixture
+def models(folder):
+    return [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
+
+
+@pytest.fixture
+def next_step(engine):
+    return engine.version + 1
+
+
+def test_before_any_update_it_samples_from_the_checkpoint(folder, models):
+    # An engine of its own: the shared one may hold anything by now.
+    with SamplingEngine(str(folder), **TINY_ENGINE) as fresh:
+        assert fresh.version == -1
+        equal, gap, _ = compare(fresh, models[0])
+        assert all(equal)
+        assert gap < 1e-4
+        assert fresh.receiver == "live"  # what `auto` chooses for a tiny model
+
+
+def test_the_same_step_moves_nothing(engine, models, next_step):
+    first = engine.update(models[0], next_step)
+    perturb(*models, seed=1)
+    again = engine.update(models[0], next_step)
+    assert not first.skipped
+    assert again.skipped
+    assert first.num_bytes == sum(parameter.numel() * 4 for parameter in models[0].parameters())
+    assert again.num_bytes == 0
+
+
+def test_the_prefix_cache_never_serves_old_blocks(engine, models, next_step):
+    engine.update(models[0], next_step)
+    cold, warm = (engine.generate([LONG_PROMPT], GREEDY)[0] for _ in range(2))
+    assert warm.num_cached_tokens > 0, "the prompt was not cached, so this test would prove nothing"
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+    perturb(*models, seed=2)
+    engine.update(models[0], next_step + 1)
+    fresh = engine.generate([LONG_PROMPT], GREEDY)[0]
+    assert fresh.num_cached_tokens == 0
+    assert list(fresh.outputs[0].token_ids) == reference_greedy(models[1], LONG_PROMPT)
+
+
+def test_a_parameter_changed_by_hand_is_caught_and_the_engine_stays_shut_until_a_good_update(
+    engine, models, next_step
+):
+    engine.update(models[0], next_step)
+
+    def spoil(sums, layout, tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
+        return sums
+
+    message = r"1 of 29 tensors .*: \['model.layers.1.mlp.up_proj.weight'\]"
+    with publishing(spoil), pytest.raises(ChecksumMismatch, match=message):
+        engine.update(models[0], next_step + 1)
+    assert engine.version == next_step
+    with pytest.raises(ChecksumMismatch):
+        engine.sample([[2, 3]])
+    engine.update(models[0], next_step + 1)
+    assert all(compare(engine, models[0])[0])
+
+
+def test_after_a_failed_update_the_step_before_may_be_loaded_again(engine, models, next_step):
+    engine.update(models[0], next_step)
+    with miscounted(), pytest.raises(ChecksumMismatch):
+        engine.update(models[0], next_step + 1)
+    perturb(*models, seed=4)
+    assert not engine.update(models[0], next_step).skipped
+    assert all(compare(engine, models[1])[0])
+
+
+def test_an_update_that_a_rank_cannot_make_leaves_the_engine_as_it_was(engine, models, next_step):
+    engine.update(models[0], next_step)
+    wrong = AutoModelForCausalLM.from_pretrained(models[0].config.name_or_path)
+    del wrong.model.layers[2]
+    with pytest.raises(WeightMismatch, match="sends 20 tensors, the engine holds 29; missing"):
+        engine.update(wrong, next_step + 1)
+    assert engine.version == next_step
+    assert all(compare(engine, models[0])[0])
+
+
+@pytest.mark.parametrize("step", [-1, 2**31])
+def test_a_version_is_a_small_natural_number(engine, models, step):
+    with pytest.raises(
+        ValueError, match=f"train_step={step} is not a version: it must be at least 0 and below"
+    ):
+        engine.update(models[0], step)
+
+
+@pytest.mark.parametrize("step", [1.0, True, "1", None])
+def test_a_version_is_an_integer(engine, models, step):
+    with pytest.raises(TypeError, match="is not a version: it must be an integer"):
+        engine.update(models[0], step)
+
+
+def test_an_update_takes_a_model(engine, models):
+    with pytest.raises(
+        TypeError, match=r"takes the model itself, a torch\.nn\.Module, or a WeightSource, not a OrderedDict"
+    ):
+        engine.update(models[0].state_dict(), 1)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        (5, "prompts=5 must be a text or a list"),
+        ([[2, 3], 5], "prompt 1 is '5', a int: a prompt is text, token ids or chat messages"),
+        ([None], "prompt 0 is 'None'"),
+        ([[1.5]], "prompt 0 is '\\[1.5\\]', a list"),
+        ([b"abc"], "a bytes"),
+        ([[{"rol": "user", "content": "hi"}]], "chat messages"),
+    ],
+)
+def test_what_is_no_prompt_is_named(engine, prompts, words):
+    with pytest.raises(TypeError, match=words):
+        engine.sample(prompts)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"max_token": 4}, "knows no 'max_token'. Did you mean 'max_tokens'"),
+        ({"max_tokens": "four"}, "sampling_params={'max_tokens': 'four'} cannot be used: "),
+        (4, "sampling_params=4 is a int: pass a mapping"),
+    ],
+)
+def test_wrong_sampling_parameters_are_one_sentence(engine, params, words):
+    with pytest.raises(EngineError, match=words) as caught:
+        engine.sample([[2, 3]], params)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_prompt_that_is_too_long_is_named_among_others(engine):
+    with pytest.raises(EngineError, match=r"^prompt 1 cannot be sampled: .*maximum context length"):
+        engine.sample([[2, 3], [2] * 5000], {"max_tokens": 2})
+    assert len(engine.sample([[2, 3]], {"max_tokens": 2})) == 1
+
+
+def test_another_architecture_is_refused_and_the_engine_keeps_its_weights(folder, models):
+    with SamplingEngine(str(folder), **TINY_ENGINE) as fresh:
+        shallow, wide = models[0], AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        del shallow.model.layers[2]
+        with pytest.raises(
+            WeightMismatch, match=r"leave 6 of them unfilled.*model.layers.2.self_attn.qkv_proj.weight"
+        ):
+            fresh.update(shallow, 0)
+        wide.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(64, 50))
+        with pytest.raises(
+            WeightMismatch, match=r"1 of them unused.*model.layers.0.mlp.down_proj.weight \(64, 50\)"
+        ):
+            fresh.update(wide, 0)
+        assert fresh.version == -1
+        assert all(compare(fresh, models[1])[0])
+
+
+def test_prompts_may_be_text_token_ids_or_chat_messages(engine, folder):
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(folder)("abc")["input_ids"]
+    by_text, by_ids = engine.sample(["abc", ids])
+    assert by_text[0].prompt_token_ids == tuple(ids)
+    assert engine.generate_text("abc") == [by_text[0].text]  # one string is one prompt, not three
+    assert by_text[0].token_ids == by_ids[0].token_ids
+    chat = engine.sample([[{"role": "user", "content": "abc"}]])[0][0]
+    assert chat.prompt_token_ids == tuple(ids)
+
+
+def test_generate_returns_vllms_own_objects(engine):
+    outputs = engine.generate(["abc", "d"], {"n": 3, "temperature": 1.0, "max_tokens": 4, "logprobs": 2})
+    assert type(outputs[0]).__module__ == "vllm.outputs"
+    assert [len(output.outputs) for output in outputs] == [3, 3]
+    assert outputs[0].prompt == "abc"
+    assert outputs[1].request_id == "1"
+    assert len(outputs[0].outputs[2].logprobs) == len(outputs[0].outputs[2].token_ids)
+    assert outputs[0].finished
+
+
+def test_parameters_may_be_given_per_prompt_or_as_vllms_own(engine):
+    from vllm import SamplingParams
+
+    short, long = engine.sample(
+        [[2], [3]], [{"max_tokens": 2, "ignore_eos": True}, {"max_tokens": 5, "ignore_eos": True}]
+    )
+    assert (len(short[0].token_ids), len(long[0].token_ids)) == (2, 5)
+    scored, bare = engine.sample([[2], [3]], [{"logprobs": 0, "max_tokens": 3}, {"max_tokens": 3}])
+    assert len(scored[0].sampler_logprobs) == len(scored[0].token_ids)
+    assert bare[0].sampler_logprobs == ()
+    assert short[0].finish_reason == "length"
+    theirs = engine.sample([[2, 3, 4]], SamplingParams(**GREEDY))
+    assert theirs == engine.sample([[2, 3, 4]], GREEDY)
+    with pytest.raises(EngineError, match="2 sampling parameters were given for 1 prompts"):
+        engine.sample([[2]], [{}, {}])
+
+
+def test_no_prompts_give_no_answers(engine):
+    assert engine.sample([]) == []
+    assert engine.generate([]) == []
+    assert engine.generate_text([]) == []
+
+
+def test_every_token_carries_the_version_that_sampled_it(engine, models, next_step):
+    engine.update(models[0], next_step)
+    completion = engine.sample([[2, 3]])[0][0]
+    assert completion.versions == (next_step,) * len(completion.token_ids)
+
+
+def test_a_step_that_raises_arrives_with_its_traceback(folder, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    with SamplingEngine(
+        str(folder),
+        **TINY_ENGINE,
+        logits_processors=["failing_processor:FailsAfterWarmUp"],
+    ) as broken:
+        with pytest.raises(EngineError, match=r"(?s)this step fails.*In the sampler process:.*Traceback"):
+            broken.sample([[2, 3]])
+        with pytest.raises(EngineError, match="failed in an earlier step and must be started again"):
+            broken.sample([[2, 3]])
+
+
+@pytest.mark.slow
+def test_float16_samples_where_onednn_cannot_pack_it(folder, models):
+    with SamplingEngine(str(folder), receiver="packed", **{**TINY_ENGINE, "dtype": "float16"}) as half:
+        perturb(*models, seed=5)
+        half.update(models[0], 0)
+        assert compare(half, models[1])[1] < 0.15
+
+
+@pytest.mark.slow
+def test_seeded_prompts_that_do_not_fit_into_one_step_are_sampled_alike_each_time(folder):
+    prompts = [[2 + index] * 30 for index in range(8)]
+    params = [{"seed": seed, "max_tokens": 6, "ignore_eos": True, "n": 2} for seed in range(8)]
+    with SamplingEngine(str(folder), max_num_batched_tokens=64, **TINY_ENGINE) as narrow:
+        first, again = narrow.sample(prompts, params), narrow.sample(prompts, params)
+        assert first == again
+        assert first[0][0].token_ids != first[0][1].token_ids
+
+
+def test_an_interrupted_generate_leaves_the_engine_usable(engine, models, next_step):
+    engine.update(models[0], next_step)
+    endless = {"max_tokens": 250, "ignore_eos": True, "n": 64}
+    threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.sample([[2, 3]] * 4, endless)
+    assert all(compare(engine, models[0])[0])
+    perturb(*models, seed=3)
+    engine.update(models[0], next_step + 1)
+    assert all(compare(engine, models[1])[0])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "text"),
+    [
+        ([2, 10**6], None, "a prompt has token 1000000: it must be from 0 to"),
+        ([-1], None, "a prompt has token -1"),
+        ([2], {"seed": 2**80}, "is out of range: it must fit into 64 bits"),
+        ([2], {"seed": -(2**64)}, "is out of range"),
+    ],
+)
+def test_what_would_end_the_engine_is_refused(engine, prompt, params, text):
+    with pytest.raises(EngineError, match=text):
+        engine.sample([prompt], params)
+    assert engine.sample([[2]], {"max_tokens": 1, "seed": 2**63 - 1})
+
+
+def test_an_update_that_was_begun_and_never_finished_shuts_the_engine(engine, models, next_step):
+    engine.update(models[0], next_step)
+    engine._swap._call(BeginUpdate())
+    with pytest.raises(
+        EngineError, match="an update was begun and never finished: update again before sampling"
+    ):
+        engine.sample([[2, 3]])
+    engine.update(models[0], next_step + 1)
+    assert all(compare(engine, models[0])[0])
+
+
+def test_an_unknown_engine_argument_is_named(folder):
+    with SamplingEngine(str(folder), max_modle_len=64) as broken:
+        for _ in range(2):
+            # The second call must not wait for an engine that has said that it will not come.
+            with pytest.raises(EngineError, match="knows no argument 'max_modle_len'"):
+                broken.sample([[2]])
+
+
+def test_wrong_arguments_of_the_constructor_are_refused_at_once(folder, tmp_path):
+    with pytest.raises(
+        ValueError, match="receiver='frozen' is not known: it must be one of auto, live, packed"
+    ):
+        SamplingEngine(str(folder), receiver="frozen")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        SamplingEngine(str(folder), log_path=tmp_path / "nowhere" / "log")
+    with pytest.raises(FileNotFoundError, match="absent does not exist"):
+        SamplingEngine(str(tmp_path / "absent"))
+
+
+def test_a_folder_that_is_missing_but_may_be_a_models_name_is_pointed_out_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(
+        UserWarning, match="data/nowhere is not a folder here, and not in the cache of the model hub"
+    ):
+        require_folder("data/nowhere")
+
+
+def test_a_closed_engine_says_so(folder):
+    engine = SamplingEngine(str(folder))
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match="the engine is closed"):
+        engine.sample([[2]])
+
+
+def test_errors_cross_process_borders_unchanged():
+    error = pickle.loads(pickle.dumps(ChecksumMismatch("a text")))
+    assert isinstance(error, ChecksumMismatch)
+    assert str(error) == "a text"

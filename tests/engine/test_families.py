@@ -1,0 +1,123 @@
+"""A hot swap works for every family in the table, and a model that vLLM cannot run says so before training."""
+
+import pytest
+import transformers
+from families import FAMILIES, Family, save_family
+from family_runs import ALWAYS, PAGE, RUNS, Result, page, read_results, record
+from swap_cases import compare, perturb, publishing
+from tiny_engine import TINY_ENGINE
+
+import vectorlm
+from vectorlm import SamplingEngine
+from vectorlm.errors import ChecksumMismatch, EngineError
+from vectorlm.train.load import load_model
+from vectorlm.train.shard import transformer_blocks
+
+# Two fp32 paths differ by a few 1e-6; a stale tensor shows as 1e-2 and more.
+FP32_GAP = 1e-4
+NUM_UPDATES = 2
+
+
+def swap(folder, receiver):
+    """Update an engine twice, then send it a spoiled tensor; return what was seen after each update."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    model, reference = load_model(folder), load_model(folder).eval()
+    if dist.is_initialized():
+        for block in transformer_blocks(model):
+            fully_shard(block)
+        fully_shard(model)
+    seen = []
+    with SamplingEngine(
+        folder,
+        receiver=receiver,
+        **TINY_ENGINE,
+    ) as engine:
+        for step in range(NUM_UPDATES):
+            perturb(model, reference, seed=step)
+            engine.update(model, step)
+            equal, gap, tokens = compare(engine, reference)
+            seen.append((all(equal), gap, tokens))
+        copied, caught = spoil(engine, model)
+        assert engine.receiver == receiver
+    return seen, copied, caught
+
+
+def spoil(engine, model):
+    """Change one word of the largest matrix between publishing and proving.
+
+    Returns:
+        The share of the weights that an update copies; the matrix and the error's text.
+    """
+    seen = {}
+
+    def change(sums, layout, tensors):
+        name = max(tensors, key=lambda each: (tensors[each].ndim, tensors[each].numel()))
+        tensors[name].view(-1)[-1] += 1e-3
+        seen.update(name=name, copied=layout.num_copied_bytes / sum(slot.num_bytes for slot in layout.slots))
+        return sums
+
+    text = "nothing was noticed"
+    with publishing(change):
+        try:
+            engine.update(model, NUM_UPDATES)
+        except ChecksumMismatch as error:
+            text = str(error)
+    return seen["copied"], (seen["name"], text)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, marks=pytest.mark.slow if run in ALWAYS else pytest.mark.long, id=str(run))
+        for run in RUNS
+    ],
+)
+def test_after_each_update_the_engine_is_the_trainer_and_a_spoiled_tensor_is_named(run, tmp_path, request):
+    folder = str(save_family(FAMILIES[run.family], tmp_path / "model", tied=run.tied))
+    if run.world_size == 1:
+        outcomes = [swap(folder, run.receiver)]
+    else:
+        outcomes = vectorlm.launch(swap, folder, run.receiver, world_size=run.world_size)
+    for seen, _, (spoiled, text) in outcomes:
+        assert all(equal for equal, _, _ in seen), "greedy completions differ"
+        assert max(gap for _, gap, _ in seen) < FP32_GAP
+        assert seen[0][2] != seen[1][2], "the updates changed nothing, so equality proves nothing"
+        assert repr(spoiled) in text
+    if request.config.getoption("--record-families"):
+        import vllm
+
+        gap = max(gap for seen, _, _ in outcomes for _, gap, _ in seen)
+        copied = outcomes[0][1]
+        record(Result(run, True, gap, copied, vllm.__version__, transformers.__version__))
+
+
+def test_the_table_is_made_of_the_recorded_results_and_holds_every_family():
+    results = read_results()
+    assert {result.run for result in results} == set(RUNS)
+    assert PAGE.read_text() == page(results), "run: python tests/family_runs.py"
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        (Family("LlamaConfig", "", {"head_dim": 16}), r"cannot run LlamaForCausalLM .*head_dim=16"),
+        pytest.param(
+            FAMILIES["Gemma 2"], r"cannot run Gemma2ForCausalLM .*'lm_head'", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            Family("OpenAIGPTConfig", "", {"n_embd": 64, "n_layer": 2, "n_head": 2}),
+            r"cannot run OpenAIGPTLMHeadModel",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["no-kernel", "no-head", "no-architecture"],
+)
+def test_a_model_that_vllm_cannot_run_says_so_at_start(family, reason, tmp_path):
+    folder = save_family(family, tmp_path / "model")
+    with (
+        SamplingEngine(str(folder), **TINY_ENGINE) as engine,
+        pytest.raises(EngineError, match=rf"(?s)vLLM 0\.\d+\.\d+\S* {reason}.*In the sampler process"),
+    ):
+        engine.wait_until_ready()

@@ -1,0 +1,240 @@
+"""HFEngine where the contract does not look: its own limits, and vLLM as its reference."""
+
+import signal
+import threading
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from rank_processes import save_tiny_llama
+from tiny_engine import TINY_ENGINE
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import vectorlm
+from vectorlm.backends.transformers import HFEngine, generation
+from vectorlm.backends.transformers.backend import Transformers
+from vectorlm.dist.topology import Topology
+from vectorlm.errors import ChecksumMismatch, EngineError
+from vectorlm.weights.module_trainer import ModuleTrainer
+
+PROMPTS = ["abcabc", [5, 6, 7, 8, 9, 5, 6], [10]]
+GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "logprobs": 0}
+SAMPLED = {**GREEDY, "temperature": 1.0, "seed": 3, "n": 2}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("hf") / "model", hidden_size=64)
+
+
+@pytest.fixture(scope="module")
+def engine(model_path):
+    with HFEngine(model_path) as engine:
+        yield engine
+
+
+def tokens(answers):
+    return [[completion.token_ids for completion in each] for each in answers]
+
+
+def test_whatever_is_deterministic_is_as_vllm_has_it(engine, model_path):
+    """Greedy decoding shows penalty, limits, end tokens and texts; vLLM is the reference for all of them."""
+    free = engine.sample(PROMPTS, GREEDY)
+    stops = [free[0][0].text[6:10], free[1][0].text[8:11]]
+    cases = [
+        GREEDY,
+        {**GREEDY, "ignore_eos": False, "max_tokens": 60},
+        {**GREEDY, "repetition_penalty": 1.4},
+        {**GREEDY, "stop": stops},
+        {**GREEDY, "stop": stops, "include_stop_str_in_output": True, "min_tokens": 9},
+        {**GREEDY, "stop_token_ids": [free[0][0].token_ids[3], free[1][0].token_ids[5]]},
+        {
+            **GREEDY,
+            "stop_token_ids": [free[0][0].token_ids[3]],
+            "min_tokens": 7,
+            "include_stop_str_in_output": True,
+        },
+        {**GREEDY, "skip_special_tokens": False, "max_tokens": None},
+    ]
+    with vectorlm.SamplingEngine(str(model_path), **TINY_ENGINE) as vllm_engine:
+        for case in cases:
+            ours, theirs = engine.sample(PROMPTS, case), vllm_engine.sample(PROMPTS, case)
+            for (mine,), (reference,) in zip(ours, theirs, strict=True):
+                assert mine.token_ids == reference.token_ids, case
+                assert mine.text == reference.text, case
+                assert mine.finish_reason == reference.finish_reason, case
+                assert mine.prompt_token_ids == reference.prompt_token_ids
+                # Two fp32 paths through three layers.
+                assert mine.sampler_logprobs == pytest.approx(reference.sampler_logprobs, abs=1e-4), case
+
+
+def test_slices_and_batches_change_nothing(engine, model_path, monkeypatch):
+    expected = tokens(engine.sample(PROMPTS, SAMPLED))
+    monkeypatch.setattr(generation, "SLICE_TOKENS", 1)
+    assert tokens(engine.sample(PROMPTS, SAMPLED)) == expected
+    monkeypatch.setattr(generation, "SLICE_TOKENS", 5)
+    with HFEngine(model_path, batch_size=1) as one_by_one:
+        assert tokens(one_by_one.sample(PROMPTS, SAMPLED)) == expected
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely(engine, model_path):
+    num_draws = 2000
+    params = {"n": num_draws, "max_tokens": 1, "seed": 0, "ignore_eos": True, "temperature": 0.5}
+    (completions,) = engine.sample([[2, 3]], params)
+    counts = torch.bincount(torch.tensor([each.token_ids[0] for each in completions]), minlength=48)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    with torch.no_grad():
+        expected = (model(torch.tensor([[2, 3]])).logits[0, -1].double() / 0.5).softmax(-1) * num_draws
+    # Chi-square with 47 degrees of freedom: above 90 once in 10,000 seeds; at temperature 1 it would be hundreds.
+    assert ((counts - expected) ** 2 / expected).sum() < 90
+
+
+def test_sampling_leaves_the_trainers_random_state_alone(engine):
+    before = torch.get_rng_state()
+    engine.sample(PROMPTS, {**SAMPLED, "seed": None})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_a_seed_every_call_draws_anew(engine):
+    unseeded = {**SAMPLED, "seed": None}
+    assert tokens(engine.sample(PROMPTS, unseeded)) != tokens(engine.sample(PROMPTS, unseeded))
+
+
+def test_learned_positions_do_not_count_the_padding(tmp_path):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=48, n_positions=64, n_embd=32, n_layer=2, n_head=2, eos_token_id=0)
+    model = GPT2LMHeadModel(config).eval()
+    model.save_pretrained(tmp_path)
+    with HFEngine(tmp_path) as engine:
+        for prompt, (completion,) in zip(
+            [[2], [5, 6, 7, 8]], engine.sample([[2], [5, 6, 7, 8]], GREEDY), strict=True
+        ):
+            ids = torch.tensor([[*prompt, *completion.token_ids]])
+            with torch.no_grad():
+                logprobs = model(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+            expected = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+            assert completion.sampler_logprobs == pytest.approx(expected, abs=1e-4)
+        with pytest.raises(EngineError, match="has no tokenizer: prompts must be token ids"):
+            engine.sample("abc")
+
+
+def test_prompts_that_cannot_be_continued_are_refused(engine):
+    with pytest.raises(EngineError, match=r"the prompt \[\] has no tokens"):
+        engine.sample([[]])
+    with pytest.raises(EngineError, match="a prompt has token 48: it must be from 0 to 47"):
+        engine.sample([[2], [48]])
+    with pytest.raises(
+        EngineError, match="a prompt has 64 tokens: the model holds 64, the completion included"
+    ):
+        engine.sample([[2] * 64])
+    (completion,) = engine.sample([[2] * 60], GREEDY)[0]
+    assert (len(completion.token_ids), completion.finish_reason) == (4, "length")
+
+
+def test_a_folder_that_holds_no_whole_model_is_refused(tmp_path, model_path):
+    with pytest.raises(
+        EngineError, match=r"has no config\.json: it must be a folder written by save_pretrained"
+    ):
+        HFEngine(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "model.norm.weight"}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(EngineError, match=r"lacks tensors of its model: model\.norm\.weight"):
+        HFEngine(tmp_path)
+
+
+def test_every_sequence_is_sampled_by_its_own_parameters(engine):
+    greedy = tokens(engine.sample([[2, 3]], GREEDY))[0]
+    wild = {**GREEDY, "temperature": 5.0, "seed": 1}
+    cuts = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 0.0}]
+    *cut, free = tokens(engine.sample([[2, 3]] * 5, [*({**wild, **each} for each in cuts), wild]))
+    assert cut == [greedy] * 4
+    assert free != greedy
+
+
+def test_a_penalty_counts_neither_padding_nor_neighbours(engine):
+    penalised = {**GREEDY, "repetition_penalty": 5.0}
+    alone = tokens(engine.sample([[2]], penalised))
+    assert tokens(engine.sample([[2], [5] * 30], [penalised, GREEDY]))[:1] == alone
+
+
+def test_weights_that_sleep_take_no_memory(model_path):
+    backend = Transformers(str(model_path), receiver="live")
+    parameters = list(backend.model.parameters())
+    num_elements = sum(parameter.numel() for parameter in parameters)
+    backend.sleep(frozenset({"weights"}), frozenset())
+    assert sum(parameter.untyped_storage().nbytes() for parameter in parameters) == 0
+    backend.wake_up(frozenset({"weights"}))
+    assert sum(parameter.numel() for parameter in parameters) == num_elements > 0
+
+
+def test_a_bfloat16_copy_holds_the_trainers_weights_rounded(model_path):
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01
+    trainer = ModuleTrainer(model, torch.optim.SGD(model.parameters()), lambda *_: None, Topology())
+    backend = Transformers(str(model_path), receiver="live", dtype="bfloat16")
+    layout = backend.connect(trainer.manifest(), None, "base")
+    backend.load(0, trainer.publish(layout, True), ("base",), False)
+    held = backend.model.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(held[name], tensor.bfloat16())
+
+
+def test_adapters_are_merged_on_the_way(engine, model_path):
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter += torch.randn(parameter.shape, generator=generator)
+    engine.update(adapted, engine.version + 1)
+    answers = engine.sample(PROMPTS, GREEDY)
+    merged = adapted.merge_and_unload()
+    for (completion,) in answers:
+        ids = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
+        with torch.no_grad():
+            logprobs = merged(ids).logits[0].log_softmax(-1)[len(completion.prompt_token_ids) - 1 : -1]
+        expected = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist()
+        assert completion.sampler_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_interrupted_call_leaves_nothing_under_way(engine):
+    expected = engine.sample(PROMPTS, GREEDY)
+    threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.sample(PROMPTS, {**SAMPLED, "n": 2000})
+    assert engine.sample(PROMPTS, GREEDY) == expected
+    assert engine.poll() == []
+
+
+def test_a_model_that_raises_ends_its_batch_and_no_other(model_path, monkeypatch):
+    backend = Transformers(str(model_path), receiver="live", max_num_seqs=1)
+    backend.submit("spoiled", [2], GREEDY)
+    backend.submit("spared", [3], GREEDY)
+
+    def fail(*args, **kwargs):
+        raise ArithmeticError("not today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend.model, "generate", fail)
+        (output,) = backend.poll()
+    assert output.name == "spoiled"
+    with pytest.raises(EngineError, match=r"(?s)ArithmeticError: not today.*Traceback"):
+        raise output.error
+    (output,) = backend.poll()
+    assert (output.name, len(output.completions[0].token_ids)) == ("spared", 24)
+
+
+def test_an_update_is_proven_by_checksum(engine, model_path, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    monkeypatch.setattr("vectorlm.backends.plain_weights.checksum", lambda *args, **kwargs: 1)
+    with pytest.raises(ChecksumMismatch, match="tensors are not those that the trainer sent"):
+        engine.update(model, engine.version + 1)
+    with pytest.raises(ChecksumMismatch):
+        engine.sample(PROMPTS, GREEDY)
+    monkeypatch.undo()
+    engine.update(model, engine.version + 1)
+    assert len(engine.sample(PROMPTS, GREEDY)) == 3

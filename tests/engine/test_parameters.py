@@ -1,0 +1,71 @@
+import pytest
+
+from vectorlm.backends.transformers.parameters import Parameters, read_parameters
+from vectorlm.errors import EngineError
+
+
+def test_what_is_not_named_has_vllms_default():
+    vllm = pytest.importorskip("vllm")
+    theirs = vllm.SamplingParams()
+    ours = read_parameters(None)
+    for name in (
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "max_tokens",
+        "min_tokens",
+        "ignore_eos",
+    ):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    for name in ("repetition_penalty", "logprobs"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    for name in ("include_stop_str_in_output", "skip_special_tokens"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+
+
+def test_a_parameter_that_cannot_be_honoured_is_named():
+    with pytest.raises(
+        EngineError, match=r"cannot honour the sampling parameter 'logit_bias'\. It takes n, temp"
+    ):
+        read_parameters({"logit_bias": {3: 1.0}})
+    with pytest.raises(EngineError, match="cannot honour the sampling parameter 'presence_penalty'"):
+        read_parameters({"presence_penalty": 1.0})
+    assert read_parameters({"presence_penalty": 0.0, "n": 2}) == Parameters(n=2)
+    with pytest.raises(EngineError, match=r"'temprature'\. Did you mean 'temperature'\?"):
+        read_parameters({"temprature": 1.0})
+    with pytest.raises(EngineError, match="sampling_params is a float: this engine takes a mapping"):
+        read_parameters(1.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [
+        ({"n": 0}, "n=0 is out of range: it must be at least 1"),
+        ({"temperature": -1}, "temperature=-1 is out of range: it must be at least 0"),
+        ({"top_p": 0}, "top_p=0 is out of range: it must be above 0 and at most 1"),
+        ({"top_k": -2}, "top_k=-2 is out of range: it must be at least 1, or 0 for all tokens"),
+        ({"min_p": 1.5}, "min_p=1.5 is out of range: it must be 0 to 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0 is out of range: it must be above 0"),
+        ({"max_tokens": 0}, "max_tokens=0 is out of range: it must be at least 1, or None"),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens=5 is out of range: it must be 0 to max_tokens"),
+        ({"temperature": "hot"}, "holds a value of the wrong type"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_the_rule(wrong, rule):
+    with pytest.raises(EngineError, match=rule):
+        read_parameters(wrong)
+
+
+def test_other_defaults_stand_where_nothing_is_named():
+    uncut = Parameters(max_tokens=None)
+    assert read_parameters(None, uncut) == uncut
+    assert read_parameters({"n": 2}, uncut) == Parameters(n=2, max_tokens=None)
+
+
+def test_one_stop_string_may_stand_alone():
+    assert read_parameters({"stop": "ab"}).stop_strings == ("ab",)
+    assert read_parameters({"stop": ["a", "b"]}).stop_strings == ("a", "b")
+    assert read_parameters({}).stop_strings == ()

@@ -1,0 +1,70 @@
+"""Which devices, cores and threads a sampler process gets."""
+
+import os
+
+import pytest
+
+from vectorlm.dist.topology import Topology
+from vectorlm.engine.process_channel import CORES_VARIABLE, sampler_environment
+
+TWO_RANKS = Topology(0, 0, 2, 2)
+SECOND_ON_CUDA = Topology(1, 1, 4, 4, "cuda:1")
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_threads"),
+    [
+        ({}, 8),
+        ({"ranks_per_engine": 1}, 4),
+        ({"num_workers": 4}, 2),
+        ({"devices": [5, 6, 7]}, 3),
+        ({"devices": [5, 6, 7], "num_workers": 3}, 1),
+        ({"ranks_per_engine": 1, "devices": [7]}, 1),
+    ],
+)
+def test_engines_and_workers_share_the_cores_that_there_are(arguments, num_threads):
+    environment = sampler_environment({}, "scratch", TWO_RANKS, **arguments)
+    assert environment["OMP_NUM_THREADS"] == str(num_threads)
+    assert environment.get(CORES_VARIABLE) == (
+        ",".join(map(str, arguments["devices"])) if "devices" in arguments else None
+    )
+
+
+@pytest.mark.parametrize(
+    ("visible", "arguments", "expected"),
+    [
+        (None, {}, "1,2,3,4"),
+        (None, {"ranks_per_engine": 2}, "1,2"),
+        (None, {"devices": [4, 5]}, "4,5"),
+        ("7,6,5,4,3,2", {"devices": [4, 5]}, "3,2"),
+        ("7,6,5,4,3,2", {"ranks_per_engine": 1}, "6"),
+    ],
+)
+def test_on_cuda_an_engine_sees_its_own_devices(visible, arguments, expected):
+    given = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    environment = sampler_environment(given, "scratch", SECOND_ON_CUDA, **arguments)
+    assert environment["CUDA_VISIBLE_DEVICES"] == expected
+    assert CORES_VARIABLE not in environment
+
+
+def test_the_user_s_number_of_threads_wins_but_not_a_launcher_s():
+    assert sampler_environment({"OMP_NUM_THREADS": "3"}, "scratch", TWO_RANKS)["OMP_NUM_THREADS"] == "3"
+    launched = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x", "RANK": "0"}
+    environment = sampler_environment(launched, "scratch", TWO_RANKS)
+    assert environment["OMP_NUM_THREADS"] == "8"
+    assert not {"RANK", "TORCHELASTIC_RUN_ID"} & environment.keys()
+
+
+def test_threads_wait_in_short_loops_unless_the_user_says_otherwise():
+    def spins(**given):
+        environment = sampler_environment(given, "scratch", TWO_RANKS)
+        return environment.get("GOMP_SPINCOUNT"), environment.get("OMP_WAIT_POLICY")
+
+    assert spins() == ("1000", None)
+    assert spins(GOMP_SPINCOUNT="7") == ("7", None)
+    assert spins(OMP_WAIT_POLICY="ACTIVE") == (None, "ACTIVE")

@@ -1,0 +1,335 @@
+"""A vLLM server that runs by itself, updated and asked over HTTP on loopback."""
+
+import json
+import os
+import signal
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from in_flight_cases import another, check_tokens_against_their_caches
+from rank_processes import on_ranks, save_tiny_llama
+from rl_runs import config_of, lines, save_files
+from server_process import TOKEN, running_server, status_of
+
+from vectorlm import SamplingEngine
+from vectorlm.backends.server.backend import VLLMServer
+from vectorlm.backends.server.extension import ServerExtension
+from vectorlm.backends.server.serve import Guard, server_command, server_environment
+from vectorlm.backends.server.wire import arguments_from_wire, result_from_wire, result_to_wire, to_wire
+from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout, WeightMismatch
+from vectorlm.reinforce import reinforce
+from vectorlm.testing import EngineUnderTest, run_checks
+from vectorlm.weights.plan import Layout, Piece, Slot, TensorSpec
+from vectorlm.weights.record import Copy, LoadPlan, View
+
+SERVER = ["--dtype", "float32", "--max-model-len", "1024"]
+
+
+TINY_LLAMA = {"hidden_size": 64, "max_length": 1024}
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    log_path = tmp_path_factory.mktemp("server") / "server.log"
+    with running_server(folder, log_path, *SERVER) as running:
+        yield running
+
+
+def engine_of(server, folder, topology=None, **arguments):
+    arguments = {"token": TOKEN, "timeout_s": 120, **arguments}
+    return SamplingEngine(str(folder), topology=topology, inference="server", url=server[1], **arguments)
+
+
+@pytest.fixture(scope="module")
+def engine(server, folder):
+    with engine_of(server, folder) as engine:
+        yield engine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+def test_an_update_meets_requests_on_their_way(engine, folder, in_flight):
+    report = check_tokens_against_their_caches(engine, folder, in_flight)
+    assert 0 < report.load_s <= report.stall_s <= report.total_s
+
+
+@pytest.mark.slow
+def test_no_path_but_the_server_s_health_is_open_without_the_token(server):
+    _, url = server
+    paths = [
+        "/pause",
+        "/resume",
+        "/collective_rpc",
+        "/update_weight_version",
+        "/v1/completions",
+        "/tokenize",
+        "/nowhere",
+    ]
+    assert {path: status_of(url, path) for path in paths} == dict.fromkeys(paths, 401)
+    assert {status_of(url, path, token="another token entirely") for path in paths} == {401}
+    assert status_of(url, "/health", method="GET") == 200
+    assert status_of(url, "/health") == 401
+    assert status_of(url, "/is_paused", token=TOKEN, method="GET") == 200
+
+
+@pytest.mark.slow
+def test_a_server_listens_on_loopback_unless_it_is_told_otherwise(server):
+    _, url = server
+    port = int(url.rpartition(":")[2])
+    with open("/proc/net/tcp") as table:
+        rows = [line.split() for line in table][1:]
+    addresses = {
+        row[1].partition(":")[0]
+        for row in rows
+        if row[3] == "0A" and int(row[1].partition(":")[2], 16) == port
+    }
+    assert addresses == {"0100007F"}
+
+
+@pytest.mark.slow
+def test_a_wrong_token_is_named_before_anything_is_sampled(server, folder):
+    with (
+        engine_of(server, folder, token="not the token of this server") as engine,
+        pytest.raises(EngineError, match=r"the server at http://127.0.0.1:\d+ refuses the token"),
+    ):
+        engine.wait_until_ready()
+
+
+@pytest.mark.slow
+def test_another_model_is_refused(engine, folder, tmp_path):
+    wider = save_tiny_llama(tmp_path / "wider", hidden_size=128, max_length=1024)
+    step = engine.version + 1
+    with pytest.raises(WeightMismatch):
+        engine.update(another(wider, 0), step)
+    engine.update(another(folder, 1), step)
+    assert engine.version == step
+
+
+@pytest.mark.slow
+def test_a_prompt_that_the_server_refuses_ends_its_batch_alone(engine):
+    fine = engine.submit([[2, 3]], {"max_tokens": 4, "ignore_eos": True})
+    wrong = engine.submit([[2, 3], [2] * 2000], {"max_tokens": 4})
+    with pytest.raises(
+        EngineError, match=r"the server refused /inference/v1/generate: .*(1024|longer|maximum)"
+    ):
+        wrong.result()
+    assert len(fine.result()[0][0].token_ids) == 4
+
+
+@pytest.mark.slow
+def test_other_clients_are_answered_through_an_update(engine, folder, server):
+    _, url = server
+    body = {
+        "prompt": [2, 3, 4],
+        "max_tokens": 900,
+        "ignore_eos": True,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    asked = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},
+    )
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(lambda: json.load(urllib.request.urlopen(asked)))
+        step = engine.version + 1
+        while not answer.done():
+            engine.update(another(folder, step), step)
+            step += 1
+    assert answer.result()["usage"]["completion_tokens"] == 900
+    assert step > engine.version > 1
+
+
+@pytest.mark.slow
+def test_whoever_connects_last_owns_the_weights_that_the_first_has_left(engine, folder, server):
+    step = engine.version + 1
+    engine.update(another(folder, 9), step)
+    with engine_of(server, folder) as second:
+        greedy = {"temperature": 0, "max_tokens": 8, "logprobs": 0}
+        (theirs,), (ours,) = second.sample([[2, 3, 4]], greedy)[0], engine.sample([[2, 3, 4]], greedy)[0]
+        assert theirs.token_ids == ours.token_ids
+        assert theirs.sampler_logprobs == ours.sampler_logprobs
+    with pytest.raises(EngineError, match="another trainer has connected to this server since"):
+        engine.update(another(folder, 8), step + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("needs", "message"),
+    [
+        (
+            {"logprobs_mode": "processed_logprobs"},
+            "reports raw_logprobs, and this run needs processed_logprobs",
+        ),
+        ({"max_model_len": 1025}, "has room for 1024 tokens, and this run needs 1025"),
+    ],
+)
+def test_a_server_that_was_started_otherwise_is_refused(server, folder, needs, message):
+    with engine_of(server, folder, **needs) as engine, pytest.raises(ConfigError, match=message):
+        engine.wait_until_ready()
+
+
+@pytest.mark.slow
+def test_merged_weights_of_adapters_cross(server, folder):
+    from vectorlm.lora.load import add_lora
+
+    model = add_lora(another(folder, 1), {"r": 4, "target_modules": ["q_proj"]})
+    with engine_of(server, folder, lora_mode="merged") as engine:
+        engine.update(model, 7)
+        assert engine.version == 7
+
+
+@pytest.mark.slow
+def test_the_engine_keeps_the_contract(server, folder, engine):
+    engine.close()
+    with engine_of(server, folder) as fresh:
+        run_checks(EngineUnderTest(fresh, folder))
+
+
+def keep_the_contract(topology, server_url, folder):
+    with engine_of((None, server_url), folder, topology) as engine:
+        run_checks(EngineUnderTest(engine, folder, topology=topology))
+
+
+@pytest.mark.long
+def test_the_engine_keeps_the_contract_on_two_ranks(server, folder):
+    on_ranks(2, keep_the_contract, server[1], folder)
+
+
+@pytest.mark.slow
+def test_a_server_that_freezes_is_an_error_within_the_deadline(server, folder):
+    process, url = server
+    with engine_of(server, folder, silence_s=8.0) as engine:
+        engine.wait_until_ready()
+        handle = engine.submit([[2, 3]], {"max_tokens": 1000, "ignore_eos": True})
+        os.killpg(process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(
+                EngineTimeout, match=f"the server at {url} said nothing for 8 s while generating"
+            ):
+                handle.result()
+        finally:
+            os.killpg(process.pid, signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_arguments_that_a_server_does_not_take_are_named(server, folder):
+    with (
+        engine_of(server, folder, dtype="float32") as engine,
+        pytest.raises(EngineError, match=r"inference='server' cannot be built: .*'dtype'"),
+    ):
+        engine.wait_until_ready()
+
+
+def test_an_inference_that_does_not_exist_is_named(folder):
+    with (
+        SamplingEngine(str(folder), inference="sglang") as engine,
+        pytest.raises(
+            EngineError, match=r"inference='sglang' is not known: it must be one of vllm, transformers"
+        ),
+    ):
+        engine.wait_until_ready()
+
+
+@pytest.mark.slow
+def test_the_end_of_the_server_ends_requests_with_its_address(server, folder):
+    process, url = server
+    with engine_of(server, folder) as engine:
+        handle = engine.submit([[2, 3]], {"max_tokens": 1000, "ignore_eos": True})
+        os.killpg(process.pid, signal.SIGKILL)
+        with pytest.raises(EngineDied, match=f"the server at {url} does not answer"):
+            handle.result()
+        with pytest.raises(EngineError, match="must be started again"):
+            engine.sample([[2, 3]])
+
+
+@pytest.mark.slow
+def test_reinforcement_learning_samples_from_a_server(folder, tmp_path, monkeypatch):
+    """With updates in flight; where the newest weights sampled, trainer and server agree on the probabilities."""
+    monkeypatch.setenv("VECTORLM_SERVER_TOKEN", TOKEN)
+    more, cores = ["--logprobs-mode", "processed_logprobs"], os.sched_getaffinity(0)
+    with running_server(folder, tmp_path / "server.log", *SERVER, *more) as (_, url):
+        overrides = [
+            f"model={folder}",
+            "train_parameters.sampler.inference=server",
+            "train_parameters.sampler.vllm_dtype=auto",
+            f"train_parameters.sampler.engine={{url: {url}}}",
+            "rl.async={max_staleness: 2, update: keep, placement: split}",
+            "rl.sampling_params={max_tokens: 30, temperature: 0.7}",
+            "rl.correction.preset=tis",
+        ]
+        reinforce(config_of(save_files(tmp_path), tmp_path / "run", overrides=overrides))
+    assert os.sched_getaffinity(0) == cores, "the run must give back the cores that it kept off"
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4]
+    assert metrics[1]["staleness/token_max"] == 0
+    assert metrics[1]["correction/ratio_max"] == pytest.approx(1, abs=1e-3)
+    assert metrics[1]["correction/ratio_min"] == pytest.approx(1, abs=1e-3)
+    assert max(line["staleness/token_max"] for line in metrics[1:]) > 0
+
+
+def test_a_server_that_does_not_come_is_named(folder):
+    with pytest.raises(EngineDied, match=r"the server at http://127.0.0.1:9 does not answer"):
+        VLLMServer(str(folder), receiver="auto", url="http://127.0.0.1:9", token=TOKEN, start_timeout_s=0)
+
+
+@pytest.mark.parametrize("url", ["http://192.0.2.1:8000", "http://example.org", "127.0.0.1:8000"])
+def test_a_server_elsewhere_is_refused(folder, url):
+    with pytest.raises(ConfigError, match=r"not an address of this machine: ranks and server share"):
+        VLLMServer(str(folder), receiver="auto", url=url, token=TOKEN)
+
+
+@pytest.mark.parametrize("token", ["", "short"])
+def test_a_guard_without_a_token_does_not_start(monkeypatch, token):
+    monkeypatch.setenv("VECTORLM_SERVER_TOKEN", token)
+    with pytest.raises(ConfigError, match=r"it needs at least 16"):
+        Guard(None)
+    with pytest.raises(ConfigError, match=r"it needs at least 16"):
+        VLLMServer("model", receiver="auto", url="http://localhost:1")
+
+
+def test_the_command_of_the_server_has_its_lock():
+    command = server_command("model", "127.0.0.1", 8000, ["--dtype", "float32"])
+    assert command[command.index("--middleware") + 1] == f"{Guard.__module__}.{Guard.__name__}"
+    channel = f"{ServerExtension.__module__}.{ServerExtension.__name__}"
+    assert command[command.index("--worker-extension-cls") + 1] == channel
+    assert command[-2:] == ["--dtype", "float32"]
+    environment = server_environment({"VLLM_LOGGING_LEVEL": "INFO", "VLLM_SERVER_DEV_MODE": "0"})
+    assert environment["VLLM_LOGGING_LEVEL"] == "INFO"
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+SPECS = (TensorSpec("a", (2, 3), (Piece("b", (2,), (3,), 1),)), TensorSpec("c", ()))
+LAYOUT = Layout("/proc/1/fd/2", 64, (Slot("a", (2, 3), "bfloat16", 0, 8), Slot("c", (), "float32", 16)), 12)
+LOAD_PLAN = LoadPlan((Copy("a", View((2,), (1,), 0), "w", View((2,), (1,), 4)),), {"w": "float32"}, {"w": 8})
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("vectorlm_describe", ["base", SPECS]),
+        ("vectorlm_attach", ["base", LAYOUT]),
+        ("vectorlm_load", ["base", 3, True]),
+    ],
+)
+def test_arguments_cross_the_wire_unchanged(method, arguments):
+    assert arguments_from_wire(method, [to_wire(each) for each in arguments]) == arguments
+
+
+def test_results_cross_the_wire_unchanged():
+    answer, error = result_from_wire("vectorlm_describe", result_to_wire((LOAD_PLAN, None)))
+    assert (answer, error) == (LOAD_PLAN, None)
+    sums = [2**64 - 1, 0]
+    assert result_from_wire("vectorlm_load", result_to_wire((sums, None))) == (sums, None)
+    answer, error = result_from_wire("vectorlm_load", result_to_wire((None, WeightMismatch("no"))))
+    assert (answer, type(error), str(error)) == (None, WeightMismatch, "no")
+
+
+def test_only_calls_of_the_channel_and_arenas_pass():
+    extension = ServerExtension()
+    assert extension.vectorlm_ask("me", "__init__", [])["error"] == "EngineError"
+    assert "cannot be read" in extension.vectorlm_ask("me", "vectorlm_load", ["base", "one", True])["text"]
+    elsewhere = to_wire(Layout("/etc/passwd", 64, ()))
+    assert "is not an arena" in extension.vectorlm_ask("me", "vectorlm_attach", ["base", elsewhere])["text"]

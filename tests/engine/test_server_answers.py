@@ -1,0 +1,170 @@
+"""A server that answers nonsense, or nothing, is an error that says so, within the deadline."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from rank_processes import on_ranks
+
+from vectorlm import SamplingEngine
+from vectorlm.backends.server.backend import VLLMServer
+from vectorlm.errors import EngineError, EngineTimeout
+
+TOKEN = "a token for this test"
+SETTINGS = {"max_num_seqs": 4, "max_model_len": 64, "logprobs_mode": "raw_logprobs"}
+PATIENCE_S = 2.0
+FATAL_PROMPT = [2, 61]
+"""From this prompt on, the server is mute."""
+CHOICE = {
+    "index": 0,
+    "token_ids": [5, 6],
+    "text": "ab",
+    "finish_reason": "stop",
+    "logprobs": None,
+    "weight_versions": [{"version": -1, "start": 0, "end": 2}],
+}
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers as vLLM does, but for what a test has put in `server.odd` by path."""
+
+    def do_GET(self):
+        self.answer("{}")
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        asked = json.loads(body or "null")
+        if asked and FATAL_PROMPT in asked.values():
+            self.server.odd |= {self.path: None, "/collective_rpc": None}
+        if self.path == "/inference/v1/generate":
+            text = json.dumps({"choices": [CHOICE]})
+        elif self.path == "/collective_rpc":
+            is_ask = asked["method"] == "vectorlm_ask"
+            text = json.dumps({"results": [{"answer": "live"} if is_ask else SETTINGS]})
+        else:
+            text = json.dumps({"success": True, "tokens": [2, 3]})
+        self.answer(text)
+
+    def answer(self, text):
+        text = self.server.odd.get(self.path, text)
+        if text is None:
+            time.sleep(10 * PATIENCE_S)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *args):
+        """Stay silent."""
+
+
+@pytest.fixture
+def server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    server.daemon_threads, server.odd = True, {}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def connect(server, **more):
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    return VLLMServer("model", receiver="auto", url=url, token=TOKEN, silence_s=PATIENCE_S, **more)
+
+
+def sample(backend):
+    backend.submit("0-0", [2, 3], {"max_tokens": 2})
+    deadline = time.monotonic() + 5 * PATIENCE_S
+    while time.monotonic() < deadline:
+        if found := backend.poll():
+            return found
+    raise AssertionError("the request has vanished")
+
+
+def test_an_answer_as_vllm_gives_it_is_taken(server):
+    backend = connect(server)
+    (output,) = sample(backend)
+    assert output.error is None
+    assert output.completions[0].token_ids == (5, 6)
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "[]",
+        "{}",
+        '{"choices": 3}',
+        '{"choices": [{"index": 0}]}',
+        "{broken",
+        json.dumps({"choices": [{**CHOICE, "weight_versions": [{"version": "x", "start": 0, "end": 2}]}]}),
+        json.dumps({"choices": [{**CHOICE, "weight_versions": [{"version": 1, "start": 0, "end": 1}]}]}),
+        json.dumps({"choices": [{**CHOICE, "token_ids": ["a", "b"]}]}),
+        json.dumps({"choices": [{**CHOICE, "finish_reason": "bored"}]}),
+        json.dumps({"choices": [{**CHOICE, "logprobs": {"content": [{"logprob": "much"}]}}]}),
+        "null",
+    ],
+)
+def test_nonsense_in_place_of_completions_is_the_requests_error(server, odd):
+    backend = connect(server)
+    server.odd["/inference/v1/generate"] = odd
+    (output,) = sample(backend)
+    assert isinstance(output.error, EngineError)
+    assert "no answer of a vLLM server" in str(output.error)
+    assert odd[:20] in str(output.error)
+    server.odd.clear()
+    assert sample(backend)[0].error is None
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    "odd", ["[]", '{"results": [{"max_num_seqs": "many"}]}', '{"results": 7}', "nothing"]
+)
+def test_nonsense_at_the_start_is_an_error(server, odd):
+    server.odd["/collective_rpc"] = odd
+    with pytest.raises(EngineError, match="no answer of a vLLM server"):
+        connect(server)
+
+
+@pytest.mark.parametrize("path", ["/health", "/collective_rpc", "/update_weight_version"])
+def test_a_server_that_stays_mute_at_the_start_is_an_error_in_time(server, path):
+    server.odd[path] = None
+    start = time.monotonic()
+    with pytest.raises(EngineTimeout, match=rf"said nothing to {path} for"):
+        connect(server, start_timeout_s=PATIENCE_S)
+    assert time.monotonic() - start < 4 * PATIENCE_S
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/pause?mode=keep&clear_cache=false"])
+def test_a_server_that_falls_silent_later_is_an_error_in_time(server, path):
+    backend = connect(server)
+    server.odd |= {path: None, "/collective_rpc": None}
+    start = time.monotonic()
+    wait = (lambda: sample(backend)) if "generate" in path else backend.pause
+    with pytest.raises(EngineTimeout, match="said nothing"):
+        wait()
+    assert time.monotonic() - start < 4 * PATIENCE_S
+    backend.close()
+
+
+def sample_until_it_freezes(topology, url):
+    arguments = {"url": url, "token": TOKEN, "silence_s": PATIENCE_S}
+    with SamplingEngine("a-model", topology=topology, inference="server", **arguments) as engine:
+        assert engine.sample([[2, 3]], {"max_tokens": 2})[0][0].token_ids == (5, 6)
+        start = time.monotonic()
+        with pytest.raises(EngineTimeout) as caught:
+            engine.sample([FATAL_PROMPT], {"max_tokens": 2})
+        return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_server_that_freezes_is_an_error_on_every_rank_in_time(server, world_size):
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    for text, seconds in on_ranks(world_size, sample_until_it_freezes, url):
+        assert f"said nothing for {PATIENCE_S:g} s while generating" in text
+        assert seconds < 4 * PATIENCE_S

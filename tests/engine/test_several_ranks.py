@@ -1,0 +1,109 @@
+"""Two ranks: prompts of their own, batches in flight, and two engines that share the work."""
+
+import pytest
+import torch
+from rank_processes import save_tiny_llama
+from swap_cases import GREEDY, PROMPTS, compare, counting_chunks, perturb
+from tiny_engine import TINY_ENGINE
+from transformers import AutoModelForCausalLM
+
+import vectorlm
+from vectorlm import SamplingEngine, Topology
+from vectorlm.errors import EngineError, RankMismatch
+
+BATCH = [[2 + index % 20, 3 + index % 7] for index in range(41)]
+
+
+def tokens(answers):
+    return [[completion.token_ids for completion in completions] for completions in answers]
+
+
+def uneven_ranks(folder):
+    """Sample prompts of this rank's own; return what it got, and what everybody would get for the same prompts."""
+    rank = Topology.from_environment().rank
+    seen = []
+    with SamplingEngine(folder, **TINY_ENGINE) as engine:
+        for counts in ((3, 1), (0, 2), (0, 0)):
+            local = [[2 + rank, 5 + index] for index in range(counts[rank])]
+            params = {**GREEDY, "max_tokens": 4 + rank}
+            mine = engine.sample_sharded(local, params)
+            everybody = [[2 + other, 5 + index] for other in (0, 1) for index in range(counts[other])]
+            lengths = [4 + other for other in (0, 1) for _ in range(counts[other])]
+            whole = engine.sample(everybody, [{**GREEDY, "max_tokens": length} for length in lengths])
+            first = 0 if rank == 0 else counts[0]
+            seen.append(tokens(mine) == tokens(whole[first : first + counts[rank]]))
+            outputs = engine.generate_sharded(local, params)
+            seen.append([[tuple(output.outputs[0].token_ids)] for output in outputs] == tokens(mine))
+        try:
+            engine.sample_sharded([[2], [3]], [GREEDY] * (1 + rank))
+        except EngineError as error:
+            seen.append("1 sampling parameters were given for 2 prompts" in str(error))
+        handles = [engine.submit(PROMPTS, {**GREEDY, "max_tokens": count}) for count in (40, 2)]
+        finished = []
+        while len(finished) < 2:
+            finished += engine.poll()
+        seen.append(finished[0] is handles[1])
+        seen.append(
+            tokens(handles[1].result()) == tokens(engine.sample(PROMPTS, {**GREEDY, "max_tokens": 2}))
+        )
+        try:
+            engine.submit([[2 + rank]], GREEDY)
+        except RankMismatch as error:
+            seen.append("rank 1: 1 prompts, the first '[3]'" in str(error))
+    return seen
+
+
+@pytest.mark.slow
+def test_ranks_may_bring_prompts_of_their_own_in_any_number(tmp_path):
+    folder = save_tiny_llama(tmp_path / "model", hidden_size=64)
+    for seen in vectorlm.launch(uneven_ranks, str(folder), world_size=2):
+        assert seen == [True] * 10
+
+
+def two_engines(folder, receiver):
+    """Swap into two engines, sample on both; return comparisons with transformers, and who sampled how much."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+    fully_shard(model)
+    seen = []
+    with SamplingEngine(
+        folder, data_parallel_size=2, receiver=receiver, max_num_seqs=8, **TINY_ENGINE
+    ) as engine:
+        for step in range(2):
+            perturb(model, reference, seed=step)
+            engine.update(model, step)
+            equal, gap, _ = compare(engine, reference)
+            seen.append((all(equal), gap, engine.version))
+        with counting_chunks() as taken:
+            answers = engine.submit(BATCH, GREEDY).result()
+        alone = [engine.sample([prompt], GREEDY)[0] for prompt in BATCH[::8]]
+        try:
+            engine.sample([*BATCH, []], GREEDY)
+        except EngineError:
+            seen.append("refused")
+        again = tokens(engine.sample(BATCH, GREEDY)) == tokens(answers)
+    return seen, tokens(answers[::8]) == tokens(alone), sum(taken), again
+
+
+@pytest.mark.slow
+def test_two_engines_share_a_batch_and_both_hold_the_new_weights(tmp_path):
+    folder = save_tiny_llama(tmp_path / "model", tied=True, hidden_size=64)
+    results = vectorlm.launch(two_engines, str(folder), "packed", world_size=2)
+    for seen, in_order, taken, again in results:
+        *swaps, refused = seen
+        assert refused == "refused"
+        for step, (equal, gap, version) in enumerate(swaps):
+            assert equal
+            assert gap < 1e-4
+            assert version == step
+        assert in_order
+        assert again
+        assert taken > 0, "one engine did all the work"
+    assert sum(taken for *_, taken, _ in results) == len(BATCH)
+
+
+def test_engines_must_divide_the_ranks_of_a_node(tmp_path):
+    folder = save_tiny_llama(tmp_path / "model", hidden_size=64)
+    with pytest.raises(ValueError, match="data_parallel_size=2 cannot be spread over 1 ranks of a node"):
+        SamplingEngine(str(folder), data_parallel_size=2)

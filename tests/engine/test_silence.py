@@ -1,0 +1,179 @@
+"""A sampler process that freezes or dies, or is sent what it cannot read, is an error in time, on one rank and two."""
+
+import enum
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from child_processes import sampler_pid
+from rank_processes import on_ranks
+
+import vectorlm
+from vectorlm.errors import EngineDied, EngineError, EngineTimeout
+from vectorlm.weights.module_source import ModuleSource
+
+ENDLESS = {"answers": "{0}".format, "num_steps": 10**9, "step_s": 0.02}
+# Well above the second between two signs of life, for machines that are busy.
+PATIENCE_S = 4.0
+START_S = {"start_timeout_s": 120}
+
+
+class Colour(enum.StrEnum):
+    RED = "red"
+
+
+class Count(int):
+    """A type that the sampler process does not know."""
+
+
+def scripted(topology, **script):
+    return vectorlm.SamplingEngine(
+        "scripted",
+        topology=topology,
+        inference="vectorlm.backends.scripted:Scripted",
+        **START_S,
+        **script,
+    )
+
+
+def poll(engine, handle):
+    while not engine.poll():
+        time.sleep(0.05)
+    handle.result()
+
+
+def drain(engine, handle):
+    engine.update(torch.nn.Linear(2, 2), 1, in_flight="drain")
+
+
+def ask(engine, handle):
+    handle.result()
+
+
+WAITS = {"poll": poll, "drain": drain, "result": ask}
+
+
+def freeze(topology, waits):
+    """Freeze the engine with a request in flight; return each wait's error and the seconds that it took."""
+    seen = []
+    for wait in waits:
+        with scripted(topology, timeout_s=PATIENCE_S, **ENDLESS) as engine:
+            handle = engine.submit([[2, 3]])
+            assert engine.poll() == []
+            if topology.is_main:
+                os.kill(sampler_pid(), signal.SIGSTOP)
+            start = time.monotonic()
+            try:
+                WAITS[wait](engine, handle)
+            except EngineTimeout as error:
+                seen.append((str(error), time.monotonic() - start))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("world_size", "waits"), [(1, ["poll", "drain"]), pytest.param(2, list(WAITS), marks=pytest.mark.slow)]
+)
+def test_every_wait_for_a_frozen_engine_ends_at_the_deadline(world_size, waits):
+    for seen in on_ranks(world_size, freeze, waits):
+        assert len(seen) == len(waits)
+        for text, seconds in seen:
+            assert f"said nothing for {PATIENCE_S:g} s" in text
+            assert PATIENCE_S / 2 < seconds < 3 * PATIENCE_S
+
+
+class KilledMeanwhile:
+    """A model whose last rank kills the engine after the update has begun, before anything is written."""
+
+    def __init__(self, model, topology, sampler):
+        self._source, self._topology, self._sampler = ModuleSource(model, topology), topology, sampler
+        self.manifest, self.fingerprint = self._source.manifest, None
+
+    def publish(self, layout, with_checksums):
+        if self._topology.rank == self._topology.world_size - 1:
+            os.kill(self._sampler, signal.SIGKILL)
+        while os.path.exists(layout.path):
+            time.sleep(0.01)
+        return self._source.publish(layout, with_checksums)
+
+
+def kill_during_an_update(topology):
+    with scripted(topology, answers="{0}".format) as engine:
+        engine.wait_until_ready()
+        pids = [sampler_pid() if topology.is_main else 0]
+        if topology.world_size > 1:
+            torch.distributed.broadcast_object_list(pids)
+        with pytest.raises(EngineDied) as caught:
+            engine.update(KilledMeanwhile(torch.nn.Linear(2, 2), topology, pids[0]), 1)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_whoever_finds_the_arena_gone_the_error_says_how_the_engine_ended(world_size):
+    for text in on_ranks(world_size, kill_during_an_update):
+        assert "was ended by SIGKILL" in text
+
+
+def test_prompts_may_have_types_of_a_script_and_other_arguments_are_refused_by_name():
+    with scripted(None, answers="{0}".format) as engine:
+        (completion,) = engine.sample([Colour.RED])[0]
+        assert completion.text == "red"
+        assert engine.sample(np.array([[2, 3], [4, 5]]), {"seed": 1})[1][0].prompt_token_ids == (4, 5)
+        with pytest.raises(EngineError, match="cannot read this call"):
+            engine.sample(["a"], {"seed": Count(3)})
+        assert engine.sample(["a"])[0][0].text == "a"
+
+
+def compare_long_arrays(topology):
+    """Sample prompts that differ in the middle, where their printed form is shortened."""
+    prompt = np.arange(3000)
+    prompt[1500] += topology.rank
+    with vectorlm.FakeEngine(lambda prompt, version: "a", topology=topology) as engine:
+        try:
+            engine.sample([prompt])
+        except vectorlm.errors.RankMismatch as error:
+            return str(error)
+
+
+def test_long_arrays_are_compared_whole():
+    for text in on_ranks(2, compare_long_arrays):
+        assert "rank 1 differs from rank 0" in text
+
+
+STOPPED = """
+import sys, time
+import vectorlm
+
+engine = vectorlm.SamplingEngine(
+    "scripted",
+    inference="vectorlm.backends.scripted:Scripted",
+    answers=["a"],
+    num_steps=10**9,
+    step_s=0.02,
+    timeout_s=3.0,
+)
+with engine:
+    handle = engine.submit([[2, 3]])
+    print("sampling", flush=True)
+    for _ in range(80):
+        engine.poll()
+        time.sleep(0.1)
+print("went on", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_z_and_fg_do_not_count_as_the_engines_silence():
+    process = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "sampling\n"
+    time.sleep(1)
+    # As Ctrl-Z does: the sampler, in a session of its own, works on.
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(8)
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.stdout.read() == "went on\n"
+    assert process.wait() == 0

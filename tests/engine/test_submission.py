@@ -1,0 +1,197 @@
+"""Requests in flight: `submit`, `poll`, and the handles that they return."""
+
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from rank_processes import on_ranks
+from swap_cases import GREEDY, compare, perturb
+from torch.distributed.distributed_c10d import _get_default_store
+from transformers import AutoModelForCausalLM
+
+from vectorlm import FakeEngine
+from vectorlm.dist.collectives import Collectives
+from vectorlm.dist.engine_ranks import EngineRanks
+from vectorlm.dist.topology import Topology
+from vectorlm.engine.handle import BatchHandle
+from vectorlm.errors import EngineError, EngineTimeout
+
+LONG = {"temperature": 0.0, "max_tokens": 250, "ignore_eos": True, "n": 1}
+
+
+TINY_LLAMA = {"hidden_size": 64, "max_length": 256}
+ENGINE_ARGS = {"max_model_len": 256}
+
+
+def wait_for(engine, count):
+    finished = []
+    while len(finished) < count:
+        finished += engine.poll()
+        time.sleep(0.01)
+    return finished
+
+
+def submit_for_ever(engine, prompts):
+    while True:
+        engine.submit(prompts, {"max_tokens": 1}).cancel()
+
+
+def test_a_result_is_what_sample_returns_and_may_be_read_twice(engine):
+    handle = engine.submit([[2, 3], "abc"], GREEDY)
+    answers = handle.result()
+    assert handle.done()
+    assert handle.result() == answers
+    assert answers == engine.sample([[2, 3], "abc"], GREEDY)
+
+
+def test_batches_run_at_the_same_time_and_a_short_one_overtakes(engine):
+    long, short = engine.submit([[2, 3]], LONG), engine.submit([[4]], {**GREEDY, "max_tokens": 2})
+    first, second = wait_for(engine, 2)
+    assert (first, second) == (short, long)
+    assert engine.poll() == []
+    assert len(long.result()[0][0].token_ids) == 250
+
+
+def test_poll_reports_each_batch_once_in_the_order_of_submission(engine):
+    handles = [engine.submit([[2 + index]], GREEDY) for index in range(3)]
+    assert wait_for(engine, 3) == handles
+    assert engine.poll() == []
+
+
+def test_poll_leaves_out_what_was_asked_for_or_cancelled(engine):
+    read, cancelled = engine.submit([[2]], GREEDY), engine.submit([[3]], GREEDY)
+    read.result()
+    cancelled.cancel()
+    assert engine.poll() == []
+
+
+def test_a_result_that_takes_too_long_times_out_and_can_still_be_had(engine):
+    handle = engine.submit([[2, 3]] * 8, LONG)
+    with pytest.raises(EngineTimeout, match="is still generating"):
+        handle.result(timeout_s=0.01)
+    assert len(handle.result()) == 8
+
+
+def test_a_cancelled_batch_says_so_and_the_engine_goes_on(engine):
+    handle = engine.submit([[2, 3]] * 8, LONG)
+    handle.cancel()
+    with pytest.raises(EngineError, match="these requests were cancelled"):
+        handle.result()
+    assert handle.done()
+    finished = engine.submit([[5]], GREEDY)
+    answers = finished.result()
+    finished.cancel()
+    assert finished.result() == answers
+
+
+def test_an_error_of_the_engine_arrives_with_the_result_and_again(engine):
+    handle = engine.submit([[2]], {"temprature": 1.0})
+    for _ in range(2):
+        with pytest.raises(EngineError, match="temprature"):
+            handle.result()
+    assert len(engine.sample([[2]], GREEDY)) == 1
+
+
+def test_what_cannot_be_sent_is_the_callers_error_and_harms_nothing(engine):
+    with pytest.raises(EngineError, match="pickle"):
+        engine.sample([[2]], {"extra_args": {"lock": threading.Lock()}})
+    assert len(engine.sample([[2]], GREEDY)) == 1
+
+
+def test_the_engine_works_while_the_caller_does_something_else(engine):
+    handle = engine.submit([[2, 3]], {**LONG, "max_tokens": 100})
+    deadline = time.monotonic() + 60
+    while not handle.done() and time.monotonic() < deadline:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+        time.sleep(0.01)
+    assert handle.done()
+
+
+def test_weights_do_not_change_under_a_running_batch(engine, folder):
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
+    handle = engine.submit([[2, 3]], LONG)
+    perturb(*models, seed=1)
+    with pytest.raises(EngineError, match="1 requests are in flight: wait for them"):
+        engine.update(models[0], engine.version + 1)
+    assert handle.result()
+    engine.update(models[0], engine.version + 1)
+    assert all(compare(engine, models[1])[0])
+
+
+def test_an_interrupted_result_can_be_asked_for_again(engine):
+    handle = engine.submit([[2, 3]] * 16, LONG)
+    threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        handle.result()
+    assert [len(answers[0].token_ids) for answers in handle.result()] == [250] * 16
+
+
+def test_an_interrupt_while_a_large_batch_is_being_sent_leaves_the_line_whole(engine):
+    prompts = [list(range(2, 44)) * 5] * 300
+    threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        submit_for_ever(engine, prompts)
+    assert len(engine.sample([[2]], GREEDY)) == 1
+
+
+def test_sharded_prompts_of_a_lone_rank_are_all_prompts(engine):
+    prompts = [[2, 3], [4]]
+    assert engine.sample_sharded(prompts, GREEDY) == engine.sample(prompts, GREEDY)
+    assert engine.sample_sharded([], GREEDY) == []
+    (output,) = engine.generate_sharded([[4]], GREEDY)
+    assert tuple(output.outputs[0].token_ids) == engine.sample([[4]], GREEDY)[0][0].token_ids
+
+
+class Recording:
+    """A channel that answers nothing and keeps what it is told to cancel."""
+
+    def __init__(self):
+        self.cancelled = []
+
+    def send(self, command):
+        return 7
+
+    def has_answer(self, number, silence_s):
+        return False
+
+    def cancel(self, number):
+        self.cancelled.append(number)
+
+
+def test_a_handle_that_nobody_holds_takes_its_requests_back():
+    topology, channel = Topology(), Recording()
+    collectives = Collectives(topology, 10.0)
+    handle = BatchHandle(
+        "a",
+        [[2, 3]],
+        None,
+        places=range(1),
+        as_request_outputs=False,
+        engine_ranks=EngineRanks(topology, collectives),
+        collectives=collectives,
+        channel=channel,
+        max_num_seqs=8,
+        silence_s=10.0,
+    )
+    assert not handle.is_finished_here()
+    assert channel.cancelled == []
+    del handle
+    assert channel.cancelled == [7]
+
+
+def sample_often(topology):
+    store = _get_default_store()
+    with FakeEngine(lambda prompt, version: "a", topology=topology) as engine:
+        counts = []
+        for _ in range(20):
+            engine.sample(["a", "b"])
+            counts.append(store.num_keys())
+        torch.distributed.barrier()
+    return counts
+
+
+def test_a_long_run_leaves_no_keys_in_the_store():
+    for counts in on_ranks(2, sample_often):
+        assert counts[-1] <= counts[2] + 2

@@ -1,0 +1,134 @@
+"""An engine of two workers: the same results, the same proof, and one clear end when a worker dies."""
+
+import os
+import re
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+from child_processes import sampler_pid, worker_pids
+from rank_processes import save_tiny_llama
+from swap_cases import compare, consecutive_samples_differ, perturb, publishing, swap_and_compare
+from test_faults import GONE_WITHIN_S, Run
+from transformers import AutoModelForCausalLM
+
+import vectorlm
+from vectorlm import SamplingEngine, Topology
+from vectorlm.errors import ChecksumMismatch, EngineDied, EngineError
+
+# Two fp32 paths through three layers differ by a few 1e-6; a stale tensor shows as 1e-2 and more.
+FP32_GAP = 1e-4
+# A parallel engine imports vLLM in three processes.
+START_S = 900
+
+
+# One key-value head, so both workers hold it; 48 rows of vocabulary, which vLLM rounds up to two times 32.
+TINY_LLAMA = {"hidden_size": 64}
+ENGINE_ARGS = {"receiver": "live", "tensor_parallel_size": 2}
+
+
+@pytest.fixture
+def models(folder):
+    return [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
+
+
+def require_the_trainers_answers(seen):
+    for equal, gap, _ in seen:
+        assert all(equal), "greedy completions differ"
+        assert gap < FP32_GAP
+    assert consecutive_samples_differ(seen), "the updates changed nothing, so equality proves nothing"
+
+
+@pytest.mark.slow
+def test_after_each_update_two_workers_are_the_trainer(engine, models):
+    seen = []
+    for step in range(3):
+        perturb(*models, seed=step)
+        engine.update(models[0], step)
+        seen.append(compare(engine, models[1]))
+    require_the_trainers_answers(seen)
+    assert len(worker_pids(sampler_pid())) == 2
+
+
+@pytest.mark.slow
+def test_a_change_in_one_workers_columns_is_caught(engine, models):
+    step = engine.version + 1
+
+    def spoil(sums, layout, tensors):
+        # The second worker holds the last columns.
+        tensors["model.layers.1.mlp.down_proj.weight"].view(torch.int32)[3, -1] ^= 1
+        return sums
+
+    message = r"1 of 30 tensors .*: \['model.layers.1.mlp.down_proj.weight'\]"
+    with publishing(spoil), pytest.raises(ChecksumMismatch, match=message):
+        engine.update(models[0], step)
+    engine.update(models[0], step)
+    assert all(compare(engine, models[0])[0])
+
+
+# The last test of the shared engine: it does not survive.
+@pytest.mark.slow
+def test_a_killed_worker_ends_the_engine_with_its_name(engine):
+    first, second = worker_pids(sampler_pid())
+    os.kill(second, signal.SIGKILL)
+    start = time.monotonic()
+    how = rf"(?s)exit code 1.*worker 1 of 2 of the engine \(pid {second}\) was ended by SIGKILL"
+    with pytest.raises(EngineDied, match=how):
+        engine.sample([[2, 3]])
+    assert time.monotonic() - start < GONE_WITHIN_S
+    assert not os.path.exists(f"/proc/{first}")
+
+
+@pytest.mark.long
+def test_two_ranks_feed_two_workers(tmp_path):
+    # Two key-value heads here: each worker holds one. One rank feeds the workers of the first test.
+    folder = save_tiny_llama(tmp_path / "model", tied=True, hidden_size=64, num_key_value_heads=2)
+    for _, seen, versions in vectorlm.launch(parallel_swap_and_compare, str(folder), "packed", world_size=2):
+        assert versions == [0, 1, 2]
+        require_the_trainers_answers(seen)
+
+
+def parallel_swap_and_compare(folder, receiver):
+    return swap_and_compare(folder, receiver, tensor_parallel_size=2)
+
+
+@pytest.mark.slow
+def test_the_death_of_a_worker_is_reported_and_nothing_is_left(folder, tmp_path):
+    code, error = Run(folder, "worker of a parallel engine killed", 2, tmp_path).outcome(timeout_s=START_S)
+    assert code == 1
+    expected = r"(?s)EngineDied: .*worker 1 of 2 of the engine \(pid \d+\) was ended by SIGKILL"
+    assert re.search(expected, error), error
+
+
+@pytest.mark.long
+def test_an_interrupt_ends_a_parallel_engine_too(folder, tmp_path):
+    run = Run(folder, "wait beside a parallel engine", 2, tmp_path)
+    run.wait_until_sampling_works()
+    os.killpg(run.process.pid, signal.SIGINT)
+    code, error = run.outcome(timeout_s=GONE_WITHIN_S)
+    assert code != 0
+    assert "sampler process" not in error
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_load_says_why(folder, tmp_path):
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, tmp_path)
+    with (
+        SamplingEngine(str(tmp_path), tensor_parallel_size=2, max_model_len=64) as broken,
+        pytest.raises(EngineError, match=r"(?s)initialization failed.*Cannot find any model weights"),
+    ):
+        broken.sample([[2]])
+
+
+def test_more_workers_than_devices_are_refused(folder):
+    two_devices = Topology(world_size=2, local_world_size=2, device="cuda:0")
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size=4 must be at most 2, the number of ranks of an engine"
+    ):
+        SamplingEngine(str(folder), topology=two_devices, tensor_parallel_size=4)
+    with pytest.raises(ValueError, match="tensor_parallel_size=0 must be an integer >= 1"):
+        SamplingEngine(str(folder), tensor_parallel_size=0)

@@ -1,0 +1,164 @@
+"""Rewards shared out over ranks, weighed and added up."""
+
+import math
+import time
+
+import pytest
+from rank_processes import on_ranks
+
+from vectorlm.dist.topology import Topology
+from vectorlm.errors import RewardError
+from vectorlm.rewards.scorer import RewardScorer
+from vectorlm.rl.rollout import Rollout
+from vectorlm.types import PromptRecord
+
+
+def rollouts(*texts):
+    return [
+        Rollout(PromptRecord(f"ask {text}", {"wanted": 2}), (2,), (3,), (True,), (0.0,), (0,), text, "stop")
+        for text in texts
+    ]
+
+
+def length(text, wanted):
+    return float(len(text) - wanted)
+
+
+def vowels(text):
+    if text == "bad":
+        raise ValueError("not a word")
+    return None if text.isupper() else float(sum(letter in "aeiou" for letter in text))
+
+
+def scorer(topology=None, **more):
+    topology = topology or Topology()
+    functions = {"length": length, "vowels": vowels}
+    return RewardScorer(
+        functions=functions, weights={"length": 1.0, "vowels": 0.5}, topology=topology, **more
+    )
+
+
+def groups_of(*texts):
+    """Return groups of one rollout each."""
+    return [[rollout] for rollout in rollouts(*texts)]
+
+
+def rewards_of(groups):
+    return [group.rewards.item() for group in groups]
+
+
+def test_a_weighted_sum_of_the_rewards():
+    first, second = scorer().score(groups_of("aeb", "XYZ"))
+    assert (first.rewards.item(), second.rewards.item()) == (1 + 0.5 * 2, 1.0)
+    assert first.rewards_by_name["length"].item() == second.rewards_by_name["length"].item() == 1.0
+    assert math.isnan(second.rewards_by_name["vowels"])
+    assert first.errors == second.errors == ()
+    assert first.greedy_reward is None
+
+
+def test_a_greedy_completion_is_scored_beside_its_group():
+    groups = [rollouts("aa", "bbb"), rollouts("c", "dd")]
+    first, second = scorer(on_error="skip").score(groups, rollouts("eeee", "bad"))
+    assert first.rewards.tolist() == [0.0 + 1.0, 1.0]
+    assert first.greedy_reward.item() == 2.0 + 2.0
+    assert second.greedy_reward.isnan()
+    assert (len(first.errors), len(second.errors)) == (0, 1)
+
+
+def test_a_function_that_fails_stops_the_run_and_says_what_it_was_shown():
+    with pytest.raises(
+        RewardError, match=r"'vowels' failed: ValueError: not a word \(prompt 'ask bad', completion 'bad'\)"
+    ):
+        scorer().score(groups_of("a", "bad"))
+
+
+def test_or_its_completion_is_skipped_and_counted():
+    first, second = scorer(on_error="skip").score(groups_of("a", "bad"))
+    assert not first.rewards.isnan()
+    assert second.rewards.isnan()
+    assert first.errors == ()
+    (error,) = second.errors
+    assert "'ask bad'" in error
+
+
+def test_a_completion_that_no_function_scores_has_no_reward():
+    quiet = RewardScorer(functions={"none": lambda text: None}, weights={"none": 1.0}, topology=Topology())
+    (group,) = quiet.score(groups_of("a"))
+    assert group.rewards.isnan().tolist() == [True]
+
+
+def compare_on_rank(topology):
+    prompt_record, other = PromptRecord("one"), PromptRecord("two")
+    groups = [
+        [Rollout(asked, (2,), (3,), (True,), (0.0,), (0,), text, "stop") for text in texts]
+        for asked, texts in ((prompt_record, "abc"), (other, "dd"))
+    ]
+
+    def rank(completions, prompts):
+        return [float(sum(other == prompt for other in prompts)) for prompt in prompts]
+
+    found = RewardScorer(functions={"rank": rank}, weights={"rank": 1.0}, topology=topology).score(groups)
+    return [group.rewards.tolist() for group in found]
+
+
+def test_a_function_of_a_batch_sees_whole_groups_on_any_number_of_ranks():
+    assert on_ranks(1, compare_on_rank) == [[[3.0, 3.0, 3.0], [2.0, 2.0]]]
+    assert on_ranks(2, compare_on_rank) == [[[3.0, 3.0, 3.0], [2.0, 2.0]]] * 2
+
+
+def score_on_rank(topology):
+    seen = []
+
+    def noted(text, wanted):
+        seen.append(text)
+        return length(text, wanted)
+
+    def noting(model):
+        return [float(len(each.text)) for each in model]
+
+    here = RewardScorer(
+        functions={"length": noted},
+        weights={"length": 1.0, "model": 10.0},
+        models={"model": noting},
+        topology=topology,
+    )
+    try:
+        scorer(topology).score(groups_of("a", "bad"))
+        error = None
+    except RewardError as caught:
+        error = str(caught)
+    return rewards_of(here.score(groups_of("a", "bb", "ccc"))), seen, error
+
+
+def freeze_on_the_last_rank(topology):
+    def reward(text):
+        if text == "bad":
+            time.sleep(60)
+        return 1.0
+
+    options = {
+        "functions": {"slow": reward},
+        "weights": {"slow": 1.0},
+        "timeout_s": 0.5,
+        "topology": topology,
+    }
+    start = time.monotonic()
+    with pytest.raises(RewardError) as caught:
+        RewardScorer(**options).score(groups_of("a", *["bad"] * 40))
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_reward_that_freezes_is_an_error_on_every_rank_within_its_limit(world_size):
+    for text, seconds in on_ranks(world_size, freeze_on_the_last_rank):
+        # One call's limit, not that of all of them.
+        assert seconds < 5
+        assert text.startswith("the reward 'slow' failed: no answer within 0.5 s (prompt ")
+
+
+def test_ranks_share_the_calls_and_all_know_all_rewards_and_errors():
+    (first, seen, error), (second, seen_too, error_too) = on_ranks(2, score_on_rank)
+    assert first == second == [9.0, 20.0, 31.0]
+    assert (seen, seen_too) == (["a"], ["bb", "ccc"])
+    assert error == error_too
+    assert "not a word" in error

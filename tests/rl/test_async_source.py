@@ -1,0 +1,240 @@
+"""Groups in flight while the ranks train: how old they may be, and what happens to late ones."""
+
+import random
+
+import pytest
+import torch
+from collectors import make_collector
+from metrics_page import METRICS
+
+from vectorlm.rl.metrics import rollout_metrics
+from vectorlm.rl.prompts import PromptOrder
+from vectorlm.rl.rollout import kept_groups
+from vectorlm.rollouts.async_source import AsyncRolloutSource
+from vectorlm.rollouts.settings import AsyncSettings
+from vectorlm.train.recorder import Timer
+from vectorlm.types import Completion, PromptRecord
+
+PROMPTS, GROUP = 4, 2
+
+
+class Handle:
+    def __init__(self, prompts, params, version):
+        self.prompts, self.params, self.begun, self.ended = prompts, params, version, None
+        self.is_cancelled = False
+
+    def cancel(self):
+        self.is_cancelled = True
+
+    def result(self):
+        return [
+            [answer(prompt, params, index, self.begun, self.ended) for index in range(params["n"])]
+            for prompt, params in zip(self.prompts, self.params, strict=True)
+        ]
+
+
+def answer(prompt, params, index, begun, ended):
+    text = "abc"[(params["seed"] + index) % 3] * 2 if "seed" in params else "greedy"
+    ids = tuple(map(ord, text))
+    versions = (begun, *(ended,) * (len(ids) - 1))
+    return Completion((1,), ids, (-0.5,) * len(ids), versions, text, "stop")
+
+
+class Engine:
+    """Finishes requests in the order that `choose` says, which gets those in flight at each poll."""
+
+    def __init__(self, choose=list):
+        self.choose, self.version, self.in_flight, self.most = choose, 0, [], 0
+
+    def submit(self, prompts, params):
+        self.forget_cancelled()
+        self.in_flight.append(Handle(prompts, params, self.version))
+        self.most = max(self.most, len(self.in_flight))
+        return self.in_flight[-1]
+
+    def forget_cancelled(self):
+        self.in_flight = [handle for handle in self.in_flight if not handle.is_cancelled]
+
+    def poll(self):
+        self.forget_cancelled()
+        finished = self.choose(self.in_flight)
+        self.in_flight = [handle for handle in self.in_flight if handle not in finished]
+        for handle in finished:
+            handle.ended = self.version
+        return finished
+
+    def sample(self, prompts, params):
+        handle = self.submit(prompts, params)
+        self.in_flight.remove(handle)
+        handle.ended = self.version
+        return handle.result()
+
+
+def collector_of(engine, reward=lambda text: float(text[0] == "a"), **more):
+    return make_collector(engine, reward, group_size=GROUP, num_groups=PROMPTS, num_prompts=23, **more)
+
+
+def async_source(collector, max_staleness, overdue="wait"):
+    return AsyncRolloutSource(collector, AsyncSettings(max_staleness=max_staleness, overdue=overdue))
+
+
+def prompts_of(groups):
+    return [group.rollouts[0].prompt_record.prompt for group in kept_groups(groups)]
+
+
+def rollouts_of(groups):
+    return [group.rollouts for group in kept_groups(groups)]
+
+
+def texts_of(groups):
+    return [[rollout.text for rollout in group.rollouts] for group in groups]
+
+
+def newest_first(in_flight):
+    return in_flight[-1:]
+
+
+def a_few(dice):
+    return lambda in_flight: [each for each in in_flight if dice.random() < 0.15]
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("needs_greedy", [False, True])
+def test_without_staleness_the_rollouts_are_those_of_a_synchronous_run(drops, needs_greedy):
+    options = {
+        "drops_constant_groups": drops,
+        "settings": {"max_sampling_rounds": 3},
+        "needs_greedy": needs_greedy,
+    }
+    engine = Engine(newest_first)
+    source = async_source(collector_of(engine, **options), 0, "wait")
+    alone = collector_of(Engine(), **options)
+    for step in range(6):
+        engine.version = alone.engine.version = step
+        found, expected = source.collect(step, Timer()), alone.collect(step, Timer())
+        assert prompts_of(found) == prompts_of(expected)
+        assert rollouts_of(found) == rollouts_of(expected)
+        for mine, theirs in zip(kept_groups(found), kept_groups(expected), strict=True):
+            assert torch.equal(mine.rewards, theirs.rewards)
+            assert not needs_greedy or torch.equal(mine.greedy_reward, theirs.greedy_reward)
+        mine, theirs = (rollout_metrics(each, step) for each in (found, expected))
+        assert mine == pytest.approx(theirs)
+        assert engine.in_flight == []
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 5])
+@pytest.mark.parametrize("overdue", ["wait", "drop"])
+@pytest.mark.parametrize("drops", [False, True])
+def test_nothing_is_older_than_it_may_be_in_whatever_order_it_finishes(max_staleness, overdue, drops):
+    for seed in range(10):
+        engine = Engine(a_few(random.Random(seed)))
+        source = async_source(collector_of(engine, drops_constant_groups=drops), max_staleness, overdue)
+        num_dropped, oldest = 0.0, 0
+        for step in range(20):
+            engine.version = step
+            found = source.collect(step, Timer())
+            metrics = rollout_metrics(found, step) | source.metrics(step)
+            num_kept = len(kept_groups(found))
+            assert num_kept == PROMPTS or (drops and num_kept < PROMPTS)
+            if num_kept:
+                oldest = max(oldest, int(metrics["staleness/token_max"]))
+            num_dropped += metrics["queue/dropped"]
+            assert metrics["queue/in_flight"] + metrics["queue/finished"] <= max_staleness * PROMPTS
+            assert set(metrics) <= METRICS | {f"reward/mine/{each}" for each in ("mean", "std")}
+        assert oldest <= max_staleness
+        if max_staleness:
+            assert oldest > 0, "nothing overlapped"
+        assert engine.most <= (max_staleness + 1) * PROMPTS
+        assert (num_dropped > 0) == (overdue == "drop" and max_staleness > 0) or num_dropped == 0
+
+
+def stuck(prompt):
+    """Return an order in which the requests of one prompt never finish until they are let go."""
+    return lambda in_flight: [each for each in in_flight if each.prompts != [prompt] or prompt in LET_GO]
+
+
+LET_GO: set[str] = set()
+
+
+@pytest.fixture(autouse=True)
+def hold(monkeypatch):
+    monkeypatch.setattr("vectorlm.rollouts.async_source.POLL_S", 0.0)
+    LET_GO.clear()
+
+
+def first_prompt():
+    return PromptOrder([PromptRecord(f"q{index}") for index in range(23)], 0).at(0).prompt
+
+
+def test_a_late_group_is_dropped_and_another_begun_in_its_place():
+    engine = Engine(stuck(first_prompt()))
+    source = async_source(collector_of(engine), 1, "drop")
+    for step in range(3):
+        engine.version = step
+        found = source.collect(step, Timer())
+        assert first_prompt() not in prompts_of(found)
+        assert len(found) == PROMPTS
+        # Started at version 0: step 1 is the last that may train on it.
+        assert source.metrics(step)["queue/dropped"] == float(step == 1)
+    assert not any(handle.prompts == [first_prompt()] for handle in engine.in_flight)
+
+
+def test_a_late_group_may_be_trained_on_all_the_same():
+    engine = Engine(stuck(first_prompt()))
+    source = async_source(collector_of(engine), 1, "correct")
+    for step in range(4):
+        engine.version = step
+        assert first_prompt() not in prompts_of(source.collect(step, Timer()))
+    LET_GO.add(first_prompt())
+    engine.version = 4
+    found = source.collect(4, Timer())
+    assert prompts_of(found)[0] == first_prompt()
+    assert rollout_metrics(found, 4)["staleness/token_max"] == 4.0
+    assert rollout_metrics(found, 4)["staleness/sequence_max"] == 4.0
+
+
+def test_a_run_that_resumes_samples_again_what_was_not_trained_on():
+    engine = Engine(stuck(first_prompt()))
+    source = async_source(collector_of(engine), 2, "wait")
+    trained = [prompts_of(source.collect(0, Timer()))]
+    state = source.state()
+    resumed_engine = Engine()
+    resumed_engine.version = 1
+    resumed = async_source(collector_of(resumed_engine), 2, "wait")
+    resumed.load_state(state)
+    assert resumed.state() == state
+    for step in range(1, 6):
+        resumed_engine.version = step
+        trained.append(prompts_of(resumed.collect(step, Timer())))
+    assert trained[1][0] == first_prompt()
+    flat = [prompt for batch in trained for prompt in batch]
+    assert len(flat[:23]) == len(set(flat[:23])) == 23, (
+        "every prompt is sampled once before any is sampled again"
+    )
+
+
+class Tool:
+    def __init__(self, **columns):
+        self.count = 0
+
+    def respond(self, text):
+        self.count += 1
+        return f"[{self.count}]"
+
+
+def test_conversations_go_on_beside_each_other():
+    engine = Engine(newest_first)
+    options = {"make_environment": Tool, "settings": {"max_turns": 3}}
+    source = async_source(collector_of(engine, **options), 0, "wait")
+    alone = collector_of(Engine(), **options)
+    found, expected = source.collect(0, Timer()), alone.collect(0, Timer())
+    assert texts_of(found) == texts_of(expected)
+    assert {rollout.num_turns for group in found for rollout in group.rollouts} == {3}
+
+
+def test_a_step_whose_groups_are_all_the_same_ends():
+    options = {"drops_constant_groups": True, "settings": {"max_sampling_rounds": 2}}
+    source = async_source(collector_of(Engine(), lambda text: 1.0, **options), 1)
+    found = source.collect(0, Timer())
+    assert kept_groups(found) == []
+    assert len(found) == 4 * PROMPTS

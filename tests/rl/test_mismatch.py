@@ -1,0 +1,62 @@
+"""What a run keeps of the distance of engine and trainer, and when it warns."""
+
+import json
+import math
+
+import pytest
+import torch
+from batches import batch_of
+
+from vectorlm.rl.batch import TrainBatch
+from vectorlm.rl.metrics import count_log_ratios, mismatch_metrics
+from vectorlm.rollouts.logger import RolloutLogger
+
+BAND = (0.5, 2.0)
+
+
+def drifted(log_ratios, mask):
+    """Return rows whose trainer finds these log-ratios, and its log-probabilities."""
+    old = torch.tensor(log_ratios) - 1.0
+    return batch_of(mask, sampler_logprobs=torch.full_like(old, -1.0)), old
+
+
+def test_log_ratios_are_counted_by_size_and_by_place():
+    # Prompts of one and of two tokens; the places of completions begin at their own first tokens.
+    rows, old = drifted([[9.0, 0.01, -5.0, 5.0], [9.0, 9.0, 0.01, 1.0]], [[0, 1, 1, 1], [0, 0, 1, 1]])
+    found = count_log_ratios(rows, old, BAND)
+    assert found["tokens_per_place"] == 1
+    assert found["tokens"] == [2, 2, 1]
+    assert found["out_of_band"] == [0, 2, 1]
+    counts = dict(enumerate(found["histogram"]))
+    assert {index: count for index, count in counts.items() if count} == {0: 1, 40: 2, 60: 1, 79: 1}
+    gap = mismatch_metrics(rows, old, BAND)
+    assert gap["sampler/logprob_gap_mean"] == pytest.approx((0.01 + 5 + 5 + 0.01 + 1) / 5)
+    assert gap["sampler/logprob_gap_max"] == pytest.approx(5.0)
+
+
+def test_long_completions_share_places():
+    rows, old = drifted([[0.0] * 100], [[1] * 100])
+    found = count_log_ratios(rows, old, BAND)
+    assert found["tokens_per_place"] == 4
+    assert found["tokens"] == [4] * 25
+
+
+def test_a_token_whose_ratio_is_not_a_number_is_counted_nowhere():
+    rows, old = drifted([[0.0, math.nan]], [[1, 1]])
+    found = count_log_ratios(rows, old, BAND)
+    assert sum(found["histogram"]) == sum(found["tokens"]) == 1
+
+
+def test_a_low_effective_sample_size_is_said_once_until_it_has_recovered(tmp_path):
+    said = []
+    rollout_logger = RolloutLogger(tmp_path, show_every=0, min_ess=0.5, say=said.append)
+    rows, old = drifted([[0.0, 0.0]], [[1, 1]])
+    for step, ess in enumerate([0.9, 0.4, 0.3, 0.8, 0.2], start=1):
+        counts, metrics = count_log_ratios(rows, old, BAND), {"correction/ess": ess}
+        batch = TrainBatch(rows, old, old, None, None, metrics=metrics, mismatch=counts)
+        rollout_logger.write(step, [], batch)
+    assert [text.split(":")[1] for text in said] == [" step 2", " step 5"]
+    assert "40% of their number" in said[0]
+    lines = [json.loads(line) for line in (tmp_path / "correction.jsonl").read_text().splitlines()]
+    assert [line["train_step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[0]["tokens"] == [1, 1]

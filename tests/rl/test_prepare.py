@@ -1,0 +1,82 @@
+"""From rewards to advantages: where a reward stands, what the KL penalty takes from it, what the critic learns."""
+
+import torch
+from rank_processes import on_ranks
+from tiny_rl import build, random_groups, random_rewards, random_rows
+
+from vectorlm.algorithms import gae_advantages, leave_one_out_advantages, whiten
+from vectorlm.rl.settings import KLSettings
+
+
+def prepare(topology, folder, algorithm, kl_in):
+    kl = KLSettings(kl_coef=0.3, kl_in=kl_in, kl_kind="k1")
+    more = {"hyperparameters": {"whiten_advantages": False}, "has_reference": True}
+    run = build(topology, folder, algorithm, kl=kl, **more)
+    with torch.no_grad():
+        # A policy that has left its reference.
+        for parameter in run.models.policy.model.parameters():
+            parameter.mul_(1.2)
+    rows = random_rows(algorithm)
+    return rows, run.prepare(rows, 0.3)
+
+
+def test_the_reward_stands_on_the_last_token_that_the_policy_chose():
+    groups, rewards = random_groups(), random_rewards()
+    placed = random_rows("grpo").token_rewards
+    for row, rollout in enumerate(rollout for group in groups for rollout in group):
+        reward = rewards.flatten()[row]
+        if reward.isnan():
+            assert placed[row].eq(0).all()
+            continue
+        last = max(index for index, is_policy in enumerate(rollout.policy_mask) if is_policy)
+        assert placed[row].nonzero().tolist() == [[len(rollout.prompt_token_ids) + last]]
+        assert placed[row].sum() == reward
+
+
+def test_a_penalty_in_the_reward_changes_what_completions_are_compared_by(folder):
+    for rows, batch in on_ranks(2, prepare, folder, "rloo", "reward"):
+        divergence = torch.where(rows.mask, batch.old_logprobs - batch.reference_logprobs, 0.0)
+        assert divergence.abs().max() > 0.01
+        expected = rows.rewards - 0.3 * divergence.sum(dim=1).view_as(rows.rewards)
+        torch.testing.assert_close(batch.rows.rewards, expected, equal_nan=True)
+        advantages = leave_one_out_advantages(expected, rows.valid).view(-1, 1)
+        torch.testing.assert_close(batch.advantages, torch.where(rows.mask, advantages, 0.0))
+
+
+def test_reinforce_pp_charges_each_token_the_penalty_from_there_on(folder):
+    """Returns by a loop; mean and deviation weigh each completion alike."""
+    for rows, batch in on_ranks(2, prepare, folder, "reinforce_pp", "reward"):
+        rewards = rows.token_rewards - 0.3 * (batch.old_logprobs - batch.reference_logprobs)
+        returns, values, weights = torch.zeros_like(rewards).double(), [], []
+        for row in range(len(rewards)):
+            places = rows.mask[row].nonzero()[:, 0].tolist()
+            for place in places:
+                returns[row, place] = sum(float(rewards[row, later]) for later in places if later >= place)
+                values.append(float(returns[row, place]))
+                weights.append(1 / len(places))
+        count = sum(weights)
+        mean = sum(weight * value for weight, value in zip(weights, values, strict=True)) / count
+        squares = sum(weight * (value - mean) ** 2 for weight, value in zip(weights, values, strict=True))
+        expected = torch.where(rows.mask, (returns - mean) / (squares / (count - 1)) ** 0.5, 0.0)
+        torch.testing.assert_close(batch.advantages.double(), expected, rtol=1e-4, atol=1e-5)
+        assert any(len(set(row[kept].tolist())) > 1 for row, kept in zip(returns, rows.mask, strict=True))
+
+
+def test_a_penalty_in_the_loss_leaves_the_reward_alone(folder):
+    for rows, batch in on_ranks(2, prepare, folder, "rloo", "loss"):
+        torch.testing.assert_close(batch.rows.rewards, rows.rewards, equal_nan=True)
+        assert batch.reference_logprobs is not None
+
+
+def test_gae_takes_the_penalty_token_by_token_and_the_critic_learns_unwhitened_returns(folder):
+    (first, batch), (second, other) = on_ranks(2, prepare, folder, "ppo", "reward")
+    divergence = torch.where(first.mask, batch.old_logprobs - batch.reference_logprobs, 0.0)
+    rewards = first.token_rewards - 0.3 * divergence
+    assert batch.rows.values.eq(0).all(), "a new critic says nothing"
+    advantages, returns = gae_advantages(rewards, batch.rows.values, first.mask, 1.0, 1.0)
+    torch.testing.assert_close(batch.advantages, advantages)
+    torch.testing.assert_close(batch.returns, returns)
+    for name in ("advantages", "old_logprobs", "reference_logprobs", "returns"):
+        assert torch.equal(getattr(batch, name), getattr(other, name)), "ranks disagree"
+    assert whiten(advantages, first.mask).std() > 0
+    assert torch.equal(first.mask, second.mask)

@@ -1,0 +1,108 @@
+"""Rollouts written and read back, and the order in which they are trained on."""
+
+import json
+
+import pytest
+
+from vectorlm.errors import DatasetError
+from vectorlm.rl.rollout import Rollout
+from vectorlm.rollouts.replay import read_rollouts, record_of, replay_order
+from vectorlm.types import PromptRecord
+
+
+def rollout(index, group):
+    return Rollout(
+        PromptRecord(f"q{group}", {"target": group}),
+        (1, 2),
+        (3, 4 + index),
+        (True, False),
+        (-0.1, -0.25),
+        (7, -1),
+        f"text {index}",
+        "stop",
+        2,
+    )
+
+
+def write(path, groups, step=1):
+    with path.open("w") as file:
+        for number, group in enumerate(groups):
+            for each in group:
+                line = {
+                    "train_step": step,
+                    "group": number,
+                    "prompt": each.prompt_record.prompt,
+                    "completion": each.text,
+                    "finish_reason": each.finish_reason,
+                    "num_turns": each.num_turns,
+                    **record_of(each),
+                }
+                file.write(json.dumps(line) + "\n")
+    return path
+
+
+def test_rollouts_come_back_as_they_were(tmp_path):
+    groups = [[rollout(index, group) for index in range(3)] for group in range(4)]
+    found = read_rollouts(write(tmp_path / "rollouts.jsonl", groups))
+    assert [[each.text for each in group] for group in found] == [
+        [each.text for each in group] for group in groups
+    ]
+    for mine, theirs in zip(found[2], groups[2], strict=True):
+        assert mine.is_replayed
+        for name in (
+            "prompt_record",
+            "prompt_token_ids",
+            "token_ids",
+            "policy_mask",
+            "sampler_logprobs",
+            "versions",
+        ):
+            assert getattr(mine, name) == getattr(theirs, name)
+
+
+def test_groups_of_two_steps_with_one_number_are_two(tmp_path):
+    first = write(tmp_path / "a", [[rollout(0, 0)]], step=1).read_text()
+    second = write(tmp_path / "b", [[rollout(1, 0)]], step=2).read_text()
+    (tmp_path / "both").write_text(first + second)
+    assert len(read_rollouts(tmp_path / "both")) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "is not a file"),
+        ("", "is empty"),
+        ('{"train_step": 1, "group": 0, "prompt": "q"}', "KeyError.*save_tokens"),
+        ("nonsense", "is not a rollout to train on"),
+    ],
+)
+def test_files_that_hold_no_rollouts(tmp_path, text, words):
+    path = tmp_path / "rollouts.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(DatasetError, match=words):
+        read_rollouts(path)
+
+
+def test_a_line_whose_lists_differ_in_length_is_refused(tmp_path):
+    path = write(tmp_path / "rollouts.jsonl", [[rollout(0, 0)]])
+    row = json.loads(path.read_text())
+    row["sampler_logprobs"] = [-0.1]
+    path.write_text(json.dumps(row))
+    with pytest.raises(DatasetError, match="differ in length"):
+        read_rollouts(path)
+
+
+def test_every_group_once_per_pass_and_any_place_to_go_on_from():
+    groups = [[rollout(0, group), rollout(1, group)] for group in range(5)]
+    replay = replay_order(groups, 2, seed=3)
+    taken = replay.take(5)
+    assert sorted(group[0].prompt_record.prompt for group in taken) == [f"q{index}" for index in range(5)]
+    later = replay.take(4)
+    again = replay_order(groups, 2, seed=3)
+    again.position = 5
+    assert again.take(4) == later
+    with pytest.raises(
+        DatasetError, match=r"group 0 of rl.rollout.path has 2 completions, and rl.group_size=4"
+    ):
+        replay_order(groups, 4, seed=3)

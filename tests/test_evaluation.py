@@ -1,0 +1,204 @@
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from rank_processes import on_ranks, save_tiny_llama
+from tiny_runs import build_loop
+from transformers import AutoTokenizer
+
+from vectorlm.backends.transformers import HFEngine
+from vectorlm.data.prompts import check_lengths, read_prompts
+from vectorlm.dist.topology import Topology
+from vectorlm.errors import DatasetError, RewardError
+from vectorlm.rewards.evaluation import Evaluator
+from vectorlm.train.device_turn import DeviceTurn
+from vectorlm.train.load import load_model
+from vectorlm.types import PromptRecord
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+FOUR_TOKENS = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "skip_special_tokens": False}
+
+
+def turn_of(model_dir, model, topology=None, engine=None):
+    topology = topology or Topology()
+    engine = engine or HFEngine(model_dir, topology=topology, sampling_params=FOUR_TOKENS)
+    return DeviceTurn(engine, model=model, topology=topology)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_questions_are_listed_prompts_or_lines_with_other_columns_for_the_reward(tmp_path):
+    assert read_prompts(["a", "b"]) == [PromptRecord("a"), PromptRecord("b")]
+    path = tmp_path / "eval.jsonl"
+    path.write_text('{"prompt": "a", "target": 3}\n{"prompt": "b", "target": 4}\n')
+    assert read_prompts(str(path)) == [PromptRecord("a", {"target": 3}), PromptRecord("b", {"target": 4})]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"sampler.prompts='.*eval.jsonl' is not a file"),
+        ("", r"eval.jsonl' is empty: it must hold at least one prompt"),
+        (
+            '{"prompt": "a"}\n{"question": "b"}\n',
+            r"eval.jsonl:2 is '\{\"question\": \"b\"\}', but every line must be",
+        ),
+        ("[1]\n", r"eval.jsonl:1 is '\[1\]', but every line must be"),
+        ("nonsense\n", r"eval.jsonl:1 is 'nonsense', but every line must be"),
+    ],
+)
+def test_a_questions_file_that_cannot_be_read_is_named_with_line_and_rule(tmp_path, text, message):
+    path = tmp_path / "eval.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(DatasetError, match=message):
+        read_prompts(str(path))
+
+
+def reward(text, *, first_letter):
+    return 1.0 if text.startswith(first_letter) else 0.1
+
+
+def test_an_evaluation_samples_with_the_models_weights_scores_first_answers_and_records_all(
+    model_dir, tmp_path
+):
+    model = load_model(model_dir)
+    with torch.no_grad():
+        # All logits are equal, so that greedy decoding takes token 0, the end token.
+        model.lm_head.weight.zero_()
+    said = []
+    path = tmp_path / "deep" / "samples.jsonl"
+    turn, reports = turn_of(model_dir, model), []
+    engine = turn.engine
+    update = engine.update
+    engine.update = lambda *args, **how: reports.append(update(*args, **how)) or reports[-1]
+    prompt_records = [PromptRecord("abc", {"first_letter": " <"}), PromptRecord("xyz", {"first_letter": "q"})]
+    evaluator = Evaluator(turn, prompt_records, samples_path=path, reward=reward, say=said.append)
+    metrics = evaluator.evaluate(40)
+    assert metrics["eval/accuracy"] == 0.5
+    (report,) = reports
+    assert report.version == 40
+    times = [metrics[f"weights/{what}_s"] for what in ("publish", "load", "update")]
+    assert times == [report.publish_s, report.load_s, report.total_s]
+    assert metrics["sampler/tokens_per_s"] * metrics["sampler/generate_s"] == pytest.approx(8)
+    answer = " </s>" * 4
+    assert said == [f"step 40: 1/2 right\n  right: abc{answer}\n  wrong: xyz{answer}"]
+    assert lines(path) == [
+        {
+            "train_step": 40,
+            "prompt": prompt,
+            "options": [answer],
+            "time_taken": metrics["sampler/generate_s"],
+            "rewards": [mark],
+        }
+        for prompt, mark in (("abc", 1.0), ("xyz", 0.1))
+    ]
+
+
+def test_a_swap_that_was_skipped_reports_no_times_and_without_a_reward_nothing_is_scored(model_dir, tmp_path):
+    model, said = load_model(model_dir), []
+    evaluator = Evaluator(
+        turn_of(model_dir, model),
+        [PromptRecord("abc")],
+        samples_path=tmp_path / "samples.jsonl",
+        say=said.append,
+    )
+    evaluator.evaluate(1)
+    assert set(evaluator.evaluate(1)) == {"sampler/generate_s", "sampler/tokens_per_s"}
+    assert said[0].startswith("step 1: 1 prompts sampled\n  abc")
+    assert "rewards" not in lines(tmp_path / "samples.jsonl")[0]
+
+
+def test_a_resumed_evaluation_keeps_the_lines_up_to_its_step_and_a_new_one_starts_an_empty_file(
+    model_dir, tmp_path
+):
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"train_step": 2}\n{"train_step": 4}\n{"train_step": 6}\n{"train_st')
+    turn = turn_of(model_dir, load_model(model_dir))
+    Evaluator(turn, [PromptRecord("abc")], samples_path=path, resume_step=4)
+    assert lines(path) == [{"train_step": 2}, {"train_step": 4}]
+    Evaluator(turn, [PromptRecord("abc")], samples_path=path)
+    assert lines(path) == []
+
+
+def train_with_evaluations(topology, model_dir, path):
+    training = build_loop(topology, model_dir, logging_steps=100, strategy="SHARD_GRAD_OP")
+    evaluation = Evaluator(
+        turn_of(model_dir, training.optimizer_step.model, topology),
+        [PromptRecord("abc", {"first_letter": "d"})],
+        samples_path=path if topology.is_main else None,
+        reward=reward,
+        say=lambda text: None,
+    )
+    training.recorder = replace(training.recorder, evaluation=evaluation, evaluate_every=4)
+    training.run()
+    return [line["step"] for line in training.recorder.sink if "eval/accuracy" in line]
+
+
+def test_the_loop_evaluates_before_training_every_n_steps_and_at_the_end(model_dir, tmp_path):
+    path = tmp_path / "samples.jsonl"
+    assert on_ranks(2, train_with_evaluations, model_dir, path) == [[0, 4, 6], [0, 4, 6]]
+    assert [line["train_step"] for line in lines(path)] == [0, 4, 6]
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        "def reward(completion): return 1.0",
+        "def reward(completions): return [1.0] * len(completions)",
+        "async def reward(completion, wanted): return 1.0",
+    ],
+)
+def test_rewards_of_all_forms_score_answers(model_dir, tmp_path, reward):
+    space = {}
+    exec(reward, space)
+    prompt_records = [PromptRecord("a b", {"wanted": "c"}), PromptRecord("b", {"wanted": "d"})]
+    turn = turn_of(model_dir, load_model(model_dir))
+    evaluator = Evaluator(turn, prompt_records, samples_path=None, reward=space["reward"])
+    assert evaluator.evaluate(1)["eval/accuracy"] == 1.0
+
+
+def test_a_reward_that_fails_is_named_with_its_prompt(model_dir):
+    def reward(text, **columns):
+        raise KeyError("gone")
+
+    turn = turn_of(model_dir, load_model(model_dir))
+    evaluator = Evaluator(turn, [PromptRecord("a b")], samples_path=None, reward=reward)
+    with pytest.raises(RewardError, match=r"sampler.reward failed: KeyError: 'gone' \(prompt 'a b'"):
+        evaluator.evaluate(1)
+
+
+def test_blank_lines_and_separators_inside_a_text_are_no_lines(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    texts = ["a\u2028b", "c\u0085d"]
+    path.write_text("\n".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in texts))
+    assert [prompt_record.prompt for prompt_record in read_prompts(path)] == texts
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_whatever_its_form(model_dir):
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    fitting = [PromptRecord("a b"), PromptRecord([5, 6]), PromptRecord([{"role": "user", "content": "a b"}])]
+    check_lengths(fitting, tokenizer, 20, "rl.prompts")
+    for prompt in ("a b " * 12, [5] * 21, [{"role": "user", "content": "a b " * 12}]):
+        with pytest.raises(
+            DatasetError, match=r"prompt 3 of rl.prompts has \d+ tokens, more than the 20 that leave"
+        ):
+            check_lengths([*fitting, PromptRecord(prompt)], tokenizer, 20, "rl.prompts")
+
+
+def test_a_reward_that_freezes_ends_the_evaluation_within_its_limit(model_dir):
+    turn = turn_of(model_dir, load_model(model_dir))
+    slow = Evaluator(
+        turn, [PromptRecord("abc")], samples_path=None, reward=lambda text: time.sleep(60), timeout_s=0.3
+    )
+    with pytest.raises(RewardError, match=r"sampler.reward failed: no answer within 0.3 s \(prompt 'abc'"):
+        slow.evaluate(0)

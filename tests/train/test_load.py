@@ -1,0 +1,89 @@
+import json
+
+import pytest
+import torch
+from families import FAMILIES, save_family
+from rank_processes import save_tiny_llama
+from safetensors.torch import load_file, save_file
+
+from vectorlm.errors import ConfigError
+from vectorlm.train.load import load_empty_model, load_model, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"), tied=True)
+
+
+def test_a_model_saved_in_bf16_is_trained_in_fp32_with_tied_embeddings_as_one_parameter(model_dir, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.training
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_an_empty_model_has_no_weights_but_real_buffers_and_the_same_names(model_dir):
+    empty, full = load_empty_model(model_dir), load_model(model_dir)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert empty.lm_head.weight is empty.model.embed_tokens.weight
+    assert [name for name, _ in empty.named_parameters()] == [name for name, _ in full.named_parameters()]
+    buffers = dict(full.named_buffers())
+    assert buffers
+    for name, buffer in empty.named_buffers():
+        assert torch.equal(buffer, buffers[name])
+
+
+@pytest.mark.parametrize(("make", "what"), [(False, "is not a directory"), (True, "has no config.json")])
+def test_a_missing_model_is_named_with_the_rule(tmp_path, make, what):
+    path = tmp_path / "llama"
+    if make:
+        path.mkdir()
+    for load in (load_model, load_empty_model, load_tokenizer):
+        with pytest.raises(ConfigError) as raised:
+            load(path)
+        assert str(raised.value) == (
+            f"model={str(path)!r} {what}: it must be a directory written by save_pretrained. "
+            "Download the model first, or correct the path."
+        )
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(model_dir, tmp_path):
+    weights = load_file(model_dir / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"lacks 1 tensors \(model.norm.weight\)"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("load", [load_model, load_empty_model])
+def test_attention_scores_that_the_model_caps_are_capped(load, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = save_family(FAMILIES["Gemma 2"], tmp_path)
+    assert load(folder).config._attn_implementation == "eager"
+    if load is load_model:
+        # So loud that the cap of 50 matters; torch's own kernel leaves it out.
+        ours, uncapped = (
+            load(folder),
+            AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa"),
+        )
+        for model in (ours, uncapped):
+            for name, parameter in model.named_parameters():
+                parameter.data.mul_(30 if "q_proj" in name or "k_proj" in name else 1)
+        tokens = torch.arange(2, 20)[None]
+        assert (ours(tokens).logits - uncapped(tokens).logits).abs().max() > 1e-2
+
+
+def test_flash_attention_without_its_package_is_an_error(model_dir):
+    with pytest.raises(ConfigError, match="use_flash_attention=True needs the flash-attn package"):
+        load_model(model_dir, flash_attention=True)
+
+
+def test_a_tokenizer_without_a_padding_token_pads_with_its_end_token(model_dir):
+    assert "pad_token" not in json.loads((model_dir / "tokenizer_config.json").read_text())
+    tokenizer = load_tokenizer(model_dir)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id

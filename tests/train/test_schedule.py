@@ -1,0 +1,102 @@
+import pytest
+import torch
+
+from vectorlm.errors import ConfigError
+from vectorlm.train.optimizer_step import Schedule
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+
+
+def sgd(lr=1.0):
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+
+
+def build(name, num_warmup_steps=4, num_steps=20, lr=1.0, optimizer=None):
+    return Schedule(name, optimizer or sgd(lr), num_warmup_steps=num_warmup_steps, num_steps=num_steps)
+
+
+def rates(schedule, num_steps):
+    found = []
+    for _ in range(num_steps):
+        found.append(schedule.learning_rate)
+        schedule.step()
+    return found
+
+
+@pytest.mark.parametrize("name", ["plateau-with-warmup", "plataeu-with-warmup"])
+def test_plateau_rises_linearly_to_the_peak_and_holds(name):
+    assert rates(build(name), 7) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0])
+
+
+def test_plateau_starts_at_the_peak_without_warmup():
+    assert rates(build("plateau-with-warmup", num_warmup_steps=0), 2) == [1.0, 1.0]
+
+
+def test_plateau_falls_tenfold_after_eleven_evaluations_without_progress_and_not_during_warmup():
+    schedule = build("plateau-with-warmup")
+    for _ in range(20):
+        schedule.observe(1.0)
+    assert rates(schedule, 5)[-1] == 1.0
+    for _ in range(11):
+        schedule.observe(1.0)
+    assert schedule.learning_rate == 1.0
+    schedule.observe(1.0)
+    assert schedule.learning_rate == pytest.approx(0.1)
+    schedule.step()
+    assert schedule.learning_rate == pytest.approx(0.1)
+
+
+def test_linear_and_cosine_follow_their_formulas():
+    assert rates(build("linear"), 20)[:6] == pytest.approx([0, 0.25, 0.5, 0.75, 1, 15 / 16])
+    assert rates(build("cosine"), 20)[12] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear",
+        "cosine",
+        "polynomial",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "plateau-with-warmup",
+        "greedy",
+    ],
+)
+def test_no_schedule_uses_the_full_learning_rate_in_the_first_warmup_step(name):
+    assert build(name, lr=1e-3).learning_rate < 0.5e-3
+
+
+def test_greedy_never_leaves_the_peak_upwards():
+    schedule = build("greedy", num_warmup_steps=0, lr=1e-5)
+    for loss in range(100, 0, -1):
+        schedule.observe(float(loss))
+    assert schedule.learning_rate == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("name", ["cosine", "plateau-with-warmup"])
+def test_a_schedule_goes_on_from_its_state_with_the_optimizers(name):
+    optimizers = [sgd(), sgd()]
+    straight, resumed = (build(name, optimizer=optimizer) for optimizer in optimizers)
+    for step in range(10):
+        straight.step()
+        straight.observe(1.0 + step)
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    resumed.load_state_dict(straight.state_dict())
+    for _ in range(8):
+        straight.observe(9.0)
+        resumed.observe(9.0)
+    assert rates(resumed, 8) == rates(straight, 8)
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones():
+    with pytest.raises(
+        ConfigError, match=r"lr_scheduler_type='cosin' is unknown: it must be one of linear, cosine"
+    ):
+        build("cosin")
+
+
+@pytest.mark.parametrize("name", ["cosine_with_min_lr", "warmup_stable_decay"])
+def test_a_schedule_that_needs_settings_of_its_own_says_so(name):
+    with pytest.raises(ConfigError, match=f"lr_scheduler_type='{name}' needs more settings"):
+        build(name)

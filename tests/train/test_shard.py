@@ -1,0 +1,183 @@
+import pytest
+import torch
+from rank_processes import on_ranks, save_tiny_llama
+from torch.distributed.tensor import DTensor
+
+from vectorlm.checkpoint.export import gather_weights
+from vectorlm.errors import ConfigError
+from vectorlm.lora.load import add_lora
+from vectorlm.train.load import load_empty_model, load_model
+from vectorlm.train.loop import next_tokens, token_losses
+from vectorlm.train.settings import ModelSettings
+from vectorlm.train.shard import fill_from_main, shard_model, transformer_blocks
+from vectorlm.weights.plan import reshard
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"), tied=True)
+
+
+def gradient(model, rows):
+    """Mean loss and gradients by name for `rows`, by the rule that FSDP averages over ranks."""
+    tokens = torch.arange(rows * 8).view(rows, 8) % 48
+    losses = token_losses(model(input_ids=tokens, use_cache=False).logits, next_tokens(tokens, -100), -100)
+    loss = losses.sum() / (rows * 7)
+    loss.backward()
+    whole = {
+        name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+    return loss.item(), whole
+
+
+def gradients_by_strategy(topology, model_dir):
+    found = {}
+    for strategy in STRATEGIES:
+        for activation_checkpointing in (False, True):
+            settings = ModelSettings(
+                sharding_strategy=strategy, use_activation_checkpointing=activation_checkpointing
+            )
+            model = shard_model(load_model(model_dir), topology, settings)
+            found[strategy, activation_checkpointing] = gradient(model, 2)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_strategy_and_activation_checkpointing_leaves_loss_gradients_and_names_unchanged(
+    world_size, model_dir
+):
+    expected_loss, expected = gradient(load_model(model_dir), 2)
+    for found in on_ranks(world_size, gradients_by_strategy, model_dir):
+        assert len(found) == 8
+        for key, (loss, gradients) in found.items():
+            assert loss == pytest.approx(expected_loss, rel=1e-6), key
+            assert gradients.keys() == expected.keys(), key
+            for name, whole in gradients.items():
+                # fp32 round-off of sums taken in another order
+                torch.testing.assert_close(whole, expected[name], rtol=1e-5, atol=1e-7, msg=f"{key} {name}")
+
+
+def placements(topology, model_dir):
+    found = {}
+    for strategy in STRATEGIES:
+        model = shard_model(load_model(model_dir), topology, ModelSettings(sharding_strategy=strategy))
+        local = sum(parameter.to_local().numel() for parameter in model.parameters())
+        tied = model.lm_head.weight is model.model.embed_tokens.weight
+        found[strategy] = local / sum(parameter.numel() for parameter in model.parameters()), tied
+    return found
+
+
+def test_sharding_strategies_hold_their_share_of_the_weights_and_keep_tied_embeddings_tied(model_dir):
+    for found in on_ranks(2, placements, model_dir):
+        assert {name: share for name, (share, _) in found.items()} == {
+            "FULL_SHARD": 0.5,
+            "SHARD_GRAD_OP": 0.5,
+            "NO_SHARD": 1.0,
+            "HYBRID_SHARD": 0.5,
+        }
+        assert all(tied for _, tied in found.values())
+
+
+def hybrid(topology, model_dir):
+    model = shard_model(load_model(model_dir), topology, ModelSettings(sharding_strategy="HYBRID_SHARD"))
+    local = sum(parameter.to_local().numel() for parameter in model.parameters())
+    return local / sum(parameter.numel() for parameter in model.parameters()), *gradient(model, 2)
+
+
+def test_hybrid_shards_within_a_node_and_leaves_loss_and_gradients_unchanged(model_dir):
+    expected_loss, expected = gradient(load_model(model_dir), 2)
+    for share, loss, gradients in on_ranks(4, hybrid, model_dir, num_nodes=2):
+        assert share == 0.5
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        for name, whole in gradients.items():
+            # fp32 round-off of sums taken in another order
+            torch.testing.assert_close(whole, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def mixed_precision(topology, model_dir):
+    model = shard_model(load_model(model_dir), topology, ModelSettings(use_mp=True))
+    loss, gradients = gradient(model, 2)
+    dtypes = {parameter.dtype for parameter in model.parameters()} | {g.dtype for g in gradients.values()}
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(8)[None], use_cache=False).logits
+    return loss, dtypes, logits.dtype
+
+
+def test_mixed_precision_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32(model_dir):
+    expected, _ = gradient(load_model(model_dir), 2)
+    loss, dtypes, computed = on_ranks(1, mixed_precision, model_dir)[0]
+    assert dtypes == {torch.float32}
+    assert computed == torch.bfloat16
+    assert loss != expected
+    assert loss == pytest.approx(expected, rel=1e-2)  # bf16 has 8 bits of mantissa
+
+
+def filled_from_main(topology, model_dir, lora):
+    model = load_model(model_dir) if topology.is_main else load_empty_model(model_dir)
+    if lora:
+        torch.manual_seed(topology.rank)
+        model = add_lora(model, {"r": 2, "target_modules": ["q_proj"]})
+    weights = model.state_dict() if topology.is_main else {}
+    shard_model(model, topology)
+    fill_from_main(model, dict(weights), topology.device)
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(8)[None], use_cache=False).logits
+    reshard(model)
+    whole = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    return whole, weights, logits
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_ranks_that_start_empty_get_their_shards_from_rank_0(model_dir, lora):
+    (first, weights, first_logits), (second, _, second_logits) = on_ranks(
+        2, filled_from_main, model_dir, lora
+    )
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], weights[name])
+        assert torch.equal(second[name], weights[name])
+    expected = load_model(model_dir)(input_ids=torch.arange(8)[None]).logits
+    torch.testing.assert_close(first_logits, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(first_logits, second_logits)
+
+
+def resharded(topology, model_dir):
+    model = shard_model(load_model(model_dir), topology, ModelSettings(sharding_strategy="SHARD_GRAD_OP"))
+    with torch.no_grad():
+        model(input_ids=torch.arange(8)[None], use_cache=False)
+    scored_groups = [
+        name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)
+    ]
+    reshard(model)
+    return scored_groups, [type(parameter) for parameter in model.parameters()], gather_weights(model)
+
+
+def test_after_a_forward_alone_reshard_gives_the_parameters_back_as_shards(model_dir):
+    for scored_groups, types, _ in on_ranks(2, resharded, model_dir):
+        assert scored_groups
+        assert set(types) == {DTensor}
+
+
+def unknown_strategy(topology, model_dir):
+    with pytest.raises(ConfigError) as raised:
+        shard_model(load_model(model_dir), topology, ModelSettings(sharding_strategy="ZERO_3"))
+    return str(raised.value)
+
+
+def test_an_unknown_strategy_is_named_with_the_ones_there_are(model_dir):
+    assert on_ranks(1, unknown_strategy, model_dir)[0] == (
+        "sharding_strategy='ZERO_3' is unknown: "
+        "it must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD."
+    )
+
+
+def test_blocks_are_found_without_a_declaration_and_their_absence_is_an_error():
+    stack = torch.nn.Module()
+    stack.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    stack.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    assert transformer_blocks(stack) == list(stack.layers)
+    with pytest.raises(ConfigError, match="type Linear cannot be sharded"):
+        transformer_blocks(torch.nn.Linear(2, 2))

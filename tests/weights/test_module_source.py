@@ -1,0 +1,119 @@
+import pytest
+import torch
+from rank_processes import on_ranks, save_tiny_llama
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+from vectorlm.errors import WeightMismatch
+from vectorlm.weights.arena import Arena
+from vectorlm.weights.checksum import checksum
+from vectorlm.weights.module_source import ModuleSource, manifest_of
+from vectorlm.weights.plan import Layout, Slot
+
+
+def layout_for(model, arena_path, dtype="float32"):
+    slots, end = [], 0
+    for spec in manifest_of(model):
+        slots.append(Slot(spec.name, spec.shape, dtype, end))
+        end += -(-slots[-1].num_bytes // 64) * 64
+    return Layout(arena_path, end, tuple(slots))
+
+
+def publish(topology, folder, mesh_shape, path, num_bytes, dtype):
+    """Shard the model, leave its root unsharded by a forward, publish; return this rank's checksums."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    layout = layout_for(model, path, dtype)
+    assert layout.num_bytes <= num_bytes
+    if mesh_shape is not None:
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicas", "shards")[-len(mesh_shape) :])
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        with torch.no_grad():
+            model(torch.tensor([[1, 2, 3]]))
+    source = ModuleSource(model, topology)
+    assert source.publish(layout, False) == []
+    return source.publish(layout, True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "mesh_shape", [(2,), (2, 1), (1, 2), None], ids=["shards", "replicas", "both", "plain"]
+)
+def test_two_ranks_fill_the_arena_exactly_whatever_the_sharding(tmp_path, mesh_shape, dtype):
+    # 47 rows do not divide by two, so the last shard is a short one.
+    folder = save_tiny_llama(tmp_path / "model", vocab_size=47)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    layout = layout_for(model, "", dtype)
+    arena = Arena.create(layout.num_bytes)
+    sums = on_ranks(2, publish, str(folder), mesh_shape, arena.path, layout.num_bytes, dtype)
+    for slot, tensor, parts in zip(layout.slots, model.parameters(), zip(*sums, strict=True), strict=True):
+        expected = tensor.detach().to(getattr(torch, dtype))
+        assert torch.equal(arena.view(slot), expected), slot.name
+        assert sum(parts) % 2**64 == checksum(expected), slot.name
+
+
+def publish_on_nodes(topology, folder, mesh_shape, paths, num_bytes):
+    try:
+        return publish(topology, folder, mesh_shape, paths[topology.node], num_bytes, "float32")
+    except WeightMismatch as error:
+        return str(error)
+
+
+def test_the_ranks_of_each_node_fill_its_own_arena(tmp_path):
+    folder = save_tiny_llama(tmp_path / "model", vocab_size=47)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    layout = layout_for(model, "")
+    arenas = [Arena.create(layout.num_bytes) for _ in range(2)]
+    paths = [arena.path for arena in arenas]
+    sums = on_ranks(4, publish_on_nodes, str(folder), (2, 2), paths, layout.num_bytes, num_nodes=2)
+    for node, arena in enumerate(arenas):
+        for index, (slot, tensor) in enumerate(zip(layout.slots, model.parameters(), strict=True)):
+            assert torch.equal(arena.view(slot), tensor), slot.name
+            parts = [sums[rank][index] for rank in (2 * node, 2 * node + 1)]
+            assert sum(parts) % 2**64 == checksum(tensor), slot.name
+
+
+def test_shards_that_span_nodes_are_refused_with_the_strategy_that_works(tmp_path):
+    folder = save_tiny_llama(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    arenas = [Arena.create(layout_for(model, "").num_bytes) for _ in range(2)]
+    paths = [arena.path for arena in arenas]
+    size = len(arenas[0].bytes)
+    for rank, text in enumerate(on_ranks(2, publish_on_nodes, str(folder), (2,), paths, size, num_nodes=2)):
+        assert text == (
+            f"node {rank} holds 1 of the 2 shards of a parameter, and its engine needs all: a run with engines on 2 "
+            "nodes needs sharding_strategy=HYBRID_SHARD (shards within each node, replicas over nodes) or NO_SHARD."
+        )
+    assert not any(arena.bytes.any() for arena in arenas)
+
+
+def test_no_two_ranks_write_the_same_row(tmp_path):
+    folder = save_tiny_llama(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole = [checksum(parameter) for parameter in model.parameters()]
+    arena = Arena.create(layout_for(model, "").num_bytes)
+    first, second = on_ranks(2, publish, str(folder), None, arena.path, len(arena.bytes), "float32")
+    # Were both to publish everything, the sums would be twice the whole.
+    assert [(a + b) % 2**64 for a, b in zip(first, second, strict=True)] == whole
+
+
+def test_the_manifest_follows_a_model_that_changes(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path / "a"), dtype=torch.float32)
+    before = manifest_of(model)
+    assert manifest_of(model) is before, "running a model's conversion at each update would take long"
+    del model.model.layers[2]
+    assert set(before) - set(manifest_of(model)) == {spec for spec in before if "layers.2" in spec.name}
+
+
+def test_wrappers_leave_no_trace_in_the_names(tmp_path):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path / "a"), dtype=torch.float32)
+    plain = manifest_of(model)
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    wrapped = torch.nn.Module()
+    wrapped.module = torch.compile(model)
+    assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_parameters())
+    assert manifest_of(wrapped) == plain

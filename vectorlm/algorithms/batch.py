@@ -1,0 +1,98 @@
+"""The records that an algorithm's functions read.
+
+Shapes: P prompts, K trained completions of each, B = P K rows (the rows of a group are neighbours), T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutBatch:
+    """All rows of a step, the same on all ranks and on the CPU; advantages are computed from it."""
+
+    input_ids: torch.Tensor
+    """int64 [B, T], prompt and completion, padded on the right."""
+    attention_mask: torch.Tensor
+    """int64 [B, T], 1 up to the end of each row."""
+    mask: torch.Tensor
+    """bool [B, T], the tokens that the policy chose, in rows that are trained on."""
+    sampler_logprobs: torch.Tensor
+    """float32 [B, T], the engine's; 0 outside the completions."""
+    rewards: torch.Tensor
+    """float32 [P, K], less the KL penalty where it is part of the reward; NaN where a completion was not scored."""
+    valid: torch.Tensor
+    """bool [P, K]; other completions have no effect on baselines or losses."""
+    columns: torch.Tensor
+    """int64 [P, K], each row's index among the completions that were sampled for its prompt."""
+    token_rewards: torch.Tensor
+    """float32 [B, T]: the reward at the last token of each completion, less the KL penalty at each token."""
+    values: torch.Tensor | None = None
+    """float32 [B, T], the critic's, for algorithms that need one."""
+    greedy_rewards: torch.Tensor | None = None
+    """float32 [P], of greedy completions, for algorithms that need them."""
+
+    @property
+    def rows_per_group(self) -> int:
+        """Return K."""
+        return self.rewards.shape[1]
+
+    @cached_property
+    def num_tokens(self) -> tuple[int, ...]:
+        """The length of each row."""
+        return tuple(self.attention_mask.sum(dim=1).tolist())
+
+    @cached_property
+    def first_trained(self) -> tuple[int, ...]:
+        """The index of each row's first token in the mask; T where there is none."""
+        places = torch.where(self.mask, torch.arange(self.mask.shape[1]), self.mask.shape[1])
+        return tuple(places.amin(dim=1).tolist())
+
+    def spread(self, advantages: torch.Tensor) -> torch.Tensor:
+        """Give each token the advantage of its completion: [P, K] to [B, T]."""
+        return torch.where(self.mask, advantages.reshape(-1, 1), 0.0)
+
+    def without(self, rejected: torch.Tensor) -> RolloutBatch:
+        """Remove the `rejected` tokens, bool [B, T], from the mask; a row that loses all its tokens becomes invalid."""
+        mask = self.mask & ~rejected
+        lost = (self.mask.any(dim=1) & ~mask.any(dim=1)).view_as(self.valid)
+        token_rewards = place_rewards(mask, self.rewards)
+        return replace(self, mask=mask, valid=self.valid & ~lost, token_rewards=token_rewards)
+
+    def penalised(self, penalty: torch.Tensor) -> RolloutBatch:
+        """Subtract a penalty for each token, float32 [B, T], from the rewards."""
+        rewards = self.rewards - penalty.sum(dim=1).view_as(self.rewards)
+        return replace(self, rewards=rewards, token_rewards=self.token_rewards - penalty)
+
+
+@dataclass(frozen=True, eq=False)
+class LossInputs:
+    """The inputs of a loss: B rows of a micro-batch, the rows of a group next to each other."""
+
+    policy_logprobs: torch.Tensor
+    """float [B, T], with gradient."""
+    old_logprobs: torch.Tensor
+    """float [B, T], the trainer's at the weights of the rollout."""
+    reference_logprobs: torch.Tensor | None
+    """float [B, T], for algorithms and penalties that need them."""
+    advantages: torch.Tensor
+    """float [B, T]."""
+    rewards: torch.Tensor
+    """float [B], of whole completions."""
+    mask: torch.Tensor
+    """bool [B, T], the tokens that the policy chose; all False in a row that is not valid."""
+    rows_per_group: int
+    """K."""
+
+
+def place_rewards(mask: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    """Put the rewards [P, K] on the last masked token of each row, float32 [B, T]."""
+    token_rewards = torch.zeros(mask.shape)
+    last = torch.where(mask, torch.arange(mask.shape[1]), -1).amax(dim=1)
+    rows = torch.nonzero(last >= 0)[:, 0]
+    token_rewards[rows, last[rows]] = rewards.view(-1)[rows]
+    return token_rewards

@@ -1,0 +1,65 @@
+"""The weight channel inside the workers of a separate vLLM server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vectorlm.backends.server.wire import arguments_from_wire, result_to_wire
+from vectorlm.backends.vllm.extension import WeightExtension
+from vectorlm.backends.vllm.pack import keep_plain_weights
+from vectorlm.backends.vllm.shim import let_seeded_requests_wait
+from vectorlm.errors import EngineError, VectorLMError
+from vectorlm.weights.plan import Layout
+
+ARENA_PATH = re.compile(r"/proc/\d+/fd/\d+")
+
+# vLLM imports this module in each worker before it loads the model, and offers no other place to be early.
+if not torch.cuda.is_available():
+    keep_plain_weights()
+    let_seeded_requests_wait()
+
+
+class ServerExtension(WeightExtension):
+    """`WeightExtension` for a server: ``vllm serve --worker-extension-cls`` takes this class."""
+
+    vllm_config: Any
+
+    def vectorlm_ask(self, trainer: str, method: str, values: Sequence[Any]) -> dict[str, Any]:
+        """Call `method` of `WeightExtension`, with arguments and answer as JSON values.
+
+        The channel belongs to the `trainer`, by a name that it chose, that called `vectorlm_prepare` last.
+        """
+        try:
+            arguments = arguments_from_wire(method, values)
+            _require_arena(arguments)
+            if method == "vectorlm_prepare":
+                self._vectorlm_trainer = trainer
+            elif trainer != self._vectorlm_trainer:
+                raise EngineError(
+                    "another trainer has connected to this server since, and its weights are that one's."
+                )
+        except VectorLMError as error:
+            return result_to_wire((None, error))
+        return result_to_wire(getattr(self, method)(*arguments))
+
+    def vectorlm_settings(self) -> dict[str, Any]:
+        """Say how the server was started, as far as a trainer must know."""
+        model, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
+        return {
+            "max_num_seqs": scheduler.max_num_seqs,
+            "max_model_len": model.max_model_len,
+            "logprobs_mode": str(model.logprobs_mode),
+        }
+
+
+def _require_arena(arguments: Sequence[Any]) -> None:
+    """Map nothing but memory that a process of this machine holds open: a client names the path."""
+    for argument in arguments:
+        if isinstance(argument, Layout) and not ARENA_PATH.fullmatch(argument.path):
+            raise EngineError(
+                f"{argument.path!r} is not an arena: its path must be /proc/<process>/fd/<number>."
+            )

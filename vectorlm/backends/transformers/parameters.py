@@ -1,0 +1,154 @@
+"""Sampling parameters and prompts, as transformers takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vectorlm.errors import EngineError
+from vectorlm.types import Prompt
+
+NUM_CONTEXT_TOKENS = 8
+"""Prompt tokens that are decoded with a completion: they decide whether its text begins with a space."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How one prompt is continued; names, defaults and meanings are those of ``vllm.SamplingParams``."""
+
+    n: int = 1
+    """Completions of each prompt, at least 1."""
+    temperature: float = 1.0
+    """Divides the logits, from 0; 0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that make up this probability, above 0 and up to 1."""
+    top_k: int = 0
+    """Keep this many of the likeliest tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens with at least this fraction of the likeliest token's probability, 0 to 1."""
+    repetition_penalty: float = 1.0
+    """Shrinks the logits of tokens in prompt and completion, above 0; 1 does nothing."""
+    seed: int | None = None
+    """Makes the completions repeatable; None or -1 draws a new seed each time."""
+    max_tokens: int | None = 16
+    """Longest completion, in tokens, at least 1; None is the model's own limit."""
+    min_tokens: int = 0
+    """No end token or stop string before this many tokens."""
+    stop: Sequence[str] | str | None = None
+    """Texts that end the completion."""
+    stop_token_ids: Sequence[int] | None = None
+    """Tokens that end the completion, besides the model's end tokens."""
+    ignore_eos: bool = False
+    """Whether the model's end tokens do not end the completion."""
+    include_stop_str_in_output: bool = False
+    """Whether the text includes the stop string or stop token."""
+    skip_special_tokens: bool = True
+    """Whether the text leaves special tokens out."""
+    logprobs: int | None = None
+    """Any number asks for the log-probabilities of the sampled tokens."""
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "n": (self.n >= 1, "at least 1"),
+            "temperature": (0 <= self.temperature < float("inf"), "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "top_k": (self.top_k >= -1, "at least 1, or 0 for all tokens"),
+            "min_p": (0 <= self.min_p <= 1, "0 to 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "above 0"),
+            "max_tokens": (self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
+            "min_tokens": (0 <= self.min_tokens <= (self.max_tokens or self.min_tokens), "0 to max_tokens"),
+        }
+        for name, (is_right, rule) in ranges.items():
+            if not is_right:
+                raise EngineError(f"{name}={getattr(self, name)!r} is out of range: it must be {rule}.")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Return `stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+NAMES = tuple(field.name for field in dataclasses.fields(Parameters))
+DEFAULTS = Parameters()
+NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0}
+"""Values that change nothing, of parameters that transformers has no logits processor for."""
+
+
+def read_parameters(given: Any, defaults: Parameters = DEFAULTS) -> Parameters:
+    """Turn a mapping (or None) into `Parameters`; raises `EngineError` for an unknown name or a wrong value."""
+    if isinstance(given, Parameters):
+        return given
+    if not isinstance(given, Mapping | None):
+        raise EngineError(f"sampling_params is a {type(given).__name__}: this engine takes a mapping.")
+    given = {name: value for name, value in (given or {}).items() if (name, value) not in NEUTRAL.items()}
+    for name in given:
+        if name not in NAMES:
+            near = difflib.get_close_matches(str(name), NAMES, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(NAMES)}."
+            raise EngineError(f"this engine cannot honour the sampling parameter {name!r}. {hint}")
+    try:
+        return dataclasses.replace(defaults, **given)
+    except TypeError as error:
+        raise EngineError(f"sampling_params={given} holds a value of the wrong type: {error}.") from error
+
+
+class PromptTokenizer:
+    """Turns prompts into token ids and completions into text, as vLLM does, with the model's tokenizer."""
+
+    def __init__(self, tokenizer: Any, size: int, end_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._size = size
+        self.end_token_ids = end_token_ids
+
+    @classmethod
+    def of(cls, model_path: str | Path, model: Any) -> PromptTokenizer:
+        """Read a folder's tokenizer, if it has one, and the end tokens of tokenizer and model."""
+        from transformers import AutoTokenizer
+
+        has_tokenizer = (
+            any(Path(model_path).glob("tokenizer*")) or (Path(model_path) / "vocab.json").is_file()
+        )
+        tokenizer = AutoTokenizer.from_pretrained(model_path) if has_tokenizer else None
+        ends = model.generation_config.eos_token_id
+        ends = {ends} if isinstance(ends, int) else set(ends or ())
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            ends.add(tokenizer.eos_token_id)
+        return cls(tokenizer, model.get_input_embeddings().num_embeddings, frozenset(ends))
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the token ids of a prompt; raises `EngineError` for an empty one and for unknown tokens."""
+        ids = self._encode(prompt)
+        if not ids:
+            raise EngineError(f"the prompt {prompt!r} has no tokens: there is nothing to continue.")
+        if outside := [token for token in ids if not 0 <= token < self._size]:
+            raise EngineError(f"a prompt has token {outside[0]}: it must be from 0 to {self._size - 1}.")
+        return ids
+
+    def _encode(self, prompt: Any) -> tuple[int, ...]:
+        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if not isinstance(prompt, str) and not is_chat:
+            return tuple(int(token) for token in prompt)
+        if self._tokenizer is None:
+            raise EngineError("the model's folder has no tokenizer: prompts must be token ids.")
+        if is_chat:
+            text = self._tokenizer.apply_chat_template(
+                list(prompt), tokenize=False, add_generation_prompt=True
+            )
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self._tokenizer.encode(prompt))
+
+    def text(
+        self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], skip_special_tokens: bool
+    ) -> str:
+        """Return the text that `token_ids` add to the prompt's."""
+        if self._tokenizer is None:
+            return ""
+        context = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
+        before = self._tokenizer.decode(context, skip_special_tokens=skip_special_tokens)
+        after = self._tokenizer.decode([*context, *token_ids], skip_special_tokens=skip_special_tokens)
+        # A character whose last bytes have not been sampled is not text yet.
+        return after[len(before) :].rstrip("\N{REPLACEMENT CHARACTER}")

@@ -1,0 +1,196 @@
+"""vLLM in the sampler's own process, as a `Backend`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from vectorlm.backends.vllm.pack import keep_plain_weights
+from vectorlm.backends.vllm.shim import (
+    CudaSleep,
+    build_engine,
+    let_seeded_requests_wait,
+    make_prompt,
+    make_sampling_params,
+    naming_the_model,
+    warm_up,
+)
+from vectorlm.backends.vllm.workers import Workers, shorten_socket_paths, start_worker
+from vectorlm.contracts import RequestOutput
+from vectorlm.errors import EngineError
+from vectorlm.lora.receive import adapter_request
+from vectorlm.types import Completion, Prompt
+from vectorlm.weights.plan import Layout, TensorSpec
+from vectorlm.weights.receivers import Receivers
+
+prepare_process = shorten_socket_paths
+__all__ = ["VLLM", "prepare_process", "start_worker"]
+
+
+class VLLM:
+    """Owns a ``vllm.LLMEngine``. Its step loop is `poll`: what is done between polls is done between steps."""
+
+    def __init__(self, model: str, *, receiver: str, **engine_args: Any) -> None:
+        """Build the engine and sample one token with it; raise `EngineError` where vLLM cannot run the model here."""
+        import torch
+
+        on_cpu = not torch.cuda.is_available()
+        if on_cpu:
+            keep_plain_weights()
+            let_seeded_requests_wait()
+        with naming_the_model(model):
+            self._engine = build_engine(model, engine_args, on_cpu)
+            self._workers = Workers()
+            self._receivers = Receivers(self._engine.collective_rpc, receiver)
+            # From the start, so that requests in flight follow the first adapter too; it is zero until then.
+            self._adapter_request = adapter_request() if engine_args.get("enable_lora") else None
+            warm_up(self._engine)
+        self._device_sleep = None if on_cpu else CudaSleep(self._engine)
+        self._version = -1
+        self._num_loads = 0
+        self._spans = VersionSpans()
+
+    @property
+    def receiver(self) -> str:
+        """How the engine holds weights: `live` or `packed`."""
+        return self._receivers.kind
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that the engine samples from at a time."""
+        num_sequences: int = self._engine.vllm_config.scheduler_config.max_num_seqs
+        return num_sequences
+
+    @property
+    def version(self) -> int:
+        """The training step of the weights; -1 for the checkpoint's."""
+        return self._version
+
+    def submit(self, name: str, prompt: Prompt, sampling_params: Any) -> None:
+        """Add one request."""
+        params = make_sampling_params(sampling_params)
+        request = make_prompt(self._engine, prompt)
+        # Blocks of other weights are never found, however long requests of theirs keep them.
+        request["cache_salt"] = f"weights {self._num_loads}"
+        self._engine.add_request(name, request, params, lora_request=self._adapter_request)
+
+    def poll(self) -> list[RequestOutput]:
+        """Take one engine step."""
+        try:
+            outputs = self._engine.step()
+        except Exception:
+            self._workers.let_the_dead_be_named()
+            raise
+        return [
+            finished(output, self._spans.of(output, self._version)) for output in outputs if output.finished
+        ]
+
+    def cancel(self, names: Iterable[str]) -> None:
+        """Abort requests."""
+        names = list(names)
+        self._engine.abort_request(names)
+        self._spans.forget(names)
+
+    def connect(self, manifest: Sequence[TensorSpec], arena_path: str | None, weight_set: str) -> Layout:
+        """Match the trainer's tensors with the engine's."""
+        return self._receivers.connect(manifest, arena_path, weight_set)
+
+    def pause(self) -> None:
+        """Do nothing: the engine steps in `poll` alone."""
+
+    def load(
+        self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str], recompute: bool
+    ) -> float:
+        """Take the new weights over, and leave the cache of the old ones."""
+        load_s = self._receivers.load(version, checksums, weight_sets)
+        if not self._engine.has_unfinished_requests():
+            if not self._engine.reset_prefix_cache():
+                raise EngineError("the prefix cache still holds blocks of the old weights.")
+        elif recompute:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._spans.close(self._engine, self._version)
+        self._version = version
+        self._num_loads += 1
+        return load_s
+
+    def resume(self) -> None:
+        """Do nothing: the next `poll` goes on."""
+
+    def sleep(self, parts: frozenset[str], asleep: frozenset[str]) -> None:
+        """Give device memory away; on CPU, where vLLM has no sleep mode, forget what a sleeping KV cache would."""
+        if self._device_sleep is not None:
+            self._device_sleep.sleep(parts, asleep)
+        elif not self._engine.reset_prefix_cache():
+            raise EngineError("the prefix cache cannot be emptied: requests are running.")
+
+    def wake_up(self, parts: frozenset[str]) -> None:
+        """Take device memory back."""
+        if self._device_sleep is not None:
+            self._device_sleep.wake_up(parts)
+
+    def close(self) -> None:
+        """End the workers of a parallel engine."""
+        self._workers.end()
+
+
+def finished(output: Any, versions: Sequence[Sequence[int]]) -> RequestOutput:
+    """Return vLLM's finished ``RequestOutput`` as the contract has it, with the versions of its tokens."""
+    prompt = tuple(output.prompt_token_ids)
+    completions = [
+        Completion(
+            prompt,
+            tuple(each.token_ids),
+            _sampled_logprobs(each),
+            tuple(spans),
+            each.text,
+            each.finish_reason,
+        )
+        for each, spans in zip(output.outputs, versions, strict=True)
+    ]
+    return RequestOutput(output.request_id, completions, raw=output)
+
+
+def _sampled_logprobs(completion: Any) -> tuple[float, ...]:
+    if completion.logprobs is None:
+        return ()
+    pairs: Iterable[tuple[int, Mapping[int, Any]]] = zip(
+        completion.token_ids, completion.logprobs, strict=True
+    )
+    return tuple(candidates[token].logprob for token, candidates in pairs)
+
+
+class VersionSpans:
+    """Remembers how far every running request was when its weights were replaced."""
+
+    def __init__(self) -> None:
+        self._closed: dict[str, dict[int, list[tuple[int, int]]]] = {}
+        """By request and completion: (tokens written, version that wrote the last of them), in order."""
+
+    def close(self, engine: Any, version: int) -> None:
+        """Note that what was written until now is of `version`; called between two engine steps."""
+        for state in engine.output_processor.request_states.values():
+            owner = state.external_req_id if state.parent_req is None else state.parent_req.external_req_id
+            num_tokens = state.detokenizer.num_output_tokens()
+            if num_tokens:
+                spans = self._closed.setdefault(owner, {}).setdefault(state.request_index, [])
+                spans.append((num_tokens, version))
+
+    def of(self, output: Any, version: int) -> list[list[int]]:
+        """Return the version of each token of each completion, and forget them; the last ones are of `version`."""
+        closed = self._closed.pop(output.request_id, {})
+        return [
+            _spread(closed.get(completion.index, ()), len(completion.token_ids), version)
+            for completion in output.outputs
+        ]
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop requests that will not be asked for."""
+        for name in request_ids:
+            self._closed.pop(name, None)
+
+
+def _spread(spans: Sequence[tuple[int, int]], num_tokens: int, version: int) -> list[int]:
+    versions: list[int] = []
+    for end, old in spans:
+        versions += [old] * (end - len(versions))
+    return versions + [version] * (num_tokens - len(versions))

@@ -1,0 +1,85 @@
+"""The calls that reach a receiver inside vLLM's worker."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vectorlm.backends.vllm import packs_by_itself
+from vectorlm.backends.vllm.pack import CpuPacking, require_plain_layers
+from vectorlm.dist.engine_ranks import CallResult
+from vectorlm.errors import EngineError, VectorLMError
+from vectorlm.lora.receive import AdapterReceiver
+from vectorlm.weights.plan import BASE, Layout, TensorSpec
+from vectorlm.weights.receive import Receiver
+
+
+def as_call_result(method: Callable[..., Any]) -> Callable[..., CallResult]:
+    """Return errors beside answers: vLLM would keep only an error's text, and its workers would lose step."""
+
+    @functools.wraps(method)
+    def call(*args: Any) -> CallResult:
+        try:
+            return method(*args), None
+        except VectorLMError as error:
+            return None, error
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}\n\nIn the worker:\n{traceback.format_exc()}"
+            return None, EngineError(text)
+
+    return call
+
+
+class WeightExtension:
+    """Mixed into vLLM's worker class (``worker_extension_cls``); `Receivers` calls it through ``collective_rpc``.
+
+    The prefix keeps the names apart from the worker's own. Arguments and answers are plain data.
+    """
+
+    model_runner: Any
+
+    @as_call_result
+    def vectorlm_prepare(self, kind: str) -> str:
+        """Make the receivers for the loaded model; answer with the kind that was chosen."""
+        model = self.model_runner.get_model()
+        chosen = choose_receiver(kind, model)
+        require_plain_layers(model)
+        packing = CpuPacking(model) if chosen == "packed" else None
+        self._vectorlm_receivers: dict[str, Any] = {BASE: Receiver(model, packing)}
+        if (manager := getattr(self.model_runner, "lora_manager", None)) is not None:
+            self._vectorlm_receivers["adapter"] = AdapterReceiver(manager, model)
+        return chosen
+
+    @as_call_result
+    def vectorlm_describe(self, weight_set: str, manifest: Sequence[TensorSpec]) -> Any:
+        """Answer with the `LoadPlan` of what this worker takes of the trainer's tensors."""
+        return self._vectorlm_receivers[weight_set].describe(manifest)
+
+    @as_call_result
+    def vectorlm_attach(self, weight_set: str, layout: Layout) -> Any:
+        """Map the arena; answer with the bytes that each update copies out of it."""
+        return self._vectorlm_receivers[weight_set].attach(layout)
+
+    @as_call_result
+    def vectorlm_load(self, weight_set: str, version: int, with_checksums: bool) -> Any:
+        """Take the arena's weights over; answer with checksums, if asked for."""
+        return self._vectorlm_receivers[weight_set].load(version, with_checksums)
+
+    @as_call_result
+    def vectorlm_clear(self, weight_set: str) -> Any:
+        """Compute without this set."""
+        return self._vectorlm_receivers[weight_set].clear()
+
+
+def choose_receiver(kind: str, model: Any) -> str:
+    """Resolve `auto`: `packed` for models on CPU of some size, `live` otherwise."""
+    parameters = list(model.parameters())
+    on_host = all(parameter.device.type == "cpu" for parameter in parameters)
+    if kind == "auto":
+        is_large = packs_by_itself(sum(parameter.numel() for parameter in parameters))
+        return "packed" if on_host and is_large else "live"
+    if kind == "packed" and not on_host:
+        raise ValueError("receiver='packed' is for models on CPU; on CUDA there is only 'live'.")
+    return kind

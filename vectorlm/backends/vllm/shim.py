@@ -1,0 +1,198 @@
+"""What we ask of vLLM's own objects, for versions 0.26 to 0.32."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import json
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES
+from vectorlm.errors import EngineError, VectorLMError
+from vectorlm.types import Prompt
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> Any:
+    """Build vLLM's synchronous engine, its scheduler in this process, with the settings that start fastest.
+
+    A tensor-parallel engine computes in worker processes that vLLM spawns; else it computes in this one. The caller's
+    `engine_args` win over the defaults here.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    if unknown := sorted(set(engine_args) - known):
+        raise EngineError(f"vLLM's engine knows no argument {', '.join(map(repr, unknown))}.")
+    settings = {**_defaults(model, on_cpu), **engine_args}
+    if on_cpu:
+        # vLLM has no sleep mode on CPU and would refuse.
+        settings.pop("enable_sleep_mode", None)
+    if settings.get("tensor_parallel_size", 1) > 1:
+        settings.setdefault("distributed_executor_backend", "mp")
+    return LLMEngine.from_engine_args(EngineArgs(**settings))
+
+
+def let_seeded_requests_wait() -> None:
+    """Keep vLLM from rewinding the generator of a seeded request on CPU, which fails; call before the engine is built.
+
+    vllm 0.32: a request whose prompt does not fit into one step draws a token that is thrown away, and its generator is
+    set back by an offset that CPU generators do not have. Without that the draw stays used up: what is sampled depends
+    on how prompts were cut, and is as random. Delete when ``_bookkeeping_sync`` leaves CPU generators alone.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    original = getattr(GPUModelRunner, "_bookkeeping_sync", None)
+    if original is None or hasattr(original, "leaves_generators_alone"):
+        return
+
+    def bookkeeping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The rewinding is all that this method wants of them.
+        generators, self.input_batch.generators = self.input_batch.generators, {}
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.input_batch.generators = generators
+
+    bookkeeping.leaves_generators_alone = True  # type: ignore[attr-defined]
+    GPUModelRunner._bookkeeping_sync = bookkeeping  # type: ignore[method-assign]
+
+
+def _defaults(model: str, on_cpu: bool) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "model": model,
+        "worker_extension_cls": "vectorlm.backends.vllm.extension.WeightExtension",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        # One batch may otherwise be in flight on the device when the weights change.
+        "async_scheduling": False,
+    }
+    if on_cpu:
+        defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+    if Path(model).is_dir() and not any((Path(model) / name).exists() for name in TOKENIZER_FILES):
+        defaults["skip_tokenizer_init"] = True
+    return defaults
+
+
+def make_sampling_params(given: Any) -> Any:
+    """Turn a mapping (or None) into ``vllm.SamplingParams`` that report a request once, when it is finished."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    if isinstance(given, SamplingParams):
+        params = given.clone()
+    elif isinstance(given, Mapping | None):
+        known = set(inspect.signature(SamplingParams).parameters)
+        if unknown := [name for name in given or {} if name not in known]:
+            near = difflib.get_close_matches(unknown[0], known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise EngineError(f"vllm.SamplingParams knows no {unknown[0]!r}.{hint}")
+        try:
+            params = SamplingParams(**(given or {}))
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"sampling_params={dict(given or {})} cannot be used: {error}") from error
+    else:
+        raise EngineError(
+            f"sampling_params={given!r} is a {type(given).__name__}: pass a mapping or vllm.SamplingParams, or one of "
+            "these for each prompt."
+        )
+    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
+        raise EngineError(
+            f"seed={params.seed} is out of range: it must fit into 64 bits, from -2^63 to 2^63 - 1."
+        )
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params
+
+
+def make_prompt(engine: Any, prompt: Prompt) -> Any:
+    """Turn text, token ids or chat messages into a prompt that the engine takes."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if len(prompt) and isinstance(prompt[0], Mapping):
+        tokenizer = engine.get_tokenizer()
+        text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    ids: list[Any] = list(prompt)
+    size = engine.vllm_config.model_config.get_vocab_size()
+    # Without a tokenizer vLLM does not look, and a step that reads beyond the embedding ends the engine.
+    if ids and not (min(ids) >= 0 and max(ids) < size):
+        outside = next(token for token in ids if not 0 <= token < size)
+        raise EngineError(f"a prompt has token {outside}: it must be from 0 to {size - 1}.")
+    return {"prompt_token_ids": ids}
+
+
+def warm_up(engine: Any) -> None:
+    """Sample one token; it leaves nothing behind in the prefix cache, which holds whole blocks only."""
+    params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
+    engine.add_request("warm-up", {"prompt_token_ids": [0]}, make_sampling_params(params))
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+@contextlib.contextmanager
+def naming_the_model(model: str) -> Iterator[None]:
+    """Turn whatever vLLM raises into an `EngineError` that names its version and the architecture of the folder."""
+    try:
+        yield
+    except VectorLMError:
+        raise
+    except Exception as error:
+        import vllm
+
+        raise EngineError(
+            f"vLLM {vllm.__version__} cannot run {_architecture(model)} on this machine as it was asked to: "
+            f"{type(error).__name__}: {error}\n\nIn the sampler process:\n{traceback.format_exc()}"
+        ) from error
+
+
+def _architecture(model: str) -> str:
+    """Return the architecture that the folder's config.json names, and the folder."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        names = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["architectures"]
+        return f"{', '.join(names)} ({model})"
+    return model
+
+
+class CudaSleep:
+    """Unmaps and maps vLLM's memory pools through its sleep mode (``enable_sleep_mode=True``). Has not run.
+
+    vllm 0.32: level 2 drops both pools and keeps the model's buffers (rotary tables, scales) on the host, level 1
+    keeps the weights there too; ``wake_up(tags=…)`` takes single pools back, and scheduling resumes with the last.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def sleep(self, parts: frozenset[str], asleep: frozenset[str]) -> None:
+        """Give the memory of `parts` away, while those in `asleep` sleep already."""
+        if not self._engine.vllm_config.model_config.enable_sleep_mode:
+            raise EngineError(
+                "the engine holds its memory outside vLLM's sleep mode and cannot give it away: build "
+                "SamplingEngine with enable_sleep_mode=True."
+            )
+        if "weights" in asleep:
+            # vLLM would take a second sleep for a mistake and do nothing.
+            self._engine.wake_up(tags=["weights"])
+        if "weights" in parts | asleep:
+            self._engine.sleep(level=2)
+            if "kv_cache" not in parts | asleep:
+                self._engine.wake_up(tags=["kv_cache"])
+        elif hasattr(self._engine, "release_kv_cache_memory"):
+            self._engine.sleep(level=0)
+            self._engine.release_kv_cache_memory()
+        else:
+            # Before vllm 0.32 the KV cache sleeps only together with the weights. Delete when the window begins there.
+            self._engine.sleep(level=1)
+            self._engine.wake_up(tags=["weights"])
+
+    def wake_up(self, parts: frozenset[str]) -> None:
+        """Take the memory of `parts` back; it holds garbage."""
+        for part in sorted(parts, reverse=True):
+            self._engine.wake_up(tags=[part])

@@ -1,0 +1,299 @@
+"""The rules of the section ``rl`` that need to know the algorithms, and so need torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vectorlm.algorithms.registry import get_algorithm
+from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.config.check import refuse
+from vectorlm.config.schema import Config, RLSettings
+from vectorlm.config.setting import all_settings, settings_of, to_plain, value_at
+from vectorlm.config.value import raise_problems
+from vectorlm.errors import ConfigError
+from vectorlm.plugin import load_plugin
+from vectorlm.rewards.registry import get_reward, short_name
+from vectorlm.rl.correction import correction_of
+from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, CriticSettings
+from vectorlm.train.optimizer_step import BY_LOSS
+
+# Parameters other than the temperature that change which tokens can be drawn, or how likely they are; with the values
+# that change nothing.
+_RESHAPING: dict[str, tuple[Any, ...]] = {
+    "top_p": (1, 1.0),
+    "top_k": (0, -1),
+    "min_p": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "logit_bias": (None,),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "min_tokens": (0,),
+    "structured_outputs": (None,),
+}
+_SET_ELSEWHERE = {"n": "rl.group_size", "seed": "train_parameters.seed"}
+
+
+def check_rl(config: Config) -> AlgorithmSpec:
+    """Check the section ``rl`` and return its algorithm; loads the files that it names.
+
+    Raises:
+        ConfigError: Lists every problem found.
+    """
+    rl = config.rl
+    if rl is None:
+        raise ConfigError("there is no section 'rl': reinforcement learning needs one.")
+    spec = get_algorithm(rl.algorithm)
+    found = [
+        *_group_problems(config, rl, spec),
+        *_sampling_problems(config, rl, spec),
+        *_correction_problems(config, rl, spec),
+        *_rollout_problems(config, rl),
+        *_overlong_problems(config, rl),
+        *_unread_settings(config, rl, spec),
+        *_reward_problems(config, rl),
+        *_hyperparameter_problems(config, rl, spec),
+        *_kl_problems(config, rl, spec),
+        *_length_problems(config, rl, spec),
+        *_schedule_problems(config, rl, spec),
+        *_async_problems(config, rl),
+    ]
+    raise_problems(found)
+    for name in rl.reward.rewards:
+        get_reward(name)
+    if rl.collect.environment is not None:
+        load_plugin(rl.collect.environment)
+    return spec
+
+
+def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
+    collect = rl.collect
+    if collect.group_size < spec.min_group_size:
+        rule = f"is too small for {spec.name}, which compares completions of one prompt"
+        yield refuse(config, "rl.group_size", rule, f"Use {spec.min_group_size} or more.")
+    if collect.group_size < 2 and spec.hyperparameters(rl.hyperparameters).dynamic_sampling:
+        rule = "would drop every group with rl.dynamic_sampling, as one completion has nothing to differ from"
+        yield refuse(config, "rl.group_size", rule, "Use 2 or more.")
+    if rl.update.num_mini_batches > collect.prompts_per_step:
+        rule = f"cannot split {collect.prompts_per_step} prompts: a mini-batch holds whole groups"
+        yield refuse(config, "rl.num_mini_batches", rule, "Use fewer, or more prompts.")
+
+
+def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
+    given = rl.collect.sampling_params
+    for name, place in _SET_ELSEWHERE.items():
+        if name in given:
+            yield refuse(config, f"rl.sampling_params.{name}", "is set in another place", f"Set '{place}'.")
+    temperature = rl.collect.sampling["temperature"]
+    # vLLM rounds a temperature below 0.01 up to 0.01, or down to greedy sampling, which makes equal completions.
+    if not (isinstance(temperature, int | float) and 0.01 <= temperature < math.inf):
+        rule = "must be at least 0.01, and finite: greedy completions are all the same, and vLLM has none in between"
+        yield refuse(config, "rl.sampling_params.temperature", rule, "Use 1.0.")
+    for name, harmless in _RESHAPING.items():
+        if spec.samples_from_policy and name in given and given[name] not in harmless:
+            rule = (
+                "makes the engine sample from another distribution than the one that is trained, so that every "
+                "ratio of the two would be wrong"
+            )
+            fix = "Leave it out; online_dpo, best_of_k and copg may use it."
+            yield refuse(config, f"rl.sampling_params.{name}", rule, fix)
+
+
+def _correction_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
+    for name, value, rule, fix in correction_problems(rl.correction, spec):
+        yield refuse(config, f"rl.correction.{name}", rule, fix, value)
+
+
+def correction_problems(
+    settings: CorrectionSettings, spec: AlgorithmSpec
+) -> Iterator[tuple[str, Any, str, str]]:
+    """Yield setting, value, rule and fix of everything that cannot be combined with this algorithm."""
+    correction = correction_of(settings, spec)
+    if correction == NO_CORRECTION:
+        return
+    if not spec.samples_from_policy:
+        rule = f"has nothing to correct: {spec.name} may learn from completions of any policy"
+        yield "preset", settings.preset, rule, "Use off."
+        return
+    if correction.bypass and spec.has_ratio and correction.level is not None:
+        rule = f"counts the mismatch twice with bypass: {spec.name} has the ratio of policy and engine in its loss"
+        yield "level", correction.level, rule, "Leave it out, or use the preset decoupled."
+    if correction.bypass and (correction.gate or correction.veto is not None or correction.normalise):
+        rule = "makes no forward pass of the old policy, which gates, vetoes and normalised weights need"
+        yield "bypass", True, rule, "Use another preset, or leave them out."
+    row_weights = correction.level == "sequence" or (
+        correction.level == "geometric" and correction.mode == "truncate"
+    )
+    if spec.level == "completion" and correction.level is not None and not row_weights:
+        rule = f"gives tokens different weights, and {spec.name} has one loss for a whole completion"
+        yield "level", correction.level, rule, "Use sequence, or geometric with mode: truncate."
+    if not (correction.low or 0) <= 1 <= (1 if correction.high is None else correction.high):
+        yield "low", correction.low, "and high must be bounds around 1: low <= 1 <= high", "Use 0.5 and 2.0."
+    yield from _gate_problems(correction)
+
+
+def _gate_problems(correction: Correction) -> Iterator[tuple[str, Any, str, str]]:
+    if correction.gate == "ratio":
+        if correction.gate_level == "max":
+            rule = (
+                "does not apply to ratios: to bound the ratio of every token, use gate_level: token or a veto"
+            )
+            yield "gate_level", "max", rule, "Use token, sum or mean."
+        low, high = correction.gate_low, correction.gate_high
+        if (low is None and high is None) or not (low or 0) <= 1 <= (1 if high is None else high):
+            yield "gate_low", low, "and gate_high must be bounds around 1", "Use 0.5 and 2.0."
+    elif correction.gate is not None and correction.gate_high is None:
+        yield "gate_high", None, f"is needed: the largest {correction.gate} that passes", "Use 0.1."
+
+
+def _rollout_problems(config: Config, rl: RLSettings) -> Iterator[str]:
+    source, path = rl.rollout.source, rl.rollout.path
+    if source == "file" and path is None:
+        yield refuse(config, "rl.rollout.path", "is needed for source: file", "Name a rollouts.jsonl.")
+    if source == "file" and path is not None and not Path(path).is_file():
+        yield refuse(config, "rl.rollout.path", "is not a file", "Name a rollouts.jsonl.")
+    if source == "engine" and path is not None:
+        rule = "is not read with source: engine"
+        yield refuse(config, "rl.rollout.path", rule, "Set rl.rollout.source: file.")
+
+
+def _overlong_problems(config: Config, rl: RLSettings) -> Iterator[str]:
+    buffer, longest = rl.collect.overlong_buffer_tokens, rl.collect.sampling["max_tokens"]
+    if not buffer:
+        return
+    if rl.collect.environment is not None:
+        rule = "is for single turns: with an environment it would compare all turns with the length of one"
+        yield refuse(config, "rl.overlong_buffer_tokens", rule, "Leave it out.")
+    elif longest is None or buffer > longest:
+        rule = f"must lie within rl.sampling_params.max_tokens={longest}"
+        yield refuse(config, "rl.overlong_buffer_tokens", rule, "Set max_tokens, or use a smaller one.")
+
+
+def _reward_problems(config: Config, rl: RLSettings) -> Iterator[str]:
+    reward = rl.reward
+    if not reward.rewards and not reward.reward_models:
+        yield "the section 'rl' names no reward: fill rl.rewards or rl.reward_models."
+    full_names: dict[str, str] = {}
+    for name in [*reward.rewards, *reward.reward_models]:
+        other = full_names.setdefault(short_name(name), name)
+        if other != name:
+            yield (
+                f"the rewards {other!r} and {name!r} would both be called {short_name(name)!r} in metrics: rename one "
+                "of the functions or folders."
+            )
+    for place, weights in (("rewards", reward.rewards), ("reward_models", reward.reward_models)):
+        for name, weight in weights.items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float):
+                yield refuse(config, f"rl.{place}.{name}", "must be a number", "Use 1.0.", weight)
+            elif not math.isfinite(weight):
+                yield refuse(config, f"rl.{place}.{name}", "must be finite", "Use 1.0.", weight)
+    folders = [(f"rl.reward_models.{path}", path) for path in reward.reward_models]
+    if rl.critic.model is not None:
+        folders.append(("rl.critic.model", rl.critic.model))
+    for place, path in folders:
+        if not (Path(path) / "config.json").is_file():
+            yield refuse(config, place, "has no config.json", "Name a folder of save_pretrained.", path)
+
+
+def _unread_settings(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
+    """Find settings that this algorithm, with these others, does not read."""
+    hparams = spec.hyperparameters(rl.hyperparameters)
+    read = spec.settings_read(hparams)
+    for name, value in rl.hyperparameters.items():
+        if name not in read:
+            used = ", ".join(sorted(read))
+            fix = "Did you mean rl.kl_coef?" if name == "beta" else f"Leave it out: {spec.name} reads {used}."
+            yield refuse(config, f"rl.{name}", f"has no effect with {spec.name}", fix, value)
+    # By the setting: without what it has no effect, and the setting that turns that on.
+    unread: dict[str, tuple[str, str]] = {}
+    if not spec.needs_critic:
+        without = f"{spec.name}, which has no critic"
+        unread |= {f"critic.{name}": (without, "") for name in settings_of(CriticSettings)}
+    if not (spec.needs_reference or rl.kl.kl_coef > 0):
+        unread["reference_sync_every"] = ("rl.kl_coef=0.0, which needs no reference", "rl.kl_coef")
+    if not hparams.dynamic_sampling:
+        unread["max_sampling_rounds"] = ("rl.dynamic_sampling=false", "rl.dynamic_sampling")
+    if rl.update.num_epochs * rl.update.num_mini_batches == 1:
+        unread["max_kl"] = ("one optimizer step a batch", "")
+    correction = correction_of(rl.correction, spec)
+    for kind, names in (
+        ("level", ("mode", "low", "high", "normalise")),
+        ("gate", ("gate_level", "gate_low", "gate_high")),
+    ):
+        if getattr(correction, kind) is None:
+            note = (f"rl.correction.{kind}=null", "rl.correction.preset")
+            unread |= {f"correction.{name}": note for name in names}
+    plain, known = to_plain(config), all_settings()
+    for name, (without, switch) in unread.items():
+        value = value_at(plain, f"rl.{name}")
+        if value not in (None, known[f"rl.{name}"].default) and switch not in config.origins:
+            yield refuse(config, f"rl.{name}", f"has no effect with {without}", "Leave it out.", value)
+
+
+def _hyperparameter_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
+    given = rl.hyperparameters
+    if given.get("dual_clip", 3.0) <= 1:
+        yield refuse(config, "rl.dual_clip", "must be above 1", "Use 3.0.")
+    if given.get("preference") == "ipo" and given.get("label_smoothing"):
+        yield refuse(config, "rl.label_smoothing", "belongs to preference: sigmoid", "Leave it out with ipo.")
+    if given.get("label_smoothing", 0.0) >= 0.5:
+        yield refuse(config, "rl.label_smoothing", "must be below 0.5", "Use 0.1.")
+
+
+def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
+    kl, num_completions = rl.kl, rl.collect.prompts_per_step * rl.collect.group_size
+    if not spec.samples_from_policy and kl.kl_coef > 0 and kl.kl_in == "reward":
+        rule = f"would change nothing: {spec.name} compares the rewards before the penalty"
+        yield refuse(config, "rl.kl_in", rule, "Use loss.")
+    if kl.kl_target is not None and kl.kl_horizon < num_completions:
+        rule = f"is less than the {num_completions} completions of one step"
+        yield refuse(config, "rl.kl_horizon", rule, "Use ten times as many.")
+    if kl.kl_target is not None and kl.kl_coef == 0:
+        rule = "needs an rl.kl_coef above 0 to start from"
+        yield refuse(config, "rl.kl_target", rule, "Set rl.kl_coef: 0.05.")
+    if kl.reference_sync_every is not None and config.train_parameters.lora_peft_config is not None:
+        rule = "cannot be done with LoRA, whose reference is the base without adapters"
+        yield refuse(config, "rl.reference_sync_every", rule, "Leave it out.")
+
+
+def _length_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
+    longest, sampler = config.train_parameters.max_seq_len, config.train_parameters.sampler
+    unit = spec.rows_per_loss(rl.collect.group_size)
+    if rl.update.max_tokens_per_micro_batch < longest * unit:
+        what = "one sequence" if unit == 1 else f"the {unit} sequences that {spec.name} compares"
+        rule = f"is less than {what} of train_parameters.max_seq_len={longest}"
+        yield refuse(config, "rl.max_tokens_per_micro_batch", rule, f"Use {longest * unit} or more.")
+    engine_length = None if sampler is None else sampler.engine.engine_args.get("max_model_len")
+    if isinstance(engine_length, int) and engine_length > longest:
+        rule = f"is more than train_parameters.max_seq_len={longest}: rollouts could be too long to train on"
+        path = "train_parameters.sampler.engine.max_model_len"
+        yield refuse(config, path, rule, f"Leave it out, or use {longest} or less.")
+
+
+def _schedule_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
+    if spec.needs_critic and rl.critic.warmup_steps >= rl.max_steps:
+        rule = f"leaves no step of rl.max_steps={rl.max_steps} to the policy"
+        yield refuse(config, "rl.critic.warmup_steps", rule, "Use fewer.")
+    if config.train_parameters.schedule.lr_scheduler_type in BY_LOSS:
+        rule = "waits for an evaluation loss, and reinforcement learning has none"
+        fix = "Use constant, linear or cosine."
+        yield refuse(config, "train_parameters.lr_scheduler_type", rule, fix)
+
+
+def _async_problems(config: Config, rl: RLSettings) -> Iterator[str]:
+    sampler = config.train_parameters.sampler
+    if rl.async_ is None:
+        return
+    if rl.rollout.source == "file":
+        rule = "has nothing to overlap with training: stored completions are there already"
+        yield refuse(config, "rl.rollout.source", rule, "Leave rl.async out.")
+    if sampler is not None and (sampler.turn.sleep != "none" or sampler.turn.offload_optimizer):
+        turn = sampler.turn
+        yield (
+            f"train_parameters.sampler.sleep={turn.sleep!r} and offload_optimizer={turn.offload_optimizer}: with "
+            "rl.async engine and trainer work at the same time. Use sleep: none and offload_optimizer: False."
+        )

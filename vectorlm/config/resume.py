@@ -1,0 +1,145 @@
+"""Whether a config may go on from the checkpoints in its output_dir, and what has changed since they were written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vectorlm.checkpoint.folder import newest
+from vectorlm.config.schema import Config
+from vectorlm.config.setting import to_plain
+from vectorlm.config.value import show
+from vectorlm.errors import CheckpointError
+
+FIXED = (
+    "train_parameters.seed",
+    "train_parameters.lora_peft_config",
+    "rl.algorithm",
+    "rl.critic.model",
+    "rl.num_epochs",
+    "rl.num_mini_batches",
+    "rl.reference_sync_every",
+    "rl.rollout.source",
+)
+"""What decides which tensors a checkpoint holds, the order of the data, or how its optimizer steps are counted."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """How a run goes on from its newest checkpoint."""
+
+    step: int
+    changes: tuple[str, ...]
+    """Settings that are no longer what they were, such as ``train_parameters.epochs=4 (was 2)``."""
+    is_finished: bool
+    """Nothing is left to do: the checkpoint is of the run's last step, and the model was exported."""
+
+
+def identity_of(config: Config, world_size: int, num_examples: int | None = None) -> dict[str, Any]:
+    """Return what a checkpoint notes of its run, as JSON values; `num_examples` are the training dataset's rows."""
+    train, text, rl = config.train_parameters, config.dataset, config.rl
+    contents = {"model": _model_digest(Path(config.model))}
+    fixed: dict[str, Any] = {}
+    if rl is not None:
+        contents |= {"rl.prompts": _digest(rl.collect.prompts)}
+    elif text is not None:
+        contents |= {"dataset.train_ds": _fingerprint(Path(text.train_ds))}
+        fixed["global batch"] = world_size * text.train_bs * train.loop.gradient_accumulation_steps
+        fixed["rows of dataset.train_ds"] = num_examples
+    settings = dict(_flat(to_plain(config)))
+    settings["world_size"] = world_size
+    # A folder that was moved is still the same run.
+    del settings["train_parameters.output_dir"]
+    identity = {"settings": settings, "contents": contents, "fixed": fixed}
+    return json.loads(json.dumps(identity))
+
+
+def find_resumption(config: Config, world_size: int, num_examples: int | None = None) -> Resumption | None:
+    """Return how this run goes on from the newest checkpoint in its output_dir; None where it starts from the start.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read, or belongs to a run that this config cannot go on with.
+    """
+    path = Path(config.train_parameters.output_dir) / "checkpoints"
+    found = newest(path) if config.train_parameters.checkpointing_enabled else None
+    if found is None:
+        return None
+    now = identity_of(config, world_size, num_examples)
+    if "contents" not in found.identity:
+        raise CheckpointError(f"{found.path} was written by an earlier version of vectorlm. Delete {path}.")
+    refused, changes = _compare(found.identity, now)
+    if refused:
+        final = path.with_name("final-model")
+        start = f": a run there may start from these weights with model={final}" if final.is_dir() else ""
+        raise CheckpointError(
+            f"cannot go on from {found.path}: {'; '.join(refused)}. The weights of the checkpoint and its place in "
+            f"the data depend on this. Restore it, or choose another output_dir{start}. To start over, delete {path}."
+        )
+    length = "rl.max_steps" if config.rl is not None else "train_parameters.epochs"
+    is_over = now["settings"][length] <= found.identity["settings"][length]
+    return Resumption(found.step, tuple(changes), found.is_finished and is_over)
+
+
+def say_finished(config: Config, found: Resumption) -> str:
+    """Say that a run is over, and how to train longer."""
+    output = config.train_parameters.output_dir
+    length = "train_parameters.epochs" if config.rl is None else "rl.max_steps"
+    return (
+        f"{output} is finished at step {found.step}; its model is {output}/final-model. To train longer, raise "
+        f"{length}; to start over, delete {output}/checkpoints."
+    )
+
+
+def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the differences that a run cannot go on with, and the others."""
+    refused: list[str] = []
+    changes: list[str] = []
+    for name in sorted(before["settings"].keys() | now["settings"].keys()):
+        old, new = before["settings"].get(name), now["settings"].get(name)
+        if old != new:
+            is_fixed = any(name == each or name.startswith(f"{each}.") for each in FIXED)
+            (refused if is_fixed else changes).append(f"{name}={show(new)} (was {show(old)})")
+    for name, new in now["contents"].items():
+        if new != before["contents"].get(name):
+            (refused if name == "model" else changes).append(f"the content of {name} is another")
+    for name, new in now["fixed"].items():
+        # `vectorlm check` counts no rows.
+        if new is not None and new != (old := before["fixed"].get(name)):
+            more = " (world_size x train_bs x gradient_accumulation_steps)" if name == "global batch" else ""
+            refused.append(f"{name}={new}{more} (was {old})")
+    return refused, changes
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _model_digest(folder: Path) -> str:
+    """Tell models apart by their description and the sizes of their files, without reading the weights."""
+    files = sorted(path for path in folder.glob("*") if path.suffix in (".safetensors", ".bin"))
+    return _digest(
+        [_digest(str(folder / "config.json")), *((path.name, path.stat().st_size) for path in files)]
+    )
+
+
+def _fingerprint(dataset: Path) -> Any:
+    """Return what the datasets library calls the content of a saved dataset."""
+    try:
+        return json.loads((dataset / "state.json").read_text(encoding="utf-8"))["_fingerprint"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _digest(source: Any) -> str:
+    """Return a digest of a file's content, or of any other value."""
+    is_file = isinstance(source, str) and Path(source).is_file()
+    content = Path(source).read_bytes() if is_file else repr(source).encode()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -1,0 +1,68 @@
+"""Prompts: reading them, and checking that the model has room to answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vectorlm.errors import DatasetError
+from vectorlm.types import PromptRecord
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def read_prompts(source: str | Path | Sequence[str], setting: str = "sampler.prompts") -> list[PromptRecord]:
+    """Take prompts as they are, or read a JSONL file of objects with a ``prompt`` and any other columns.
+
+    Args:
+        source: Prompts, or the path of a file.
+        setting: Name of the source in an error.
+
+    Raises:
+        DatasetError: The file is missing or empty, or a line is not an object with a ``prompt``.
+    """
+    if not isinstance(source, str | Path):
+        return [PromptRecord(prompt) for prompt in source]
+    if not Path(source).is_file():
+        raise DatasetError(f"{setting}={str(source)!r} is not a file. Make it first, or list the prompts.")
+    prompt_records = []
+    # Not splitlines(), which would also cut at separators inside a text.
+    for number, line in enumerate(Path(source).read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            columns = json.loads(line)
+            prompt_records.append(PromptRecord(columns.pop("prompt"), columns))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise DatasetError(
+                f"{source}:{number} is {line[:80]!r}, but every line must be a JSON object with a 'prompt'."
+            ) from error
+    if not prompt_records:
+        raise DatasetError(f"{setting}={str(source)!r} is empty: it must hold at least one prompt.")
+    return prompt_records
+
+
+def check_lengths(
+    prompt_records: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, max_tokens: int, setting: str
+) -> None:
+    """Raise a `DatasetError` that names the first prompt longer than `max_tokens`; `setting` names their source."""
+    prompts: list[Any] = [prompt_record.prompt for prompt_record in prompt_records]
+    texts = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
+    rows: list[Any] = tokenizer([prompts[index] for index in texts])["input_ids"] if texts else []  # type: ignore[assignment]
+    lengths = {index: len(row) for index, row in zip(texts, rows, strict=True)}
+    for index, prompt in enumerate(prompts):
+        if index in lengths:
+            length = lengths[index]
+        elif prompt and not isinstance(prompt[0], int):
+            chat: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+            length = len(chat["input_ids"])
+        else:
+            length = len(prompt)
+        if length > max_tokens:
+            raise DatasetError(
+                f"prompt {index} of {setting} has {length} tokens, more than the {max_tokens} that leave room for an "
+                "answer: leave it out, or raise train_parameters.max_seq_len and sampler.engine.max_model_len."
+            )

@@ -1,0 +1,214 @@
+"""Points that all ranks reach together, with a deadline and the names of those who are missing."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import pickle
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from vectorlm.dist.topology import Topology
+from vectorlm.errors import HandoffTimeout, LaunchError, RankMismatch
+
+# Ranks poll for a root's note: a blocking wait logs a warning at each timeout, a busy one takes a core from the engine.
+SHORTEST_PAUSE_S = 0.0005
+LONGEST_PAUSE_S = 0.02
+KEY_BYTES = SIGNATURE_BYTES = 32
+
+
+class Collectives:
+    """Exchange small objects over the process group's key-value store, and large arrays over gloo.
+
+    A collective only says that it timed out; the store can tell which ranks came, and what a missing rank did last. The
+    gloo group belongs to this object alone, so its traffic never mixes with the trainer's.
+    """
+
+    def __init__(self, topology: Topology, timeout_s: float) -> None:
+        self._topology = topology
+        self._timeout_s = timeout_s
+        self._count = 0
+        self._posted: list[str] = []
+        self._tickets: Counter[str] = Counter()
+        self._store: Any = None
+        self._group: Any = None
+        if topology.world_size > 1:
+            import torch.distributed as dist
+            from torch.distributed.distributed_c10d import _get_default_store
+
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            self._key = self._agree_on_key()
+            # torch gives a group the same name on every rank and no name twice, so no two objects share keys.
+            self._store = dist.PrefixStore(f"vectorlm/{self._group.group_name}", _get_default_store())
+
+    def all_gather_object(self, place: str, note: Any = None) -> list[Any]:
+        """Wait until every rank is at `place`, and return their notes, small picklable objects, by rank.
+
+        Raises `HandoffTimeout`, naming the missing ranks and their last places, if a rank does not come in time.
+        """
+        if self._store is None:
+            return [note]
+        keys = self._open(place)
+        self._post(keys[self._topology.rank], place, note)
+        try:
+            self._store.wait(keys, timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if missing:
+                raise HandoffTimeout(self._missing_text(place, missing)) from error
+        places, notes = zip(*map(self._read, keys), strict=True)
+        self._require_same_place(dict(enumerate(places)))
+        # Every rank is here, so every rank has read what was posted before.
+        *read, now = self._posted
+        for key in read:
+            self._store.delete_key(key)
+        self._posted = [now]
+        return list(notes)
+
+    def broadcast_object(
+        self, place: str, note: Any = None, arrays: Sequence[np.ndarray] = (), *, root: int = 0
+    ) -> tuple[Any, list[np.ndarray]]:
+        """Return the note and the arrays of `root` on every rank; the other ranks pass nothing.
+
+        The arrays travel as one tensor. Raises `HandoffTimeout` if `root` has not called `show_life` for the deadline.
+        """
+        if self._store is None:
+            return note, list(arrays)
+        keys = self._open(place)
+        key = keys[root]
+        if self._topology.rank == root:
+            sizes = [(array.dtype.str, array.shape) for array in arrays]
+            self._post(key, place, (note, sizes))
+            self._broadcast([np.ascontiguousarray(array) for array in arrays], root)
+            return note, list(arrays)
+        self._wait_for(root, key, place)
+        of_root, sent = self._read(key)
+        if of_root != place:
+            # The ranks that wait for all others shall learn it too.
+            self._post(keys[self._topology.rank], place, None)
+            self._require_same_place({root: of_root, self._topology.rank: place})
+        note, sizes = sent
+        received = [np.empty(shape, dtype) for dtype, shape in sizes]
+        self._broadcast(received, root)
+        return note, received
+
+    def _broadcast(self, arrays: Sequence[np.ndarray], root: int) -> None:
+        """Fill the arrays of the other ranks with those of `root`, in one message."""
+        import torch
+        import torch.distributed as dist
+
+        raw = [array.reshape(-1).view(np.uint8) for array in arrays]
+        if not any(piece.size for piece in raw):
+            return
+        together = torch.from_numpy(np.concatenate(raw))
+        dist.broadcast(together, src=root, group=self._group)
+        if self._topology.rank == root:
+            return
+        first = 0
+        for piece in raw:
+            piece[:] = together[first : first + piece.size].numpy()
+            first += piece.size
+
+    def ticket(self, name: str) -> int:
+        """Draw the next number of the series `name`, from 0; all ranks draw from one series."""
+        if self._store is None:
+            self._tickets[name] += 1
+            return self._tickets[name] - 1
+        return self._store.add(f"ticket/{name}", 1) - 1
+
+    def forget_tickets(self, name: str) -> None:
+        """Drop the series `name`, from which no rank draws any more."""
+        self._tickets.pop(name, None)
+        if self._store is not None and self._topology.is_main:
+            self._store.delete_key(f"ticket/{name}")
+
+    def show_life(self) -> None:
+        """Tell the ranks that wait in `broadcast_object` that this one is alive and making progress."""
+        if self._store is not None:
+            self._store.add(f"life/{self._topology.rank}", 1)
+
+    def close(self) -> None:
+        """Destroy the gloo group; not a collective."""
+        if self._group is not None:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _open(self, place: str) -> list[str]:
+        """Record where this rank is, and return the keys of the next exchange, by rank."""
+        self._count += 1
+        self._store.set(f"place/{self._topology.rank}", place)
+        return [f"{self._count}/{rank}" for rank in range(self._topology.world_size)]
+
+    def _require_same_place(self, places: Mapping[int, str]) -> None:
+        """Raise `RankMismatch` where `places`, by rank, are not all one."""
+        if len(set(places.values())) > 1:
+            where = ", ".join(f"rank {rank} is in {place!r}" for rank, place in sorted(places.items()))
+            raise RankMismatch(f"{where}. Every rank must make the same engine calls in the same order.")
+
+    def _agree_on_key(self) -> bytes:
+        """Return rank 0's random bytes on every rank; they travel over gloo, not through the store."""
+        import torch
+        import torch.distributed as dist
+
+        key = torch.frombuffer(bytearray(os.urandom(KEY_BYTES)), dtype=torch.uint8)
+        dist.broadcast(key, src=0, group=self._group)
+        return key.numpy().tobytes()
+
+    def _post(self, key: str, place: str, note: Any) -> None:
+        message = pickle.dumps((place, note))
+        self._store.set(key, self._signature(key, message) + message)
+        self._posted.append(key)
+
+    def _read(self, key: str) -> tuple[str, Any]:
+        """Return a rank's place and note; the store has a port, and what a stranger wrote there is never unpickled."""
+        signed = self._store.get(key)
+        signature, message = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(key, message)):
+            raise LaunchError(
+                f"the note {key} in the ranks' key-value store was not written by a rank of this run: somebody else "
+                "can reach the store's port."
+            )
+        place, note = pickle.loads(message)
+        return place, note
+
+    def _signature(self, key: str, message: bytes) -> bytes:
+        return hmac.digest(self._key, key.encode() + b"\0" + message, "sha256")
+
+    def _missing_text(self, place: str, missing: list[int]) -> str:
+        here = [rank for rank in range(self._topology.world_size) if rank not in missing]
+        places = []
+        for rank in missing:
+            key = f"place/{rank}"
+            last = self._store.get(key).decode() if self._store.check([key]) else "nothing yet"
+            places.append(f"last place of rank {rank}: {last}")
+        return (
+            f"{_ranks(here)} reached {place!r} but {_ranks(missing)} did not within {self._timeout_s:g} s "
+            f"({', '.join(places)}). Every rank must make the same engine calls in the same order."
+        )
+
+    def _wait_for(self, root: int, key: str, place: str) -> None:
+        life, since, pause_s = -1, time.monotonic(), SHORTEST_PAUSE_S
+        while not self._store.check([key]):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            seen = self._store.add(f"life/{root}", 0)
+            if seen != life:
+                life, since = seen, time.monotonic()
+            if time.monotonic() - since > self._timeout_s:
+                raise HandoffTimeout(
+                    f"rank {self._topology.rank} waited at {place!r} for rank {root}, which has not made progress for "
+                    f"{self._timeout_s:g} s."
+                )
+
+
+def _ranks(ranks: list[int]) -> str:
+    names = ", ".join(map(str, ranks))
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"

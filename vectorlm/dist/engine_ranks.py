@@ -1,0 +1,78 @@
+"""The ranks that own an engine, and the work that all ranks do together around them."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from vectorlm.dist.collectives import Collectives
+from vectorlm.dist.topology import Topology
+from vectorlm.errors import EngineError, RankMismatch, VectorLMError
+
+Result = TypeVar("Result")
+CallResult = tuple[Any, Exception | None]
+"""What a call returned, or the error that it raised."""
+
+
+class EngineRanks:
+    """The ranks that own an engine: the first of each node, or several of each with data parallel engines."""
+
+    def __init__(self, topology: Topology, collectives: Collectives, engines_per_node: int = 1) -> None:
+        """Spread the engine ranks evenly over the ranks of each node, which `engines_per_node` divides."""
+        per_node = topology.local_world_size
+        self._topology, self._collectives = topology, collectives
+        self.ranks_per_engine: int = per_node // engines_per_node
+        """Ranks that each engine serves; on CUDA also the number of devices that it may use."""
+        self.ranks: tuple[int, ...] = tuple(range(0, topology.world_size, self.ranks_per_engine))
+        self.first_of_node: tuple[int, ...] = tuple(range(0, topology.world_size, per_node))
+        """Per node, the engine rank that makes the arena."""
+
+    @property
+    def owns_an_engine(self) -> bool:
+        """Whether this rank is an engine rank."""
+        return self._topology.rank in self.ranks
+
+    def check_same_args(self, place: str, arguments: Any, summary: str) -> None:
+        """Raise `RankMismatch` on every rank if a rank passes other arguments than rank 0."""
+        digest = hashlib.blake2b(repr(arguments).encode()).hexdigest()
+        notes = self._collectives.all_gather_object(place, (digest, summary))
+        odd = [rank for rank, note in enumerate(notes) if note[0] != notes[0][0]]
+        if odd:
+            others = "; ".join(f"rank {rank}: {notes[rank][1]}" for rank in odd)
+            raise RankMismatch(
+                f"{place} needs the same arguments on every rank, but rank {', '.join(map(str, odd))} differs from "
+                f"rank 0. Rank 0: {notes[0][1]}; {others}."
+            )
+
+    def on_engine_ranks(
+        self, place: str, work: Callable[[], Result], engine_ranks: tuple[int, ...] | None = None
+    ) -> list[Result]:
+        """Do `work` on every engine rank, or some; return all results or raise the first error on every rank."""
+        engine_ranks = self.ranks if engine_ranks is None else engine_ranks
+        mine = capture(work) if self._topology.rank in engine_ranks else None
+        broadcast = self._collectives.broadcast_object
+        return results_or_first_error([broadcast(place, mine, root=rank)[0] for rank in engine_ranks])
+
+    def on_all_ranks(self, place: str, work: Callable[[], Result]) -> list[Result]:
+        """Do `work` on every rank; return all results, or raise the first error, on every rank."""
+        return results_or_first_error(self._collectives.all_gather_object(place, capture(work)))
+
+
+def capture(work: Callable[[], Any]) -> CallResult:
+    """Return what `work` returned or raised; an error that is not a `VectorLMError` brings its traceback."""
+    try:
+        return work(), None
+    except VectorLMError as error:
+        return None, error
+    except Exception as error:
+        return None, EngineError(f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}")
+
+
+def results_or_first_error(call_results: Sequence[CallResult]) -> list[Any]:
+    """Return all results, or raise the first error."""
+    for _, error in call_results:
+        if error is not None:
+            raise error
+    return [result for result, _ in call_results]

@@ -1,0 +1,81 @@
+"""How a process ends: with the process that started it, and leaving its error where torch's agent looks for it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.25
+REMOVE_WITHIN_S = 3.0
+
+
+def follow_parent(
+    parent_pid: int, scratch: str | None = None, before_exit: Callable[[], None] = lambda: None
+) -> None:
+    """End this process soon after `parent_pid` stops being its parent, even if the parent was killed.
+
+    A killed parent cannot tell its children, but the kernel gives them another parent. This works while the main
+    thread is inside a collective or an engine step, where no Python signal handler would run.
+
+    Before the exit it deletes the folder `scratch`, because a killed parent could not, and calls `before_exit`.
+    """
+    # torch's spawn asks the kernel for a signal at the parent's death, which would end us before we tidied up.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
+    what = (parent_pid, scratch, before_exit)
+    threading.Thread(target=_follow, args=what, name="follow-parent", daemon=True).start()
+
+
+def _follow(parent_pid: int, scratch: str | None, before_exit: Callable[[], None]) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(POLL_S)
+    if scratch is not None:
+        remove_folder(Path(scratch))
+    before_exit()
+    os._exit(1)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete `folder` although siblings do the same at this moment, and may still be writing into it."""
+    deadline = time.monotonic() + REMOVE_WITHIN_S
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(POLL_S / 5)
+
+
+def how_it_ended(code: int | None) -> str:
+    """Return in words how a process with this exit code ended; None: nobody knows."""
+    if code is None:
+        return "is gone"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def write_fault(path: str | Path, rank: int, error: BaseException) -> None:
+    """Write `error` to `path` in the format of torch elastic; an earlier error is kept, because it is nearer to the cause."""
+    if Path(path).exists():
+        return
+    trace = "".join(traceback.format_exception(error))
+    details = {"py_callstack": trace, "timestamp": str(int(time.time())), "time_s": time.time(), "rank": rank}
+    note = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}
+    partial = Path(f"{path}.partial")
+    partial.write_text(json.dumps(note))
+    partial.rename(path)
+
+
+def first_fault(folder: str | Path) -> tuple[int, str, str] | None:
+    """Return rank, message and traceback of the earliest error in the error files below `folder`."""
+    faults = []
+    for path in Path(folder).rglob("error.json"):
+        note = json.loads(path.read_text())["message"]
+        details = note["extraInfo"]
+        if "time_s" in details:
+            faults.append((details["time_s"], details["rank"], note["message"], details["py_callstack"]))
+    return min(faults)[1:] if faults else None

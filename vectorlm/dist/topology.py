@@ -1,0 +1,86 @@
+"""Where this process stands among the ranks of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vectorlm.errors import LaunchError
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets for each rank; a process that has all of them is a rank."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One rank's place in the run; a lone process is rank 0 of 1."""
+
+    rank: int = 0
+    """Index of this process among all ranks, from 0."""
+    local_rank: int = 0
+    """Index of this process among the ranks of its node, from 0."""
+    world_size: int = 1
+    """Number of ranks in the run."""
+    local_world_size: int = 1
+    """Number of ranks on this node."""
+    device: str = "cpu"
+    """The device that this rank trains on, as torch spells it: ``cpu`` or ``cuda:<local_rank>``."""
+    error_file: str | None = None
+    """Where the supervisor looks for this rank's error; None when nothing supervises this process."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Topology:
+        """Read torchrun's variables from `environment` or ``os.environ``; without them this is a lone process.
+
+        Raises:
+            LaunchError: The rank lies outside the world, or the nodes do not run equally many ranks.
+        """
+        variables = os.environ if environment is None else environment
+        rank = int(variables.get("RANK", 0))
+        world_size = int(variables.get("WORLD_SIZE", 1))
+        local_rank = int(variables.get("LOCAL_RANK", rank))
+        local_world_size = int(variables.get("LOCAL_WORLD_SIZE", world_size))
+        if not 0 <= rank < world_size:
+            raise LaunchError(f"RANK={rank} lies outside WORLD_SIZE={world_size}: use 0 to {world_size - 1}.")
+        num_nodes = int(variables.get("GROUP_WORLD_SIZE", world_size // local_world_size))
+        if world_size != num_nodes * local_world_size or rank % local_world_size != local_rank:
+            raise LaunchError(
+                f"RANK={rank} of WORLD_SIZE={world_size} is LOCAL_RANK={local_rank} of "
+                f"LOCAL_WORLD_SIZE={local_world_size}, but every node must run equally many ranks, numbered node by "
+                "node. Start torchrun with the same --nproc_per_node on every node."
+            )
+        error_file = variables.get("TORCHELASTIC_ERROR_FILE")
+        return cls(rank, local_rank, world_size, local_world_size, _device(local_rank), error_file)
+
+    @property
+    def node(self) -> int:
+        """Index of this node, from 0; nodes run equally many ranks."""
+        return self.rank // self.local_world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes in the run."""
+        return self.world_size // self.local_world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which owns the sampler and writes the files."""
+        return self.rank == 0
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether this rank trains on a CUDA device."""
+        return self.device.startswith("cuda")
+
+
+def is_rank(environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether torchrun, or a launcher that sets the same variables, made this process a rank."""
+    variables = os.environ if environment is None else environment
+    return all(name in variables for name in RANK_VARIABLES)
+
+
+def _device(local_rank: int) -> str:
+    import torch
+
+    return f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"

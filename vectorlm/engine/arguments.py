@@ -1,0 +1,156 @@
+"""What `SamplingEngine` accepts, checked before any process is started."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vectorlm.contracts import WeightSource
+from vectorlm.dist.topology import Topology
+from vectorlm.settings import require_choice
+from vectorlm.types import InFlight, Prompt
+
+RECEIVERS = ("auto", "live", "packed")
+LORA_MODES = ("auto", "adapter", "merged")
+
+
+def require_receiver(receiver: str) -> None:
+    """Raise ValueError for an unknown receiver."""
+    if receiver not in RECEIVERS:
+        raise ValueError(f"receiver={receiver!r} is not known: it must be one of {', '.join(RECEIVERS)}.")
+
+
+def choose_lora_mode(lora_mode: str, enable_lora: bool) -> str:
+    """Resolve `auto`; raise ValueError for an unknown mode, or one that contradicts ``enable_lora``."""
+    if lora_mode not in LORA_MODES:
+        raise ValueError(f"lora_mode={lora_mode!r} is not known: it must be one of {', '.join(LORA_MODES)}.")
+    if lora_mode == "adapter" and not enable_lora:
+        raise ValueError(
+            "lora_mode='adapter' needs an engine with LoRA layers: pass enable_lora=True and max_lora_rank, or use "
+            "lora_mode='merged'."
+        )
+    if lora_mode == "merged" and enable_lora:
+        raise ValueError(
+            "lora_mode='merged' needs no LoRA layers, which would only slow the engine down: leave enable_lora out."
+        )
+    return "adapter" if enable_lora else "merged"
+
+
+def require_engines(data_parallel_size: int, topology: Topology) -> None:
+    """Raise ValueError if the ranks of a node cannot be divided among this many engines."""
+    per_node = topology.local_world_size
+    if data_parallel_size < 1 or per_node % data_parallel_size:
+        raise ValueError(
+            f"data_parallel_size={data_parallel_size} cannot be spread over {per_node} ranks of a node: it must divide "
+            f"{per_node}."
+        )
+
+
+def require_devices(tensor_parallel_size: Any, num_devices: int, topology: Topology) -> None:
+    """Raise ValueError if an engine has too few devices for its workers: on CUDA each shares the device of a rank."""
+    size = tensor_parallel_size
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"tensor_parallel_size={size!r} must be an integer >= 1.")
+    if topology.is_cuda and size > num_devices:
+        raise ValueError(
+            f"tensor_parallel_size={size} must be at most {num_devices}, the number of ranks of an engine: every "
+            "worker of the engine shares the device of a rank. Use fewer, or start more ranks."
+        )
+
+
+def require_folder(model: str | Path) -> None:
+    """Raise FileNotFoundError for a missing folder; a name that may be of a model hub passes, with a warning if new."""
+    path = Path(model)
+    # A hub's "owner/name" has no folder called "owner" beside the script.
+    is_local = path.is_absolute() or (path.parent != Path() and path.parent.is_dir())
+    if is_local and not path.is_dir():
+        raise FileNotFoundError(f"the model folder {model} does not exist.")
+    if str(model).count("/") == 1 and not path.is_dir() and _is_unknown(str(model)):
+        text = f"{model} is not a folder here, and not in the cache of the model hub: it is looked for on the hub."
+        warnings.warn(text, stacklevel=3)
+
+
+def _is_unknown(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return not isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def require_update(model: Any, train_step: Any, in_flight: str) -> None:
+    """Raise TypeError or ValueError for arguments that `update` does not take, a state dict for example."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module | WeightSource):
+        raise TypeError(
+            f"update takes the model itself, a torch.nn.Module, or a WeightSource, not a {type(model).__name__}."
+        )
+    if isinstance(train_step, bool) or not isinstance(train_step, int):
+        raise TypeError(f"train_step={train_step!r} is not a version: it must be an integer.")
+    if not 0 <= train_step < 2**31:  # Completions carry it as int32.
+        raise ValueError(f"train_step={train_step} is not a version: it must be at least 0 and below 2^31.")
+    require_choice("in_flight", in_flight, InFlight)
+
+
+def as_list(prompts: Sequence[Prompt] | str) -> list[Prompt]:
+    """Return a list of prompts; one text is one prompt. Raises TypeError, naming what is not a prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts={prompts!r} must be a text or a list of prompts.")
+    listed = list(prompts)
+    for index, prompt in enumerate(listed):
+        if not _is_prompt(prompt):
+            raise TypeError(
+                f"prompt {index} is {str(prompt)[:60]!r}, a {type(prompt).__name__}: a prompt is text, token ids or "
+                "chat messages ({'role': …, 'content': …})."
+            )
+    return [_plain(prompt) for prompt in listed]
+
+
+def _plain(value: Any) -> Any:
+    """Return a prompt in Python's own types: a class of a script's cannot be sent, and long arrays print shortened."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, bytes) and len(value):
+        if isinstance(value[0], str | Mapping | Sequence):
+            return [_plain(each) for each in value]
+        if type(value[0]) is not int and hasattr(value[0], "__int__"):
+            return [int(each) for each in value]
+    return value
+
+
+def _is_prompt(prompt: Any) -> bool:
+    """Look at the first element alone: prompts may be long."""
+    if isinstance(prompt, str):
+        return True
+    if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Sequence):
+        # Arrays and tensors of token ids are not a `Sequence`.
+        return hasattr(prompt, "tolist") and hasattr(prompt, "__len__")
+    if not len(prompt):
+        return True
+    if isinstance(prompt[0], Mapping):
+        return {"role", "content"} <= prompt[0].keys()
+    return hasattr(prompt[0], "__index__")
+
+
+def one_each(params: Any, count: int) -> list[Any]:
+    """Return the sampling parameters of each prompt; raises ValueError for a list of another length."""
+    if isinstance(params, Sequence) and not isinstance(params, (str, bytes)):
+        if len(params) != count:
+            raise ValueError(
+                f"{len(params)} sampling parameters were given for {count} prompts: pass one, or one each."
+            )
+        return list(params)
+    return [params] * count
+
+
+def summary(prompts: Sequence[Prompt]) -> str:
+    """Describe prompts in a few words, for an error text."""
+    first = f", the first {str(prompts[0])[:60]!r}" if prompts else ""
+    return f"{len(prompts)} prompts{first}"

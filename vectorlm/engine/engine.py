@@ -1,0 +1,400 @@
+"""An inference engine, called from every rank of a training loop, with weights that follow the training."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from vectorlm.dist.collectives import Collectives
+from vectorlm.dist.engine_ranks import EngineRanks
+from vectorlm.dist.placement import devices_of_engine
+from vectorlm.dist.topology import Topology
+from vectorlm.engine import arguments, messages
+from vectorlm.engine.handle import BatchHandle
+from vectorlm.engine.hot_swap import HotSwap
+from vectorlm.engine.last_error import let_go_of_last_error
+from vectorlm.engine.process_channel import ProcessChannel
+from vectorlm.engine.scheduler import InlineChannel
+from vectorlm.errors import EngineError, EngineTimeout
+from vectorlm.types import Completion, InFlight, Prompt, UpdateReport
+
+if TYPE_CHECKING:
+    import torch
+    import vllm
+
+    from vectorlm.contracts import WeightSource
+
+DRAIN_POLL_S = 0.005
+"""How often an update with ``in_flight="drain"`` looks whether the requests have ended."""
+
+
+class SamplingEngine:
+    """An inference engine on the training devices, vLLM by default, called from all ranks alike.
+
+    Rank 0 starts the engine in a separate process (on several nodes the first rank of each does). The constructor
+    returns at once, so that the ranks can load their model; the first call waits for the engine. Every method is a
+    collective: all ranks call it, in the same order and with the same arguments (except the prompts of the sharded
+    methods), and get the same result. With one rank, or without a launcher, it is an ordinary object:
+
+    >>> with SamplingEngine("path/to/model", dtype="float32") as engine:  # doctest: +SKIP
+    ...     engine.update(model, train_step=10)
+    ...     print(engine.generate_text(["2 + 2 ="]))
+
+    Args:
+        model: A Hugging Face model folder.
+        topology: This rank's place in the run; read from the environment when omitted.
+        sampling_params: Used where a call gives none: a mapping or ``vllm.SamplingParams``.
+        inference: What samples: `vllm`; `transformers`; `server`, a running vLLM server (``url=…``); or a class that
+            implements `vectorlm.contracts.Backend`, as ``module:Class`` or ``file.py:Class``.
+        receiver: How the engine holds weights on CPU. `live`: plain, the fastest to swap; `packed`: in oneDNN's
+            layout, the faster to sample from; `auto` decides by the model's size. On CUDA there is only `live`.
+        lora_mode: What an update of a PEFT model swaps. `adapter`: the adapters alone, into vLLM's LoRA layers (needs
+            ``enable_lora=True`` and a ``max_lora_rank``); `merged`: weights with the adapters merged into a copy;
+            `auto`: `adapter` where the engine has LoRA layers, else `merged`.
+        verify_updates: Prove by checksum after each update that the engine holds what the trainer sent.
+        data_parallel_size: Engines per node; it divides the node's ranks. They divide the node's devices, take prompts
+            from a common queue and swap weights together.
+        devices: Devices of the node that only its engines use: CUDA devices as the ranks count them, cores on CPU.
+            The ranks' own devices when omitted.
+        channel: `process`: the engine samples in a separate process, while the ranks do something else. `inline`: it
+            samples in the process of the rank that owns it, inside the calls that ask for results (small backends).
+        timeout_s: Longest silence tolerated from the engine or from a rank, in seconds.
+        start_timeout_s: Longest time that the engine may take to load, in seconds.
+        log_path: A file for the sampler process's output.
+        **engine_args: vLLM's ``EngineArgs`` (``dtype``, ``max_model_len``, ``tensor_parallel_size`` …), or arguments of
+            another `inference`.
+
+    Raises:
+        FileNotFoundError: `model` looks like a path and does not exist.
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        topology: Topology | None = None,
+        sampling_params: Any = None,
+        inference: str = "vllm",
+        receiver: str = "auto",
+        lora_mode: str = "auto",
+        verify_updates: bool = True,
+        data_parallel_size: int = 1,
+        devices: Sequence[int] | None = None,
+        channel: Literal["process", "inline"] = "process",
+        timeout_s: float = 300.0,
+        start_timeout_s: float = 1800.0,
+        log_path: str | Path | None = None,
+        **engine_args: Any,
+    ) -> None:
+        let_go_of_last_error()
+        arguments.require_receiver(receiver)
+        lora_mode = arguments.choose_lora_mode(lora_mode, bool(engine_args.get("enable_lora")))
+        arguments.require_folder(model)
+        self._topology = topology = Topology.from_environment() if topology is None else topology
+        arguments.require_engines(data_parallel_size, topology)
+        devices = devices_of_engine(devices, data_parallel_size, topology)
+        num_devices = topology.local_world_size // data_parallel_size if devices is None else len(devices)
+        arguments.require_devices(engine_args.get("tensor_parallel_size", 1), num_devices, topology)
+        self._sampling_params = sampling_params
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._collectives = Collectives(topology, timeout_s)
+        self._engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
+        self._ready: messages.Ready | None = None
+        self._start_error: EngineError | None = None
+        self._closed = False
+        self._names = itertools.count()
+        self._open: list[BatchHandle] = []
+        self._channel: messages.Channel | None = None
+        if self._engine_ranks.owns_an_engine:
+            start = messages.Start(str(model), engine_args, receiver, inference)
+            if channel == "inline":
+                self._channel = InlineChannel(start, while_waiting=self._collectives.show_life)
+            else:
+                self._channel = ProcessChannel(
+                    start,
+                    topology,
+                    ranks_per_engine=self._engine_ranks.ranks_per_engine,
+                    devices=devices,
+                    log_path=_log_of_this_host(Path(log_path), topology) if log_path else None,
+                    while_waiting=self._collectives.show_life,
+                )
+        # Nothing here may point back to the engine: dropped by a notebook cell, it must end at once.
+        self._swap = HotSwap(
+            topology,
+            self._engine_ranks,
+            self._channel,
+            lora_mode=lora_mode,
+            silence_s=timeout_s,
+            verify=verify_updates,
+        )
+
+    @property
+    def version(self) -> int:
+        """The training step of the engine's weights; -1 for the checkpoint that it was started from."""
+        return self._swap.version
+
+    @property
+    def receiver(self) -> str:
+        """How the engine holds its weights, `live` or `packed`; waits until the engine is loaded."""
+        return self.wait_until_ready().receiver
+
+    def wait_until_ready(self) -> messages.Ready:
+        """Wait until the engine has loaded; every other call does so by itself.
+
+        Raises:
+            EngineError: The engine is closed, could not be built (the text says why), or died.
+        """
+        if self._closed:
+            raise EngineError("the engine is closed.")
+        if self._start_error is not None:
+            raise self._start_error
+        if self._ready is None:
+            try:
+                self._ready = self._engine_ranks.on_engine_ranks("load the engine", self._loaded)[0]
+            except EngineTimeout:
+                raise
+            except EngineError as error:
+                # The sampler sends it once, and every later call raises it again.
+                self._start_error = error
+                raise
+        return self._ready
+
+    def sample(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[list[Completion]]:
+        """Return the completions of each prompt, in the order of the prompts.
+
+        Args:
+            prompts: Text, chat messages or token ids; the same on every rank.
+            sampling_params: A mapping, ``vllm.SamplingParams``, or one of these per prompt; the engine's own when
+                omitted. Log-probabilities are reported if it asks for them (``logprobs=0``: the sampled token's).
+
+        Raises:
+            RankMismatch: A rank passed other prompts or parameters than rank 0.
+            EngineError: The engine raised (the text holds its traceback), died, or fell silent.
+            HandoffTimeout: A rank did not make this call within the deadline.
+        """
+        return self._submit("sample", prompts, sampling_params).complete()
+
+    def sample_sharded(
+        self, local_prompts: Sequence[Prompt], sampling_params: Any = None
+    ) -> list[list[Completion]]:
+        """Return the completions of this rank's prompts; the engine samples the prompts of all ranks as one batch.
+
+        Args:
+            local_prompts: This rank's prompts; may be empty.
+            sampling_params: As for `sample`, for this rank's prompts; may differ between ranks.
+
+        Raises:
+            EngineError, HandoffTimeout: As for `sample`; all ranks raise.
+        """
+        return self._submit_sharded(local_prompts, sampling_params).complete()
+
+    def generate(
+        self, prompts: Sequence[Prompt] | str, sampling_params: Any = None, use_tqdm: bool = False
+    ) -> list[vllm.RequestOutput]:
+        """Do what ``vllm.LLM.generate`` does, on every rank; takes what `sample` takes and raises as it does.
+
+        Args:
+            prompts, sampling_params: As for `sample`.
+            use_tqdm: Print on rank 0 how long it took; there is no bar, because the engine is another process.
+
+        Returns:
+            vLLM's own objects, equal on all ranks. They cost a vLLM import in each rank; `sample` does not.
+        """
+        start = time.perf_counter()
+        outputs = self._submit("generate", prompts, sampling_params, as_request_outputs=True).complete()
+        if use_tqdm and self._topology.is_main:
+            print(f"generated in {time.perf_counter() - start:.1f} s", flush=True)
+        return outputs
+
+    def generate_sharded(
+        self, local_prompts: Sequence[Prompt], sampling_params: Any = None
+    ) -> list[vllm.RequestOutput]:
+        """Do what `sample_sharded` does, and return vLLM's own objects."""
+        return self._submit_sharded(local_prompts, sampling_params, as_request_outputs=True).complete()
+
+    def generate_text(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[str]:
+        """Return the first completion of each prompt as text; raises as `sample` does."""
+        return [completions[0].text for completions in self.sample(prompts, sampling_params)]
+
+    def submit(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> BatchHandle:
+        """Start sampling and return at once; the engine samples while the ranks do something else.
+
+        Takes what `sample` takes. Until the batch is done, `update` must be told what to do with it (`in_flight`).
+
+        Returns:
+            The batch: `done()`, `result(timeout_s)` and `cancel()`.
+
+        Raises:
+            RankMismatch, HandoffTimeout: As for `sample`. Errors of the engine are raised by `result`.
+        """
+        batch = self._submit("submit", prompts, sampling_params)
+        self._open = [each for each in self._open if not each.is_settled] + [batch]
+        return batch
+
+    def poll(self) -> list[BatchHandle]:
+        """Return the batches that have finished, each once, in the order of their submission.
+
+        Batches that were cancelled or asked for their result are left out.
+        """
+        self.wait_until_ready()
+        self._open = [each for each in self._open if not each.is_settled]
+        flags = self._look("poll", lambda: [batch.is_finished_here() for batch in self._open])
+        finished = [batch for batch, *here in zip(self._open, *flags, strict=True) if all(here)]
+        self._open = [batch for batch in self._open if batch not in finished]
+        return finished
+
+    def update(
+        self, model: torch.nn.Module | WeightSource, train_step: int, in_flight: InFlight = "refuse"
+    ) -> UpdateReport:
+        """Hot-swap the weights of `model` into the running engine; skipped if it holds `train_step` already.
+
+        Every rank writes its own shard into memory shared with the engine; nothing is gathered. No request that begins
+        afterwards finds blocks of the old weights in the prefix cache. Works for plain modules, FSDP2 modules, tied
+        embeddings and PEFT models with LoRA (see `lora_mode`). The model is never modified.
+
+        Args:
+            model: The trained model, on every rank, or a `vectorlm.contracts.WeightSource`.
+            train_step: The version of its weights, at least 0; it may be below the last one.
+            in_flight: What happens to requests in flight. `refuse`: the update raises. `keep`: they go on at once with
+                a KV cache of both weights. `recompute`: they go on once their KV cache is recomputed with the new
+                weights. `drain`: the update waits until they end.
+
+        Raises:
+            WeightMismatch: Trainer and engine do not hold the same model; no weight has changed.
+            ConfigError: The engine's `lora_mode` cannot express the model's LoRA options.
+            TypeError, ValueError: An argument has the wrong type, or is out of range.
+            ChecksumMismatch: The engine does not hold what was sent; it samples nothing until an update succeeds.
+            RankMismatch: Ranks passed different steps.
+            EngineError, HandoffTimeout: As for `sample`.
+        """
+        arguments.require_update(model, train_step, in_flight)
+        self.wait_until_ready()
+        if in_flight == "drain":
+            while not all(self._look("drain", lambda: all(batch.look() for batch in self._open))):
+                time.sleep(DRAIN_POLL_S)
+        return self._swap.update(model, train_step, in_flight)
+
+    def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> None:
+        """Free the device memory of weights or KV cache; until `wake_up` the engine samples nothing.
+
+        No rank returns before the memory is free. Weights that slept are lost until the next `update`, and the prefix
+        cache is emptied. On CUDA the engine must have been built with ``enable_sleep_mode=True``; on CPU the memory
+        stays where it is, under the same rules.
+
+        Raises:
+            EngineError: Requests are running, or the engine was built without sleep mode; nothing sleeps then.
+            RankMismatch, HandoffTimeout: As for `sample`.
+        """
+        self._rest(messages.Sleep(weights, kv_cache))
+        if weights:
+            self._swap.forget()
+
+    def wake_up(self, *, weights: bool = True, kv_cache: bool = True) -> None:
+        """Take back the memory that `sleep` gave away; weights that slept are lost until the next `update`.
+
+        No memory is taken before every rank has called. `update` wakes the weights by itself, so the order that needs
+        the least memory is: sleep, train, update, wake the KV cache, sample.
+
+        Raises:
+            EngineError: The device has too little free memory; what could not be woken sleeps on.
+            RankMismatch, HandoffTimeout: As for `sample`.
+        """
+        self._rest(messages.WakeUp(weights, kv_cache))
+
+    def close(self) -> None:
+        """End the engine; safe to call twice, and not a collective."""
+        self._closed = True
+        self._swap.close()
+        if self._channel is not None:
+            self._channel.close()
+        self._collectives.close()
+
+    def __enter__(self) -> SamplingEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # A notebook cell that runs again drops the old engine without closing it. Not `contextlib.suppress`, which may
+        # be gone already when the interpreter ends.
+        try:  # noqa: SIM105
+            self.close()
+        except Exception:
+            pass
+
+    def _submit(
+        self, place: str, prompts: Sequence[Prompt] | str, params: Any, as_request_outputs: bool = False
+    ) -> BatchHandle:
+        """Queue prompts that are the same on every rank."""
+        listed = arguments.as_list(prompts)
+        params = self._sampling_params if params is None else params
+        self.wait_until_ready()
+        self._engine_ranks.check_same_args(place, (listed, params), arguments.summary(listed))
+        return self._begin(listed, params, as_request_outputs)
+
+    def _submit_sharded(
+        self, local_prompts: Sequence[Prompt], params: Any, as_request_outputs: bool = False
+    ) -> BatchHandle:
+        """Queue one batch of all ranks' prompts; its result holds this rank's."""
+        params = self._sampling_params if params is None else params
+        self.wait_until_ready()
+
+        def mine() -> tuple[list[Prompt], list[Any]]:
+            prompts = arguments.as_list(local_prompts)
+            return prompts, arguments.one_each(params, len(prompts))
+
+        of_ranks = self._engine_ranks.on_all_ranks("sample sharded", mine)
+        first = sum(len(prompts) for prompts, _ in of_ranks[: self._topology.rank])
+        return self._begin(
+            [prompt for prompts, _ in of_ranks for prompt in prompts],
+            [each for _, params in of_ranks for each in params],
+            as_request_outputs,
+            range(first, first + len(of_ranks[self._topology.rank][0])),
+        )
+
+    def _look(self, place: str, look: Callable[[], Any]) -> list[Any]:
+        """Look at the batches in flight on every rank."""
+        if self._channel is not None:
+            self._channel.advance()
+        return self._engine_ranks.on_all_ranks(place, look)
+
+    def _rest(self, command: messages.Sleep | messages.WakeUp) -> None:
+        self.wait_until_ready()
+        place = "put the engine to sleep" if isinstance(command, messages.Sleep) else "wake the engine up"
+        self._engine_ranks.check_same_args(place, command, str(command))
+        self._engine_ranks.on_engine_ranks(place, lambda: self._call(command))
+
+    def _begin(
+        self, prompts: list[Prompt], params: Any, as_request_outputs: bool, places: range | None = None
+    ) -> BatchHandle:
+        return BatchHandle(
+            str(next(self._names)),
+            prompts,
+            params,
+            places=range(len(prompts)) if places is None else places,
+            as_request_outputs=as_request_outputs,
+            engine_ranks=self._engine_ranks,
+            collectives=self._collectives,
+            channel=self._channel,
+            max_num_seqs=self.wait_until_ready().max_num_seqs,
+            silence_s=self._timeout_s,
+        )
+
+    def _call(self, command: Any) -> Any:
+        assert self._channel is not None
+        return self._channel.call(command, self._timeout_s)
+
+    def _loaded(self) -> messages.Ready:
+        assert self._channel is not None
+        return self._channel.answer(0, self._start_timeout_s, "loading the model")
+
+
+def _log_of_this_host(path: Path, topology: Topology) -> Path:
+    """Engines that share a folder must not write into one file."""
+    return path if topology.is_main else path.with_suffix(f".{topology.rank}{path.suffix}")

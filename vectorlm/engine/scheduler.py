@@ -1,0 +1,384 @@
+"""The rules of an engine: what may be asked of its backend, and when. One copy for every backend and channel."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vectorlm.contracts import BACKENDS, Backend, RequestOutput
+from vectorlm.engine import messages
+from vectorlm.engine.arguments import one_each
+from vectorlm.engine.packed import packing
+from vectorlm.errors import EngineDied, EngineError, EngineTimeout, VectorLMError
+from vectorlm.plugin import is_plugin, load_plugin
+from vectorlm.types import InFlight
+
+BREAK_S = 0.01
+"""A shorter break between two steps does not cut a busy span in two."""
+
+PARTS = ("weights", "kv_cache")
+"""What can sleep by itself; vLLM's own names for the two."""
+
+Parts = frozenset[str]
+Numbered = tuple[int, messages.Answer | messages.Failed]
+"""A message for the command with this number."""
+
+
+def open_backend(start: messages.Start) -> Backend:
+    """Build the backend that `start` names; raises `EngineError` for an unknown name or wrong arguments."""
+    name = BACKENDS.get(start.inference, start.inference)
+    if not is_plugin(name):
+        raise EngineError(
+            f"inference={start.inference!r} is not known: it must be one of {', '.join(BACKENDS)}, or a class as "
+            "module:Class or file.py:Class."
+        )
+    make = load_plugin(name)
+    try:
+        inspect.signature(make).bind(start.model, receiver=start.receiver, **start.engine_args)
+    except TypeError as error:
+        raise EngineError(f"inference={start.inference!r} cannot be built: {error}.") from error
+    backend: Backend = make(start.model, receiver=start.receiver, **start.engine_args)
+    return backend
+
+
+def portable(error: BaseException) -> Exception:
+    """Return an error that unpickles without vLLM, with this process's traceback in its text."""
+    if isinstance(error, VectorLMError):
+        return error
+    trace = "".join(traceback.format_exception(error))
+    return EngineError(f"{type(error).__name__}: {error}\n\nIn the sampler process:\n{trace}")
+
+
+def require_room_for_update(num_in_flight: int, in_flight: InFlight) -> None:
+    """Raise EngineError for requests in flight that the caller of `update` did not expect."""
+    if num_in_flight and in_flight == "refuse":
+        raise EngineError(
+            f"{num_in_flight} requests are in flight: wait for them, or pass update(in_flight='keep'), 'recompute' or "
+            "'drain'."
+        )
+
+
+class SleepState:
+    """Keeps the order of sleeping, waking, updating and sampling, on CPU as on CUDA.
+
+    A part that sleeps frees its device memory and loses what it held: the KV cache comes back empty, the weights come
+    back as garbage that may not be sampled from before an update has filled them.
+    """
+
+    def __init__(self, free: Callable[[Parts, Parts], None], take_back: Callable[[Parts], None]) -> None:
+        """Take `Backend.sleep` and `Backend.wake_up`."""
+        self._free, self._take_back = free, take_back
+        self._weights_are_lost = False
+        self.asleep: Parts = frozenset()
+        """The parts that sleep."""
+
+    def sleep(self, parts: Parts, num_requests: int) -> None:
+        """Put `parts` to sleep that are awake; refused while requests run."""
+        if num_requests:
+            raise EngineError(
+                f"the engine cannot sleep while {num_requests} requests are running: wait for their result, or "
+                "cancel them, first."
+            )
+        if not (new := parts - self.asleep):
+            return
+        before = self.asleep, self._weights_are_lost
+        # Set before the call: if it fails half way, what is left must not be sampled from.
+        self.asleep |= new
+        self._weights_are_lost |= "weights" in new
+        try:
+            self._free(new, before[0])
+        except EngineError:
+            self.asleep, self._weights_are_lost = before
+            raise
+
+    def wake_up(self, parts: Parts) -> None:
+        """Wake those of `parts` that sleep; if that fails they sleep on, and may be woken again."""
+        if due := parts & self.asleep:
+            self._take_back(due)
+            self.asleep -= due
+
+    def finish_update(self) -> None:
+        """Take note that the weights hold what was sent."""
+        self._weights_are_lost = False
+
+    def check_sampling(self) -> None:
+        """Raise `EngineError` if the engine has nothing to sample with; the text says what to call."""
+        if self.asleep:
+            parts = sorted(self.asleep, key=PARTS.index)
+            calls = f"wake_up({', '.join(f'{part}=True' for part in parts)})"
+            if self._weights_are_lost:
+                calls += " and update()"
+            raise EngineError(f"the engine sleeps ({' and '.join(parts)}): call {calls} before sampling.")
+        if self._weights_are_lost:
+            raise EngineError(
+                "the engine's weights slept and hold nothing since: call update() before sampling."
+            )
+
+
+@dataclass
+class _Batch:
+    """The prompts of one `Generate`, in flight."""
+
+    as_request_outputs: bool
+    names: list[str] = field(default_factory=list)
+    outputs: dict[str, RequestOutput] = field(default_factory=dict)
+
+    @property
+    def error(self) -> Exception | None:
+        """The first error of a prompt, which ends the whole batch."""
+        return next((each.error for each in self.outputs.values() if each.error is not None), None)
+
+    @property
+    def has_ended(self) -> bool:
+        return len(self.outputs) == len(self.names) or self.error is not None
+
+    @property
+    def unfinished(self) -> list[str]:
+        return [name for name in self.names if name not in self.outputs]
+
+
+class Scheduler:
+    """Drives one `Backend`: carries out commands between two of its steps, and says what to answer."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._sleep_state = SleepState(backend.sleep, backend.wake_up)
+        self._batches: dict[int, _Batch] = {}
+        self._busy: list[tuple[float, float]] = []
+        self._update: messages.BeginUpdate | None = None
+        self._paused_at = 0.0
+        self._obstacle: Exception | None = None
+        """Why nothing may be sampled: the last update failed, or the engine did."""
+        self._is_broken = False
+        self._lost: list[Numbered] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a step to take."""
+        return self._update is None and bool(self._batches)
+
+    def carry_out(self, number: int, command: Any) -> list[Numbered]:
+        """Carry out one command; return its answer, unless it has none yet, and those of requests that it lost."""
+        try:
+            match command:
+                case messages.Generate():
+                    self._generate(number, command)
+                    return []
+                case messages.Abort():
+                    self._abort(command.generate)
+                    return []
+            answer: messages.Answer | messages.Failed = messages.Answer(self._value_of(command))
+        except Exception as error:
+            answer = messages.Failed(portable(error))
+        lost, self._lost = self._lost, []
+        return [*lost, (number, answer)]
+
+    def _value_of(self, command: Any) -> Any:
+        match command:
+            case messages.Connect():
+                return self._backend.connect(command.manifest, command.arena_path, command.weight_set)
+            case messages.FinishUpdate():
+                return self._finish_update(command)
+            case messages.BeginUpdate():
+                self._begin_update(command)
+            case messages.Sleep():
+                self._sleep_state.sleep(_parts_of(command), num_requests=len(self._batches))
+            case messages.WakeUp():
+                self._sleep_state.wake_up(_parts_of(command))
+            case _:
+                raise EngineError(f"the sampler knows no command {type(command).__name__}.")
+        return None
+
+    def step(self) -> list[Numbered]:
+        """Let the backend sample for a moment; return the answers that are complete."""
+        start = time.perf_counter()
+        try:
+            outputs = self._backend.poll()
+        except Exception as error:
+            return self._give_up(error)
+        finally:
+            self._note_busy(start, time.perf_counter())
+        for output in outputs:
+            if (batch := self._batches.get(int(output.name.partition("-")[0]))) is not None:
+                batch.outputs[output.name] = output
+        ended = [number for number, batch in self._batches.items() if batch.has_ended]
+        return [(number, self._answer(self._batches.pop(number))) for number in ended]
+
+    def close(self) -> None:
+        """End the backend."""
+        self._backend.close()
+
+    def _generate(self, number: int, command: messages.Generate) -> None:
+        """Queue the prompts of one command: all of them, or none if one is refused."""
+        if self._obstacle is not None:
+            raise self._obstacle
+        if self._update is not None:
+            raise EngineError("an update was begun and never finished: update again before sampling.")
+        self._sleep_state.check_sampling()
+        params = one_each(command.sampling_params, len(command.prompts))
+        batch = self._batches[number] = _Batch(command.as_request_outputs)
+        try:
+            for index, (prompt, each) in enumerate(zip(command.prompts, params, strict=True)):
+                name = f"{number}-{index}"
+                try:
+                    self._backend.submit(name, prompt, each)
+                except VectorLMError:
+                    raise
+                except Exception as error:
+                    raise EngineError(
+                        f"prompt {index} cannot be sampled: {type(error).__name__}: {error}"
+                    ) from error
+                batch.names.append(name)
+        except BaseException:
+            self._abort(number)
+            raise
+
+    def _abort(self, number: int) -> None:
+        if batch := self._batches.pop(number, None):
+            self._backend.cancel(batch.unfinished)
+
+    def _give_up(self, error: Exception) -> list[Numbered]:
+        """Fail every request after a step that raised: nobody knows the backend's state from here on."""
+        self._is_broken = True
+        self._obstacle = EngineError(
+            f"the engine failed in an earlier step and must be started again: {error}"
+        )
+        failed: list[Numbered] = [(number, messages.Failed(portable(error))) for number in self._batches]
+        self._batches.clear()
+        return failed
+
+    def _begin_update(self, command: messages.BeginUpdate) -> None:
+        """Pause: the ranks are about to write into memory that the engine computes with."""
+        require_room_for_update(len(self._batches), command.in_flight)
+        self._sleep_state.wake_up(frozenset({"weights"}))
+        self._paused_at = time.perf_counter()
+        self._backend.pause()
+        self._update = command
+
+    def _finish_update(self, command: messages.FinishUpdate) -> messages.Updated:
+        """Load the new weights; after a failed update nothing is sampled until one succeeds."""
+        assert self._update is not None, "begin_update comes first"
+        recompute = self._update.in_flight == "recompute"
+        num_running = len(self._batches)
+        try:
+            load_s = self._backend.load(command.version, command.checksums, command.weight_sets, recompute)
+        except BaseException as error:
+            self._fail_update(error)
+            raise
+        finally:
+            self._update = None
+            self._backend.resume()
+        if not self._is_broken:
+            self._obstacle = None
+        self._sleep_state.finish_update()
+        stall_s = time.perf_counter() - self._paused_at if num_running else 0.0
+        busy, self._busy = tuple(self._busy), []
+        return messages.Updated(load_s, stall_s, busy)
+
+    def _fail_update(self, error: BaseException) -> None:
+        """Fail the requests in flight: nobody knows which weights they would go on with."""
+        if not self._is_broken:
+            interrupted = EngineError("a weight update was interrupted: update again before sampling.")
+            self._obstacle = error if isinstance(error, Exception) else interrupted
+        for number in list(self._batches):
+            self._abort(number)
+            self._lost.append((number, messages.Failed(EngineError(f"a weight update failed: {error}"))))
+
+    def _answer(self, batch: _Batch) -> messages.Answer | messages.Failed:
+        try:
+            if batch.error is not None:
+                self._backend.cancel(batch.unfinished)
+                raise batch.error
+            outputs = [batch.outputs[name] for name in batch.names]
+            return messages.Answer(packing(batch.as_request_outputs).pack(outputs).arrays())
+        except Exception as error:
+            return messages.Failed(portable(error))
+
+    def _note_busy(self, start: float, end: float) -> None:
+        if self._busy and start - self._busy[-1][1] < BREAK_S:
+            start = self._busy.pop()[0]
+        self._busy.append((start, end))
+
+
+class InlineChannel:
+    """The channel to an engine in the calling rank's process: it samples only while somebody asks for answers."""
+
+    def __init__(self, start: messages.Start, while_waiting: Callable[[], None] = lambda: None) -> None:
+        """Build the backend, whose error is answer 0. `while_waiting` is called between two slices."""
+        self._while_waiting = while_waiting
+        self._count = itertools.count()
+        self._answers: dict[int, messages.Answer | messages.Failed] = {}
+        self._scheduler: Scheduler | None = None
+        began, number = time.perf_counter(), next(self._count)
+        try:
+            backend = open_backend(start)
+            ready = messages.Ready(backend.receiver, time.perf_counter() - began, backend.max_num_seqs)
+            self._scheduler = Scheduler(backend)
+            self._answers[number] = messages.Answer(ready)
+        except Exception as error:
+            self._answers[number] = messages.Failed(portable(error))
+
+    def send(self, command: Any) -> int:
+        """Carry out a command; a `Generate` is only queued."""
+        if self._scheduler is None:
+            raise EngineDied("the engine is closed, or was never built.")
+        number = next(self._count)
+        self._answers.update(self._scheduler.carry_out(number, command))
+        return number
+
+    def advance(self) -> None:
+        """Sample for a slice."""
+        if self._scheduler is not None and self._scheduler.busy:
+            self._answers.update(self._scheduler.step())
+            self._while_waiting()
+
+    def has_answer(self, number: int, silence_s: float) -> bool:
+        """Return whether the answer is there; raise where nothing would bring it."""
+        if number not in self._answers:
+            self._require_progress("sampling")
+        return number in self._answers
+
+    def answer(self, number: int, silence_s: float, waiting_for: str, deadline_s: float | None = None) -> Any:
+        """Sample until the answer is there."""
+        while number not in self._answers:
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                raise EngineTimeout(f"the engine is still {waiting_for}.")
+            self._require_progress(waiting_for)
+            self.advance()
+        message = self._answers.pop(number)
+        if isinstance(message, messages.Failed):
+            raise message.error
+        return message.value
+
+    def _require_progress(self, waiting_for: str) -> None:
+        if self._scheduler is None:
+            raise EngineDied(f"the engine was closed while {waiting_for}.")
+        if not self._scheduler.busy:
+            raise EngineTimeout(
+                f"the engine stands still while {waiting_for}: an update was begun and never finished. Update again; "
+                "the requests then go on."
+            )
+
+    def call(self, command: Any, silence_s: float) -> Any:
+        """Carry out a command and return the value of its answer."""
+        return self.answer(self.send(command), silence_s, f"answering {type(command).__name__}")
+
+    def cancel(self, number: int) -> None:
+        """Abort a `Generate`."""
+        if self._answers.pop(number, None) is None and self._scheduler is not None:
+            self._scheduler.carry_out(number, messages.Abort(number))
+
+    def close(self) -> None:
+        """End the backend and let go of it."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+            self._scheduler = None
+
+
+def _parts_of(command: messages.Sleep | messages.WakeUp) -> Parts:
+    return frozenset(part for part in PARTS if getattr(command, part))

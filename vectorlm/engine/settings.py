@@ -1,0 +1,45 @@
+"""The settings of a sampling engine; the config nests them in its section ``train_parameters.sampler``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from vectorlm.settings import AlsoWritten, Fraction, PositiveFloat, ReadIf, Text
+
+EngineDtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    AlsoWritten({"half": "float16", "float": "float32"}),
+]
+
+OF_VLLM = ReadIf(
+    "train_parameters.sampler.inference",
+    ("vllm",),
+    "Leave it out: other engines have arguments of their own.",
+)
+WITH_LORA = ReadIf("train_parameters.lora_peft_config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """How an engine samples and takes over new weights."""
+
+    gpu_memory_utilization: Annotated[Fraction, OF_VLLM] = 0.35
+    """Share of each device's memory that the engine may use."""
+    vllm_dtype: Annotated[EngineDtype, OF_VLLM] = "auto"
+    """The engine's dtype; `half` and `float` mean `float16` and `float32`."""
+    sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `vllm.SamplingParams`."""
+    inference: Text = "vllm"
+    """What samples: `vllm`, a `server` of `vectorlm serve`, `transformers`, or `file.py:NAME` of a `Backend`."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict, metadata={"key": "engine"})
+    """Further arguments of vLLM's engine (`max_model_len`, `enforce_eager`, ...), or of another `inference`."""
+    receiver: Literal["auto", "live", "packed"] = "auto"
+    """Whether the engine loads new weights in place (`live`) or repacks them for its own kernels (`packed`)."""
+    lora_mode: Annotated[Literal["adapter", "merged"], WITH_LORA] = "adapter"
+    """With `lora_peft_config`: swap the adapters alone (`adapter`), or weights that they are merged into (`merged`)."""
+    verify_updates: bool = True
+    """After each update, compare a checksum of the engine's weights with a checksum of what was sent."""
+    timeout_s: PositiveFloat = 300.0
+    """Longest silence tolerated from the engine or from a rank, and longest call of `reward`, in seconds."""

@@ -1,0 +1,169 @@
+"""The engine's side of an adapter swap: put the arena's adapter into vLLM's LoRA layers, and sum up what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vectorlm.errors import ChecksumMismatch, WeightMismatch
+from vectorlm.weights.arena import Arena
+from vectorlm.weights.checksum import checksum
+from vectorlm.weights.plan import Layout, TensorSpec, dtype_name
+from vectorlm.weights.record import LoadPlan
+
+ADAPTER_ID = 1
+ADAPTER_NAME = "vectorlm"
+
+USE_MERGED = "Use lora_mode='merged', which publishes merged weights."
+
+
+@dataclass(frozen=True)
+class LoraSlot:
+    """Where one adapter's A and B live in the engine."""
+
+    layer: Any
+    """vLLM's LoRA layer; a fused one holds the adapters of several trainer layers."""
+    index: int
+    """Which of them this is."""
+
+    def buffers(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A [max_rank, in] and B [out, max_rank] as the layer computes with them, for vLLM's adapter `slot`."""
+        a, b = self.layer.lora_a_stacked, self.layer.lora_b_stacked
+        if isinstance(a, tuple):
+            return a[self.index][slot, 0], b[self.index][slot, 0]
+        # An embedding looks its A up instead of multiplying with it: [slots, vocabulary, max_rank].
+        return (a[slot].t() if a.ndim == 3 else a[slot, 0]), b[slot, 0]
+
+
+class AdapterReceiver:
+    """Holds the one adapter of an engine, on which all its requests run; zero until the first update."""
+
+    def __init__(self, worker_manager: Any, model: Any) -> None:
+        """Take over the LoRA layers of `model`, managed by vLLM's ``LRUCacheWorkerLoRAManager``."""
+        self._worker_manager = worker_manager
+        self._manager = worker_manager._adapter_manager
+        mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+        self._mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+        self._lora_slots: dict[str, LoraSlot] = {}
+        self.clear()
+
+    def describe(self, manifest: Sequence[TensorSpec]) -> LoadPlan:
+        """Find the place of ``<layer>.lora_A`` and ``<layer>.lora_B`` of every layer that has an adapter.
+
+        Raises:
+            WeightMismatch: vLLM has no LoRA layer there, or one of another size; the text names the tensors.
+        """
+        places = dict(self._places())
+        found = {spec.name: places.get(self._engine_name(spec.name.rpartition(".")[0])) for spec in manifest}
+        _require_room(manifest, found)
+        self._lora_slots = {name: lora_slot for name, lora_slot in found.items() if lora_slot is not None}
+        dtypes = {name: dtype_name(each.buffers(0)[0].dtype) for name, each in self._lora_slots.items()}
+        return LoadPlan.whole(manifest, dtypes.__getitem__)
+
+    def attach(self, layout: Layout) -> int:
+        """Map the arena; return the bytes that each update copies out of it."""
+        arena = Arena.open(layout.path, layout.num_bytes)
+        self._tensors = {slot.name: arena.view(slot) for slot in layout.slots}
+        return sum(slot.num_bytes for slot in layout.slots)
+
+    def load(self, version: int, with_checksums: bool) -> list[int]:
+        """Make the engine's requests run on the adapter that the arena holds now.
+
+        Returns:
+            The checksum of what the LoRA layers compute with, tensor by tensor, if asked for.
+
+        Raises:
+            ChecksumMismatch: The layers hold more than this adapter.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        # Copies, because vLLM keeps the tensors and the arena will be written to.
+        tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
+        layers = {}
+        for name in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
+            a, b = tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]
+            own = self._engine_name(name)
+            layers[own] = LoRALayerWeights(own, len(a), len(a), a, b, scaling=1.0)
+        self._install(LoRAModel(ADAPTER_ID, max(len(a) for a in tensors.values()), layers))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return self._checksums() if with_checksums else []
+
+    def clear(self) -> None:
+        """Make the adapter zero, so that requests run on the base model alone."""
+        self._manager.remove_adapter(ADAPTER_ID)
+        self._worker_manager.add_dummy_lora(adapter_request(), rank=1)
+        self._manager.activate_adapter(ADAPTER_ID)
+
+    def _install(self, adapter: Any) -> None:
+        self._manager.remove_adapter(ADAPTER_ID)
+        self._manager.add_adapter(adapter)
+        self._manager.activate_adapter(ADAPTER_ID)
+
+    def _places(self) -> Iterator[tuple[str, LoraSlot]]:
+        """Yield the layers that an adapter can have, under the engine's names without the fusing."""
+        for name, layer in self._manager.modules.items():
+            parts = self._manager.packed_modules.get(name, [name])
+            # Experts, and fused layers with parts that are not separate slices, have other buffers.
+            if hasattr(layer, "lora_a_stacked") and getattr(layer, "n_slices", 1) == len(parts):
+                yield from ((part, LoraSlot(layer, index)) for index, part in enumerate(parts))
+
+    def _engine_name(self, layer: str) -> str:
+        renamed = self._mapper._map_name(f"{layer}.weight") if self._mapper is not None else None
+        return layer if renamed is None else renamed.removesuffix(".weight")
+
+    def _checksums(self) -> list[int]:
+        """Sum the layers' own buffers, and see that everything beside the adapter is zero."""
+        slot = self._manager.lora_index_to_id.index(ADAPTER_ID)
+        sums, filled = [], 0
+        for name, tensor in self._tensors.items():
+            a, b = self._lora_slots[name].buffers(slot)
+            rows = a[: tensor.shape[0]] if name.endswith(".lora_A") else b[:, : tensor.shape[1]]
+            filled += int(rows.count_nonzero())
+            sums.append(checksum(rows))
+        held = sum(int(each.count_nonzero()) for _, where in self._places() for each in where.buffers(slot))
+        if held != filled:
+            raise ChecksumMismatch(
+                f"after the update the engine's LoRA layers hold {held - filled} numbers that belong to no adapter."
+            )
+        return sums
+
+
+def adapter_request() -> Any:
+    """Return what a request carries to run on the engine's adapter."""
+    from vllm.lora.request import LoRARequest
+
+    # vLLM would read the path if the adapter were not there; it always is, and an error would show this text.
+    return LoRARequest(ADAPTER_NAME, ADAPTER_ID, "/in/memory/only")
+
+
+def _require_room(manifest: Sequence[TensorSpec], found: dict[str, LoraSlot | None]) -> None:
+    missing, misfits = [], []
+    for spec in manifest:
+        lora_slot = found[spec.name]
+        if lora_slot is None or getattr(lora_slot.layer, "tp_size", 1) != 1:
+            missing.append(spec.name)
+            continue
+        a, b = lora_slot.buffers(0)
+        is_a = spec.name.endswith(".lora_A")
+        room = (len(a), a.shape[1]) if is_a else (len(b), b.shape[1])
+        rank, size = spec.shape if is_a else spec.shape[::-1]
+        max_rank, width = room if is_a else room[::-1]
+        if rank > max_rank:
+            misfits.append(f"{spec.name} has rank {rank}, max_lora_rank is {max_rank}")
+        elif size != width:
+            misfits.append(f"{spec.name} {spec.shape} for {room}")
+    if missing:
+        raise WeightMismatch(
+            f"vLLM has no LoRA layer, or one that is split over devices, for {len(missing)} adapter tensors: "
+            f"{missing[:8]}{' and more' if len(missing) > 8 else ''}. {USE_MERGED}"
+        )
+    if misfits:
+        raise WeightMismatch(
+            f"the engine's LoRA layers have no room for {len(misfits)} adapter tensors: {'; '.join(misfits[:4])}. "
+            "Build the engine with a larger max_lora_rank, or use lora_mode='merged'."
+        )

@@ -1,0 +1,110 @@
+"""Evaluation during training: the engine answers held-out prompts, and a reward scores the answers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from vectorlm.errors import RewardError
+from vectorlm.rewards.runner import Scorable, run_reward
+from vectorlm.telemetry.step_lines import StepLines
+from vectorlm.train.device_turn import DeviceTurn
+from vectorlm.types import Completion, PromptRecord
+
+Answers = list[list[Completion]]
+
+NUM_SHOWN = 3
+"""Answers that each evaluation shows on the console."""
+
+
+class Evaluator:
+    """Hot-swaps the weights into the engine, samples all prompts, records and scores the answers."""
+
+    def __init__(
+        self,
+        turn: DeviceTurn,
+        prompt_records: Sequence[PromptRecord],
+        *,
+        samples_path: Path | None,
+        resume_step: int | None = None,
+        reward: Callable[..., Any] | None = None,
+        timeout_s: float | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """Open `samples_path` on rank 0, with its lines up to `resume_step`; the other ranks pass None.
+
+        The `reward` has any form that `vectorlm.rewards.runner` takes, and `timeout_s` for each call; an answer is
+        right when its reward is 1.
+        """
+        self._turn = turn
+        self._prompt_records = prompt_records
+        self._lines = None if samples_path is None else StepLines(samples_path, resume_step)
+        self._reward = reward
+        self._timeout_s, self._say = timeout_s, say
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate the weights after training step `step`; called on all ranks."""
+        with self._turn.sampling(step) as report:
+            start_s = time.perf_counter()
+            answers = self._turn.engine.sample([record.prompt for record in self._prompt_records])
+            generate_s = time.perf_counter() - start_s
+        num_tokens = sum(len(completion.token_ids) for options in answers for completion in options)
+        metrics = {"sampler/generate_s": generate_s, "sampler/tokens_per_s": num_tokens / generate_s}
+        if not report.skipped:
+            metrics |= {
+                "weights/publish_s": report.publish_s,
+                "weights/load_s": report.load_s,
+                "weights/update_s": report.total_s,
+            }
+        rewards = self._score(answers)
+        if rewards is not None:
+            metrics["eval/accuracy"] = sum(options[0] == 1.0 for options in rewards) / len(rewards)
+        if self._lines is not None:
+            self._lines.write(step, self._samples(answers, rewards, generate_s))
+            self._say(self._summary(step, answers, rewards))
+        return metrics
+
+    def _score(self, answers: Answers) -> list[list[float]] | None:
+        if self._reward is None:
+            return None
+        items = [
+            Scorable(completion.text, record.prompt, completion.token_ids, record.columns)
+            for record, options in zip(self._prompt_records, answers, strict=True)
+            for completion in options
+        ]
+        results = run_reward(self._reward, items, self._timeout_s, stops_at_error=True)
+        for item, result in zip(items, results, strict=True):
+            if result.error is not None:
+                raise RewardError(
+                    f"sampler.reward failed: {result.error} (prompt {str(item.prompt)[:80]!r}, completion "
+                    f"{item.text[:80]!r}). Correct the function."
+                )
+        rewards = iter(result.reward for result in results)
+        return [[next(rewards) for _ in options] for options in answers]
+
+    def _samples(
+        self, answers: Answers, rewards: list[list[float]] | None, time_taken_s: float
+    ) -> Iterator[dict[str, Any]]:
+        for index, (record, options) in enumerate(zip(self._prompt_records, answers, strict=True)):
+            line: dict[str, Any] = {
+                "prompt": record.prompt,
+                "options": [completion.text for completion in options],
+                "time_taken": time_taken_s,
+            }
+            if rewards is not None:
+                line["rewards"] = [None if math.isnan(each) else each for each in rewards[index]]
+            yield line
+
+    def _summary(self, step: int, answers: Answers, rewards: list[list[float]] | None) -> str:
+        if rewards is None:
+            head, marks = f"step {step}: {len(answers)} prompts sampled", [""] * len(answers)
+        else:
+            marks = ["right: " if options[0] == 1.0 else "wrong: " for options in rewards]
+            head = f"step {step}: {marks.count('right: ')}/{len(marks)} right"
+        shown = zip(marks[:NUM_SHOWN], self._prompt_records, answers, strict=False)
+        return "\n".join(
+            [head, *(f"  {mark}{record.prompt}{options[0].text}" for mark, record, options in shown)]
+        )

@@ -1,0 +1,109 @@
+"""Scores rollouts with every reward function and reward model, split over the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from vectorlm.dist.topology import Topology
+from vectorlm.errors import RewardError
+from vectorlm.rewards.runner import RewardResult, Scorable, run_reward
+from vectorlm.rl.rollout import Rollout, RolloutGroup
+
+RewardModel = Callable[[Sequence[Rollout]], list[float]]
+"""Scores all rollouts, on all ranks together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardScorer:
+    """Runs the rewards; its calls are collective, and the result is the same on all ranks."""
+
+    functions: Mapping[str, Callable[..., Any]]
+    """By the name that metrics call them; see `vectorlm.rewards.runner` for their forms."""
+    weights: Mapping[str, float]
+    """The weight of each function and model in the sum."""
+    models: Mapping[str, RewardModel] = field(default_factory=dict)
+    timeout_s: float | None = None
+    """Longest call of a function, in seconds."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What happens when a function raises or runs out of time; a skipped completion has no reward."""
+    topology: Topology
+
+    def score(
+        self, groups: Sequence[Sequence[Rollout]], greedy: Sequence[Rollout] = ()
+    ) -> list[RolloutGroup]:
+        """Score the rollouts of some prompts, and a greedy completion of each, or of none.
+
+        A function that fails raises `RewardError` on all ranks where `on_error` is ``stop``.
+        """
+        rollouts = [rollout for group in groups for rollout in group] + list(greedy)
+        results = self._run_functions(rollouts)
+        numbers = {name: [each.reward for each in found] for name, found in results.items()}
+        numbers |= {name: model(rollouts) for name, model in self.models.items()}
+        rewards = {name: torch.tensor(found, dtype=torch.float32) for name, found in numbers.items()}
+        owners = [index for index, group in enumerate(groups) for _ in group] + list(range(len(greedy)))
+        errors: list[list[str]] = [[] for _ in groups]
+        has_failed = torch.zeros(len(rollouts), dtype=torch.bool)
+        for name, found in results.items():
+            for index, (rollout, result) in enumerate(zip(rollouts, found, strict=True)):
+                if result.error is not None:
+                    text = (
+                        f"the reward {name!r} failed: {result.error} (prompt "
+                        f"{str(rollout.prompt_record.prompt)[:80]!r}, completion {rollout.text[:80]!r})"
+                    )
+                    if self.on_error == "stop":
+                        raise RewardError(f"{text}. Correct the function, or set rl.on_reward_error: skip.")
+                    errors[owners[index]].append(text)
+                    has_failed[index] = True
+        total = self._total(rewards, has_failed)
+        sizes = [len(group) for group in groups]
+        greedy_rewards = total[sum(sizes) :] if greedy else [None] * len(groups)
+        by_group = [values[: sum(sizes)].split(sizes) for values in (total, *rewards.values())]
+        return [
+            RolloutGroup(group, first, dict(zip(rewards, rest, strict=True)), greedy_reward, tuple(texts))
+            for group, greedy_reward, texts, first, *rest in zip(
+                groups, greedy_rewards, errors, *by_group, strict=True
+            )
+        ]
+
+    def _run_functions(self, rollouts: Sequence[Rollout]) -> dict[str, list[RewardResult]]:
+        """Let every rank score some rollouts, so that a random or slow function is called once for each completion.
+
+        The completions of one prompt stay together: a batch function may compare them.
+        """
+        first, last = _blocks(rollouts, self.topology.world_size)[self.topology.rank]
+        items = [
+            Scorable(each.text, each.prompt_record.prompt, each.token_ids, each.prompt_record.columns)
+            for each in rollouts[first:last]
+        ]
+        stops = self.on_error == "stop"
+        mine = {
+            name: run_reward(reward, items, self.timeout_s, stops) for name, reward in self.functions.items()
+        }
+        by_rank: list[Any] = [mine]
+        if self.topology.world_size > 1:
+            by_rank = [None] * self.topology.world_size
+            dist.all_gather_object(by_rank, mine)
+        return {name: [each for found in by_rank for each in found[name]] for name in self.functions}
+
+    def _total(self, rewards: Mapping[str, torch.Tensor], has_failed: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum; a reward that is NaN is left out of it, and a sum of nothing is NaN."""
+        weighted = torch.stack([self.weights[name] * values for name, values in rewards.items()])
+        is_unscored = weighted.isnan().all(dim=0) | has_failed
+        return weighted.nansum(dim=0).masked_fill(is_unscored, math.nan)
+
+
+def _blocks(rollouts: Sequence[Rollout], count: int) -> list[tuple[int, int]]:
+    """Cut rollouts into `count` blocks of about equal size, never between two of the same prompt."""
+    starts = [
+        index
+        for index, rollout in enumerate(rollouts)
+        if index == 0 or rollout.prompt_record is not rollouts[index - 1].prompt_record
+    ]
+    cuts = [starts[len(starts) * rank // count] if starts else 0 for rank in range(count)]
+    return list(zip(cuts, [*cuts[1:], len(rollouts)], strict=True))

@@ -1,0 +1,89 @@
+"""The groups of a step as rows of tensors, and everything that the losses read of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vectorlm.algorithms.batch import RolloutBatch, place_rewards
+from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.rl.rollout import RolloutGroup, kept_groups
+
+
+@dataclass(frozen=True, eq=False)
+class TrainBatch:
+    """Rollouts with everything that the losses read; the same on all ranks, and on the CPU."""
+
+    rows: RolloutBatch
+    advantages: torch.Tensor
+    """float32 [B, T]."""
+    old_logprobs: torch.Tensor | None
+    """float32 [B, T]; None where the only optimizer step computes them itself."""
+    reference_logprobs: torch.Tensor | None
+    """float32 [B, T]."""
+    returns: torch.Tensor | None
+    """float32 [B, T], the targets of the critic."""
+    weights: torch.Tensor | None = None
+    """float32 [B, T], factors of the policy's losses; None counts every token once."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the correction found and did."""
+    mismatch: Mapping[str, Any] | None = None
+    """Counts of the log-ratios of trainer and engine; see `count_log_ratios`."""
+
+
+def make_batch(
+    groups: Sequence[RolloutGroup],
+    spec: AlgorithmSpec,
+    *,
+    pad_token_id: int = 0,
+    drop_truncated: bool = False,
+) -> RolloutBatch | None:
+    """Lay out the rollouts that the algorithm trains on; None where there is nothing to learn.
+
+    Rows that are not valid have an empty mask. With `drop_truncated`, truncated completions have one too, but stay in
+    the baseline of their group.
+    """
+    groups = kept_groups(groups)
+    if not groups:
+        return None
+    rewards = torch.stack([group.rewards for group in groups])
+    eligible = torch.ones_like(rewards, dtype=torch.bool)
+    if drop_truncated and spec.chooses:
+        # A completion that the loss leaves out must not be chosen, nor be half of a pair.
+        eligible = torch.tensor([[not each.is_truncated for each in group.rollouts] for group in groups])
+    columns, valid = spec.select(rewards, eligible)
+    rewards, is_valid = rewards.gather(1, columns), valid.flatten().tolist()
+    rollouts = [
+        group.rollouts[column]
+        for group, chosen in zip(groups, columns.tolist(), strict=True)
+        for column in chosen
+    ]
+    lengths = [len(each.prompt_token_ids) + len(each.token_ids) for each in rollouts]
+    shape = (len(rollouts), max(lengths))
+    input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
+    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    sampler_logprobs = torch.zeros(shape)
+    for row, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
+        start = len(rollout.prompt_token_ids)
+        input_ids[row, :length] = torch.tensor([*rollout.prompt_token_ids, *rollout.token_ids])
+        attention_mask[row, :length] = 1
+        sampler_logprobs[row, start:length] = torch.tensor(rollout.sampler_logprobs)
+        if is_valid[row] and not (drop_truncated and rollout.is_truncated):
+            mask[row, start:length] = torch.tensor(rollout.policy_mask, dtype=torch.bool)
+    greedy = [group.greedy_reward for group in groups if group.greedy_reward is not None]
+    batch = RolloutBatch(
+        input_ids,
+        attention_mask,
+        mask,
+        sampler_logprobs,
+        rewards,
+        valid,
+        columns,
+        place_rewards(mask, rewards),
+        greedy_rewards=torch.stack(greedy) if greedy else None,
+    )
+    return batch if mask.any() else None

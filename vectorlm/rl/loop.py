@@ -1,0 +1,185 @@
+"""Reinforcement learning: the loop that every rank runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from vectorlm.algorithms.kl import AdaptiveKL
+from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.dist.topology import Topology
+from vectorlm.rl.batch import TrainBatch, make_batch
+from vectorlm.rl.collector import RolloutSource
+from vectorlm.rl.metrics import SpeedMeter, batch_metrics, rollout_metrics
+from vectorlm.rl.models import RLModels
+from vectorlm.rl.prepare import prepare_batch
+from vectorlm.rl.rollout import RolloutGroup
+from vectorlm.rl.settings import StepSettings
+from vectorlm.rl.update import Updater
+from vectorlm.train.device_turn import DeviceTurn
+from vectorlm.train.recorder import Recorder, Span, Timer
+
+
+class RolloutLog(Protocol):
+    """Keeps the rollouts of a run."""
+
+    def write(self, step: int, groups: Sequence[RolloutGroup], batch: TrainBatch | None) -> None:
+        """Keep the rollouts of `step`; `batch` is None where nothing can be learned from them."""
+        ...
+
+
+class TimelineLog(Protocol):
+    """Keeps when engine and trainer were busy."""
+
+    def write(self, step: int, trainer: Iterable[Span], engine: Sequence[tuple[float, float]]) -> None:
+        """Keep the spans of `step`."""
+        ...
+
+
+class RLLoop:
+    """Collect, score, prepare, update, publish, log; no line of it reads an algorithm's name."""
+
+    def __init__(
+        self,
+        models: RLModels,
+        spec: AlgorithmSpec,
+        source: RolloutSource,
+        settings: StepSettings,
+        turn: DeviceTurn,
+        recorder: Recorder,
+        *,
+        rollout_log: RolloutLog,
+        timeline: TimelineLog,
+        topology: Topology,
+    ) -> None:
+        """Take everything that the loop needs.
+
+        Args:
+            models: Policy, reference and critic.
+            spec: The algorithm.
+            source: Where rollouts come from.
+            settings: What a step reads.
+            turn: Gives the devices to the engine, with the policy's weights, and takes them back.
+            recorder: Takes metrics, checkpoints and evaluations.
+            rollout_log: Takes the rollouts.
+            timeline: Takes the spans of each step.
+            topology: This rank.
+        """
+        self.models, self.spec, self.source, self.settings = models, spec, source, settings
+        self.turn, self.recorder, self.topology = turn, recorder, topology
+        self.rollout_log, self.timeline = rollout_log, timeline
+        self.updater = Updater(models, spec, settings, topology)
+        self.meter = SpeedMeter(models, source.group_size, settings.peak_flops)
+        kl = settings.kl
+        self.kl_controller = (
+            None if kl.kl_target is None else AdaptiveKL(kl.kl_coef, kl.kl_target, kl.kl_horizon)
+        )
+        self.step = 0
+        self._evaluations: list[Span] = []
+
+    def run(self) -> None:
+        """Train to the end, from the start or from the recorder's checkpoint; called on all ranks.
+
+        Raises:
+            NonFiniteLoss: Training diverged; the step changed no weights.
+            RewardError: A reward function failed, and the run is set to stop then.
+        """
+        models = self.models.trained(with_reference=self.settings.kl.reference_sync_every is not None)
+        saved = self.recorder.resume(models)
+        if saved is None:
+            self.recorder.sink.write(0, self._evaluate())
+        else:
+            self._load_state(saved)
+        while self.step < self.recorder.num_steps:
+            metrics = self._train()
+            self.step += 1
+            metrics |= self._follow(metrics)
+            self.recorder.sink.write(self.step, metrics | self._evaluate())
+            self.recorder.save_if_due(self.step, models, self._state)
+
+    def _train(self) -> dict[str, float]:
+        """Make one step: a batch of rollouts, and the optimizer steps on it."""
+        timer, batch = Timer(), None
+        with timer.span("time/step_s"):
+            began = time.perf_counter()
+            with self.turn.sampling(self.step) as report:
+                timer.spans.append(("time/publish_s", began, time.perf_counter()))
+                busy, self.turn.busy = self.turn.busy, []
+                metrics = self.meter.engine_idle(busy, self.turn.swapped_at)
+                groups = self.source.collect(self.step, timer)
+            metrics |= rollout_metrics(groups, self.step) | self.source.metrics(self.step)
+            metrics |= {"time/publish_s": report.total_s, "time/stall_s": report.stall_s}
+            rows = make_batch(
+                groups,
+                self.spec,
+                pad_token_id=self.settings.pad_token_id,
+                drop_truncated=self.settings.update.drop_truncated,
+            )
+            if rows is not None:
+                with timer.span("time/assess_s"):
+                    batch = prepare_batch(
+                        rows, self.models, self.spec, self.settings, self.topology, kl_coef=self.kl_coef
+                    )
+                metrics |= batch.metrics
+            # Before the update, which may end the run: the log then holds what it failed on.
+            self.rollout_log.write(self.step + 1, groups, batch)
+            # The correction may have rejected every token.
+            if batch is not None and batch.rows.mask.any():
+                with timer.span("time/update_s"):
+                    metrics |= batch_metrics(batch) | self._update(batch)
+        self.timeline.write(self.step + 1, [*self._evaluations, *timer.spans], busy)
+        self._evaluations.clear()
+        times = timer.drain()
+        return metrics | times | self.meter.speeds(times, metrics)
+
+    def _update(self, batch: TrainBatch) -> dict[str, float]:
+        is_warm = self.models.critic is None or self.step >= self.settings.critic.warmup_steps
+        kl_coef = self.kl_coef if self.settings.kl.kl_in == "loss" else 0.0
+        return self.updater.update(batch, self.step, kl_coef=kl_coef, trains_policy=is_warm)
+
+    @property
+    def kl_coef(self) -> float:
+        """The weight of the KL penalty at this step."""
+        return self.settings.kl.kl_coef if self.kl_controller is None else self.kl_controller.value
+
+    def _follow(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Adapt the weight of the KL penalty and sync the reference; return the weight that the step had."""
+        if self.models.reference is None:
+            return {}
+        found = {"reference/kl_coef": self.kl_coef}
+        if self.kl_controller is not None and "reference/kl" in metrics:
+            # The target is a divergence of whole completions, the metric a mean over tokens.
+            divergence = metrics["reference/kl"] * metrics["completion/length_mean"]
+            num_completions = int(metrics["rollout/groups"]) * self.source.group_size
+            self.kl_controller.update(divergence, num_completions)
+        every = self.settings.kl.reference_sync_every
+        if every is not None and self.step % every == 0:
+            self.models.reference.sync()
+        return found
+
+    def _evaluate(self) -> dict[str, float]:
+        began = time.perf_counter()
+        metrics = self.recorder.evaluate_if_due(self.step)
+        if metrics:
+            self._evaluations.append(("time/exam_s", began, time.perf_counter()))
+        return metrics
+
+    def _state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds besides models and optimizers."""
+        return {
+            "schedules": [schedule.state_dict() for schedule in self.models.schedules],
+            "rollouts": self.source.state(),
+            "tokens_seen": self.meter.tokens_seen,
+            "kl": None if self.kl_controller is None else self.kl_controller.state_dict(),
+        }
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        for schedule, saved in zip(self.models.schedules, state["schedules"], strict=True):
+            schedule.load_state_dict(saved)
+        self.source.load_state(state["rollouts"])
+        self.meter.tokens_seen = state["tokens_seen"]
+        # None where the checkpoint is of a time without rl.kl_target.
+        if self.kl_controller is not None and state["kl"] is not None:
+            self.kl_controller.load_state_dict(state["kl"])
+        self.step = self.recorder.resume_step or 0

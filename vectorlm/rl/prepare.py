@@ -1,0 +1,67 @@
+"""From the rows of a step to what the losses read: log-probabilities, correction, KL penalty, advantages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from vectorlm.algorithms.batch import RolloutBatch
+from vectorlm.algorithms.groups import whiten
+from vectorlm.algorithms.kl import kl_estimate
+from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.dist.topology import Topology
+from vectorlm.rl.batch import TrainBatch
+from vectorlm.rl.correction import apply_correction
+from vectorlm.rl.metrics import correction_effect, count_log_ratios, mismatch_metrics
+from vectorlm.rl.micro_batch import RowFunction, map_rows
+from vectorlm.rl.models import RLModels
+from vectorlm.rl.settings import StepSettings
+
+
+def prepare_batch(
+    batch: RolloutBatch,
+    models: RLModels,
+    spec: AlgorithmSpec,
+    settings: StepSettings,
+    topology: Topology,
+    *,
+    kl_coef: float = 0.0,
+) -> TrainBatch:
+    """Return the batch that is trained on; called on all ranks.
+
+    `kl_coef` is the weight of the KL penalty, used here where the penalty is part of the reward.
+    """
+
+    def all_rows(batch: RolloutBatch, function: RowFunction) -> torch.Tensor:
+        return map_rows(batch, function, topology, max_tokens=settings.update.max_tokens_per_micro_batch)
+
+    correction, mismatch = settings.correction, settings.mismatch
+    in_reward = models.reference is not None and settings.kl.kl_in == "reward"
+    # In the only optimizer step of a batch the policy is still the one that sampled: the update's own pass will do.
+    is_one_step = settings.update.num_epochs * settings.update.num_mini_batches == 1
+    old = batch.sampler_logprobs if correction.bypass else None
+    weights, metrics, log_ratios = None, {}, None
+    if old is None and (in_reward or correction.is_on or not is_one_step):
+        old = all_rows(batch, models.policy.logprobs)
+        band = (mismatch.band_low, mismatch.band_high)
+        metrics, log_ratios = mismatch_metrics(batch, old, band), count_log_ratios(batch, old, band)
+        before = batch
+        batch, weights = apply_correction(correction, before, old)
+        metrics |= correction_effect(before, batch, weights)
+    reference = None if models.reference is None else all_rows(batch, models.reference)
+    values = None if models.critic is None else all_rows(batch, models.critic)
+    models.reshard()
+    if in_reward and kl_coef > 0:
+        assert old is not None
+        assert reference is not None
+        divergence = kl_estimate(old, reference, settings.kl.kl_kind)
+        batch = batch.penalised(torch.where(batch.mask, kl_coef * divergence, 0.0))
+    batch = replace(batch, values=values)
+    advantages = spec.advantages(batch, settings.hparams)
+    returns = None if values is None else torch.where(batch.mask, advantages + values, 0.0)
+    if settings.hparams.whiten_advantages:
+        advantages = whiten(advantages, batch.mask)
+    return TrainBatch(
+        batch, advantages, old, reference, returns, weights=weights, metrics=metrics, mismatch=log_ratios
+    )

@@ -1,0 +1,103 @@
+"""Rollouts: a prompt with what the policy and its environment wrote after it, and the rollouts of one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vectorlm.algorithms.groups import is_constant
+from vectorlm.types import Completion, PromptRecord
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion of one prompt; with an environment, all its turns in a row."""
+
+    prompt_record: PromptRecord
+    """The prompt, with the columns that rewards read."""
+    prompt_token_ids: tuple[int, ...]
+    """The prompt as the engine saw it."""
+    token_ids: tuple[int, ...]
+    """All tokens after the prompt."""
+    policy_mask: tuple[bool, ...]
+    """Which of `token_ids` the policy chose; the environment wrote the others."""
+    sampler_logprobs: tuple[float, ...]
+    """The engine's log-probability of each of `token_ids`; 0 for tokens of the environment."""
+    versions: tuple[int, ...]
+    """The weight version that sampled each of `token_ids`; -1 for tokens of the environment."""
+    text: str
+    """The same as text."""
+    finish_reason: str | None
+    """How the last turn ended: ``stop``, ``length`` or ``abort``."""
+    num_turns: int = 1
+    """Number of turns of the policy."""
+    is_replayed: bool = False
+    """Whether it comes from a file; its `versions` count the steps of the run that wrote the file."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the last turn reached its token limit."""
+        return self.finish_reason == "length"
+
+    @property
+    def num_policy_tokens(self) -> int:
+        """Number of tokens that the policy chose."""
+        return sum(self.policy_mask)
+
+    @classmethod
+    def begun(cls, prompt_record: PromptRecord, completion: Completion) -> Rollout:
+        """Return the rollout after the first turn."""
+        return cls(
+            prompt_record,
+            completion.prompt_token_ids,
+            completion.token_ids,
+            (True,) * len(completion.token_ids),
+            completion.sampler_logprobs or (0.0,) * len(completion.token_ids),
+            completion.versions,
+            completion.text,
+            completion.finish_reason,
+        )
+
+    def continued(self, reply_ids: tuple[int, ...], reply: str, completion: Completion) -> Rollout:
+        """Return the rollout after the environment's reply and another turn."""
+        turn, gap = len(completion.token_ids), len(reply_ids)
+        return Rollout(
+            self.prompt_record,
+            self.prompt_token_ids,
+            self.token_ids + reply_ids + completion.token_ids,
+            self.policy_mask + (False,) * gap + (True,) * turn,
+            self.sampler_logprobs + (0.0,) * gap + (completion.sampler_logprobs or (0.0,) * turn),
+            self.versions + (-1,) * gap + completion.versions,
+            self.text + reply + completion.text,
+            completion.finish_reason,
+            self.num_turns + 1,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutGroup:
+    """The rollouts of one prompt with their rewards; G rollouts."""
+
+    rollouts: Sequence[Rollout]
+    rewards: torch.Tensor
+    """float32 [G], length penalties included; NaN where a rollout could not be scored."""
+    rewards_by_name: Mapping[str, torch.Tensor]
+    """float32 [G] of each reward alone."""
+    greedy_reward: torch.Tensor | None = None
+    """float32 [], the reward of a greedy completion, for algorithms that need one."""
+    errors: tuple[str, ...] = ()
+    """Calls of reward functions that raised or ran out of time."""
+    is_dropped: bool = False
+    """Whether dynamic sampling dropped the group, which is then only counted."""
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all rewards are equal, so that the group teaches nothing."""
+        return bool(is_constant(self.rewards[None], ~self.rewards[None].isnan()))
+
+
+def kept_groups(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """Return the groups that dynamic sampling has not dropped."""
+    return [group for group in groups if not group.is_dropped]

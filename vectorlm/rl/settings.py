@@ -1,0 +1,214 @@
+"""The settings of reinforcement learning, one dataclass for each component that reads them.
+
+The config nests them in its section ``rl`` (`vectorlm.config.schema`); each is declared here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from vectorlm.algorithms.hyperparameters import Hyperparameters
+from vectorlm.settings import (
+    ClippingNorm,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PromptSource,
+    ReadIf,
+    Text,
+    UnitInterval,
+    inline,
+    partial,
+)
+
+SAMPLING_DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "max_tokens": 16}
+"""Sampling parameters of rollouts where `sampling_params` names none; `max_tokens` is vLLM's own default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectSettings:
+    """Which prompts are sampled at each step, and how."""
+
+    prompts: PromptSource
+    """The prompts to learn from: a JSONL file whose lines have a `prompt` and the rewards' columns, or texts."""
+    prompts_per_step: PositiveInt
+    """Prompts in a batch of rollouts."""
+    group_size: PositiveInt = 1
+    """Completions of each prompt."""
+    sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `vllm.SamplingParams`, by default `temperature: 1.0` and `max_tokens: 16`; the trainer follows
+    `temperature`."""
+    environment: Text | None = None
+    """`file.py:NAME` of what answers the policy between its turns; null makes single turns."""
+    environment_timeout_s: Annotated[PositiveFloat | None, ReadIf("rl.environment")] = 300.0
+    """Longest response of an environment, in seconds; null waits without limit."""
+    max_turns: Annotated[PositiveInt, ReadIf("rl.environment")] = 4
+    """With an environment, turns of the policy after which a rollout ends."""
+    max_sampling_rounds: PositiveInt = 4
+    """Rounds of sampling with `dynamic_sampling`; groups that are still missing then stay missing."""
+    overlong_buffer_tokens: NonNegativeInt = 0
+    """Tokens before `max_tokens` over which a length penalty grows from 0; 0 turns the penalty off."""
+    overlong_penalty: Annotated[NonNegativeFloat, ReadIf("rl.overlong_buffer_tokens")] = 1.0
+    """What a completion of `max_tokens` tokens loses, with `overlong_buffer_tokens`."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters of rollouts, with their defaults filled in."""
+        return {**SAMPLING_DEFAULTS, **self.sampling_params}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSettings:
+    """How a batch of rollouts is trained on."""
+
+    num_epochs: PositiveInt = 1
+    """Passes over a batch of rollouts."""
+    num_mini_batches: PositiveInt = 1
+    """Optimizer steps of each pass."""
+    max_tokens_per_micro_batch: PositiveInt = 16384
+    """Tokens of one forward pass on one rank, padding included: never exceeded. Passes are shorter where padding rows
+    would cost more than another pass."""
+    max_kl: PositiveFloat | None = None
+    """KL divergence from the rollout's policy, per token, above which the rest of a batch is skipped; null never
+    skips."""
+    drop_truncated: bool = False
+    """Leave truncated completions out of the loss."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLSettings:
+    """The penalty on the KL divergence from the reference."""
+
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL divergence from the reference; 0 needs no reference."""
+    kl_in: Annotated[Literal["reward", "loss"], ReadIf("rl.kl_coef")] = "loss"
+    """Where the KL penalty is applied."""
+    kl_kind: Annotated[Literal["k1", "k2", "k3", "abs"], ReadIf("rl.kl_coef")] = "k3"
+    """The estimator of the KL divergence."""
+    kl_straight_through: Annotated[bool, ReadIf("rl.kl_coef"), ReadIf("rl.kl_in", ("loss",))] = False
+    """In the loss, use the gradient of k2 whatever the estimator."""
+    kl_target: PositiveFloat | None = None
+    """KL divergence of a completion, in nats, that `kl_coef` is adapted to keep; null keeps `kl_coef` fixed."""
+    kl_horizon: Annotated[PositiveInt, ReadIf("rl.kl_target")] = 10000
+    """Completions over which `kl_coef` may change by a fifth."""
+    reference_sync_every: PositiveInt | None = None
+    """Copy the policy into the reference every N steps; null never does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSettings:
+    """The critic, for algorithms that need one."""
+
+    model: Text | None = None
+    """Folder of the model that the critic starts from, its value head at zero; null means the policy's."""
+    lr: NonNegativeFloat = 1e-5
+    """Learning rate; the rest of the optimizer is the policy's."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps at the start that train the critic alone."""
+    value_clip: PositiveFloat | None = 0.2
+    """Largest change of a value within one batch that the loss rewards; null turns the clip off."""
+    max_grad_norm: ClippingNorm = 1.0
+    """Norm above which the critic's gradient is scaled down."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """How tokens are weighted or rejected whose probability differs between the engine and the trainer."""
+
+    bypass: bool = False
+    """Use the engine's log-probabilities as the old ones, without a forward pass of the trainer."""
+    level: Literal["token", "sequence", "geometric"] | None = None
+    """The ratio that the bounds of the weights apply to; without one there are no weights."""
+    mode: Literal["truncate", "mask"] = "truncate"
+    """What happens to weights beyond the bounds."""
+    low: NonNegativeFloat | None = None
+    """Lower bound of the ratio trainer / engine, at most 1."""
+    high: PositiveFloat | None = None
+    """Upper bound of the ratio trainer / engine, at least 1."""
+    normalise: bool = False
+    """Divide the weights by their mean."""
+    gate: Literal["ratio", "bernoulli_kl", "tv", "k2", "k3"] | None = None
+    """The measure by which a token or completion is rejected; without one none is."""
+    gate_level: Literal["token", "sum", "mean", "max"] = "token"
+    """Whether the gate is applied to each token, or to the sum, mean or maximum over a completion's tokens."""
+    gate_low: NonNegativeFloat | None = None
+    """Lower bound of the gate, for `ratio` alone."""
+    gate_high: NonNegativeFloat | None = None
+    """Upper bound of the gate."""
+    veto: UnitInterval | None = None
+    """Reject completions that hold a token with a ratio below this value."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether tokens are weighted or rejected before the update, which needs the trainer's own forward pass."""
+        return not self.bypass and (self.level is not None or self.gate is not None or self.veto is not None)
+
+
+NO_CORRECTION = Correction()
+"""Every token counts once."""
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "off": {},
+    "tis": {"level": "token", "mode": "truncate", "high": 2.0},
+    "icepop": {"level": "token", "mode": "mask", "low": 0.5, "high": 5.0},
+    "seq_mask_tis": {
+        "level": "token",
+        "mode": "truncate",
+        "high": 2.0,
+        "gate": "ratio",
+        "gate_level": "mean",
+        "gate_low": 0.5,
+        "gate_high": 2.0,
+    },
+    "mis": {"level": "geometric", "mode": "mask", "low": 0.5, "high": 2.0},
+    "geometric": {"level": "geometric", "mode": "truncate", "low": 0.5, "high": 2.0},
+    "decoupled": {"level": "token", "mode": "truncate", "high": 5.0},
+    "bypass": {"bypass": True},
+}
+"""The fields of `Correction` that each preset sets; the config's own values win."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MismatchSettings:
+    """What is reported about the mismatch between engine and trainer."""
+
+    band_low: UnitInterval = 0.5
+    """Ratios below this value count as out of band in the metrics."""
+    band_high: PositiveFloat = 2.0
+    """Ratios above this value count as out of band in the metrics."""
+    min_ess: UnitInterval = 0.5
+    """Effective sample size, as a share, below which a warning is printed; 0 prints none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionSettings:
+    """What is done where the engine sampled tokens with other probabilities than the trainer computes."""
+
+    preset: Literal["off", "tis", "icepop", "seq_mask_tis", "mis", "geometric", "decoupled", "bypass"] = "off"
+    """A row of the table in correction.md; the keys below replace single values of that row."""
+    overrides: Mapping[str, Any] = partial(Correction, null="the preset's value")
+    mismatch: MismatchSettings = inline(MismatchSettings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What a step reads, resolved for one algorithm; the config nests its fields, and not this dataclass."""
+
+    hparams: Hyperparameters = field(default_factory=Hyperparameters)
+    correction: Correction = NO_CORRECTION
+    mismatch: MismatchSettings = MismatchSettings()
+    update: UpdateSettings = UpdateSettings()
+    kl: KLSettings = KLSettings()
+    critic: CriticSettings = CriticSettings()
+    max_tokens: int = SAMPLING_DEFAULTS["max_tokens"]
+    """Longest completion; with `sequence_sum_fixed`, the tokens that each completion counts for."""
+    seed: int = 0
+    """With the step and the epoch, this decides which groups share a mini-batch."""
+    pad_token_id: int = 0
+    peak_flops: float | None = None
+    """Operations per second that all devices together are capable of; None leaves `perf/mfu` out."""

@@ -1,1 +1,0 @@
-"""Rollouts: completions sampled in groups, and the batches that are trained on."""

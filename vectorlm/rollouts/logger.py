@@ -1,0 +1,131 @@
+"""The rollouts of a run, kept in a file, and a few of them on the console."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vectorlm.algorithms.reduce import masked_mean
+from vectorlm.rl.batch import TrainBatch
+from vectorlm.rl.rollout import RolloutGroup, kept_groups
+from vectorlm.rollouts.replay import record_of
+from vectorlm.telemetry.step_lines import StepLines
+
+WIDTH = 60
+"""Characters of a prompt or completion on the console."""
+
+
+class RolloutLogger:
+    """Writes every rollout with its reward, and the mismatch of engine and trainer; shows a few, and warns."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        resume_step: int | None = None,
+        show_every: int = 10,
+        num_shown: int = 3,
+        saves_tokens: bool = False,
+        min_ess: float = 0.0,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """Open ``rollouts.jsonl`` and ``correction.jsonl`` in `folder`, with their lines up to `resume_step`.
+
+        Ranks other than 0 pass no folder, and then write and say nothing. Every `show_every` steps (0: never) a table
+        of `num_shown` rollouts is shown. `saves_tokens` writes what training on a rollout again needs. A warning says
+        when the effective sample size, as a share, falls below `min_ess`.
+        """
+        self._lines = None if folder is None else StepLines(folder / "rollouts.jsonl", resume_step)
+        self._mismatch = None if folder is None else StepLines(folder / "correction.jsonl", resume_step)
+        self._saves_tokens = saves_tokens
+        self._min_ess, self._has_warned = min_ess, False
+        self._show_every, self._num_shown, self._say = show_every, num_shown, say
+
+    def write(self, step: int, groups: Sequence[RolloutGroup], batch: TrainBatch | None) -> None:
+        """Keep the rollouts of `step`; `batch` is None where nothing can be learned from them."""
+        if self._lines is None or self._mismatch is None:
+            return
+        kept = kept_groups(groups)
+        self._lines.write(step, self._records(kept, batch))
+        if batch is not None and batch.mismatch is not None:
+            self._mismatch.write(step, [batch.mismatch])
+            self._warn(step, batch.metrics["correction/ess"])
+        if batch is None or not batch.rows.mask.any():
+            num_completions = sum(len(group.rollouts) for group in groups)
+            num_unscored = sum(int(group.rewards.isnan().sum()) for group in groups)
+            self._say(
+                f"step {step}: nothing to learn from {num_completions} completions, {num_unscored} of them without a "
+                "reward; the weights stay as they are"
+            )
+        errors = [error for group in groups for error in group.errors]
+        if errors:
+            self._say(f"step {step}: {len(errors)} reward calls failed; the first: {errors[0]}")
+        if self._show_every and step % self._show_every == 0:
+            self._say(self._table(step, kept))
+
+    def _warn(self, step: int, ess: float) -> None:
+        is_low = ess < self._min_ess
+        if is_low and not self._has_warned:
+            self._say(
+                f"warning: step {step}: the effective sample size of the tokens is {ess:.0%} of their number: the "
+                "engine samples with other probabilities than the trainer computes. Train on fresher rollouts, set "
+                "train_parameters.sampler.vllm_dtype to the trainer's, or choose an rl.correction.preset "
+                "(docs/correction.md); correction.png shows where."
+            )
+        self._has_warned = is_low
+
+    def _records(self, groups: Sequence[RolloutGroup], batch: TrainBatch | None) -> Iterator[dict[str, Any]]:
+        advantages = _advantages(batch)
+        for p, group in enumerate(groups):
+            for g, rollout in enumerate(group.rollouts):
+                record = {
+                    "group": p,
+                    "prompt": rollout.prompt_record.prompt,
+                    "completion": rollout.text,
+                    "reward": _number(group.rewards[g]),
+                    "rewards": {name: _number(values[g]) for name, values in group.rewards_by_name.items()},
+                    "advantage": advantages.get((p, g)),
+                    "version": min((v for v in rollout.versions if v >= 0), default=None),
+                    "finish_reason": rollout.finish_reason,
+                    "num_turns": rollout.num_turns,
+                }
+                yield record | record_of(rollout) if self._saves_tokens else record
+
+    def _table(self, step: int, groups: Sequence[RolloutGroup]) -> str:
+        rows = [("reward", "prompt", "completion")]
+        for group in groups[: self._num_shown]:
+            first = group.rollouts[0]
+            prompt = _short(str(first.prompt_record.prompt))
+            rows.append((f"{group.rewards[0].item():.2f}", prompt, _short(first.text)))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = (
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows
+        )
+        return f"step {step}:\n" + "\n".join(f"  {line.rstrip()}" for line in lines)
+
+
+def _advantages(batch: TrainBatch | None) -> dict[tuple[int, int], float]:
+    """Return the mean advantage of each rollout that is trained on, by its place."""
+    if batch is None:
+        return {}
+    rows = batch.rows
+    means = masked_mean(batch.advantages, rows.mask).view(rows.rewards.shape)
+    return {
+        (p, int(column)): float(means[p, k])
+        for p, columns in enumerate(rows.columns.tolist())
+        for k, column in enumerate(columns)
+        if rows.valid[p, k]
+    }
+
+
+def _number(value: torch.Tensor) -> float | None:
+    """Return a number that JSON can hold."""
+    return None if value.isnan() else value.item()
+
+
+def _short(text: str) -> str:
+    line = text.replace("\n", "\\n")
+    return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"

@@ -1,0 +1,86 @@
+"""Stored rollouts, of this policy or any other, to train on again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vectorlm.errors import DatasetError
+from vectorlm.rl.prompts import PromptOrder
+from vectorlm.rl.rollout import Rollout
+from vectorlm.types import PromptRecord
+
+Group = list[Rollout]
+
+
+def record_of(rollout: Rollout) -> dict[str, Any]:
+    """Return what `read_rollouts` needs besides ``prompt`` and ``completion``, as JSON values."""
+    return {
+        "columns": dict(rollout.prompt_record.columns),
+        "prompt_token_ids": list(rollout.prompt_token_ids),
+        "token_ids": list(rollout.token_ids),
+        "policy_mask": [int(each) for each in rollout.policy_mask],
+        "sampler_logprobs": list(rollout.sampler_logprobs),
+        "versions": list(rollout.versions),
+    }
+
+
+def read_rollouts(path: str | Path) -> list[Group]:
+    """Read the groups that a run with ``rl.rollout.save_tokens`` has left in its ``rollouts.jsonl``.
+
+    The lines of one group stand next to each other, with the same ``train_step`` and ``group``.
+    """
+    if not Path(path).is_file():
+        raise DatasetError(f"rl.rollout.path={str(path)!r} is not a file: name the rollouts.jsonl of a run.")
+    groups: list[Group] = []
+    place: tuple[Any, Any] | None = None
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            rollout = _rollout_of(row)
+            here = (row["train_step"], row["group"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DatasetError(
+                f"{path}:{number} is not a rollout to train on ({type(error).__name__}: {error}): every line must "
+                "be as a run with rl.rollout.save_tokens: True writes it."
+            ) from error
+        if here != place:
+            groups.append([])
+            place = here
+        groups[-1].append(rollout)
+    if not groups:
+        raise DatasetError(f"rl.rollout.path={str(path)!r} is empty: it must hold at least one rollout.")
+    return groups
+
+
+def replay_order(groups: Sequence[Group], group_size: int, seed: int) -> PromptOrder[Group]:
+    """Return the stored groups, each of `group_size`, in an order drawn from the seed, pass after pass."""
+    for index, group in enumerate(groups):
+        if len(group) != group_size:
+            raise DatasetError(
+                f"group {index} of rl.rollout.path has {len(group)} completions, and rl.group_size={group_size}: "
+                "they must be equal. Change rl.group_size, or name another file."
+            )
+    return PromptOrder(groups, seed)
+
+
+def _rollout_of(row: Mapping[str, Any]) -> Rollout:
+    lengths = {len(row[name]) for name in ("token_ids", "policy_mask", "sampler_logprobs", "versions")}
+    if len(lengths) != 1:
+        raise ValueError("token_ids, policy_mask, sampler_logprobs and versions differ in length")
+    return Rollout(
+        PromptRecord(row["prompt"], row["columns"]),
+        tuple(row["prompt_token_ids"]),
+        tuple(row["token_ids"]),
+        tuple(bool(each) for each in row["policy_mask"]),
+        tuple(row["sampler_logprobs"]),
+        tuple(row["versions"]),
+        row["completion"],
+        row["finish_reason"],
+        row["num_turns"],
+        is_replayed=True,
+    )

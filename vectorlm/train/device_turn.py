@@ -1,0 +1,228 @@
+"""Handing the devices over between the trainer and its engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from vectorlm.dist.topology import Topology
+from vectorlm.errors import EngineDied, EngineError, EngineTimeout, OutOfTurn, RankMismatch, WeightMismatch
+from vectorlm.settings import require_choice
+from vectorlm.types import Engine, InFlight, UpdateReport
+
+SleepMode = Literal["none", "kv_cache", "all"]
+"""What the engine frees while the trainer works."""
+RAISED_ON_ALL_RANKS = (EngineError, RankMismatch, WeightMismatch)
+ENGINE_IS_GONE = (EngineDied, EngineTimeout)
+
+
+def put_to_sleep(engine: Engine, sleep: SleepMode) -> None:
+    """Put as much of `engine` to sleep as `sleep` says; called on all ranks."""
+    if sleep != "none":
+        engine.sleep(weights=sleep == "all", kv_cache=True)
+
+
+class DeviceTurn:
+    """Hand the devices over between a trainer and its engine.
+
+    The trainer has the devices, except inside the `sampling` blocks, which all ranks open:
+
+    >>> turn = DeviceTurn(engine, model=model, optimizer=optimizer, sleep="all")  # doctest: +SKIP
+    >>> for step in range(num_steps):
+    ...     with turn.sampling(step):
+    ...         answers = engine.sample(prompts)
+    ...     train_on(answers)
+
+    No barriers are needed: no rank trains before the engine has freed its memory, and the engine allocates none
+    before every rank has freed its own. On CPU, where vLLM frees nothing, the same calls are made in the same order.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        sleep: SleepMode = "none",
+        offload_optimizer: bool = False,
+        in_flight: InFlight = "refuse",
+        topology: Topology | None = None,
+    ) -> None:
+        """Put the engine to sleep, so that the turn is the trainer's; called on all ranks.
+
+        Args:
+            engine: Awake or asleep; on CUDA built with ``enable_sleep_mode=True`` unless `sleep` is `none`.
+            model: The trained model, whose weights the engine samples with.
+            optimizer: Guarded against steps out of turn.
+            sleep: What the engine frees while the trainer works: nothing, its KV cache, or its weights too.
+            offload_optimizer: Keep the optimizer's state and the gradients on the host while the engine works.
+            in_flight: What happens to requests in flight when new weights arrive; see `Engine.update`. All but
+                `refuse` need an engine that stays awake.
+            topology: This rank's place; read from the environment when omitted.
+
+        Raises:
+            ValueError: `sleep` is unknown, `in_flight` keeps requests that it would lose, or there is no optimizer to
+                offload.
+            EngineError: The engine cannot sleep; the text says why.
+        """
+        require_choice("sleep", sleep, SleepMode)
+        if sleep != "none" and in_flight != "refuse":
+            raise ValueError(
+                f"in_flight={in_flight!r} needs sleep='none': an engine that sleeps holds no requests."
+            )
+        if offload_optimizer and optimizer is None:
+            raise ValueError("offload_optimizer=True needs the optimizer: pass optimizer=….")
+        topology = Topology.from_environment() if topology is None else topology
+        self.engine, self._model, self._sleep, self._in_flight = engine, model, sleep, in_flight
+        self._is_cuda, self._is_alone = topology.is_cuda, topology.world_size == 1
+        self._offload = Offload(optimizer, topology.device) if optimizer and offload_optimizer else None
+        self._step: int | None = None
+        self.swapped_at: float | None = None
+        """When the engine got its newest weights, in seconds of ``time.perf_counter``."""
+        self.busy: list[tuple[float, float]] = []
+        """When the engine computed, by its own reports, as (start, end); the reader empties the list."""
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(self._refuse_step)
+        put_to_sleep(engine, sleep)
+
+    @contextmanager
+    def sampling(self, step: int) -> Iterator[UpdateReport]:
+        """Give the engine the devices and the weights of `step` for a block; called on all ranks.
+
+        The order needs least memory: the optimizer leaves the device, the engine's weights wake and are replaced, its
+        KV cache wakes, the block runs, the engine sleeps, the optimizer returns. Gradients survive the block.
+
+        Args:
+            step: The version of the weights, as for `Engine.update`.
+
+        Yields:
+            What the hot swap did.
+
+        Raises:
+            OutOfTurn: A sampling block is open already.
+            VectorLMError: As for `Engine.update`, `sleep` and `wake_up`.
+        """
+        if self._step is not None:
+            raise OutOfTurn(
+                f"sampling at step {step} began inside the sampling of step {self._step}: end that block first."
+            )
+        self._step = step
+        try:
+            if self._offload is not None:
+                self._offload.move_out()
+            if self._is_cuda and self._sleep != "none":
+                # The engine's process cannot use memory that torch keeps in its cache.
+                torch.cuda.empty_cache()
+            if self._sleep == "all":
+                self.engine.wake_up(weights=True, kv_cache=False)
+            report = self.engine.update(self._model, step, in_flight=self._in_flight)
+            if not report.skipped:
+                self.swapped_at = time.perf_counter()
+                self.busy += report.busy
+            if self._sleep != "none":
+                self.engine.wake_up(weights=False, kv_cache=True)
+            yield report
+        except BaseException as error:
+            self._recover(error)
+            raise
+        else:
+            put_to_sleep(self.engine, self._sleep)
+        finally:
+            if self._offload is not None:
+                self._offload.move_back()
+            self._step = None
+
+    def _recover(self, error: BaseException) -> None:
+        """Put the engine to sleep after an error that all ranks have.
+
+        After an error of this rank alone it stays awake: the other ranks would not join the call, and the next block
+        may begin with an engine that is awake.
+        """
+        on_all_ranks = self._is_alone or isinstance(error, RAISED_ON_ALL_RANKS)
+        if on_all_ranks and not isinstance(error, ENGINE_IS_GONE):
+            try:
+                put_to_sleep(self.engine, self._sleep)
+            except EngineError as second:
+                error.add_note(f"Afterwards the engine could not be put to sleep: {second}")
+
+    def _refuse_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._step is not None:
+            raise OutOfTurn(
+                f"an optimizer step was made inside the sampling of step {self._step}, while the device is the "
+                "engine's: make it after that block."
+            )
+
+
+class Offload:
+    """Moves the state and the gradients of an optimizer out of the device's memory, and back, bit for bit.
+
+    Memory moves, not tensors: storages are emptied and later filled again, so every tensor that the optimizer, a
+    checkpoint or FSDP2 holds (shards and views of one flat buffer included) stays the same object. In between their
+    values must not be used. On CPU the same happens between two places of host memory.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: str) -> None:
+        self._optimizer, self._device = optimizer, torch.device(device)
+        self._parked: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are off the device now."""
+        return sum(host.numel() for _, host in self._parked)
+
+    def move_out(self) -> None:
+        """Copy everything to the host and free it on the device; a second call moves only what is new."""
+        is_cuda = self._device.type == "cuda"
+        if is_cuda:
+            # FSDP2 writes gradients on another stream.
+            torch.cuda.synchronize(self._device)
+        for storage in self._storages():
+            # Only pinned memory is copied at full speed; torch keeps it for the next time.
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_cuda)
+            host.copy_(_bytes_of(storage))
+            self._parked.append((storage, host))
+            storage.resize_(0)
+
+    def move_back(self) -> None:
+        """Put everything back; where memory runs out, the rest stays out and a second call tries again."""
+        while self._parked:
+            storage, host = self._parked[-1]
+            storage.resize_(host.numel())
+            _bytes_of(storage).copy_(host)
+            self._parked.pop()
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        """Return the memory behind the optimizer's tensors, each storage once, without the weights."""
+        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+        weights = {storage.data_ptr() for each in parameters for storage in _storages_of(each)}
+        held = [self._optimizer.state, [each.grad for each in parameters]]
+        found = {
+            storage.data_ptr(): storage
+            for storage in _storages_of(held)
+            if storage.device.type == self._device.type and storage.resizable() and storage.nbytes()
+        }
+        return [storage for address, storage in found.items() if address not in weights]
+
+
+def _storages_of(value: Any) -> Iterator[torch.UntypedStorage]:
+    """Walk through containers, and through DTensors and other tensors made of tensors."""
+    if isinstance(value, torch.Tensor):
+        if is_traceable_wrapper_subclass(value):
+            names, _ = value.__tensor_flatten__()
+            yield from _storages_of([getattr(value, name) for name in names])
+        else:
+            yield value.untyped_storage()
+    elif isinstance(value, Mapping):
+        yield from _storages_of(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _storages_of(each)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

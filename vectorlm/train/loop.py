@@ -1,0 +1,188 @@
+"""Supervised fine-tuning: the loop that every rank runs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from vectorlm.errors import DatasetError
+from vectorlm.train.optimizer_step import OptimizerStep
+from vectorlm.train.recorder import Recorder
+from vectorlm.train.settings import LoopSettings
+from vectorlm.types import Batch, TrainedModel
+from vectorlm.weights.plan import reshard
+
+
+class BatchLoader(Protocol):
+    """Splits an epoch into optimizer steps, and each step into the micro-batches of this rank."""
+
+    def __len__(self) -> int: ...  # Optimizer steps per epoch.
+
+    def steps(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
+        """Yield this rank's micro-batches of every optimizer step of `epoch`, from `start_step` on."""
+        ...
+
+
+@dataclass(kw_only=True)
+class FineTuningLoop:
+    """Minimise the mean next-token loss over the target tokens of each global batch.
+
+    The loss of an optimizer step is the sum over all its tokens, on every rank and in every micro-batch,
+    divided by the number of those tokens; so no result depends on how a global batch is split.
+    """
+
+    optimizer_step: OptimizerStep
+    train_loader: BatchLoader
+    eval_loader: BatchLoader
+    settings: LoopSettings
+    recorder: Recorder
+    ignore_index: int = -100
+    """Label of tokens outside the loss."""
+    step: int = 0
+    """Optimizer steps done."""
+
+    def run(self) -> None:
+        """Train to the end of the last epoch, from the start or from the recorder's checkpoint."""
+        schedule, recorder = self.optimizer_step.schedule, self.recorder
+        models = {"policy": TrainedModel(self.optimizer_step.model, self.optimizer_step.optimizer)}
+        assert schedule is not None
+        saved = recorder.resume(models)
+        if saved is None:
+            recorder.sink.write(0, self.evaluate_if_due())
+        else:
+            schedule.load_state_dict(saved["schedule"])
+            self.step = recorder.resume_step or 0
+        for micro_batches in self.remaining_steps():
+            metrics = self.optimize(micro_batches)
+            self.step += 1
+            recorder.sink.write(self.step, metrics | self.evaluate_if_due())
+            recorder.save_if_due(self.step, models, lambda: {"schedule": schedule.state_dict()})
+
+    def remaining_steps(self) -> Iterator[list[Batch]]:
+        """Yield this rank's micro-batches of each remaining optimizer step."""
+        for epoch in range(self.step // len(self.train_loader), self.settings.epochs):
+            yield from self.train_loader.steps(epoch, start_step=self.step % len(self.train_loader))
+
+    def optimize(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
+        """Make one optimizer step, and return its metrics."""
+        start_s = time.perf_counter()
+        num_targets, num_tokens = self._count(micro_batches)
+        my_loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        for index, batch in enumerate(micro_batches):
+            loss = self.sum_loss(batch) / num_targets
+            self.optimizer_step.backward(loss, is_last=index == len(micro_batches) - 1)
+            my_loss += loss.detach()
+        loss_value = self._add_up_finite(my_loss, micro_batches)
+        finished = self.optimizer_step.finish(self.step + 1)
+        step_s = time.perf_counter() - start_s
+        return {
+            "train/loss": loss_value,
+            "train/learning_rate": finished["learning_rate"],
+            "train/grad_norm": finished["grad_norm"],
+            "train/tokens_per_s": num_tokens / step_s,
+            "train/step_s": step_s,
+        }
+
+    def evaluate_if_due(self) -> dict[str, float]:
+        """Evaluate the held-out text and the engine's answers where either is due, and return the metrics."""
+        metrics: dict[str, float] = {}
+        if self.recorder.is_due(self.settings.logging_steps, self.step):
+            metrics["eval/loss"] = self.held_out_loss()
+            assert self.optimizer_step.schedule is not None
+            self.optimizer_step.schedule.observe(metrics["eval/loss"])
+        return metrics | self.recorder.evaluate_if_due(self.step)
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Return the mean loss over all target tokens of the held-out text."""
+        model = self.optimizer_step.model
+        model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for micro_batches in self.eval_loader.steps(0):
+            for batch in micro_batches:
+                totals[0] += self.sum_loss(batch)
+                totals[1] += self._targets(batch).ne(self.ignore_index).sum()
+        model.train()
+        reshard(model)
+        dist.all_reduce(totals)
+        return (totals[0] / totals[1].clamp(min=1)).item()
+
+    def sum_loss(self, batch: Batch) -> torch.Tensor:
+        """Return the sum of the next-token losses of one micro-batch.
+
+        Raises:
+            DatasetError: A token is not in the model's vocabulary.
+        """
+        self._require_known_tokens(batch)
+        logits = self.optimizer_step.model(
+            input_ids=batch.input_ids.to(self._device),
+            attention_mask=batch.attention_mask.to(self._device),
+            use_cache=False,
+        ).logits
+        return token_losses(logits, self._targets(batch), self.ignore_index).sum()
+
+    def _require_known_tokens(self, batch: Batch) -> None:
+        """Look on the CPU, where the batch still is: on CUDA an unknown token ends the process without its name."""
+        num_tokens = self.optimizer_step.model.get_input_embeddings().num_embeddings
+        is_unknown = (batch.input_ids < 0) | (batch.input_ids >= num_tokens)
+        if is_unknown.any():
+            row, column = is_unknown.nonzero()[0].tolist()
+            name, token = batch.ids[row].item(), batch.input_ids[row, column].item()
+            raise DatasetError(
+                f"row {name} of the dataset holds the token {token}, and the model has {num_tokens} tokens. Preprocess "
+                "the dataset with the model's own tokenizer."
+            )
+
+    @property
+    def _device(self) -> str:
+        return self.optimizer_step.topology.device
+
+    def _targets(self, batch: Batch) -> torch.Tensor:
+        return next_tokens(batch.labels.to(self._device), self.ignore_index)
+
+    def _count(self, micro_batches: Sequence[Batch]) -> tuple[int, int]:
+        """Count the target tokens and the tokens of a step, on all ranks; at least one of each."""
+        totals = torch.zeros(2, dtype=torch.int64, device=self._device)
+        for batch in micro_batches:
+            totals[0] += self._targets(batch).ne(self.ignore_index).sum()
+            totals[1] += batch.attention_mask.sum()
+        dist.all_reduce(totals)
+        num_targets, num_tokens = totals.clamp(min=1).tolist()
+        return num_targets, num_tokens
+
+    def _add_up_finite(self, my_loss: torch.Tensor, micro_batches: Sequence[Batch]) -> float:
+        """Return the sum of all ranks' losses; stop every rank if one of them is not finite."""
+        topology = self.optimizer_step.topology
+        losses = torch.zeros(topology.world_size, dtype=torch.float64, device=self._device)
+        losses[topology.rank] = my_loss
+        dist.all_reduce(losses)
+        values = losses.tolist()
+        bad = next((rank for rank, value in enumerate(values) if not math.isfinite(value)), None)
+        if bad is not None:
+            ids: list[Any] = [None] * topology.world_size
+            dist.all_gather_object(ids, [i for batch in micro_batches for i in batch.ids.tolist() if i >= 0])
+            where = f"on rank {bad}, examples {ids[bad]}"
+            self.optimizer_step.require_finite(values[bad], self.step + 1, where, "these examples")
+        return losses.sum().item()
+
+
+def next_tokens(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Return what each position predicts, int64 [B, T]: ``targets[b, t] = labels[b, t + 1]``, nothing at the end."""
+    targets = torch.full_like(labels, ignore_index)
+    targets[:, :-1] = labels[:, 1:]
+    return targets
+
+
+def token_losses(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Return -log softmax(logits[b, t])[targets[b, t]], 0 where the target is `ignore_index`; float32 [B, T]."""
+    losses = F.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="none"
+    )
+    return losses.view_as(targets)

@@ -1,0 +1,189 @@
+"""One optimizer step of a sharded model: accumulate, check, clip, step, schedule the learning rate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from vectorlm.errors import ConfigError, NonFiniteLoss
+
+if TYPE_CHECKING:
+    from vectorlm.dist.topology import Topology
+
+
+PLATEAU_NAMES = ("plateau-with-warmup", "plataeu-with-warmup", "reduce_lr_on_plateau")
+"""Spellings of the plateau schedule; the second is VectorLM's own."""
+BY_LOSS = (*PLATEAU_NAMES, "greedy")
+"""Schedules that follow the evaluation loss."""
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """Makes the optimizer steps of one model; all ranks call each method alike.
+
+    For each step: `backward` for each micro-batch, `require_finite` with the loss of the whole step, then `finish`.
+    Until `finish` the weights stay as they were, so a step that raises changes none.
+    """
+
+    model: Any
+    """Sharded with FSDP2."""
+    optimizer: Optimizer
+    schedule: Schedule | None
+    """None leaves the learning rate alone."""
+    max_grad_norm: float
+    topology: Topology
+    name: str = "policy"
+    """What errors call the model."""
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """Add the gradient of this rank's share of the step's loss; replicas exchange gradients after the last."""
+        self.model.set_requires_all_reduce(is_last)
+        # FSDP averages gradients over ranks; the loss is already a share of the whole step's loss.
+        (loss * self.topology.world_size).backward()
+
+    def require_finite(
+        self,
+        loss: float,
+        step: int,
+        details: str = "over all ranks",
+        look_at: str = "the rewards in rollouts.jsonl",
+    ) -> None:
+        """Raise `NonFiniteLoss` unless the loss of `step` is finite; the text adds `details` and what to look at."""
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(
+                f"the {self.name}'s loss is {loss} at step {step} ({details}): training stops before the weights "
+                f"change. Lower the learning rate, or look at {look_at}."
+            )
+
+    def finish(self, step: int) -> dict[str, float]:
+        """Clip the gradient, update the weights, step the schedule; return `grad_norm` and `learning_rate`."""
+        norm = clip_gradient(self.model, self.max_grad_norm)
+        if not math.isfinite(norm):
+            raise NonFiniteLoss(
+                f"the {self.name}'s gradient norm is {norm} at step {step} (over all ranks, seen on rank "
+                f"{self.topology.rank}) although the loss is finite: training stops before the weights change. "
+                "Lower the learning rate, or train without use_mp."
+            )
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.schedule is not None:
+            self.schedule.step()
+        return {"grad_norm": norm, "learning_rate": learning_rate}
+
+
+def clip_gradient(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradient of a sharded or plain model down to `max_norm`; return its norm before that."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return (norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm).item()
+
+
+class Schedule:
+    """Sets the learning rate: call `step` after each optimizer step, `observe` after each evaluation.
+
+    Most schedules of transformers depend on the step alone. ``plateau-with-warmup`` rises linearly, step k of
+    W using lr (k + 1) / (W + 1), then falls each time the evaluation loss has stopped falling (torch's
+    ReduceLROnPlateau); ``greedy`` does so with transformers' GreedyLR, which may rise again, up to the peak.
+    """
+
+    def __init__(self, name: str, optimizer: Optimizer, *, num_warmup_steps: int, num_steps: int) -> None:
+        """Set the learning rate of the first step; the optimizer holds the peak learning rate."""
+        self._optimizer, self._name = optimizer, name
+        self._by_step: LRScheduler | None = None
+        self._by_loss: Any = None
+        self._peaks = [group["lr"] for group in optimizer.param_groups]
+        self._num_warmup_steps = num_warmup_steps
+        self._num_steps_done = 0
+        if name in PLATEAU_NAMES:
+            self._by_loss = ReduceLROnPlateau(optimizer)
+        elif name == "greedy":
+            self._by_loss = _transformers_schedule(name, optimizer, num_warmup_steps, num_steps)
+        else:
+            self._by_step = _transformers_schedule(name, optimizer, num_warmup_steps, num_steps)
+        if self._by_loss is not None:
+            self._warm_up()
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate that the next optimizer step will use."""
+        return self._optimizer.param_groups[0]["lr"]
+
+    def step(self) -> None:
+        """Set the learning rate of the next optimizer step."""
+        self._num_steps_done += 1
+        if self._by_step is not None:
+            self._by_step.step()
+        elif self._num_steps_done <= self._num_warmup_steps:
+            self._warm_up()
+
+    def observe(self, eval_loss: float) -> None:
+        """Take an evaluation loss, which plateau and greedy schedules follow after their warmup."""
+        if self._by_loss is not None and self._num_steps_done >= self._num_warmup_steps:
+            self._by_loss.step(eval_loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside the optimizer's own state."""
+        by_loss = None if self._by_loss is None else self._by_loss.state_dict()
+        return {
+            "num_steps_done": self._num_steps_done,
+            "name": self._name,
+            "peaks": self._peaks,
+            "by_loss": by_loss,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the steps of `state`, whose schedule may have had another length, peak or name.
+
+        A schedule by steps depends on their number alone. One by the loss keeps the learning rate that came back with
+        the optimizer's state, in proportion to the peak, and starts from its peak under another name.
+        """
+        self._num_steps_done = state["num_steps_done"]
+        groups = self._optimizer.param_groups
+        if self._by_step is not None:
+            inner: Any = self._by_step
+            inner.load_state_dict({**inner.state_dict(), "last_epoch": self._num_steps_done})
+            factors = [factor(self._num_steps_done) for factor in inner.lr_lambdas]
+            for group, peak, factor in zip(groups, inner.base_lrs, factors, strict=True):
+                group["lr"] = peak * factor
+        elif state["name"] == self._name:
+            self._by_loss.load_state_dict(state["by_loss"])
+            for group, now, before in zip(groups, self._peaks, state["peaks"], strict=True):
+                if now != before:
+                    group["lr"] = group["lr"] * now / before if before else now
+        elif self._num_steps_done <= self._num_warmup_steps:
+            self._warm_up()
+        else:
+            for group, peak in zip(groups, self._peaks, strict=True):
+                group["lr"] = peak
+
+    def _warm_up(self) -> None:
+        fraction = (self._num_steps_done + 1) / (self._num_warmup_steps + 1)
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * fraction
+
+
+def _transformers_schedule(
+    name: str, optimizer: Optimizer, num_warmup_steps: int, num_steps: int
+) -> LRScheduler:
+    from transformers import SchedulerType, get_scheduler
+
+    known = [*(kind.value for kind in SchedulerType), PLATEAU_NAMES[0]]
+    if name not in known:
+        raise ConfigError(f"lr_scheduler_type={name!r} is unknown: it must be one of {', '.join(known)}.")
+    # GreedyLR's own bounds (1e-3 to 1) would lift any usual learning rate by orders of magnitude.
+    bounds = {"min_lr": 0.0, "max_lr": [group["lr"] for group in optimizer.param_groups]}
+    try:
+        return get_scheduler(
+            name, optimizer, num_warmup_steps, num_steps, bounds if name == "greedy" else None
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"lr_scheduler_type={name!r} needs more settings ({error}). "
+            "Use linear, cosine, constant_with_warmup or plateau-with-warmup."
+        ) from error

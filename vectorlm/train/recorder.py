@@ -1,0 +1,89 @@
+"""What a training loop leaves behind: metrics, checkpoints and evaluations, each at its interval, and its times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from vectorlm.types import Checkpoints, Evaluation, MetricSink, TrainedModel
+
+Span = tuple[str, float, float]
+"""A name, a start and an end, in seconds."""
+BREAK_S = 0.01
+"""Two spans of one name with a shorter break between them become one."""
+
+
+class Timer:
+    """Add up the seconds spent in named spans, until they are drained.
+
+    It reads the host's clock: work queued on an accelerator counts where the host waits for it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
+        """Every span so far, in the order of their ends."""
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `name`, also when the block raises; nested spans count for both names."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            end = self._clock()
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+            if self.spans and self.spans[-1][0] == name and start - self.spans[-1][2] < BREAK_S:
+                start = self.spans.pop()[1]
+            self.spans.append((name, start, end))
+
+    def drain(self) -> dict[str, float]:
+        """Return the seconds by name since the last drain, and start again from 0."""
+        drained, self._seconds = self._seconds, {}
+        return drained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorder:
+    """Logs, evaluates, saves and resumes a loop of `num_steps` steps; all ranks call each method alike."""
+
+    num_steps: int
+    """Steps of the whole run."""
+    sink: MetricSink
+    say: Callable[[str], None] = print
+    """Shows text on the console."""
+    evaluation: Evaluation | None = None
+    evaluate_every: int = 1
+    """Steps between two evaluations; there is one before training and one at the end too."""
+    checkpoints: Checkpoints | None = None
+    save_every: int = 1
+    """Steps between two checkpoints; there is one at the end too."""
+    resume_step: int | None = None
+    """The step of the checkpoint to resume from; None in a new run."""
+
+    def is_due(self, every: int, step: int) -> bool:
+        """Whether `step` is a multiple of `every` or the last step."""
+        return step % every == 0 or step == self.num_steps
+
+    def evaluate_if_due(self, step: int) -> dict[str, float]:
+        """Evaluate where an evaluation is due, and return its metrics."""
+        if self.evaluation is None or not self.is_due(self.evaluate_every, step):
+            return {}
+        return self.evaluation.evaluate(step)
+
+    def save_if_due(
+        self, step: int, models: Mapping[str, TrainedModel], state: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Save the models and the loop's own state where a checkpoint is due: a longer run may go on from the last."""
+        if self.checkpoints is not None and self.is_due(self.save_every, step):
+            self.checkpoints.save(step, models, state())
+
+    def resume(self, models: Mapping[str, TrainedModel]) -> dict[str, Any] | None:
+        """Load the checkpoint into the models and return the loop's own state; None in a new run."""
+        if self.resume_step is None or self.checkpoints is None:
+            return None
+        return self.checkpoints.load(self.resume_step, models)

@@ -1,0 +1,126 @@
+"""The settings of training; the config nests them in ``train_parameters`` and ``train_parameters.sampler``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+from vectorlm.settings import (
+    AlsoWritten,
+    Betas,
+    ClippingNorm,
+    Fraction,
+    NonNegativeFloat,
+    PositiveInt,
+    PromptSource,
+    ReadIf,
+    Text,
+    UnitInterval,
+)
+
+ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
+
+# transformers' schedules, without the three that cannot be built from a warmup and a length alone
+# (cosine_with_min_lr, cosine_warmup_with_min_lr, warmup_stable_decay).
+ScheduleName = Annotated[
+    Literal[
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "reduce_lr_on_plateau",
+        "greedy",
+        "plateau-with-warmup",
+    ],
+    AlsoWritten({"plataeu-with-warmup": "plateau-with-warmup"}),
+]
+WARMS_UP = ReadIf(
+    "train_parameters.lr_scheduler_type",
+    tuple(name for name in get_args(get_args(ScheduleName)[0]) if name != "constant"),
+    "Use constant_with_warmup.",
+)
+WITH_CHECKPOINTS = ReadIf("train_parameters.checkpointing_enabled")
+BY_TOKENS = "Micro-batches follow from rl.max_tokens_per_micro_batch."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """How the model is loaded and sharded."""
+
+    sharding_strategy: ShardingStrategy = "FULL_SHARD"
+    """What FSDP shards: everything, gradients and optimizer state, nothing, or everything within a node."""
+    use_mp: bool = False
+    """Mixed precision: compute in bfloat16, keep the weights in float32."""
+    use_activation_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    use_flash_attention: bool = False
+    """Use Flash Attention where the model supports it."""
+    low_cpu_mem_usage: bool = False
+    """Load the weights on rank 0 alone; the other ranks receive their shards from it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW's arguments; the defaults are those of `torch.optim.AdamW`."""
+
+    lr: NonNegativeFloat
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay."""
+    betas: Betas = (0.9, 0.999)
+    """Decay rates of the running averages of the gradient and of its square."""
+    eps: NonNegativeFloat = 1e-8
+    """Added to the denominator of the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+    """How the learning rate changes over the run."""
+
+    lr_scheduler_type: ScheduleName = "cosine"
+    """Schedule of transformers, or `plateau-with-warmup` (also written `plataeu-with-warmup`)."""
+    warmup_ratio: Annotated[UnitInterval, WARMS_UP] = 0.0
+    """Share of all optimizer steps spent on a linear warmup."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """How long fine-tuning trains, and how often it evaluates and saves."""
+
+    epochs: Annotated[PositiveInt, ReadIf("dataset", fix="Use rl.max_steps.")] = 1
+    """Passes over the training dataset."""
+    max_grad_norm: ClippingNorm = 1.0
+    """Gradient norm above which gradients are scaled down."""
+    gradient_accumulation_steps: Annotated[PositiveInt, ReadIf("dataset", fix=BY_TOKENS)] = 1
+    """Micro-batches per optimizer step on each rank."""
+    logging_steps: Annotated[PositiveInt, ReadIf("dataset", fix="Use sampler.sample_frequency.")] = 50
+    """Optimizer steps between two evaluations."""
+    save_frequency: Annotated[Fraction, ReadIf("dataset", fix="Use rl.save_every."), WITH_CHECKPOINTS] = 0.25
+    """Share of an epoch between two checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnSettings:
+    """What makes room on the devices while the other side works."""
+
+    sleep: Literal["none", "kv_cache", "all"] = "none"
+    """What the engine gives up while the trainer works: nothing, its KV cache, or its weights too (CUDA)."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state on the host while the engine samples (CUDA)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """Which prompts the engine answers during training, and how the answers are scored."""
+
+    sample_frequency: PositiveInt
+    """Optimizer steps between two samplings."""
+    prompts: PromptSource
+    """The prompts, or a JSONL file whose lines have a `prompt` and any other columns."""
+    output_jsonl_path: Text | None = None
+    """File that the samples are appended to; null means `samples.jsonl` in `output_dir`."""
+    reward: Text | None = None
+    """Name of the reward that scores each completion (for example `countdown`), logged as `eval/accuracy`."""

@@ -1,0 +1,83 @@
+"""A model spread over the ranks with FSDP2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from vectorlm.errors import ConfigError
+from vectorlm.train.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from vectorlm.dist.topology import Topology
+
+RESHARD_AFTER_FORWARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False, "HYBRID_SHARD": True}
+"""By strategy: whether a block frees its gathered weights between forward and backward."""
+DEFAULTS = ModelSettings()
+
+
+def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAULTS) -> nn.Module:
+    """Shard `model` in place: one FSDP group per transformer block, and one for the rest.
+
+    ``FULL_SHARD`` gathers a block's weights for its forward and again for its backward; ``SHARD_GRAD_OP`` keeps them in
+    between; ``NO_SHARD`` replicates them on every rank; ``HYBRID_SHARD`` shards within each node and replicates over
+    nodes. With `use_mp`, weights, optimizer state and gradient sums stay fp32. Names of parameters do not change.
+    """
+    strategy = settings.sharding_strategy
+    mesh = _mesh(strategy, topology)
+    policy = MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if settings.use_mp else ()))
+    if settings.use_activation_checkpointing:
+        # Inside the blocks, so that no wrapper changes a parameter's name.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in (*reversed(transformer_blocks(model)), model):
+        fully_shard(
+            module, mesh=mesh, mp_policy=policy, reshard_after_forward=RESHARD_AFTER_FORWARD[strategy]
+        )
+    return model
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """Find the repeated blocks of `model`: what it declares unsplittable, else its longest module list."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+        blocks = max(lists, key=len, default=[])
+    if not blocks:
+        raise ConfigError(
+            f"model of type {type(model).__name__} cannot be sharded: it declares no _no_split_modules and "
+            "holds no ModuleList of blocks. Use a transformers causal language model."
+        )
+    return blocks
+
+
+def fill_from_main(model: nn.Module, weights: dict[str, Any], device: str) -> None:
+    """Give every rank its shards of rank 0's full state dict `weights`, one tensor at a time."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model.to_empty(device=device)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+
+
+def _mesh(strategy: str, topology: Topology) -> DeviceMesh:
+    if strategy not in RESHARD_AFTER_FORWARD:
+        known = ", ".join(RESHARD_AFTER_FORWARD)
+        raise ConfigError(f"sharding_strategy={strategy!r} is unknown: it must be one of {known}.")
+    assert dist.is_initialized()
+    shape = {
+        "NO_SHARD": (topology.world_size, 1),
+        "HYBRID_SHARD": (topology.num_nodes, topology.local_world_size),
+    }.get(strategy, (topology.world_size,))
+    names = ("replicate", "shard")[-len(shape) :]
+    return init_device_mesh(torch.device(topology.device).type, shape, mesh_dim_names=names)

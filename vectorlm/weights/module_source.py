@@ -1,0 +1,217 @@
+"""The weights of a torch module as a `WeightSource`: every rank writes its own shards, and nothing is gathered."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vectorlm.dist.topology import Topology
+from vectorlm.errors import WeightMismatch
+from vectorlm.weights.arena import MappedArenas
+from vectorlm.weights.checksum import checksum
+from vectorlm.weights.plan import Layout, Piece, TensorSpec, trainer_tensors
+
+_MANIFESTS: WeakKeyDictionary[torch.nn.Module, tuple[TensorSpec, ...]] = WeakKeyDictionary()
+"""By model: running a model's conversion takes longer than copying a small model's weights."""
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""Makes the rows to send from the rows of a shard."""
+
+
+@dataclass(frozen=True)
+class ShardWrite:
+    """The rows of one tensor that this rank writes."""
+
+    rows: torch.Tensor
+    first_row: int
+    """Where the rows start in the whole tensor."""
+    change: Change | None
+    """None sends the rows as they are."""
+
+
+class ModuleSource:
+    """A `vectorlm.contracts.WeightSource` over a module, plain or sharded by FSDP2.
+
+    It describes the module as it is at the first call: build one for each update. `manifest` raises for all that can
+    be wrong with the sharding, before anything is written.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        topology: Topology,
+        arenas: MappedArenas | None = None,
+        *,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        changes: Mapping[str, Change] | None = None,
+    ) -> None:
+        """Describe what is sent.
+
+        Args:
+            model: The trained module.
+            topology: This rank's place in the run.
+            arenas: Keeps arenas mapped from one update to the next.
+            tensors: What is sent, by name, each plain or a DTensor; the module's parameters when omitted.
+            changes: A function that changes the rows of a tensor while they are written, by the tensor's name.
+        """
+        self._model, self._topology = model, topology
+        self._arenas = MappedArenas() if arenas is None else arenas
+        self._tensors, self._changes = tensors, changes or {}
+
+    def manifest(self) -> Sequence[TensorSpec]:
+        """List the tensors, whole.
+
+        Raises:
+            WeightMismatch: A tensor is sharded in a way that cannot be sent.
+        """
+        return self._plan[0]
+
+    @functools.cached_property
+    def _plan(self) -> tuple[Sequence[TensorSpec], Mapping[str, ShardWrite]]:
+        tensors: Mapping[str, torch.Tensor]
+        if self._tensors is None:
+            tensors = trainer_tensors(self._model)
+            manifest = manifest_of(self._model, tensors)
+        else:
+            tensors = self._tensors
+            manifest = tuple(TensorSpec(name, tuple(each.shape)) for name, each in tensors.items())
+        return manifest, {
+            name: ShardWrite(*owned_rows(tensor, self._topology), self._changes.get(name))
+            for name, tensor in tensors.items()
+        }
+
+    def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
+        """Write this rank's rows, cast to each slot's dtype; sum them while they are in the cache."""
+        places, (_, writes) = self._arenas.slots_of(layout), self._plan
+        sums = []
+        for slot in layout.slots:
+            write, whole = writes[slot.name], places[slot.name]
+            table = whole.reshape(1) if whole.ndim == 0 else whole
+            target = table[write.first_row : write.first_row + len(write.rows)]
+            rows = write.rows if write.change is None else write.change(write.rows)
+            rows = rows.to(target.dtype)
+            target.copy_(rows)
+            if with_checksums:
+                sums.append(checksum(rows, write.first_row, slot.word_bytes))
+        if self._topology.is_cuda:
+            torch.cuda.synchronize(self._topology.device)
+        return sums
+
+
+def owned_rows(parameter: torch.Tensor, topology: Topology) -> tuple[torch.Tensor, int]:
+    """Return the rows of `parameter` that this rank writes, and where they start in the whole tensor.
+
+    The rank that holds a shard writes it. Where ranks of one node hold the same rows (no sharding, or replicas), each
+    takes an equal part, so no byte is written twice. The ranks of each node must hold the whole tensor between them,
+    for they fill that node's engine.
+    """
+    if isinstance(parameter, DTensor):
+        place = _shard_place(parameter.shape, parameter.device_mesh, parameter.placements, topology)
+        return _slice(parameter.to_local().detach(), *place)
+    return _slice(parameter.detach(), 0, topology.local_rank, topology.local_world_size)
+
+
+# A model has few distinct shapes, and this arithmetic would cost as much as copying the weights.
+@functools.lru_cache(maxsize=4096)
+def _shard_place(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], topology: Topology
+) -> tuple[int, int, int]:
+    """Return where this rank's shard starts, its index among the node's ranks that hold the same, and their number."""
+    if not all(isinstance(each, Replicate) or each == Shard(0) for each in placements):
+        raise WeightMismatch(
+            f"a parameter is placed as {placements}: only shards along dimension 0 can be published."
+        )
+    sharded = [dim for dim, placement in enumerate(placements) if isinstance(placement, Shard)]
+    num_shards = math.prod(mesh.size(dim) for dim in sharded)
+    near: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for place in (mesh.mesh // topology.local_world_size == topology.node).nonzero().tolist():
+        near[tuple(place[dim] for dim in sharded)].append(int(mesh.mesh[tuple(place)]))
+    if len(near) < num_shards:
+        raise WeightMismatch(
+            f"node {topology.node} holds {len(near)} of the {num_shards} shards of a parameter, and its engine needs "
+            f"all: a run with engines on {topology.num_nodes} nodes needs sharding_strategy=HYBRID_SHARD (shards "
+            "within each node, replicas over nodes) or NO_SHARD."
+        )
+    _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    holders = near[tuple(coordinate[dim] for dim in sharded)]
+    return offset[0] if offset else 0, holders.index(topology.rank), len(holders)
+
+
+def _slice(rows: torch.Tensor, first_row: int, index: int, count: int) -> tuple[torch.Tensor, int]:
+    if rows.ndim == 0:
+        rows = rows.reshape(1)
+    size = -(-len(rows) // count)
+    start = min(index * size, len(rows))
+    return rows[start : start + size], first_row + start
+
+
+def manifest_of(
+    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor] | None = None
+) -> tuple[TensorSpec, ...]:
+    """List the parameters of `model`, or its `trainer_tensors`, with full shapes and what the checkpoint calls them.
+
+    Raises:
+        WeightMismatch: The checkpoint joins several parameters to one tensor, or computes with them.
+    """
+    tensors = trainer_tensors(model) if tensors is None else tensors
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    known = _MANIFESTS.get(model)
+    if known is None or [(spec.name, spec.shape) for spec in known] != list(shapes.items()):
+        pieces = checkpoint_pieces(model, shapes)
+        known = tuple(TensorSpec(name, shape, pieces.get(name, ())) for name, shape in shapes.items())
+        _MANIFESTS[model] = known
+    return known
+
+
+def checkpoint_pieces(
+    model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[Piece, ...]]:
+    """Return the pieces of each parameter that the checkpoint does not hold whole under the same name.
+
+    A transformers model may hold under one name what its checkpoint holds under another, or in many tensors: the
+    experts of a layer are one parameter with three dimensions, and one tensor each in the file. The model's own
+    conversion, the one that ``save_pretrained`` uses, is run on tensors without data to see which piece goes where.
+    """
+    inner: Any = next((each for each in model.modules() if hasattr(each, "base_model_prefix")), None)
+    if inner is None:
+        return {}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    wholes = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    owners = {whole.untyped_storage()._cdata: name for name, whole in wholes.items()}
+    with _ViewsInsteadOfCopies():
+        converted: Any = revert_weight_conversion(inner, dict(wholes))
+    found: dict[str, list[Piece]] = {name: [] for name in shapes}
+    for name, tensor in converted.items():
+        owner = owners.get(tensor.untyped_storage()._cdata)
+        if owner is None:
+            raise WeightMismatch(
+                f"the checkpoint's {name!r} is made from several of the trainer's parameters, or computed from "
+                "one: it cannot be swapped directly. Train a model with the parameters of its checkpoint."
+            )
+        found[owner].append(
+            Piece(name, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+        )
+    return {name: tuple(pieces) for name, pieces in found.items() if [each.name for each in pieces] != [name]}
+
+
+class _ViewsInsteadOfCopies(TorchDispatchMode):
+    """Makes ``contiguous()`` a no-op, so that a piece still says where in its parameter it lies."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
