@@ -52,6 +52,18 @@ def fail_on_rank_1(how):
     collectives.all_gather_object("sampling")
 
 
+def leave_rank_0_alone(how):
+    """Let rank 0 wait in a collective for a rank that never comes."""
+    import torch.distributed as dist
+
+    if vectorlm.Topology.from_environment().rank == 1:
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while how == "loop":
+            pass
+    dist.barrier()
+
+
 def share_arrays_from_the_last_rank():
     """Share arrays of several kinds, empty ones too; return what this rank got, and the tickets it drew."""
     topology = vectorlm.Topology.from_environment()
@@ -140,6 +152,20 @@ def test_a_rank_that_stays_away_is_named_with_its_last_place():
         match=r"HandoffTimeout: rank 0 reached 'sampling' but rank 1 did not within 3 s .*place of rank 1: the start",
     ):
         vectorlm.launch(fail_on_rank_1, "stay away", world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("loop", r"was here when it was ended:\n.*\n  File .*test_launch.py\", line \d+ in leave_rank_0_alone"),
+        ("stop", r"was stopped, or hung outside Python"),
+    ],
+)
+def test_a_rank_that_misses_a_collective_is_named_and_where_it_was(how, where):
+    with pytest.raises(
+        RankFailed, match=rf"(?s)rank 0 of 2 raised .*rank 1 of 2 raised nothing and did not come: it {where}"
+    ):
+        vectorlm.launch(leave_rank_0_alone, how, world_size=2, timeout_s=3.0)
 
 
 def test_nothing_is_left_in_the_temp_folder(tmp_path, monkeypatch):

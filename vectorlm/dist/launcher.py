@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,7 +20,13 @@ from typing import Any
 import cloudpickle
 
 from vectorlm.dist.placement import bounded_spin, share_cores
-from vectorlm.dist.process_end import first_fault, follow_parent, write_fault
+from vectorlm.dist.process_end import (
+    absent_ranks,
+    first_fault,
+    follow_parent,
+    write_fault,
+    write_stack_at_end,
+)
 from vectorlm.dist.topology import Topology, is_rank
 from vectorlm.errors import LaunchError, RankFailed
 
@@ -31,6 +38,8 @@ AGENT_VARIABLES = {
 """Variables that the agent reads or leaves behind, with their values while it runs."""
 LOOPBACK = "127.0.0.1"
 AGENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+TIMED_OUT = re.compile("(?i)(?<!engine)timed? ?out")
+"""How gloo, NCCL, torch's store and `HandoffTimeout` say that a rank waited for others in vain."""
 LINGER_S = 1.0
 """A rank that raised stays this long: a peer that was killed is then what the agent sees first."""
 NODE_ARGUMENTS = ("nnodes", "node_rank", "rdzv_endpoint", "start_timeout_s")
@@ -162,6 +171,7 @@ def _rank_main(
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     tempfile.tempdir = scratch
     topology = Topology.from_environment()
+    write_stack_at_end(scratch, topology.rank)
     try:
         fn, args = cloudpickle.loads(payload)
         with process_group(topology, timeout_s, store_port):
@@ -184,7 +194,8 @@ def _first_failure(error: Any, scratch: str, world_size: int) -> str:
     if first is None:
         return f"rank {rank} of {world_size} ended with exit code {failure.exitcode} and no error."
     rank, message, trace = first
-    return f"rank {rank} of {world_size} raised {message}\n\n{trace}"
+    absent = absent_ranks(scratch, world_size) if TIMED_OUT.search(message) else ""
+    return f"rank {rank} of {world_size} raised {message}\n{absent}\n{trace}"
 
 
 @contextlib.contextmanager

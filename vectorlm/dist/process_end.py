@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import shutil
@@ -68,6 +69,25 @@ def write_fault(path: str | Path, rank: int, error: BaseException) -> None:
     partial = Path(f"{path}.partial")
     partial.write_text(json.dumps(note))
     partial.rename(path)
+
+
+def write_stack_at_end(folder: str | Path, rank: int) -> None:
+    """Have SIGTERM, by which torch's agent ends a rank, write this rank's Python stack into `folder` first."""
+    file = Path(folder, f"rank-{rank}.stack").open("w")
+    # In C: a rank that computes without end runs no signal handler of Python's.
+    faulthandler.register(signal.SIGTERM, file=file, all_threads=False, chain=True)
+
+
+def absent_ranks(folder: str | Path, world_size: int) -> str:
+    """Say of each rank that has written no error file below `folder` where it was when it was ended."""
+    raised = {json.loads(path.read_text())["message"]["extraInfo"].get("rank") for path in Path(folder).rglob("error.json")}
+    text = ""
+    for rank in sorted(set(range(world_size)) - raised):
+        note = Path(folder, f"rank-{rank}.stack")
+        stack = note.read_text() if note.exists() else ""
+        where = f"it was here when it was ended:\n{stack}" if stack else "it was stopped, or hung outside Python."
+        text += f"\nrank {rank} of {world_size} raised nothing and did not come: {where}"
+    return text
 
 
 def first_fault(folder: str | Path) -> tuple[int, str, str] | None:
