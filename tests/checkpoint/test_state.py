@@ -1,3 +1,4 @@
+import os
 import random
 
 import numpy as np
@@ -136,20 +137,37 @@ def test_of_the_optimizers_arguments_the_learning_rate_alone_comes_from_the_chec
     assert found == (0.5, 1e-2)
 
 
-def spoil(path):
+def truncate(path):
     assert path.stat().st_size > 20
     path.write_bytes(path.read_bytes()[:20])
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 NAMED = r"the checkpoint \S+step-00000001 cannot be read (?s:.*)Delete it, and the run goes on from the one before"
 
 
-@pytest.mark.parametrize("broken", ["rank-0.pt", "shards/.metadata", "shards/__0_0.distcp"])
-def test_a_checkpoint_that_cannot_be_loaded_is_named(tmp_path, model_dir, broken):
-    on_ranks(1, save_once, model_dir, tmp_path)
+@pytest.mark.parametrize(
+    ("spoil", "broken", "world_size"),
+    [
+        (truncate, "rank-0.pt", 1),
+        (truncate, "shards/.metadata", 1),
+        (truncate, "files.json", 1),
+        (os.remove, "shards/__1_0.distcp", 2),
+        (flip_a_bit, "shards/__0_0.distcp", 2),
+        (flip_a_bit, "rank-1.pt", 2),
+    ],
+)
+def test_a_checkpoint_that_is_not_as_it_was_written_is_named(tmp_path, model_dir, spoil, broken, world_size):
+    on_ranks(world_size, save_once, model_dir, tmp_path)
     spoil(tmp_path / "step-00000001" / broken)
-    with pytest.raises(Exception, match=f"CheckpointError: {NAMED}"):
-        on_ranks(1, load_once, model_dir, tmp_path)
+    with pytest.raises(Exception, match=f"CheckpointError: {NAMED}") as caught:
+        on_ranks(world_size, load_once, model_dir, tmp_path)
+    assert broken == "files.json" or f"{broken} is not as it was written" in str(caught.value)
 
 
 def test_a_checkpoint_without_its_notes_is_named(tmp_path):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,16 @@ def readable(path: Path) -> Iterator[None]:
             f"the checkpoint {path} cannot be read ({type(error).__name__}: {error}). Delete it, and the run goes on "
             "from the one before, or starts over."
         ) from error
+
+
+def digests(path: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the SHA-256 of each of the files below `path`, by its name; empty for one that cannot be read."""
+    found = {}
+    for name in names:
+        found[name] = ""
+        with contextlib.suppress(OSError), (path / name).open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def unfinished(path: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 from vectorlm.checkpoint import folder
 from vectorlm.types import TrainedModel
 
+DIGESTS = "files.json"
+"""Names and digests of the files of a checkpoint."""
 NUM_KEPT = 2
 """Complete checkpoints that stay on disk."""
 
@@ -34,7 +36,8 @@ class CheckpointStore:
     """The checkpoints under one folder, ``step-00000040/`` and so on; the newest ones are kept.
 
     A checkpoint holds the shards of the weights and of the optimizer's state, and for each rank its random
-    generators and the loop's own state. It gets its name when all ranks have written. `save` and `load` are collective.
+    generators and the loop's own state. It gets its name when all ranks have written, and notes the digest of each
+    file. `save` and `load` are collective.
 
     Args:
         path: The folder; it need not exist.
@@ -55,7 +58,11 @@ class CheckpointStore:
         fresh = [name for name, model in models.items() if _is_fresh(model)]
         torch.save({"loop": loop, "rng": capture_rng(), "fresh": fresh}, work / f"rank-{rank}.pt")
         dist.barrier()
+        # torch reads its files without looking at their checksums.
+        files = sorted(str(each.relative_to(work)) for each in work.rglob("*") if each.is_file())
+        written = _digests(work, files)
         if rank == 0:
+            (work / DIGESTS).write_text(json.dumps(written, indent=2))
             (work / "identity.json").write_text(json.dumps(self._identity, indent=2))
             folder.finish(target)
             for old in folder.steps_in(self._path)[:-NUM_KEPT]:
@@ -68,10 +75,14 @@ class CheckpointStore:
         The number of ranks may have changed: a new rank keeps its random generators and gets rank 0's `loop`.
 
         Raises:
-            CheckpointError: The checkpoint cannot be read.
+            CheckpointError: The checkpoint cannot be read, or is not as it was written.
         """
         source, rank = folder.folder_of(self._path, step), dist.get_rank()
         with folder.readable(source):
+            written = json.loads((source / DIGESTS).read_text())
+            present = _digests(source, written)
+            if spoiled := [name for name in written if written[name] != present[name]]:
+                raise ValueError(f"{', '.join(spoiled)} is not as it was written")
             states = {name: state_of(model) for name, model in models.items()}
             dcp.load(states, checkpoint_id=source / "shards")
             is_new = not (source / f"rank-{rank}.pt").exists()
@@ -85,6 +96,14 @@ class CheckpointStore:
         if not is_new:
             restore_rng(saved["rng"])
         return saved["loop"]
+
+
+def _digests(path: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the digests of the files below `path` on every rank; each rank reads its share."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    shares: list[Any] = [None] * world_size
+    dist.all_gather_object(shares, folder.digests(path, sorted(names)[rank::world_size]))
+    return {name: digest for share in shares for name, digest in share.items()}
 
 
 def state_of(trained: TrainedModel) -> dict[str, Any]:
