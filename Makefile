@@ -5,9 +5,13 @@ SHELL := bash
 WORLD_SIZE ?= 2
 CONFIG ?= configs/countdown_sft.yaml
 PYTEST_ARGS ?=
+# Test files that run at a time: starting an engine takes longest, and one core.
+WORKERS ?= $(if $(filter cuda,$(DEVICE)),1,2)
 ARGS ?=
 
 BENCHMARKS := hot_swap sampling broadcast startup
+
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,13 +41,13 @@ countdown: $(STAMP) ## reinforcement learning on Countdown: four algorithms, thr
 	$(BIN)/python benchmarks/countdown.py
 
 test: $(STAMP) ## run the tests, without those marked slow or long (PYTEST_ARGS=...)
-	$(BIN)/python -m pytest -m "not slow and not long" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not long" $(PYTEST_ARGS)
 
 test-all: $(STAMP) ## run the slow tests too
-	$(BIN)/python -m pytest -m "not long" $(PYTEST_ARGS)
+	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
 test-long: $(STAMP) ## run the tests that test-all leaves out
-	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+	$(PYTEST) -m long $(PYTEST_ARGS)
 
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .

@@ -2,12 +2,24 @@
 
 import signal
 
+import hypothesis
 import pytest
 from rank_processes import save_tiny_llama
 from tiny_engine import TINY_ENGINE
 
 # A shell ignores Ctrl-C for what it starts in the background, and every process of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Each run of the suite draws the same examples; a campaign draws new ones.
+HEALTHY = list(hypothesis.HealthCheck)
+hypothesis.settings.register_profile(
+    "suite", max_examples=100, derandomize=True, deadline=None, suppress_health_check=HEALTHY
+)
+hypothesis.settings.register_profile(
+    "campaign", max_examples=2500, deadline=None, suppress_health_check=HEALTHY, print_blob=True
+)
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_addoption(parser):

@@ -201,11 +201,17 @@ def test_adapters_are_merged_on_the_way(engine, model_path):
         assert completion.sampler_logprobs == pytest.approx(expected, abs=1e-4)
 
 
+def sample_and_interrupt(engine):
+    # Python drops an interrupt that meets a callback of the garbage collector: then it is pressed again.
+    for _ in range(3):
+        threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+        engine.sample(PROMPTS, {**SAMPLED, "n": 2000})
+
+
 def test_an_interrupted_call_leaves_nothing_under_way(engine):
     expected = engine.sample(PROMPTS, GREEDY)
-    threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        engine.sample(PROMPTS, {**SAMPLED, "n": 2000})
+        sample_and_interrupt(engine)
     assert engine.sample(PROMPTS, GREEDY) == expected
     assert engine.poll() == []
 
