@@ -72,8 +72,8 @@ def test_groups_of_two_steps_with_one_number_are_two(tmp_path):
     [
         (None, "is not a file"),
         ("", "is empty"),
-        ('{"train_step": 1, "group": 0, "prompt": "q"}', "KeyError.*save_tokens"),
-        ("nonsense", "is not a rollout to train on"),
+        ('{"train_step": 1, "group": 0, "prompt": "q"}', "save_tokens.*KeyError"),
+        ("nonsense", "is 'nonsense', but every line must be as a run with"),
     ],
 )
 def test_files_that_hold_no_rollouts(tmp_path, text, words):

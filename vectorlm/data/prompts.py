@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vectorlm.errors import DatasetError
 from vectorlm.types import PromptRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Row = TypeVar("Row")
 
 
 def read_prompts(source: str | Path | Sequence[str], setting: str = "sampler.prompts") -> list[PromptRecord]:
@@ -28,21 +30,43 @@ def read_prompts(source: str | Path | Sequence[str], setting: str = "sampler.pro
         return [PromptRecord(prompt) for prompt in source]
     if not Path(source).is_file():
         raise DatasetError(f"{setting}={str(source)!r} is not a file. Make it first, or list the prompts.")
-    prompt_records = []
-    # Not splitlines(), which would also cut at separators inside a text.
-    for number, line in enumerate(Path(source).read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            columns = json.loads(line)
-            prompt_records.append(PromptRecord(columns.pop("prompt"), columns))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise DatasetError(
-                f"{source}:{number} is {line[:80]!r}, but every line must be a JSON object with a 'prompt'."
-            ) from error
+    rule = "every line must be a JSON object with a 'prompt', which is a text, token ids or messages."
+    prompt_records = read_rows(source, _prompt_record_of, rule)
     if not prompt_records:
         raise DatasetError(f"{setting}={str(source)!r} is empty: it must hold at least one prompt.")
     return prompt_records
+
+
+def read_rows(path: str | Path, read: Callable[[Any], Row], rule: str) -> list[Row]:
+    """Read the JSON values in the lines of a file with `read`, which may raise; blank lines are left out.
+
+    Raises:
+        DatasetError: A line cannot be read; `rule` says what each must be.
+    """
+    rows = []
+    # Not splitlines(), which would also cut at separators inside a text.
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(read(json.loads(line.decode("utf-8"))))
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            shown = line[:80].decode("utf-8", errors="replace")
+            raise DatasetError(
+                f"{path}:{number} is {shown!r}, but {rule} ({type(error).__name__}: {error})"
+            ) from error
+    return rows
+
+
+def _prompt_record_of(columns: Any) -> PromptRecord:
+    prompt = columns.pop("prompt")
+    is_list = isinstance(prompt, list)
+    of_tokens = is_list and all(type(each) is int and each >= 0 for each in prompt)
+    if not (
+        isinstance(prompt, str) or of_tokens or (is_list and all(isinstance(each, dict) for each in prompt))
+    ):
+        raise TypeError(f"the prompt is {str(prompt)[:40]}")
+    return PromptRecord(prompt, columns)
 
 
 def check_lengths(

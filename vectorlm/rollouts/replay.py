@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vectorlm.data.prompts import read_rows
 from vectorlm.errors import DatasetError
 from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.rollout import Rollout
@@ -35,19 +36,9 @@ def read_rollouts(path: str | Path) -> list[Group]:
     if not Path(path).is_file():
         raise DatasetError(f"rl.rollout.path={str(path)!r} is not a file: name the rollouts.jsonl of a run.")
     groups: list[Group] = []
-    place: tuple[Any, Any] | None = None
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            rollout = _rollout_of(row)
-            here = (row["train_step"], row["group"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DatasetError(
-                f"{path}:{number} is not a rollout to train on ({type(error).__name__}: {error}): every line must "
-                "be as a run with rl.rollout.save_tokens: True writes it."
-            ) from error
+    place: tuple[int, int] | None = None
+    rule = "every line must be as a run with rl.rollout.save_tokens: True writes it."
+    for here, rollout in read_rows(path, _placed_rollout_of, rule):
         if here != place:
             groups.append([])
             place = here
@@ -68,19 +59,31 @@ def replay_order(groups: Sequence[Group], group_size: int, seed: int) -> PromptO
     return PromptOrder(groups, seed)
 
 
-def _rollout_of(row: Mapping[str, Any]) -> Rollout:
+def _placed_rollout_of(row: Mapping[str, Any]) -> tuple[tuple[int, int], Rollout]:
+    """Return the place of a rollout, its step and group, and the rollout."""
     lengths = {len(row[name]) for name in ("token_ids", "policy_mask", "sampler_logprobs", "versions")}
     if len(lengths) != 1:
         raise ValueError("token_ids, policy_mask, sampler_logprobs and versions differ in length")
-    return Rollout(
-        PromptRecord(row["prompt"], row["columns"]),
-        tuple(row["prompt_token_ids"]),
-        tuple(row["token_ids"]),
+    logprobs = _numbers(row, "sampler_logprobs", int, float)
+    if not all(map(math.isfinite, logprobs)):
+        raise ValueError("sampler_logprobs must be finite")
+    rollout = Rollout(
+        PromptRecord(row["prompt"], dict(row["columns"])),
+        _numbers(row, "prompt_token_ids", int),
+        _numbers(row, "token_ids", int),
         tuple(bool(each) for each in row["policy_mask"]),
-        tuple(row["sampler_logprobs"]),
-        tuple(row["versions"]),
-        row["completion"],
+        logprobs,
+        _numbers(row, "versions", int),
+        str(row["completion"]),
         row["finish_reason"],
-        row["num_turns"],
+        int(row["num_turns"]),
         is_replayed=True,
     )
+    return (int(row["train_step"]), int(row["group"])), rollout
+
+
+def _numbers(row: Mapping[str, Any], name: str, *kinds: type) -> tuple[Any, ...]:
+    """Return a row's list of numbers; raise TypeError where one is of none of the `kinds`, or a list is none."""
+    if not isinstance(row[name], list) or not all(type(each) in kinds for each in row[name]):
+        raise TypeError(f"{name} must be a list of {kinds[-1].__name__}")
+    return tuple(row[name])

@@ -1,0 +1,187 @@
+"""Files and messages with random bytes in them: each is read as it is, or refused by name; nothing else is raised."""
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_processes import on_ranks
+from tiny_runs import rows
+
+from vectorlm.backends.server.serve import TOKEN_VARIABLE, Guard
+from vectorlm.backends.server.wire import CALLS, arguments_from_wire, to_wire
+from vectorlm.checkpoint.folder import newest
+from vectorlm.checkpoint.state import CheckpointStore
+from vectorlm.config import load_config
+from vectorlm.data.loader import load_dataset
+from vectorlm.data.prompts import read_prompts
+from vectorlm.errors import CheckpointError, ConfigError, DatasetError, EngineError
+from vectorlm.rollouts.replay import read_rollouts
+from vectorlm.types import TrainedModel
+
+EDITS = st.lists(
+    st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 6), st.binary(max_size=6)), max_size=3
+)
+"""Places in a file, how many bytes go there, and which come instead."""
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=8,
+)
+PROMPTS = b"""{"prompt": "abc", "wanted": [1, 2.5]}
+{"prompt": [1, 2, 3]}
+{"prompt": [{"role": "user", "content": "a"}]}
+"""
+ROLLOUT = {
+    "prompt": "ab",
+    "completion": "cd",
+    "train_step": 1,
+    "group": 0,
+    "columns": {},
+    "prompt_token_ids": [2, 3],
+    "token_ids": [4, 5],
+    "policy_mask": [1, 1],
+    "sampler_logprobs": [-0.5, -0.25],
+    "versions": [0, 0],
+    "finish_reason": "stop",
+    "num_turns": 1,
+}
+
+
+def edited(content, edits):
+    for place, gone, instead in edits:
+        first = int(place * (len(content) + 1))
+        content = content[:first] + instead + content[first + gone :]
+    return content
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    return tmp_path_factory.mktemp("bytes")
+
+
+def is_prompt(prompt):
+    texts = isinstance(prompt, str)
+    tokens = isinstance(prompt, list) and all(type(each) is int and each >= 0 for each in prompt)
+    return texts or tokens or (isinstance(prompt, list) and all(isinstance(each, dict) for each in prompt))
+
+
+@given(edits=EDITS)
+def test_prompts(scratch, edits):
+    path = scratch / "prompts.jsonl"
+    path.write_bytes(edited(PROMPTS, edits))
+    with contextlib.suppress(DatasetError):
+        assert all(is_prompt(record.prompt) for record in read_prompts(path))
+
+
+@given(edits=EDITS)
+def test_rollouts(scratch, edits):
+    path = scratch / "rollouts.jsonl"
+    path.write_bytes(edited(json.dumps(ROLLOUT).encode() + b"\n", edits))
+    with contextlib.suppress(DatasetError):
+        for group in read_rollouts(path):
+            for rollout in group:
+                assert len(rollout.token_ids) == len(rollout.sampler_logprobs) == len(rollout.policy_mask)
+
+
+@given(edits=EDITS)
+def test_configs(scratch, edits):
+    path = scratch / "my.yaml"
+    path.write_bytes(
+        edited(Path(__file__).parents[2].joinpath("configs/countdown_grpo.yaml").read_bytes(), edits)
+    )
+    with contextlib.suppress(ConfigError):
+        load_config(path)
+
+
+@pytest.fixture(scope="module")
+def dataset(scratch):
+    Dataset.from_list(rows(9)).save_to_disk(scratch / "dataset")
+    return {path.name: path.read_bytes() for path in (scratch / "dataset").iterdir()}
+
+
+@given(data=st.data(), edits=EDITS)
+def test_datasets(scratch, dataset, data, edits):
+    name = data.draw(st.sampled_from(sorted(dataset)))
+    for each, content in dataset.items():
+        (scratch / "dataset" / each).write_bytes(edited(content, edits) if each == name else content)
+    with contextlib.suppress(DatasetError):
+        load_dataset(scratch / "dataset")
+
+
+def save_checkpoint(topology, path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    CheckpointStore(path, {"settings": {}}).save(4, {"policy": TrainedModel(model, optimizer)}, {"epoch": 1})
+
+
+def load_spoiled(topology, path):
+    """Spoil one file after the other; return what was loaded all the same, or raised another error."""
+    folder = path / "step-00000004"
+    files = {each: each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    model = torch.nn.Linear(3, 2)
+    models = {"policy": TrainedModel(model, torch.optim.AdamW(model.parameters()))}
+
+    @given(name=st.sampled_from(sorted(files)), edits=EDITS)
+    def load(name, edits):
+        content = edited(files[name], edits)
+        name.write_bytes(content)
+        try:
+            found = newest(path)
+            assert CheckpointStore(path, {}).load(found.step, models) == {"epoch": 1}
+            # Of the notes, spaces and the like may change.
+            assert content == files[name] or name.suffix == ".json"
+        except CheckpointError:
+            assert content != files[name]
+        finally:
+            name.write_bytes(files[name])
+
+    load()
+
+
+def test_checkpoints(tmp_path):
+    on_ranks(1, save_checkpoint, tmp_path)
+    on_ranks(1, load_spoiled, tmp_path)
+
+
+@given(method=st.sampled_from([*CALLS, "other"]), values=st.lists(JSON, max_size=4) | JSON)
+def test_calls_of_the_weight_channel(method, values):
+    with contextlib.suppress(EngineError):
+        arguments = arguments_from_wire(method, values)
+        assert arguments_from_wire(method, json.loads(msgspec.json.encode(to_wire(arguments)))) == arguments
+
+
+@given(
+    headers=st.lists(st.tuples(st.binary(max_size=20), st.binary(max_size=40)), max_size=3),
+    path=st.text(max_size=9),
+)
+def test_the_door_of_the_server_opens_for_the_token_alone(headers, path):
+    entered, answers = [], []
+
+    async def app(scope, receive, send):
+        entered.append(scope)
+
+    async def send(message):
+        answers.append(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TOKEN_VARIABLE, "a token that nobody guesses")
+        guard = Guard(app)
+        names = [(b"authorization", value) for _, value in headers]
+        for given_headers in (headers, names, [(name, b"Bearer") for name, _ in headers]):
+            scope = {"type": "http", "method": "POST", "path": f"/{path}", "headers": given_headers}
+            asyncio.run(guard(scope, None, send))
+        assert not entered
+        assert {each["status"] for each in answers if "status" in each} == {401}
+        right = [*headers, (b"Authorization", b"Bearer a token that nobody guesses")]
+        scope = {"type": "http", "method": "POST", "path": f"/{path}", "headers": right}
+        asyncio.run(guard(scope, None, send))
+        assert entered == [scope] or any(name.lower() == b"authorization" for name, _ in headers)
