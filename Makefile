@@ -5,13 +5,13 @@ SHELL := bash
 WORLD_SIZE ?= 2
 CONFIG ?= configs/countdown_sft.yaml
 PYTEST_ARGS ?=
-# Test files that run at a time: starting an engine takes longest, and one core.
+# Test files that run at a time, on one thread each: starting an engine takes longest, and one core.
 WORKERS ?= $(if $(filter cuda,$(DEVICE)),1,2)
 ARGS ?=
 
 BENCHMARKS := hot_swap sampling broadcast startup
 
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin

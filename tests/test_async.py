@@ -61,7 +61,7 @@ CASES = {
     [
         "in flight",
         pytest.param("adapters", marks=pytest.mark.slow),
-        pytest.param("drain", marks=pytest.mark.slow),
+        pytest.param("drain", marks=pytest.mark.long),
         pytest.param("drop", marks=pytest.mark.long),
         pytest.param("greedy", marks=pytest.mark.long),
     ],

@@ -54,7 +54,7 @@ def steps_of(files):
 def wait_for_step(files, step, run):
     deadline = time.monotonic() + START_S
     while step not in steps_of(files):
-        assert run.process.poll() is None, run.process.stderr.read()
+        assert run.process.poll() is None, run.error()
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

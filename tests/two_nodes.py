@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 
-from watched_run import living, shared_memory_of_nobody
+from watched_run import processes, shared_memory_of_nobody
 
 GONE_WITHIN_S = 20.0
 """Longest time from the end of both torchruns to the end of every process, on a busy machine."""
@@ -83,7 +83,7 @@ class TwoNodes:
 
     def leftovers(self):
         return {
-            "processes": living(self.mark),
+            "processes": [command for _, command in processes(self.mark)],
             "shared memory": sorted(shared_memory_of_nobody() - self.shared_before),
             "temporary files": sorted(path.name for path in self.scratch.rglob("*")),
         }

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -23,16 +24,14 @@ def shared_memory_of_nobody():
     return {entry.name for entry in os.scandir("/dev/shm") if str(entry.inode()) not in in_use}
 
 
-def living(mark):
-    """List the processes that carry `mark` in their environment."""
-    found = []
+def processes(mark):
+    """Yield number and command line of the processes that carry `mark` in their environment."""
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
+                yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
         except OSError:
             continue
-    return found
 
 
 class WatchedRun:
@@ -42,21 +41,28 @@ class WatchedRun:
         self.mark = f"VECTORLM_TEST_MARK={uuid.uuid4().hex}"
         self.scratch = scratch
         self.shared_before = set(os.listdir("/dev/shm"))
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         name, value = self.mark.split("=")
         self.process = subprocess.Popen(
             [sys.executable, *command],
             env={**os.environ, name: value, "TMPDIR": str(scratch)},
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            # A pipe that nobody reads meanwhile would stop a talkative run.
+            stderr=self._errors,
             text=True,
             start_new_session=True,
         )
 
+    def error(self):
+        """Return what it has written to standard error so far."""
+        self._errors.seek(0)
+        return self._errors.read()
+
     def outcome(self, timeout_s=150):
         """Return the exit code and the error text, once all is over and nothing is left."""
-        _, error = self.process.communicate(timeout=timeout_s)
+        self.process.communicate(timeout=timeout_s)
         self.require_nothing_left()
-        return self.process.returncode, error
+        return self.process.returncode, self.error()
 
     def require_nothing_left(self):
         deadline = time.monotonic() + GONE_WITHIN_S
@@ -66,10 +72,10 @@ class WatchedRun:
 
     def leftovers(self):
         return {
-            "processes": self.living(),
+            "processes": [command for _, command in self.processes()],
             "shared memory": sorted(shared_memory_of_nobody() - self.shared_before),
             "temporary files": sorted(path.name for path in self.scratch.rglob("*")),
         }
 
-    def living(self):
-        return living(self.mark)
+    def processes(self):
+        return processes(self.mark)

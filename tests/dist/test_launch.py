@@ -100,7 +100,8 @@ def test_any_rank_may_share_arrays_and_tickets_are_drawn_once(world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_every_rank_runs_the_function_and_returns_its_result(world_size):
+def test_every_rank_runs_the_function_and_returns_its_result(world_size, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     results = vectorlm.launch(exchange, 10, world_size=world_size)
     total = sum(rank + 10 for rank in range(world_size))
     for rank, (seen_rank, notes, shared, reduced, threads) in enumerate(results):

@@ -109,7 +109,7 @@ def test_the_table_is_made_of_the_recorded_results_and_holds_every_family():
         pytest.param(
             Family("OpenAIGPTConfig", "", {"n_embd": 64, "n_layer": 2, "n_head": 2}),
             r"cannot run OpenAIGPTLMHeadModel",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
     ],
     ids=["no-kernel", "no-head", "no-architecture"],

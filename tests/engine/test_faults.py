@@ -22,7 +22,7 @@ class Run(WatchedRun):
 
     def wait_until_sampling_works(self):
         line = self.process.stdout.readline()
-        assert "sampling works" in line, self.process.stderr.read()
+        assert "sampling works" in line, self.error()
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ class Run(WatchedRun):
         pytest.param(
             "rank 1 raises",
             r"(?s)rank 1 of 2 raised ValueError: a bad batch.*Traceback.*ValueError: a bad batch",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
         pytest.param(
             "other prompts",
             r"RankMismatch: sample needs the same arguments on every rank, but rank 1 differs from rank 0. "
             r"Rank 0: 1 prompts, the first '\[2, 3\]'; rank 1: 2 prompts, the first '\[2, 3\]'",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
     ],
 )

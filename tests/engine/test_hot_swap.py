@@ -16,7 +16,7 @@ BF16_GAP = 0.15
     [
         (1, "tied", "live"),
         (2, "untied", "packed"),
-        pytest.param(1, "untied", "live", marks=pytest.mark.slow),
+        pytest.param(1, "untied", "live", marks=pytest.mark.long),
         pytest.param(2, "tied", "packed", marks=pytest.mark.long),
     ],
 )

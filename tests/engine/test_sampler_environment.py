@@ -57,6 +57,10 @@ def test_the_user_s_number_of_threads_wins_but_not_a_launcher_s():
     launched = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x", "RANK": "0"}
     environment = sampler_environment(launched, "scratch", TWO_RANKS)
     assert environment["OMP_NUM_THREADS"] == "8"
+    # torchrun sets one thread for several ranks of a node alone.
+    for given in (launched | {"OMP_NUM_THREADS": "2"}, launched):
+        topology = TWO_RANKS if given["OMP_NUM_THREADS"] == "2" else Topology()
+        assert sampler_environment(given, "scratch", topology)["OMP_NUM_THREADS"] == given["OMP_NUM_THREADS"]
     assert not {"RANK", "TORCHELASTIC_RUN_ID"} & environment.keys()
 
 

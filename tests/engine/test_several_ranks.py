@@ -53,7 +53,7 @@ def uneven_ranks(folder):
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_may_bring_prompts_of_their_own_in_any_number(tmp_path):
     folder = save_tiny_llama(tmp_path / "model", hidden_size=64)
     for seen in vectorlm.launch(uneven_ranks, str(folder), world_size=2):

@@ -278,17 +278,22 @@ def sampler_environment(
 ) -> dict[str, str]:
     """Return the sampler's variables: the trainer's without its place in the run, plus what starts vLLM fast.
 
-    What the user has set wins, except where vLLM would then not run in one process, and except the number of threads
-    under a launcher: torchrun gives each rank one, but while the sampler works the ranks wait. Engines that share a
-    node, and the workers of a parallel engine, share its cores; on CUDA an engine sees only the devices of its ranks.
+    What the user has set wins, except where vLLM would then not run in one process, and except one thread under a
+    launcher: torchrun sets that where there are several ranks, but while the sampler works the ranks wait. Engines
+    that share a node, and the workers of a parallel engine, share its cores; on CUDA an engine sees only the devices of
+    its ranks.
     """
     kept = {
         name: value
         for name, value in trainer.items()
         if name not in TRAINER_VARIABLES and not name.startswith(TRAINER_PREFIXES)
     }
-    if "TORCHELASTIC_RUN_ID" in trainer:
-        kept.pop("OMP_NUM_THREADS", None)
+    if (
+        "TORCHELASTIC_RUN_ID" in trainer
+        and topology.local_world_size > 1
+        and kept.get("OMP_NUM_THREADS") == "1"
+    ):
+        del kept["OMP_NUM_THREADS"]
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", **bounded_spin(trainer)}
     of_engine = ranks_per_engine or topology.local_world_size
     if topology.is_cuda:
