@@ -1,0 +1,71 @@
+"""A run that faults.py breaks: a user's own script, with a reward, an environment and ranks that fail when told to.
+
+Whoever finds a file NAME.raise in the folder $FAULTS raises; one that finds NAME.loop never returns.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(os.environ["FAULTS"])
+COLLECTIVE_TIMEOUT_S = 15.0
+NUMBERS = "0123456789"
+
+
+def fail_if_told(name: str) -> None:
+    if (FOLDER / f"{name}.raise").exists():
+        raise ArithmeticError(f"a fault in {name}")
+    while (FOLDER / f"{name}.loop").exists():
+        pass
+
+
+def reward(text: str, **columns: Any) -> float:
+    fail_if_told("reward")
+    return sum(text.count(digit) for digit in NUMBERS) / 12
+
+
+class Environment:
+    """Answers once."""
+
+    def __init__(self, **columns: Any) -> None:
+        self._has_answered = False
+
+    def respond(self, text: str) -> str | None:
+        """Return the answer, once."""
+        fail_if_told("environment")
+        if self._has_answered:
+            return None
+        self._has_answered = True
+        return " 7"
+
+
+def train(config: Any) -> None:
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    from vectorlm import Topology
+    from vectorlm.finetune import finetune
+    from vectorlm.reinforce import reinforce
+
+    name = f"rank {Topology.from_environment().rank}"
+    (FOLDER / f"{name}.pid").write_text(str(os.getpid()))
+    register_optimizer_step_pre_hook(lambda *_: fail_if_told(name))
+    (finetune if config.rl is None else reinforce)(config)
+
+
+if __name__ == "__main__":
+    import vectorlm
+    from vectorlm.config import load_config
+    from vectorlm.config.check import check_config
+    from vectorlm.errors import VectorLMError
+    from vectorlm.rewards.registry import reward_names
+
+    try:
+        world_size = int(sys.argv[2])
+        config = load_config(sys.argv[1])
+        check_config(config, world_size, reward_names())
+        vectorlm.launch(train, config, world_size=world_size, timeout_s=COLLECTIVE_TIMEOUT_S)
+    except VectorLMError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
