@@ -57,5 +57,5 @@ bench: $(STAMP) ## run every benchmark
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 
 clean: ## delete caches and build output (.venv, data/ and runs/ stay)
-	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -50,7 +50,7 @@ def read_rows(path: str | Path, read: Callable[[Any], Row], rule: str) -> list[R
             continue
         try:
             rows.append(read(json.loads(line.decode("utf-8"))))
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError) as error:
             shown = line[:80].decode("utf-8", errors="replace")
             raise DatasetError(
                 f"{path}:{number} is {shown!r}, but {rule} ({type(error).__name__}: {error})"
