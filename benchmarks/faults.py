@@ -22,6 +22,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -44,7 +45,7 @@ START_S, END_S, PAUSE_S = 120.0, 60.0, 3.0
 SPARE_BYTES = 1 << 20
 SERVER = ("--dtype", "float32", "--max-model-len", "64")
 FAULTS_PER_RUN = 3
-STEPS = 14
+STEPS, MAX_STALENESS = 14, 2
 JUMP_S = 86_400
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGHUP")
 
@@ -75,7 +76,11 @@ class Mode:
         return self.kind != "asynchronous RL"
 
 
-KINDS = ("fine-tuning", "RL", "asynchronous RL", "RL on a server")
+MODES = (
+    (Mode("fine-tuning", 1), Mode("RL", 2), Mode("asynchronous RL", 1), Mode("RL on a server", 2)),
+    (Mode("fine-tuning", 2), Mode("RL", 1), Mode("asynchronous RL", 2), Mode("RL on a server", 1)),
+)
+"""What is broken at the same time, on one thread each."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +199,8 @@ class Campaign:
         mount("-t", "tmpfs", "-o", f"size={DISK_MIB}m", "none", self.disk)
         mount("-t", "tmpfs", "-o", f"size={SHM_MIB}m", "none", "/dev/shm")
         make = [sys.executable, str(ROOT / "examples/make_countdown.py"), "--output_dir", folder / "data"]
-        subprocess.run([*make, "--num_train", "896", "--num_eval", "16", "--num_questions", "4"], check=True)
+        sizes = ["--num_train", "896", "--num_eval", "16", "--num_questions", "4"]
+        subprocess.run([*make, *sizes], check=True, stdout=subprocess.DEVNULL)
 
     def begin(self, mode: Mode, output: Path) -> WatchedRun:
         """Start a run, and the server if it needs one."""
@@ -227,7 +233,7 @@ class Campaign:
             }
             del config["rl"]["max_sampling_rounds"]
         if mode.kind == "asynchronous RL":
-            config["rl"]["async"] = {"max_staleness": 2, "update": "keep"}
+            config["rl"]["async"] = {"max_staleness": MAX_STALENESS, "update": "keep"}
         path = output.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(config))
         return self.start([RUN, path, mode.world_size])
@@ -255,10 +261,10 @@ class Campaign:
                 self.wait_for(run, lambda step=step: last_step(output) >= step, START_S)
             time.sleep(chance.random() * (reference.first_step_s if is_early else reference.step_s))
             run = self.befall(run, output, fault, mode, record)
-            print(json.dumps(asdict(record)), flush=True)
         run = run or self.begin(mode, output)
         self.wait_for(run, lambda: False, START_S)
-        is_over = run.process.returncode == 0 and last_step(output) == STEPS
+        oldest = max((row.get("staleness/token_max", 0) for row in rows_of(output)), default=0)
+        is_over = run.process.returncode == 0 and last_step(output) == STEPS and oldest <= MAX_STALENESS
         files = [path.name for path in (output / "checkpoints").glob(".*")]
         for record in records:
             if not is_over:
@@ -267,7 +273,6 @@ class Campaign:
                 record.resumed = is_over and digest_of(output) == reference.digest
             if files:
                 record.left["files"] = files
-        print(f"{mode}: {', '.join(map(str, faults))}: resumed {records[0].resumed} {files}", flush=True)
         kill(run)
         shutil.rmtree(output)
         return records
@@ -407,7 +412,6 @@ class Campaign:
             if run.process.returncode != 0:
                 sys.exit(f"{mode}: a run without a fault ended at step {last_step(output)}: {run.error()}")
             self.references[mode] = Reference(digest_of(output), first_step_s, step_s)
-            print(f"{mode}: the first step after {first_step_s:.1f} s, {step_s:.2f} s a step", flush=True)
         return self.references[mode]
 
     def start(self, command: Sequence[Any]) -> WatchedRun:
@@ -442,11 +446,16 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def last_step(output: Path) -> int:
-    """Return the last step in a run's metrics; -1 where there is none."""
+def rows_of(output: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run, but for a line that is being written."""
     path = output / "metrics.jsonl"
     rows = path.read_text().splitlines() if path.exists() else []
-    return max((json.loads(row)["step"] for row in rows if row.endswith("}")), default=-1)
+    return [json.loads(row) for row in rows if row.endswith("}")]
+
+
+def last_step(output: Path) -> int:
+    """Return the last step in a run's metrics; -1 where there is none."""
+    return max((row["step"] for row in rows_of(output)), default=-1)
 
 
 def last_line(text: str) -> str:
@@ -513,6 +522,40 @@ def enter_namespace(folder: Path) -> None:
     mount("-t", "tmpfs", "none", folder)
 
 
+def run_part(arguments: argparse.Namespace) -> None:
+    """Break the runs of this part, and print a record in JSON for every fault."""
+    folder = ROOT / "data" / "faults" / str(arguments.part)
+    enter_namespace(folder)
+    chance, begin = random.Random(f"{arguments.seed} {arguments.part}"), time.monotonic()
+    trials = []
+    for mode in MODES[arguments.part]:
+        faults = [fault for fault in faults_of(mode) if re.search(arguments.only, f"{mode}: {fault}")]
+        chance.shuffle(faults)
+        trials += [(mode, faults[i : i + FAULTS_PER_RUN]) for i in range(0, len(faults), FAULTS_PER_RUN)]
+    chance.shuffle(trials)
+    with ExitStack() as stack:
+        campaign = Campaign(folder, stack)
+        for mode, faults in trials:
+            if arguments.minutes is not None and time.monotonic() - begin > 60 * arguments.minutes:
+                break
+            for record in campaign.trial(mode, faults, chance):
+                print(json.dumps(asdict(record)), flush=True)
+
+
+def records_of(part: int) -> list[Record]:
+    """Start a part, show what it prints, and return its records."""
+    command = [sys.executable, *sys.argv, "--part", str(part)]
+    records = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            records.append(Record(**json.loads(line)))
+    if process.returncode != 0:
+        sys.exit(f"part {part} failed: see above")
+    return records
+
+
 def main() -> None:
     """Go through all faults of all kinds of runs, or as many as fit into the time."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -521,23 +564,13 @@ def main() -> None:
         "--minutes", type=float, help="begin no run after that; by default every fault happens once"
     )
     parser.add_argument("--only", default="", help="a pattern, as in: --only 'RL, 2 ranks: SIGKILL'")
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    folder = ROOT / "data" / "faults"
-    enter_namespace(folder)
-    chance, begin = random.Random(arguments.seed), time.monotonic()
-    trials = []
-    for mode in (Mode(kind, world_size) for kind in KINDS for world_size in (1, 2)):
-        faults = [fault for fault in faults_of(mode) if re.search(arguments.only, f"{mode}: {fault}")]
-        chance.shuffle(faults)
-        trials += [(mode, faults[i : i + FAULTS_PER_RUN]) for i in range(0, len(faults), FAULTS_PER_RUN)]
-    chance.shuffle(trials)
-    records: list[Record] = []
-    with ExitStack() as stack:
-        campaign = Campaign(folder, stack)
-        for mode, faults in trials:
-            if arguments.minutes is not None and time.monotonic() - begin > 60 * arguments.minutes:
-                break
-            records += campaign.trial(mode, faults, chance)
+    if arguments.part is not None:
+        run_part(arguments)
+        return
+    with ThreadPoolExecutor() as parts:
+        records = [record for found in parts.map(records_of, range(len(MODES))) for record in found]
     bad = [record for record in records if not record.is_good]
     for record in bad:
         print(f"not as it should be: {json.dumps(asdict(record))}")

@@ -88,7 +88,7 @@ def page(results: Sequence[Result]) -> str:
         "Tiny random models, swapped twice into a running engine in fp32 on CPU, and compared with transformers after",
         "each update: greedy completions must be equal, and no log-probability of a token may differ by 1e-4 or more.",
         f"Versions: {'; '.join(versions)}. Made by `python tests/family_runs.py` from what",
-        "`python -m pytest tests/sampling/test_families.py --record-families` wrote to `families.json`.",
+        "`python -m pytest tests/engine/test_families.py --record-families` wrote to `families.json`.",
         "",
         "Path *direct*: every parameter of the engine is a view of the memory that the trainer writes to. *direct, n %",
         "copied*: the recorded copies of vLLM's loader move that share of the weights once more. None of these needs",

@@ -70,7 +70,7 @@ def test_the_make_targets_do_what_the_readme_says():
     tests = subprocess.run(
         ["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert '-m pytest -m "not slow and not long"' in tests
+    assert re.search(r'-m pytest -n \d .*-m "not slow and not long"', tests)
 
 
 def test_the_check_command_runs(checkout):

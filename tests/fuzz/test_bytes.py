@@ -25,6 +25,8 @@ from vectorlm.errors import CheckpointError, ConfigError, DatasetError, EngineEr
 from vectorlm.rollouts.replay import read_rollouts
 from vectorlm.types import TrainedModel
 
+# Other seeds find other things: not in CI, which says whether a change broke something.
+pytestmark = pytest.mark.long
 EDITS = st.lists(
     st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 6), st.binary(max_size=6)), max_size=3
 )

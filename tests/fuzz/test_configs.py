@@ -57,6 +57,8 @@ rl:
   rewards: {"rewards.py:letters": 1.0}
 """
 REWARDS = "def letters(completion, **columns): return completion.count('a') + len(completion) % 3"
+# Other seeds find other things: not in CI, which says whether a change broke something.
+pytestmark = pytest.mark.long
 SETTINGS = all_settings()
 # Names and paths: nothing that leads out of the folder of the tests.
 TEXTS = st.text("ab./-_ 1é\n:'#&*", max_size=6).filter(

@@ -37,7 +37,7 @@ NAMES = (
 PARAMETERS = st.dictionaries(st.sampled_from(NAMES), ANYTHING, max_size=3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(prompts=st.lists(PROMPTS, max_size=3), parameters=PARAMETERS, n=st.integers(-1, 3))
 def test_an_answer_or_an_error_and_the_same_engine_afterwards(engine, prompts, parameters, n):
     expected = engine.sample(PROBE, GREEDY)

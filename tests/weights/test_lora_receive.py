@@ -1,4 +1,4 @@
-"""The adapter's receiver on layers made by hand; vLLM's own are in tests/sampling/test_lora_engine.py."""
+"""The adapter's receiver on layers made by hand; vLLM's own are in tests/engine/test_lora_engine.py."""
 
 from types import SimpleNamespace
 

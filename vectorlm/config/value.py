@@ -7,9 +7,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import yaml
-
-from vectorlm.config.source import Entry, Loader
+from vectorlm.config.source import Entry, parse_yaml
 from vectorlm.errors import ConfigError
 from vectorlm.settings import AlsoWritten, Rule
 
@@ -151,7 +149,7 @@ def _fix(hint: Any, value: Any) -> str:
 def _fits(hint: Any, text: str) -> bool:
     """Whether a quoted value would do without its quotes."""
     try:
-        value = yaml.load(text, Loader)
-        return not isinstance(value, str) and convert(hint, Entry(value, ""), "") is not None
-    except (yaml.YAMLError, ConfigError):
+        entry = parse_yaml(text, lambda line: "")
+        return not isinstance(entry.value, str) and convert(hint, entry, "") is not None
+    except ConfigError:
         return False
