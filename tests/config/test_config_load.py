@@ -306,6 +306,7 @@ REFUSED = {
         "true": "=true must be an integer >= 1. Use 1, for example.",
         "1.0": "=1.0 must be an integer >= 1. Use 1, for example.",
         "'3'": "='3' must be an integer >= 1. Write 3 without quotes.",
+        "'- 3'": "='- 3' must be an integer >= 1. Use 1, for example.",
         "0": "=0 must be an integer >= 1. Use 1, for example.",
         "null": "=null must be an integer >= 1. Use 1, for example.",
     },
