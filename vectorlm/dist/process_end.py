@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.25
@@ -80,7 +81,7 @@ def write_stack_at_end(folder: str | Path, rank: int) -> None:
 
 def absent_ranks(folder: str | Path, world_size: int) -> str:
     """Say of each rank that has written no error file below `folder` where it was when it was ended."""
-    raised = {json.loads(path.read_text())["message"]["extraInfo"].get("rank") for path in Path(folder).rglob("error.json")}
+    raised = {note["extraInfo"].get("rank") for note in _error_notes(folder)}
     text = ""
     for rank in sorted(set(range(world_size)) - raised):
         note = Path(folder, f"rank-{rank}.stack")
@@ -93,9 +94,13 @@ def absent_ranks(folder: str | Path, world_size: int) -> str:
 def first_fault(folder: str | Path) -> tuple[int, str, str] | None:
     """Return rank, message and traceback of the earliest error in the error files below `folder`."""
     faults = []
-    for path in Path(folder).rglob("error.json"):
-        note = json.loads(path.read_text())["message"]
+    for note in _error_notes(folder):
         details = note["extraInfo"]
         if "time_s" in details:
             faults.append((details["time_s"], details["rank"], note["message"], details["py_callstack"]))
     return min(faults)[1:] if faults else None
+
+
+def _error_notes(folder: str | Path) -> list[dict[str, Any]]:
+    """Return what the error files below `folder` hold."""
+    return [json.loads(path.read_text())["message"] for path in Path(folder).rglob("error.json")]
