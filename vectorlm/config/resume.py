@@ -79,7 +79,7 @@ def find_resumption(config: Config, world_size: int, num_examples: int | None = 
             f"cannot go on from {found.path}: {'; '.join(refused)}. The weights of the checkpoint and its place in "
             f"the data depend on this. Restore it, or choose another output_dir{start}. To start over, delete {path}."
         )
-    length = "rl.max_steps" if config.rl is not None else "train_parameters.epochs"
+    length = _length_setting(config)
     is_over = now["settings"][length] <= found.identity["settings"][length]
     return Resumption(found.step, tuple(changes), found.is_finished and is_over)
 
@@ -87,11 +87,15 @@ def find_resumption(config: Config, world_size: int, num_examples: int | None = 
 def say_finished(config: Config, found: Resumption) -> str:
     """Say that a run is over, and how to train longer."""
     output = config.train_parameters.output_dir
-    length = "train_parameters.epochs" if config.rl is None else "rl.max_steps"
     return (
         f"{output} is finished at step {found.step}; its model is {output}/final-model. To train longer, raise "
-        f"{length}; to start over, delete {output}/checkpoints."
+        f"{_length_setting(config)}; to start over, delete {output}/checkpoints."
     )
+
+
+def _length_setting(config: Config) -> str:
+    """Return the setting that says how long a run is."""
+    return "train_parameters.epochs" if config.rl is None else "rl.max_steps"
 
 
 def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
