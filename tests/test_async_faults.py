@@ -64,13 +64,9 @@ def interrupt(run, files):
 
 
 def kill_the_engine(run, files):
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            is_ours = run.mark.encode() in (entry / "environ").read_bytes()
-            if is_ours and b"vectorlm.engine.process" in (entry / "cmdline").read_bytes():
-                os.kill(int(entry.name), signal.SIGKILL)
-        except OSError:
-            continue
+    for pid, command in run.processes():
+        if "vectorlm.engine.process" in command:
+            os.kill(pid, signal.SIGKILL)
 
 
 def poison_the_reward(run, files):

@@ -29,7 +29,7 @@ def processes(mark):
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
-                yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+                yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
 
