@@ -2,7 +2,8 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 
-WORLD_SIZE ?= 2
+# Two ranks, or as many as there are GPUs if that is one.
+WORLD_SIZE ?= $(if $(filter 1,$(if $(filter cuda,$(DEVICE)),$(shell nvidia-smi --list-gpus | wc -l))),1,2)
 CONFIG ?= configs/countdown_sft.yaml
 PYTEST_ARGS ?=
 # Test files that run at a time, on one thread each: starting an engine takes longest, and one core.

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,69 +29,47 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from fault_kinds import (
+    DEADLINE_S,
+    LOAD_S,
+    MODES,
+    PAUSE,
+    SIGNALS,
+    Fault,
+    Mode,
+    cause,
+    faults_of,
+    limit_s,
+    may_go_on,
+    must_go_on,
+)
 from report import ROOT, write_result
 
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "engine")]
-from server_process import running_server
+from server_process import TOKEN, running_server
 from watched_run import WatchedRun
+
+from vectorlm.checkpoint.folder import folder_of, steps_in
 
 RUN = str(Path(__file__).with_name("faulty_run.py"))
 NAMESPACE = "VECTORLM_FAULTS"
 """Set in the process that has its own mounts."""
-DISK_MIB, SHM_MIB = 256, 64
-DEADLINE_S = 8.0
-"""Longest silence of an engine, a reward or an environment."""
-START_S, END_S, PAUSE_S = 120.0, 60.0, 3.0
+DISK_MIB, SHM_MIB = 256, 512
+START_S, PAUSE_S = 180.0, 3.0
 SPARE_BYTES = 1 << 20
-SERVER = ("--dtype", "float32", "--max-model-len", "64")
+SERVER = ("--dtype", "float32", "--max-model-len", "64", "--logprobs-mode", "processed_logprobs")
 FAULTS_PER_RUN = 3
+EARLY = 0.25
+"""Share of faults while the processes start."""
 STEPS, MAX_STALENESS = 14, 2
 JUMP_S = 86_400
-SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGHUP")
+FILLER = "filler"
 
 
-@dataclass(frozen=True)
-class Mode:
-    """What is run, and on how many ranks."""
+class Run(WatchedRun):
+    """A run, and the step that it must go on from; None if it starts afresh."""
 
-    kind: str
-    world_size: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}, {self.world_size} rank{'s' * (self.world_size > 1)}"
-
-    @property
-    def ranks(self) -> list[str]:
-        """The ranks as targets."""
-        return [f"rank {rank}" for rank in range(self.world_size)]
-
-    @property
-    def has_server(self) -> bool:
-        """Whether a server samples."""
-        return self.kind == "RL on a server"
-
-    @property
-    def is_deterministic(self) -> bool:
-        """Whether two runs end with the same weights: what is in flight meets an update by chance."""
-        return self.kind != "asynchronous RL"
-
-
-MODES = (
-    (Mode("fine-tuning", 1), Mode("RL", 2), Mode("asynchronous RL", 1), Mode("RL on a server", 2)),
-    (Mode("fine-tuning", 2), Mode("RL", 1), Mode("asynchronous RL", 2), Mode("RL on a server", 1)),
-)
-"""What is broken at the same time, on one thread each."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What happens, and to which part."""
-
-    what: str
-    target: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.what} {self.target}".strip()
+    resumes_from: int | None = None
 
 
 @dataclass
@@ -116,63 +94,6 @@ class Record:
     def is_good(self) -> bool:
         """Whether everything was as promised."""
         return self.outcome in ("ended", "went on") and not self.left and self.resumed is not False
-
-
-def faults_of(mode: Mode) -> list[Fault]:
-    """List everything that may happen to a run."""
-    processes = ["launcher", "sampler", *mode.ranks, *["server"] * mode.has_server]
-    code = [*mode.ranks, *([] if mode.kind == "fine-tuning" else ["reward", "environment"])]
-    return [
-        *(Fault(what, target) for what in SIGNALS for target in processes),
-        *(Fault(what, target) for what in ("raise", "loop") for target in code),
-        *(Fault("out of memory", target) for target in ("sampler", "rank 0")),
-        *(Fault(what, "output") for what in ("full disk", "read-only", "second run")),
-        *(Fault(what, "checkpoint") for what in ("torn", "truncated", "flipped byte")),
-        Fault("full", "/dev/shm"),
-        *(Fault(what, "clock") for what in ("a day forward", "a day back")),
-        *[Fault("taken", "port")] * mode.has_server,
-    ]
-
-
-def cause(fault: Fault, mode: Mode) -> str | None:
-    """Return the pattern of the error that names the fault; None where the run must go on."""
-    ranks = mode.world_size
-    match fault.what, fault.target:
-        case ("SIGKILL", "launcher"):
-            return ""
-        case ("SIGSTOP", "launcher") | ("second run" | "a day forward" | "a day back" | "taken", _):
-            return None
-        case (name, "launcher"):
-            return f"ended by {name}"
-        case ("SIGSTOP", "sampler" | "server"):
-            return "said nothing"
-        case ("SIGSTOP" | "loop", target) if target.startswith("rank"):
-            # Nobody watches a single rank.
-            return f"{target} .*(stopped|did not)" if ranks > 1 else None
-        case (name, "server") if name in SIGNALS:
-            return "the server at .* does not answer"
-        case (name, target) if name in SIGNALS:
-            who = "the sampler process .*" if target == "sampler" else f"{target} of {ranks} "
-            return f"{who}was ended by {name}"
-        case ("loop", target):
-            return f"{target}.*{DEADLINE_S:g} s"
-        case ("raise", target):
-            return f"ArithmeticError: a fault in {target}"
-        case ("out of memory", _):
-            return "(?i)memory|bad_alloc|allocate"
-        case ("full disk", _):
-            return "No space left on device"
-        case ("read-only", _):
-            return "Read-only file system"
-        case (_, "checkpoint"):
-            return "the checkpoint .* cannot be read"
-        case ("full", "/dev/shm"):
-            return "No space left on device|/dev/shm"
-    raise ValueError(fault)
-
-
-MAY_GO_ON = ("out of memory", "full")
-"""A run that needs no more memory does not notice that there is none."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +123,7 @@ class Campaign:
         sizes = ["--num_train", "896", "--num_eval", "16", "--num_questions", "4"]
         subprocess.run([*make, *sizes], check=True, stdout=subprocess.DEVNULL)
 
-    def begin(self, mode: Mode, output: Path) -> WatchedRun:
+    def begin(self, mode: Mode, output: Path) -> Run:
         """Start a run, and the server if it needs one."""
         base = ROOT / "configs" / ("countdown_sft" if mode.kind == "fine-tuning" else "countdown_grpo")
         config = yaml.safe_load(base.with_suffix(".yaml").read_text())
@@ -214,6 +135,7 @@ class Campaign:
             self.serve()
             train["sampler"] |= {"inference": "server", "engine": {"url": self.url}}
             del train["sampler"]["vllm_dtype"]
+        train["sampler"]["engine"]["start_timeout_s"] = LOAD_S
         if mode.kind == "fine-tuning":
             train |= {"epochs": 1, "logging_steps": 1, "save_frequency": 2 / STEPS}
             config["dataset"] |= {"train_ds": f"{data}/train", "eval_ds": f"{data}/eval", "eval_bs": 16}
@@ -236,7 +158,9 @@ class Campaign:
             config["rl"]["async"] = {"max_staleness": MAX_STALENESS, "update": "keep"}
         path = output.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(config))
-        return self.start([RUN, path, mode.world_size])
+        run = self.start([RUN, path, mode.world_size])
+        run.resumes_from = max(steps_in(output / "checkpoints"), default=None)
+        return run
 
     def serve(self) -> None:
         """Start the server that all runs on a server share, unless it is there."""
@@ -244,6 +168,13 @@ class Campaign:
             server = running_server(self.folder / "data/model", self.folder / "server.log", *SERVER)
             process, self.url = self.server.enter_context(server)
             self.server_pid = process.pid
+            # The first answer takes longer than DEADLINE_S: kernels are made.
+            question = {"model": str(self.folder / "data/model"), "prompt": "1", "max_tokens": 8}
+            headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+            request = urllib.request.Request(
+                f"{self.url}/v1/completions", json.dumps(question).encode(), headers
+            )
+            urllib.request.urlopen(request, timeout=START_S).close()
 
     def trial(self, mode: Mode, faults: Sequence[Fault], chance: random.Random) -> list[Record]:
         """Run once, let every fault happen in turn, and start again after each that ends the run."""
@@ -251,86 +182,98 @@ class Campaign:
         output = self.disk / "run"
         records, run = [], None
         steps = sorted(chance.sample(range(2, STEPS - 3), len(faults)))
-        for fault, step in zip(faults, steps, strict=True):
+        for fault, planned in zip(faults, steps, strict=True):
+            # A second run that overtook the first one would be in its right.
+            may_be_early = run is None and fault.target != "checkpoint" and fault.what != "second run"
+            is_early = may_be_early and chance.random() < EARLY
+            # A run that was started again has its earlier steps in the metrics.
+            step = min(max(planned, last_step(output) + (run is None)), STEPS - 2)
             run = run or self.begin(mode, output)
-            is_early = chance.random() < 0.25 and fault.target != "checkpoint" and last_step(output) < 0
-            record = Record(mode.kind, mode.world_size, fault.what, fault.target)
-            record.moment = "starting" if is_early else f"step {step}"
-            records.append(record)
             if not is_early:
                 self.wait_for(run, lambda step=step: last_step(output) >= step, START_S)
+            if fault.target == "checkpoint":
+                self.wait_for(run, lambda: bool(checkpoints(output)), START_S)
             time.sleep(chance.random() * (reference.first_step_s if is_early else reference.step_s))
-            run = self.befall(run, output, fault, mode, record)
+            moment = "starting" if is_early else f"step {last_step(output)}"
+            record = Record(mode.kind, mode.world_size, fault.what, fault.target, moment)
+            records.append(record)
+            start_s = reference.first_step_s if is_early or fault.target == "checkpoint" else 0.0
+            run = self.befall(run, output, fault, mode, record, start_s)
         run = run or self.begin(mode, output)
         self.wait_for(run, lambda: False, START_S)
         oldest = max((row.get("staleness/token_max", 0) for row in rows_of(output)), default=0)
         is_over = run.process.returncode == 0 and last_step(output) == STEPS and oldest <= MAX_STALENESS
-        files = [path.name for path in (output / "checkpoints").glob(".*")]
+        has_resumed = is_over and says_where_it_resumes(run)
+        left = leftovers(run, PAUSE_S)
+        if found := [path.name for path in (output / "checkpoints").glob(".*")]:
+            left["files"] = found
         for record in records:
-            if not is_over:
-                record.error += f" | at the end: {last_line(run.error())}"
-            if not is_over or mode.is_deterministic:
-                record.resumed = is_over and digest_of(output) == reference.digest
-            if files:
-                record.left["files"] = files
+            if not has_resumed:
+                record.error += f" | at the end: {message(run) or 'it did not resume'}"
+            if not has_resumed or mode.is_deterministic:
+                record.resumed = has_resumed and digest_of(output) == reference.digest
+            record.left |= left
         kill(run)
         shutil.rmtree(output)
         return records
 
     def befall(
-        self, run: WatchedRun, output: Path, fault: Fault, mode: Mode, record: Record
-    ) -> WatchedRun | None:
+        self, run: Run, output: Path, fault: Fault, mode: Mode, record: Record, start_s: float
+    ) -> Run | None:
         """Let a fault happen, note what becomes of the run, and return it if it goes on."""
         if ended(run):
-            record.outcome, record.error = "over before the fault", last_line(run.error())
+            record.outcome, record.error = "over before the fault", message(run)
             return None
-        expected = cause(fault, mode)
+        complaints: list[str] = []
+        if record.moment != "starting" and not says_where_it_resumes(run):
+            complaints.append("did not resume")
         if fault.target == "checkpoint":
             kill(run)
             damage(output, fault.what)
             run = self.begin(mode, output)
-        before, begin = last_step(output), time.monotonic()
+        before, begin, limit = last_step(output), time.monotonic(), limit_s(fault, mode, start_s)
 
         def has_gone_on() -> bool:
             return last_step(output) >= min(before + 2, STEPS)
 
-        with self.happening(run, output, fault, mode) as complaints:
-            if expected is None:
-                self.wait_for(run, lambda: False, PAUSE_S)
-            else:
-                may_go_on = fault.what in MAY_GO_ON
-                self.wait_for(run, has_gone_on if may_go_on else lambda: False, END_S)
-                if not may_go_on and not ended(run):
-                    complaints.append("did not end")
-        if complaints:
-            kill(run)
-        elif expected is None or not ended(run):
+        try:
+            with self.happening(run, output, fault, mode, complaints):
+                if must_go_on(fault, mode):
+                    self.wait_for(run, lambda: False, PAUSE_S)
+                else:
+                    self.wait_for(run, has_gone_on if may_go_on(fault) else lambda: False, limit)
+                    if ended(run):
+                        # While the fault is still there.
+                        record.left = leftovers(run, begin + limit - time.monotonic())
+                        record.gone_s = round(time.monotonic() - begin, 1)
+                    elif not may_go_on(fault):
+                        complaints.append(f"did not end within {limit:.0f} s")
+        except ProcessLookupError as error:
+            complaints.append(str(error))
+        if must_go_on(fault, mode) or (may_go_on(fault) and not ended(run)):
             self.wait_for(run, has_gone_on, START_S)
-            if not ended(run) or run.process.returncode == 0:
+            if not has_gone_on():
+                complaints.append("did not go on")
+            elif not complaints:
                 record.outcome = "went on"
                 return run
-        while list(run.processes()) and time.monotonic() < begin + END_S:
-            time.sleep(0.02)
-        record.gone_s = round(time.monotonic() - begin, 1)
-        record.error = last_line(run.error())
-        record.left = {what: found for what, found in run.leftovers().items() if found}
-        if run.process.returncode == 0:
+        record.error = message(run)
+        if ended(run) and run.process.returncode == 0:
             complaints.append("ended as if nothing had happened")
-        elif expected is None:
-            complaints.append("should have gone on")
-        elif not re.search(expected, run.error()):
+        elif not must_go_on(fault, mode) and not re.search(cause(fault, mode), record.error, re.DOTALL):
             complaints.append("another error")
         record.outcome = ", ".join(complaints) or "ended"
         kill(run)
         if fault.target == "checkpoint":
             # As the error says.
-            shutil.rmtree(max((output / "checkpoints").glob("step-*")))
+            shutil.rmtree(checkpoints(output)[-1])
         return None
 
     @contextmanager
-    def happening(self, run: WatchedRun, output: Path, fault: Fault, mode: Mode) -> Iterator[list[str]]:
-        """Let a fault happen for the block; yields what is wrong, which nothing is at first."""
-        complaints: list[str] = []
+    def happening(
+        self, run: Run, output: Path, fault: Fault, mode: Mode, complaints: list[str]
+    ) -> Iterator[None]:
+        """Let a fault happen for the block, and add to the complaints what is wrong."""
         with ExitStack() as undo:
             match fault.what, fault.target:
                 case (name, target) if name in SIGNALS:
@@ -354,13 +297,14 @@ class Campaign:
                     folder = output / "checkpoints"
                     folder.mkdir(parents=True, exist_ok=True)
                     mount("--bind", "-o", "ro", folder, folder)
-                    undo.callback(subprocess.run, ["umount", folder], check=True)
+                    undo.callback(subprocess.run, ["umount", "--lazy", folder], check=True)
                 case ("second run", _):
+                    # The first run would be over before the second one has looked.
+                    pause = self.triggers / PAUSE
+                    pause.touch()
+                    undo.callback(pause.unlink)
                     second = self.begin(mode, output)
-                    self.wait_for(second, lambda: False, END_S)
-                    if "another run writes to" not in second.error():
-                        complaints.append(f"the second run said {last_line(second.error())!r}")
-                    kill(second)
+                    self.require_refused(second, "is in use by another run", complaints)
                 case (_, "clock"):
                     shift = self.triggers / "clock"
                     shift.write_text(str(JUMP_S if fault.what == "a day forward" else -JUMP_S))
@@ -369,16 +313,23 @@ class Campaign:
                     words = ["-m", "vectorlm", "serve", "--model", self.folder / "data/model"]
                     words += ["--port", self.url.rpartition(":")[2]]
                     other = self.start([*words, "--", *SERVER])
-                    self.wait_for(other, lambda: False, END_S)
-                    if "address already in use" not in other.error():
-                        complaints.append(f"the second server said {last_line(other.error())!r}")
-                    kill(other)
-            yield complaints
+                    self.require_refused(other, "ddress already in use", complaints)
+            yield
         if fault.target == "server":
             self.server.close()
             self.server_pid = None
 
-    def pid_of(self, run: WatchedRun, target: str) -> int:
+    def require_refused(self, other: Run, cause: str, complaints: list[str]) -> None:
+        """Complain unless a second run or server ends with this error, and leaves no process and no file."""
+        self.wait_for(other, lambda: False, START_S)
+        if cause not in other.error():
+            complaints.append(f"the second one said {other.error()[-400:]!r}")
+        # The memory of the first one is not told from its own.
+        if found := leftovers(other, PAUSE_S).keys() - {"shared memory"}:
+            complaints.append(f"the second one left {sorted(found)}")
+        kill(other)
+
+    def pid_of(self, run: Run, target: str) -> int:
         """Return the process of a run's part, once there is one."""
         note = self.triggers / f"{target}.pid"
 
@@ -395,7 +346,11 @@ class Campaign:
             assert self.server_pid is not None
             return self.server_pid
         self.wait_for(run, lambda: find() is not None, START_S)
-        return find() or -1
+        pid = find()
+        if pid is None:
+            # Never a number that stands for more than one process.
+            raise ProcessLookupError(f"there is no {target} any more")
+        return pid
 
     def reference(self, mode: Mode) -> Reference:
         """Run without a fault, once."""
@@ -414,23 +369,38 @@ class Campaign:
             self.references[mode] = Reference(digest_of(output), first_step_s, step_s)
         return self.references[mode]
 
-    def start(self, command: Sequence[Any]) -> WatchedRun:
+    def start(self, command: Sequence[Any]) -> Run:
         """Start a command with a folder for temporary files of its own."""
         scratch = tempfile.mkdtemp(dir=self.folder / "scratch")
-        return WatchedRun([str(word) for word in command], Path(scratch))
+        return Run([str(word) for word in command], Path(scratch))
 
-    def wait_for(self, run: WatchedRun, condition: Callable[[], bool], limit_s: float) -> None:
+    def wait_for(self, run: Run, condition: Callable[[], bool], limit_s: float) -> None:
         """Wait until the condition holds, the run has ended or the time is over."""
         deadline = time.monotonic() + limit_s
         while not condition() and not ended(run) and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
-def ended(run: WatchedRun) -> bool:
+def ended(run: Run) -> bool:
     return run.process.poll() is not None
 
 
-def kill(run: WatchedRun) -> None:
+def leftovers(run: Run, patience_s: float) -> dict[str, list[str]]:
+    """Return what a run leaves once it has had some time for its end; nothing for what is as it should be."""
+    deadline = time.monotonic() + patience_s
+    while list(run.processes()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    found = run.leftovers()
+    found["shared memory"] = [name for name in found["shared memory"] if name != FILLER]
+    return {what: each for what, each in found.items() if each}
+
+
+def says_where_it_resumes(run: Run) -> bool:
+    """Whether a run that found a checkpoint says that it goes on from there."""
+    return run.resumes_from is None or f"from step {run.resumes_from}" in run.error()
+
+
+def kill(run: Run) -> None:
     """End what is left of a run, without ceremony."""
     while processes := list(run.processes()):
         for pid, _ in processes:
@@ -458,21 +428,31 @@ def last_step(output: Path) -> int:
     return max((row["step"] for row in rows_of(output)), default=-1)
 
 
-def last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if "Error" in line or "ended by" in line or "Died" in line]
-    return (lines or text.splitlines() or [""])[0][:400]
+def checkpoints(output: Path) -> list[Path]:
+    """Return the checkpoints of a run, the newest last."""
+    folder = output / "checkpoints"
+    return [folder_of(folder, step) for step in steps_in(folder)]
+
+
+def message(run: Run) -> str:
+    """Return the error that a run ended with, without its tracebacks."""
+    text = run.error()
+    for name in ("RankFailed", r"\w+Error"):
+        if found := re.findall(rf"^{name}: .*?(?=^Traceback|\Z)", text, re.DOTALL | re.MULTILINE):
+            return found[-1].strip()[:600]
+    return ""
 
 
 def digest_of(output: Path) -> str:
     """Return a digest of the weights that a run has left."""
     files = sorted((output / "final-model").glob("*.safetensors"))
+    assert files, f"{output} has no final model"
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def damage(output: Path, what: str) -> None:
     """Spoil a file of the newest checkpoint."""
-    newest = max((output / "checkpoints").glob("step-*"))
-    path = max(newest.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    path = max(checkpoints(output)[-1].rglob("*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
     if what == "torn":
@@ -492,7 +472,7 @@ def limit_memory(pid: int, limit: int) -> None:
 @contextmanager
 def filled(folder: Path) -> Iterator[None]:
     """Leave no byte free in the file system of `folder` for the block."""
-    path = folder / "filler"
+    path = folder / FILLER
     try:
         with path.open("wb", buffering=0) as file, suppress(OSError):
             while file.write(bytes(1 << 16)):
@@ -516,10 +496,13 @@ def enter_namespace(folder: Path) -> None:
             "FAULTS": str(folder / "triggers"),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).with_name('shifted_clock')}",
-            "VECTORLM_SERVER_TOKEN": uuid.uuid4().hex,
+            "VECTORLM_SERVER_TOKEN": TOKEN,
         }
         os.execvp("unshare", ["unshare", "--mount", *rights, sys.executable, *sys.argv])
     mount("-t", "tmpfs", "none", folder)
+    # nohup and shells have what they start ignore these.
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def run_part(arguments: argparse.Namespace) -> None:
@@ -531,7 +514,11 @@ def run_part(arguments: argparse.Namespace) -> None:
     for mode in MODES[arguments.part]:
         faults = [fault for fault in faults_of(mode) if re.search(arguments.only, f"{mode}: {fault}")]
         chance.shuffle(faults)
-        trials += [(mode, faults[i : i + FAULTS_PER_RUN]) for i in range(0, len(faults), FAULTS_PER_RUN)]
+        # One at most may let its run go on, and comes last: the run may end meanwhile.
+        lasting = [fault for fault in faults if must_go_on(fault, mode) or may_go_on(fault)]
+        faults.sort(key=lasting.__contains__)
+        num_trials = max(-(-len(faults) // FAULTS_PER_RUN), len(lasting))
+        trials += [(mode, faults[first::num_trials]) for first in range(num_trials)]
     chance.shuffle(trials)
     with ExitStack() as stack:
         campaign = Campaign(folder, stack)
@@ -542,8 +529,8 @@ def run_part(arguments: argparse.Namespace) -> None:
                 print(json.dumps(asdict(record)), flush=True)
 
 
-def records_of(part: int) -> list[Record]:
-    """Start a part, show what it prints, and return its records."""
+def records_of(part: int) -> tuple[list[Record], int]:
+    """Start a part, show what it prints, and return its records and its exit code."""
     command = [sys.executable, *sys.argv, "--part", str(part)]
     records = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -551,9 +538,7 @@ def records_of(part: int) -> list[Record]:
         for line in process.stdout:
             print(line, end="", flush=True)
             records.append(Record(**json.loads(line)))
-    if process.returncode != 0:
-        sys.exit(f"part {part} failed: see above")
-    return records
+    return records, process.returncode
 
 
 def main() -> None:
@@ -564,47 +549,48 @@ def main() -> None:
         "--minutes", type=float, help="begin no run after that; by default every fault happens once"
     )
     parser.add_argument("--only", default="", help="a pattern, as in: --only 'RL, 2 ranks: SIGKILL'")
+    parser.add_argument("--save", action="store_true", help="write results/faults.json")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part is not None:
         run_part(arguments)
         return
     with ThreadPoolExecutor() as parts:
-        records = [record for found in parts.map(records_of, range(len(MODES))) for record in found]
+        found = list(parts.map(records_of, range(len(MODES))))
+    records = [record for part, _ in found for record in part]
     bad = [record for record in records if not record.is_good]
     for record in bad:
         print(f"not as it should be: {json.dumps(asdict(record))}")
     print(f"{len(records)} faults, {len(bad)} of them not as they should be")
-    if not arguments.only and arguments.minutes is None:
+    is_whole = not any(code for _, code in found)
+    if arguments.save and is_whole:
         write_result(
             "faults", {"seed": arguments.seed}, table(records), {"faults": [asdict(each) for each in records]}
         )
-    sys.exit(bool(bad))
-
-
-def same(records: Sequence[Record]) -> int:
-    return sum(record.resumed is True for record in records)
+    sys.exit(bool(bad) or not records or not is_whole)
 
 
 def table(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Return a row for each kind of fault."""
     kinds: dict[str, list[Record]] = {}
     for record in records:
-        part = re.sub(r" \d", "", record.target)
-        kinds.setdefault(f"{record.what}, {part}".removesuffix(", "), []).append(record)
-    return [
-        {
-            "fault": kind,
-            "times": len(each),
-            "run ended": sum(record.outcome == "ended" for record in each),
-            "went on": sum(record.outcome == "went on" for record in each),
-            "otherwise": sum(record.outcome not in ("ended", "went on") for record in each),
-            "seconds until all was gone, at most": max(record.gone_s for record in each),
-            "left something behind": sum(bool(record.left) for record in each),
-            "same weights at the end": f"{same(each)} of {sum(record.resumed is not None for record in each)}",
-        }
-        for kind, each in sorted(kinds.items())
-    ]
+        kinds.setdefault(record.what, []).append(record)
+    return [_row(kind, kinds[kind]) for kind in sorted(kinds, key=str.lower)]
+
+
+def _row(kind: str, records: Sequence[Record]) -> dict[str, Any]:
+    same = [record.resumed for record in records if record.resumed is not None]
+    return {
+        "fault": kind,
+        "of": ", ".join(sorted({re.sub(r" \d", "", record.target) for record in records})),
+        "times": len(records),
+        "run ended": sum(record.outcome == "ended" for record in records),
+        "went on": sum(record.outcome == "went on" for record in records),
+        "otherwise": sum(record.outcome not in ("ended", "went on") for record in records),
+        "seconds until all was gone, at most": max(record.gone_s for record in records),
+        "left something behind": sum(bool(record.left) for record in records),
+        "same weights at the end": f"{sum(same)} of {len(same)}",
+    }
 
 
 if __name__ == "__main__":

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+from fault_kinds import COLLECTIVE_S, PAUSE
+
 FOLDER = Path(os.environ["FAULTS"])
-COLLECTIVE_TIMEOUT_S = 15.0
-NUMBERS = "0123456789"
+STEP_S = 0.2
+DIGITS = "0123456789"
 
 
 def fail_if_told(name: str) -> None:
@@ -24,7 +27,7 @@ def fail_if_told(name: str) -> None:
 
 def reward(text: str, **columns: Any) -> float:
     fail_if_told("reward")
-    return sum(text.count(digit) for digit in NUMBERS) / 12
+    return sum(text.count(digit) for digit in DIGITS) / 12
 
 
 class Environment:
@@ -51,7 +54,15 @@ def train(config: Any) -> None:
 
     name = f"rank {Topology.from_environment().rank}"
     (FOLDER / f"{name}.pid").write_text(str(os.getpid()))
-    register_optimizer_step_pre_hook(lambda *_: fail_if_told(name))
+
+    def before_a_step(*_: Any) -> None:
+        # So slowly that a fault meets the step that it is meant for.
+        time.sleep(STEP_S)
+        while (FOLDER / PAUSE).exists():
+            time.sleep(STEP_S)
+        fail_if_told(name)
+
+    register_optimizer_step_pre_hook(before_a_step)
     (finetune if config.rl is None else reinforce)(config)
 
 
@@ -66,6 +77,6 @@ if __name__ == "__main__":
         world_size = int(sys.argv[2])
         config = load_config(sys.argv[1])
         check_config(config, world_size, reward_names())
-        vectorlm.launch(train, config, world_size=world_size, timeout_s=COLLECTIVE_TIMEOUT_S)
+        vectorlm.launch(train, config, world_size=world_size, timeout_s=COLLECTIVE_S)
     except VectorLMError as error:
         sys.exit(f"{type(error).__name__}: {error}")

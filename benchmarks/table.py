@@ -92,6 +92,10 @@ PAGES = {
             "staleness", "Points of held-out accuracy that 64 optimizer steps gain: mean (range) of the seeds"
         ),
     ],
+    "docs/reliability.md": [
+        Table("soak", "Two long runs on two ranks, after a tenth of each and at its end"),
+        Table("mutants", "Changes to the code, one at a time, and whether the tests notice"),
+    ],
 }
 """Which results each page shows."""
 

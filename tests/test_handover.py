@@ -73,6 +73,16 @@ def test_the_engine_takes_its_kv_cache_back_last_and_sleeps_again(sleep, expecte
     assert engine.calls == expected
 
 
+def test_torch_s_cache_is_emptied_before_each_part_of_the_engine_wakes(monkeypatch):
+    engine = ScribeEngine()
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: engine.calls.append("empty"))
+    topology = Topology(device="cuda:0")
+    turn = DeviceTurn(engine, model=torch.nn.Linear(2, 2), topology=topology, sleep="all")
+    with turn.sampling(3):
+        pass
+    assert engine.calls[1:-1] == ["empty", "wake weights", "update 3", "empty", "wake kv"]
+
+
 def test_what_the_engine_did_is_kept_until_somebody_asks():
     turn = turn_over(ScribeEngine())
     assert (turn.swapped_at, turn.busy) == (None, [])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.config import Config, RLSettings
-from vectorlm.config.check_rl import check_rl
+from vectorlm.config.check_rl import check_rl, longest_sequence
 from vectorlm.data.prompts import check_lengths, read_prompts
 from vectorlm.dist.topology import Topology
 from vectorlm.plugin import load_plugin
@@ -144,9 +144,8 @@ def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSetting
 
 def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
     settings, tokenizer = run.config.train_parameters, run.tokenizer
-    assert settings.sampler is not None
     assert run.engine is not None
-    longest = int(settings.sampler.engine.engine_args.get("max_model_len", settings.max_seq_len))
+    longest = longest_sequence(run.config)
     prompt_records = read_prompts(rl.collect.prompts, "rl.prompts")
     check_lengths(prompt_records, tokenizer, longest - 1, "rl.prompts")
     replay = None

@@ -19,7 +19,7 @@ from transformers import set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from vectorlm.checkpoint.export import export_model
-from vectorlm.checkpoint.folder import held, mark_finished, require_shared
+from vectorlm.checkpoint.folder import held, mark_finished, naming_the_full_disk, require_shared
 from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.config import Config, save_config, to_plain
 from vectorlm.config.resume import Resumption, find_resumption, identity_of
@@ -94,7 +94,9 @@ class Run:
         """Return AdamW over the trainable parameters of `model`; `lr` replaces the config's learning rate."""
         arguments = asdict(self.config.train_parameters.optimizer)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trainable, **(arguments | ({} if lr is None else {"lr": lr})))
+        # On CUDA torch would else make a temporary copy of all its state at once.
+        arguments |= {"fused": self.topology.is_cuda or None} | ({} if lr is None else {"lr": lr})
+        return torch.optim.AdamW(trainable, **arguments)
 
     def make_schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Schedule:
         """Return the learning rate's schedule over `num_steps` optimizer steps."""
@@ -216,7 +218,8 @@ def open_run(
         stack.enter_context(process_group(topology))
         # Before the model: the engine loads in its own process while the ranks load theirs.
         engine = engine or open_engine(config, topology, stack, placement, **engine_args)
-        yield Run(config, topology, engine, load_tokenizer(config.model), stack)
+        with naming_the_full_disk(config.train_parameters.output_dir):
+            yield Run(config, topology, engine, load_tokenizer(config.model), stack)
     if topology.is_main:
         _plot(config)
 

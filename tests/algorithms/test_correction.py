@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 from functools import partial
 
 import pytest
@@ -272,6 +273,10 @@ def test_a_veto_drops_the_row_that_holds_the_token():
     kept = rejection_mask(OLD, SAMPLER, MASK, veto=0.3)
     assert kept.tolist() == [[True, True, True], [False, False, False]]
     assert torch.equal(rejection_mask(OLD, SAMPLER, MASK), MASK)
+    old, sampler, mask = rows([2.0, None, 4.0], [2.0, 1.0, 4.0])
+    assert rejection_mask(old, sampler, mask, veto=1.5).tolist() == [[True, False, True], [False] * 3], (
+        "what is outside the mask vetoes nothing, whatever the bound"
+    )
 
 
 def test_metrics_by_hand():
@@ -295,6 +300,36 @@ def test_metrics_by_hand():
         "unknown": 0.0,
     }
     assert found == {f"correction/{name}": pytest.approx(value) for name, value in expected.items()}
+
+
+def test_k1_and_k3_are_the_divergence_of_the_sampler_from_the_trainer():
+    """Four tokens, drawn exactly as often as the sampler's probabilities 3/4 and 1/4 say; the trainer's are 1/2."""
+    sampler, old = torch.tensor([[0.75, 0.75, 0.75, 0.25]]).log(), torch.full((1, 4), 0.5).log()
+    found = correction_metrics(old, sampler, torch.ones(1, 4))
+    divergence = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
+    # The log-probabilities are float32.
+    assert found["correction/k1"] == pytest.approx(divergence, rel=1e-5)
+    assert found["correction/k3"] == pytest.approx(divergence, rel=1e-5)
+    assert "correction/pearson" not in found, "the trainer's probabilities are constant"
+
+
+def test_a_ratio_on_a_bound_is_within_the_band():
+    found = correction_metrics(OLD, OLD.clone(), MASK, low=1.0, high=1.0)
+    assert found["correction/out_of_band"] == found["correction/out_of_band_sequences"] == 0.0
+
+
+def test_one_token_has_no_correlation_and_causes_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = correction_metrics(OLD[:1, :1], SAMPLER[:1, :1], MASK[:1, :1])
+    assert "correction/pearson" not in found
+    assert found["correction/ratio_mean"] == pytest.approx(2.0)
+
+
+def test_a_row_without_tokens_changes_no_metric():
+    wider = [torch.cat([each, each[:1]]) for each in (OLD, SAMPLER)]
+    mask = torch.cat([MASK, torch.zeros_like(MASK[:1])])
+    assert correction_metrics(*wider, mask) == correction_metrics(OLD, SAMPLER, MASK)
 
 
 def test_the_correlation_is_of_probabilities():

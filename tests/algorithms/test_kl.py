@@ -83,6 +83,11 @@ def test_the_controller_by_hand():
     )  # by no more than a fifth, and never to 0
 
 
+def test_the_controller_takes_any_target_and_horizon_above_0():
+    # A tenth above the target; a batch of two horizons counts as one.
+    assert AdaptiveKL(initial=0.5, target=0.05, horizon=0.5).update(0.055, 1) == pytest.approx(0.5 * 1.1)
+
+
 def test_the_controller_keeps_its_place():
     controller, other = AdaptiveKL(0.2, 6.0, 1000), AdaptiveKL(0.2, 6.0, 1000)
     controller.update(12.0, 100)

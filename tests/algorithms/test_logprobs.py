@@ -95,6 +95,12 @@ def test_one_token_was_predicted_by_nothing():
     ]
 
 
+def test_no_rows_have_no_logprobs():
+    logits, tokens = logits_and_tokens()
+    assert token_logprobs(logits[:0], tokens[:0]).shape == (0, 5)
+    assert entropy(logits[:0]).shape == (0, 5)
+
+
 def test_a_greedy_temperature_is_refused():
     logits, tokens = logits_and_tokens()
     with pytest.raises(ValueError, match="must be above 0"):

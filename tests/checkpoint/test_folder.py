@@ -1,13 +1,17 @@
 """Folders that are complete under their names, whatever was killed meanwhile, and that one run holds."""
 
+import errno
 import multiprocessing
 import os
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed import DistStoreError
+from torch.distributed.checkpoint import CheckpointException
 
 from vectorlm.checkpoint import folder
-from vectorlm.checkpoint.folder import begin, finish, held
-from vectorlm.errors import ConfigError
+from vectorlm.checkpoint.folder import begin, finish, held, naming_the_full_disk, readable, writable
+from vectorlm.errors import CheckpointError, ConfigError
 
 
 class Killed(BaseException):
@@ -54,6 +58,46 @@ def hold(path, entered, leave):
         leave.wait(60)
 
 
+def test_a_rank_that_does_not_come_says_nothing_about_the_checkpoint(tmp_path):
+    timed_out = (
+        "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 15000ms for recv operation to complete"
+    )
+    with pytest.raises(RuntimeError, match="Timed out waiting"), readable(tmp_path):
+        raise RuntimeError(timed_out)
+    with pytest.raises(DistStoreError), readable(tmp_path):
+        raise DistStoreError("wait timeout after 12000ms")
+    with (
+        pytest.raises(CheckpointError, match=r"cannot be read \(RuntimeError: PytorchStreamReader"),
+        readable(tmp_path),
+    ):
+        raise RuntimeError("PytorchStreamReader failed")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named_with_the_first_cause(tmp_path, monkeypatch):
+    failures = {1: (OSError(28, "second"), None), 0: (OSError(28, "No space left on device"), None)}
+    wanted = (
+        r"step-00000004 cannot be written \(OSError: \[Errno 28\] No space left on device\). The one before"
+    )
+    with pytest.raises(CheckpointError, match=wanted), writable(tmp_path / "checkpoints" / "step-00000004"):
+        raise CheckpointException("ranks", failures)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    wanted = r"cannot be written \(No space left on device: RuntimeError: PytorchStreamWriter failed"
+    with pytest.raises(CheckpointError, match=wanted), writable(tmp_path / "step-00000004"):
+        raise RuntimeError("PytorchStreamWriter failed writing file")
+    with pytest.raises(DistStoreError), writable(tmp_path):
+        raise DistStoreError("wait timeout after 12000ms")
+
+
+def test_a_disk_that_is_full_is_named():
+    with (
+        pytest.raises(OSError, match="No space left on device: 'runs/mine'"),
+        naming_the_full_disk("runs/mine"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match="No space left on device: 'other'"), naming_the_full_disk("runs/mine"):
+        raise OSError(errno.ENOSPC, "No space left on device", "other")
+
+
 def test_a_folder_that_another_process_holds_is_refused_until_that_one_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "HELD_PATIENCE_S", 0.3)
     context = multiprocessing.get_context("spawn")
@@ -61,7 +105,7 @@ def test_a_folder_that_another_process_holds_is_refused_until_that_one_ends(tmp_
     process = context.Process(target=hold, args=(tmp_path / "run", entered, leave))
     process.start()
     assert entered.wait(60)
-    with pytest.raises(ConfigError, match="another run writes to"), held(tmp_path / "run"):
+    with pytest.raises(ConfigError, match="run' is in use by another run"), held(tmp_path / "run"):
         pass
     process.kill()
     process.join()

@@ -18,8 +18,8 @@ from vectorlm import FakeEngine
 from vectorlm.algorithms import algorithm_names, get_algorithm
 from vectorlm.algorithms.hyperparameters import Hyperparameters
 from vectorlm.config import Config, load_config
-from vectorlm.config.check_rl import check_rl
-from vectorlm.errors import ConfigError
+from vectorlm.config.check_rl import check_prompt_lengths, check_rl
+from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.finetune import finetune
 from vectorlm.reinforce import reinforce
 from vectorlm.rl.settings import Correction
@@ -357,6 +357,16 @@ def refusal(*overrides, algorithm="grpo", mode="plain", schedule="constant_with_
 def test_what_has_no_effect_is_refused_with_what_to_use(override, text):
     assert text in refusal(override)
     assert override in refusal(override)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_before_anything_starts():
+    with pytest.raises(
+        DatasetError, match=r"prompt 0 of rl.prompts has 3 tokens, more than the 2 that leave"
+    ):
+        check_prompt_lengths(config_of("grpo", "plain", "train_parameters.max_seq_len=3"))
+    unbounded = config_of("grpo", "plain", "train_parameters.sampler.engine.max_model_len=null")
+    check_rl(unbounded)
+    check_prompt_lengths(unbounded)
 
 
 def test_a_constant_schedule_warms_nothing_up():

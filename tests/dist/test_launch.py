@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from watched_run import WatchedRun
 
 import vectorlm
 from vectorlm.dist.collectives import Collectives
@@ -175,6 +176,29 @@ def test_nothing_is_left_in_the_temp_folder(tmp_path, monkeypatch):
     with pytest.raises(RankFailed):
         vectorlm.launch(fail_on_rank_1, "raise", world_size=2)
     assert list(tmp_path.iterdir()) == []
+
+
+ORPHAN = """
+import os, signal, vectorlm
+
+def lose_the_launcher():
+    launcher = os.getppid()
+    os.kill(launcher, signal.SIGKILL)
+    while os.getppid() == launcher:
+        pass
+    raise ValueError("alone")
+
+if __name__ == "__main__":
+    vectorlm.launch(lose_the_launcher)
+"""
+
+
+def test_a_rank_that_raises_after_its_launcher_was_killed_leaves_no_note_of_it(tmp_path):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "orphan.py").write_text(ORPHAN)
+    run = WatchedRun([str(tmp_path / "orphan.py")], tmp_path / "scratch")
+    code, _ = run.outcome(timeout_s=60)
+    assert code == -signal.SIGKILL
 
 
 def test_the_callers_signal_handlers_are_put_back():

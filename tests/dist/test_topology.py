@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+import vectorlm
 from vectorlm import Topology
 from vectorlm.dist.topology import is_rank
 from vectorlm.errors import LaunchError
@@ -37,6 +38,16 @@ def test_the_launchers_variables_are_read():
 def test_a_rank_outside_the_world_is_an_error():
     with pytest.raises(LaunchError, match="RANK=2 lies outside WORLD_SIZE=2: use 0 to 1"):
         Topology.from_environment({"RANK": "2", "WORLD_SIZE": "2"})
+
+
+def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert Topology.from_environment({"RANK": "1", "WORLD_SIZE": "2"}).device == "cuda:1"
+    with pytest.raises(LaunchError, match=r"rank 2 of this machine has no device: .* there are 2"):
+        Topology.from_environment({"RANK": "2", "WORLD_SIZE": "3"})
+    with pytest.raises(LaunchError, match=r"rank 2 of this machine has no device"):
+        vectorlm.launch(print, world_size=3)
 
 
 @pytest.mark.parametrize(("local_rank", "local_world_size"), [(0, 2), (1, 3)])

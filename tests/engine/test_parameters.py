@@ -26,6 +26,12 @@ def test_what_is_not_named_has_vllms_default():
         assert getattr(ours, name) == getattr(theirs, name), name
 
 
+def test_an_engine_leaves_most_of_a_cuda_device_to_the_trainer():
+    shim = pytest.importorskip("vectorlm.backends.vllm.shim")
+    assert shim.default_arguments("model", on_cpu=False)["gpu_memory_utilization"] == 0.35
+    assert "gpu_memory_utilization" not in shim.default_arguments("model", on_cpu=True)
+
+
 def test_a_parameter_that_cannot_be_honoured_is_named():
     with pytest.raises(
         EngineError, match=r"cannot honour the sampling parameter 'logit_bias'\. It takes n, temp"

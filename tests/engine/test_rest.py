@@ -89,6 +89,13 @@ def test_a_kv_cache_that_slept_needs_no_update(rest):
     rest.check_sampling()
 
 
+def test_weights_that_slept_hold_nothing_though_the_cache_slept_after_them(rest):
+    for part in (WEIGHTS, KV_CACHE):
+        rest.sleep(part, 0)
+        rest.wake_up(part)
+    assert "hold nothing since" in refusal(rest)
+
+
 def test_sleeping_twice_and_waking_twice_touch_the_memory_once(rest, memory):
     rest.sleep(KV_CACHE, 0)
     rest.sleep(BOTH, 0)

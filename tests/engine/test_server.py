@@ -201,13 +201,13 @@ def test_the_engine_keeps_the_contract_on_two_ranks(server, folder):
 @pytest.mark.slow
 def test_a_server_that_freezes_is_an_error_within_the_deadline(server, folder):
     process, url = server
-    with engine_of(server, folder, silence_s=8.0) as engine:
+    with engine_of(server, folder, timeout_s=10.0) as engine:
         engine.wait_until_ready()
         handle = engine.submit([[2, 3]], {"max_tokens": 1000, "ignore_eos": True})
         os.killpg(process.pid, signal.SIGSTOP)
         try:
             with pytest.raises(
-                EngineTimeout, match=f"the server at {url} said nothing for 8 s while generating"
+                EngineTimeout, match=f"the server at {url} said nothing for 9 s while generating"
             ):
                 handle.result()
         finally:
@@ -299,6 +299,13 @@ def test_the_command_of_the_server_has_its_lock():
     environment = server_environment({"VLLM_LOGGING_LEVEL": "INFO", "VLLM_SERVER_DEV_MODE": "0"})
     assert environment["VLLM_LOGGING_LEVEL"] == "INFO"
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_only_on_cpu_nothing_is_compiled(monkeypatch):
+    assert server_environment({})["TORCHDYNAMO_DISABLE"] == "1"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    # vLLM's graphs on CUDA are made by the compiler.
+    assert "TORCHDYNAMO_DISABLE" not in server_environment({})
 
 
 SPECS = (TensorSpec("a", (2, 3), (Piece("b", (2,), (3,), 1),)), TensorSpec("c", ()))

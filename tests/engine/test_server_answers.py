@@ -10,6 +10,7 @@ from rank_processes import on_ranks
 
 from vectorlm import SamplingEngine
 from vectorlm.backends.server.backend import VLLMServer
+from vectorlm.engine.arguments import with_deadlines
 from vectorlm.errors import EngineError, EngineTimeout
 
 TOKEN = "a token for this test"
@@ -150,6 +151,32 @@ def test_a_server_that_falls_silent_later_is_an_error_in_time(server, path):
         wait()
     assert time.monotonic() - start < 4 * PATIENCE_S
     backend.close()
+
+
+def test_after_a_call_without_an_answer_the_server_is_not_waited_for_again(server):
+    backend = connect(server)
+    server.odd |= dict.fromkeys(["/pause?mode=keep&clear_cache=false", "/resume"])
+    with pytest.raises(EngineTimeout, match="said nothing to /pause"):
+        backend.pause()
+    start = time.monotonic()
+    backend.resume()
+    assert time.monotonic() - start < PATIENCE_S / 2
+    server.odd.clear()
+    backend.pause()
+    server.odd["/resume"] = None
+    with pytest.raises(EngineTimeout, match="said nothing to /resume"):
+        backend.resume()
+    backend.close()
+
+
+def test_the_server_gets_less_patience_than_the_sampler_process_so_that_the_error_names_it():
+    assert with_deadlines({"url": "u"}, "server", 10.0, 60.0) == {
+        "url": "u",
+        "silence_s": 9.0,
+        "start_timeout_s": 30.0,
+    }
+    assert with_deadlines({"silence_s": 3.0}, "server", 10.0, 1800.0)["silence_s"] == 3.0
+    assert with_deadlines({}, "vllm", 10.0, 60.0) == {}
 
 
 def sample_until_it_freezes(topology, url):

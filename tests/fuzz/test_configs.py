@@ -17,7 +17,7 @@ from tiny_runs import rows
 import vectorlm.run
 from vectorlm import FakeEngine
 from vectorlm.config import check_config, load_config
-from vectorlm.config.check_rl import check_rl
+from vectorlm.config.check_rl import check_prompt_lengths, check_rl
 from vectorlm.config.setting import all_settings
 from vectorlm.errors import VectorLMError
 from vectorlm.finetune import finetune
@@ -160,6 +160,7 @@ def accepted(text, overrides, world_size):
         check_config(config, world_size, reward_names())
         if config.rl is not None:
             check_rl(config)
+            check_prompt_lengths(config)
         memory_report(config, world_size, ranks_per_node=world_size)
     except VectorLMError:
         return None

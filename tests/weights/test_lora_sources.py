@@ -13,7 +13,7 @@ from vectorlm.lora.sources import adapter_source, lora_weight_sets, merged_sourc
 from vectorlm.weights.arena import Arena, MappedArenas
 from vectorlm.weights.checksum import checksum
 from vectorlm.weights.layout import plain_slots
-from vectorlm.weights.module_source import manifest_of
+from vectorlm.weights.module_source import ModuleSource, manifest_of
 from vectorlm.weights.plan import Layout
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -170,6 +170,24 @@ def test_several_active_adapters_are_merged_together_and_disabled_ones_not_at_al
         assert [each.name for each in lora_weight_sets(model, Topology(), MappedArenas(), "adapter")] == [
             "base"
         ]
+
+
+def test_modules_that_replace_others_are_not_sent_while_the_adapter_is_off(tmp_path):
+    folder = save_tiny_llama(tmp_path / "model")
+    base = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    model = adapted(folder, OPTIONS["modules to save"])
+    with model.disable_adapter():
+        sent = sent_by(merged_source(model, Topology()))
+    assert all(torch.equal(sent[name], base[name]) for name in base)
+
+
+def test_a_head_keeps_the_table_that_it_shared_with_a_replaced_embedding(tmp_path):
+    folder = save_tiny_llama(tmp_path / "model", tied=True)
+    model = adapted(folder, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]})
+    head = model.get_output_embeddings().weight.detach()
+    sent = sent_by(ModuleSource(model, Topology()))
+    assert torch.equal(sent["lm_head.weight"], head)
+    assert not torch.equal(sent["model.embed_tokens.weight"], head)
 
 
 def test_the_names_of_an_adapted_model_are_those_of_its_base(tmp_path):

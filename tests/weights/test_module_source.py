@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
@@ -5,8 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
+from vectorlm.dist.topology import Topology
 from vectorlm.errors import WeightMismatch
-from vectorlm.weights.arena import Arena
+from vectorlm.weights.arena import Arena, MappedArenas
 from vectorlm.weights.checksum import checksum
 from vectorlm.weights.module_source import ModuleSource, manifest_of
 from vectorlm.weights.plan import Layout, Slot
@@ -97,6 +100,37 @@ def test_no_two_ranks_write_the_same_row(tmp_path):
     first, second = on_ranks(2, publish, str(folder), None, arena.path, len(arena.bytes), "float32")
     # Were both to publish everything, the sums would be twice the whole.
     assert [(a + b) % 2**64 for a, b in zip(first, second, strict=True)] == whole
+
+
+@pytest.mark.parametrize("word_bytes", [1, 2])
+def test_sums_are_of_the_words_that_the_layout_wants_scalars_included(word_bytes):
+    tensors = {"scale": torch.tensor(1.5), "table": torch.randn(3, 4)}
+    arena = Arena.create(128)
+    slots = (Slot("scale", (), "float32", 0, word_bytes), Slot("table", (3, 4), "float32", 64, word_bytes))
+    source = ModuleSource(torch.nn.Module(), Topology(), tensors=tensors)
+    sums = source.publish(Layout(arena.path, 128, slots), True)
+    assert sums == [checksum(each, word_bytes=word_bytes) for each in tensors.values()]
+    assert all(torch.equal(arena.view(slot), tensors[slot.name]) for slot in slots)
+
+
+def test_only_the_first_rank_of_a_node_sends_a_scalar():
+    arena, tensors = Arena.create(64), {"scale": torch.tensor(1.5)}
+    layout = Layout(arena.path, 64, (Slot("scale", (), "float32", 0),))
+    sums = [
+        ModuleSource(torch.nn.Module(), Topology(rank, rank, 2, 2), tensors=tensors).publish(layout, True)
+        for rank in range(2)
+    ]
+    assert sums == [[checksum(tensors["scale"])], [0]]
+    assert arena.view(layout.slots[0]) == 1.5
+
+
+def test_what_an_update_maps_is_closed_with_the_callers_arenas():
+    arena, arenas, tensors = Arena.create(64), MappedArenas(), {"scale": torch.tensor(1.5)}
+    layout = Layout(arena.path, 64, (Slot("scale", (), "float32", 0),))
+    before = set(os.listdir("/proc/self/fd"))
+    ModuleSource(torch.nn.Module(), Topology(), arenas, tensors=tensors).publish(layout, False)
+    arenas.close()
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_the_manifest_follows_a_model_that_changes(tmp_path):

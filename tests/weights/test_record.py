@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from receivers_here import receivers_of
@@ -6,7 +8,8 @@ from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
 from vectorlm.weights.layout import find_aliases, place_slots
-from vectorlm.weights.plan import Slot, TensorSpec
+from vectorlm.weights.plan import Piece, Slot, TensorSpec
+from vectorlm.weights.receive import Receiver
 from vectorlm.weights.receivers import HeldPieces
 from vectorlm.weights.record import Copy, LoadPlan, View, record_loading
 
@@ -125,6 +128,35 @@ def test_a_tensor_that_the_loader_computes_with_is_refused():
         record_loading(loader_of(parameters), parameters, [TensorSpec("scaled", (3, 2))])
 
 
+def test_a_loader_is_given_the_checkpoints_tensors_in_place_of_a_parameter_that_holds_several():
+    parameters = {name: torch.zeros(2, 3) for name in ("first", "second")}
+    pieces = tuple(Piece(name, (2, 3), (3, 1), 6 * index) for index, name in enumerate(parameters))
+
+    def load(weights):
+        for name, tensor in weights:
+            parameters[name].copy_(tensor)
+
+    copies = record_loading(load, parameters, [TensorSpec("both", (2, 2, 3), pieces)])
+    assert [(each.source, each.source_view.offset, each.parameter) for each in copies] == [
+        ("both", 0, "first"),
+        ("both", 6, "second"),
+    ]
+
+
+def test_other_copies_happen_while_a_loader_is_watched():
+    parameters, scratch = {"weight": torch.zeros(2)}, torch.zeros(2)
+
+    def load(weights):
+        for _, tensor in weights:
+            scratch.copy_(torch.ones(2))
+            torch.empty_like(tensor).copy_(tensor)
+            parameters["weight"].copy_(tensor)
+
+    (copy,) = record_loading(load, parameters, [TensorSpec("weight", (2,))])
+    assert copy.parameter == "weight"
+    assert scratch.tolist() == [1.0, 1.0]
+
+
 def test_a_transposing_loader_passes_the_proof_and_a_swap_that_did_not_arrive_does_not():
     class Transposing(torch.nn.Module):
         def __init__(self):
@@ -143,6 +175,28 @@ def test_a_transposing_loader_passes_the_proof_and_a_swap_that_did_not_arrive_do
     assert torch.equal(model.weight, sent.t())
     with pytest.raises(ChecksumMismatch, match=r"1 of 1 tensors .*: \['weight'\]"):
         receivers.load(1, [checksum(sent + 1)], ["base"])
+
+
+class RoundedUp(torch.nn.Module):
+    """The second of two workers: rows 4 to 6 of the vocabulary, and two rows that no checkpoint knows."""
+
+    def __init__(self, num_rows):
+        super().__init__()
+        self.embed = torch.nn.Embedding(4, HIDDEN)
+        self.embed.shard_indices = SimpleNamespace(org_vocab_start_index=4, org_vocab_end_index=6)
+        self._num_rows = num_rows
+
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            self.embed.weight.data[: self._num_rows].copy_(tensor.narrow(0, 4, self._num_rows))
+
+
+def test_rows_that_round_a_vocabulary_up_need_no_weights_and_the_others_do():
+    manifest = [TensorSpec("embed", (6, HIDDEN))]
+    (copy,) = Receiver(RoundedUp(2)).describe(manifest).copies
+    assert copy.parameter_view.count == 2 * HIDDEN
+    with pytest.raises(WeightMismatch, match=r"leave 1 of them unfilled, .*: \['embed.weight'\]"):
+        Receiver(RoundedUp(1)).describe(manifest)
 
 
 def test_a_layer_that_the_engine_rearranges_is_refused():

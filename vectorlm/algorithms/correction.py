@@ -133,7 +133,7 @@ def rejection_mask(
                 distances = distances.amax(dim=1, keepdim=True)
         kept = kept & (distances <= bound)
     if veto is not None:
-        ratios = torch.where(known, log_ratios.exp(), 1.0)
+        ratios = torch.where(known, log_ratios.exp(), torch.inf)
         kept = kept & (ratios.amin(dim=1, keepdim=True) >= veto)
     if judges_rows:
         kept = kept & _known_rows(mask, known)

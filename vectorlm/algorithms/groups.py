@@ -47,7 +47,7 @@ def leave_one_out_advantages(rewards: torch.Tensor, valid: torch.Tensor | None =
     Source: Kool et al. 2019 (RLOO); Ahmadian et al. 2024, arXiv:2402.14740, eq. 7.
     """
     kept, count = _kept(rewards, valid)
-    others = (_sum(rewards, kept) - torch.where(kept, rewards, 0.0)) / (count - 1).clamp(min=1)
+    others = (_sum(rewards, kept) - rewards) / (count - 1).clamp(min=1)
     advantages = torch.where(kept & (count >= 2), rewards - others, 0.0)
     return torch.where(is_constant(rewards, kept), 0.0, advantages)
 

@@ -8,10 +8,11 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 HELD_PATIENCE_S = 3.0
 """A run that was killed a moment ago may not be gone yet."""
+OF_OTHER_RANKS = re.compile(r"gloo|NCCL|^Dist\w*Error")
+"""How torch says that another rank is gone, or does not come."""
 PATIENCE_S = 10.0
 """Network file systems may take some seconds to show another machine's new file."""
 
@@ -75,16 +78,54 @@ def mark_finished(path: Path) -> None:
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Name the checkpoint `path` in what the block raises while reading it."""
+    with _as_checkpoint_error(
+        lambda cause: (
+            f"the checkpoint {path} cannot be read ({cause}). Delete it, and the run goes on from the one "
+            "before, or starts over."
+        )
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Name the checkpoint `path`, and whether its disk is full, in what the block raises while writing it."""
+
+    def say(cause: str) -> str:
+        disk = next(each for each in path.parents if each.exists())
+        space = "" if shutil.disk_usage(disk).free else "No space left on device: "
+        return (
+            f"the checkpoint {path} cannot be written ({space}{cause}). The one before is whole: once the disk can be "
+            "written to, the same command goes on from it."
+        )
+
+    with _as_checkpoint_error(say):
+        yield
+
+
+@contextlib.contextmanager
+def _as_checkpoint_error(say: Callable[[str], str]) -> Iterator[None]:
     try:
         yield
-    # torch's CheckpointException is a BaseException alone.
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt | SystemExit):
+        of_others = OF_OTHER_RANKS.search(f"{type(error).__name__}: {error}")
+        if of_others or isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        raise CheckpointError(
-            f"the checkpoint {path} cannot be read ({type(error).__name__}: {error}). Delete it, and the run goes on "
-            "from the one before, or starts over."
-        ) from error
+        # torch's CheckpointException, a BaseException, holds what each rank raised; its own first line says nothing.
+        causes = [cause for _, (cause, _) in sorted(getattr(error, "failures", {}).items())]
+        cause = causes[0] if causes else error
+        raise CheckpointError(say(f"{type(cause).__name__}: {cause}")) from error
+
+
+@contextlib.contextmanager
+def naming_the_full_disk(path: str) -> Iterator[None]:
+    """Say of an error for want of space where that was: Python says so only where a file is opened."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC and error.filename is None:
+            error.filename = path
+        raise
 
 
 def digests(path: Path, names: Iterable[str]) -> dict[str, str]:
@@ -145,7 +186,8 @@ def held(path: Path) -> Iterator[None]:
         while not _lock(descriptor):
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"another run writes to {path}: wait for its end, or set another train_parameters.output_dir."
+                    f"train_parameters.output_dir='{path}' is in use by another run. Wait for its end, or name another "
+                    "folder."
                 )
             time.sleep(0.1)
         yield

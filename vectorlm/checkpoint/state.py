@@ -48,8 +48,17 @@ class CheckpointStore:
         self._path, self._identity = Path(path), identity
 
     def save(self, step: int, models: Mapping[str, TrainedModel], loop: dict[str, Any]) -> None:
-        """Write the checkpoint of `step`, with this rank's `loop` state of tensors and plain values."""
-        target, rank = folder.folder_of(self._path, step), dist.get_rank()
+        """Write the checkpoint of `step`, with this rank's `loop` state of tensors and plain values.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        target = folder.folder_of(self._path, step)
+        with folder.writable(target):
+            self._write(target, models, loop)
+
+    def _write(self, target: Path, models: Mapping[str, TrainedModel], loop: dict[str, Any]) -> None:
+        rank = dist.get_rank()
         if rank == 0:
             folder.begin(target)
         dist.barrier()

@@ -13,11 +13,13 @@ from vectorlm.config.check import refuse
 from vectorlm.config.schema import Config, RLSettings
 from vectorlm.config.setting import all_settings, settings_of, to_plain, value_at
 from vectorlm.config.value import raise_problems
+from vectorlm.data.prompts import check_lengths, read_prompts
 from vectorlm.errors import ConfigError
 from vectorlm.plugin import load_plugin
 from vectorlm.rewards.registry import get_reward, short_name
 from vectorlm.rl.correction import correction_of
 from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, CriticSettings
+from vectorlm.train.load import load_tokenizer
 from vectorlm.train.optimizer_step import BY_LOSS
 
 # Parameters other than the temperature that change which tokens can be drawn, or how likely they are; with the values
@@ -68,6 +70,21 @@ def check_rl(config: Config) -> AlgorithmSpec:
     if rl.collect.environment is not None:
         load_plugin(rl.collect.environment)
     return spec
+
+
+def check_prompt_lengths(config: Config) -> None:
+    """Read and tokenise ``rl.prompts``; raise `DatasetError` where one leaves no room for an answer."""
+    if config.rl is not None:
+        prompt_records = read_prompts(config.rl.collect.prompts, "rl.prompts")
+        longest = longest_sequence(config) - 1
+        check_lengths(prompt_records, load_tokenizer(config.model), longest, "rl.prompts")
+
+
+def longest_sequence(config: Config) -> int:
+    """Return the largest number of tokens that a prompt and its completion may have together."""
+    settings = config.train_parameters
+    engine_args = {} if settings.sampler is None else settings.sampler.engine.engine_args
+    return int(engine_args.get("max_model_len") or settings.max_seq_len)
 
 
 def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
@@ -261,14 +278,13 @@ def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterato
 
 
 def _length_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
-    longest, sampler = config.train_parameters.max_seq_len, config.train_parameters.sampler
+    longest, sampled = config.train_parameters.max_seq_len, longest_sequence(config)
     unit = spec.rows_per_loss(rl.collect.group_size)
     if rl.update.max_tokens_per_micro_batch < longest * unit:
         what = "one sequence" if unit == 1 else f"the {unit} sequences that {spec.name} compares"
         rule = f"is less than {what} of train_parameters.max_seq_len={longest}"
         yield refuse(config, "rl.max_tokens_per_micro_batch", rule, f"Use {longest * unit} or more.")
-    engine_length = None if sampler is None else sampler.engine.engine_args.get("max_model_len")
-    if isinstance(engine_length, int) and engine_length > longest:
+    if sampled > longest:
         rule = f"is more than train_parameters.max_seq_len={longest}: rollouts could be too long to train on"
         path = "train_parameters.sampler.engine.max_model_len"
         yield refuse(config, path, rule, f"Leave it out, or use {longest} or less.")

@@ -183,6 +183,7 @@ def load_dataset(path: str | Path) -> Dataset:
     Raises:
         DatasetError: There is no such folder, or it does not hold a single dataset.
     """
+    import pyarrow
     from datasets import Dataset, load_from_disk
 
     if not Path(path).is_dir():
@@ -192,7 +193,7 @@ def load_dataset(path: str | Path) -> Dataset:
         )
     try:
         dataset = load_from_disk(str(path))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
         raise DatasetError(
             f"'{path}' holds no dataset that save_to_disk wrote ({error}). Make the dataset again."
         ) from error

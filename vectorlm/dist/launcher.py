@@ -9,12 +9,14 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -24,10 +26,11 @@ from vectorlm.dist.process_end import (
     absent_ranks,
     first_fault,
     follow_parent,
+    remove_folder,
     write_fault,
     write_stack_at_end,
 )
-from vectorlm.dist.topology import Topology, is_rank
+from vectorlm.dist.topology import Topology, device_of, is_rank
 from vectorlm.errors import LaunchError, RankFailed
 
 AGENT_VARIABLES = {
@@ -65,7 +68,8 @@ def launch(
         The results of `fn`, by rank; under torchrun the result of this rank alone.
 
     Raises:
-        LaunchError: The ranks could not be started, or torchrun started another number of them.
+        LaunchError: The ranks could not be started, there are fewer devices than ranks, or torchrun started another
+            number of them.
         RankFailed: A rank raised or died; the text holds the rank's own error and traceback. All ranks are gone by
             then.
         KeyboardInterrupt: Ctrl-C arrived; all ranks are gone by then.
@@ -76,6 +80,7 @@ def launch(
         raise LaunchError(f"world_size={world_size} cannot run: it must be at least 1.")
     if is_rank():
         return [_call_here(fn, args, world_size, timeout_s)]
+    device_of(world_size - 1)
     scratch = tempfile.mkdtemp(prefix="vectorlm-")
     try:
         return _run_ranks(cloudpickle.dumps((fn, args)), world_size, timeout_s, scratch)
@@ -139,7 +144,7 @@ def _run_ranks(payload: bytes, world_size: int, timeout_s: float, scratch: str) 
     store = _open_store() if world_size > 1 else None
     port = None if store is None else store.port
     try:
-        with _agent_side_effects_undone():
+        with _agent_side_effects_undone(scratch):
             results = elastic_launch(config, _rank_main)(payload, os.getpid(), scratch, timeout_s, port)
     except ChildFailedError as error:
         raise RankFailed(_first_failure(error, scratch, world_size)) from None
@@ -180,7 +185,16 @@ def _rank_main(
         if topology.error_file is not None:
             write_fault(topology.error_file, topology.rank, error)
         time.sleep(LINGER_S if topology.world_size > 1 else 0.0)
+        if topology.is_cuda:
+            # The end of NCCL's group may wait for ranks that are gone.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
         raise SystemExit(1) from error
+    finally:
+        if os.getppid() != parent_pid:
+            # The thread that follows the launcher may not have seen yet that it was killed.
+            remove_folder(Path(scratch))
 
 
 def _first_failure(error: Any, scratch: str, world_size: int) -> str:
@@ -199,8 +213,11 @@ def _first_failure(error: Any, scratch: str, world_size: int) -> str:
 
 
 @contextlib.contextmanager
-def _agent_side_effects_undone() -> Iterator[None]:
-    """Silence the agent, because `launch` reports the cause, and put back the signal handlers that it leaves."""
+def _agent_side_effects_undone(scratch: str) -> Iterator[None]:
+    """Silence the agent, because `launch` reports the cause, and put back the signal handlers that it leaves.
+
+    The files in which torch's processes leave errors go to `scratch`, which is removed even after a kill.
+    """
     noisy = ("torch.distributed.elastic", "torch.multiprocessing")
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(noisy)]
     levels = [logger.level for logger in loggers]
@@ -209,12 +226,14 @@ def _agent_side_effects_undone() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS} if is_main else {}
     variables = {**AGENT_VARIABLES, **bounded_spin(os.environ)}
     before = {name: os.environ.get(name) for name in variables}
+    tempdir, tempfile.tempdir = tempfile.tempdir, scratch
     os.environ.update({name: value for name, value in variables.items() if value is not None})
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
+        tempfile.tempdir = tempdir
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
         for number, handler in handlers.items():

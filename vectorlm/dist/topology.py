@@ -34,7 +34,7 @@ class Topology:
         """Read torchrun's variables from `environment` or ``os.environ``; without them this is a lone process.
 
         Raises:
-            LaunchError: The rank lies outside the world, or the nodes do not run equally many ranks.
+            LaunchError: The rank lies outside the world, it has no device, or the nodes do not run equally many ranks.
         """
         variables = os.environ if environment is None else environment
         rank = int(variables.get("RANK", 0))
@@ -51,7 +51,7 @@ class Topology:
                 "node. Start torchrun with the same --nproc_per_node on every node."
             )
         error_file = variables.get("TORCHELASTIC_ERROR_FILE")
-        return cls(rank, local_rank, world_size, local_world_size, _device(local_rank), error_file)
+        return cls(rank, local_rank, world_size, local_world_size, device_of(local_rank), error_file)
 
     @property
     def node(self) -> int:
@@ -80,7 +80,16 @@ def is_rank(environment: Mapping[str, str] | None = None) -> bool:
     return all(name in variables for name in RANK_VARIABLES)
 
 
-def _device(local_rank: int) -> str:
+def device_of(local_rank: int) -> str:
+    """Return the device of a rank; raise `LaunchError` on a CUDA machine that has too few."""
     import torch
 
-    return f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        return "cpu"
+    if local_rank >= torch.cuda.device_count():
+        raise LaunchError(
+            f"rank {local_rank} of this machine has no device: every rank needs its own, and there are "
+            f"{torch.cuda.device_count()}. Start at most {torch.cuda.device_count()} ranks (--world_size, or "
+            "--nproc_per_node of torchrun)."
+        )
+    return f"cuda:{local_rank}"

@@ -1,4 +1,4 @@
-"""What `SamplingEngine` accepts, checked before any process is started."""
+"""What `SamplingEngine` accepts, checked and completed before any process is started."""
 
 from __future__ import annotations
 
@@ -36,6 +36,16 @@ def choose_lora_mode(lora_mode: str, enable_lora: bool) -> str:
             "lora_mode='merged' needs no LoRA layers, which would only slow the engine down: leave enable_lora out."
         )
     return "adapter" if enable_lora else "merged"
+
+
+def with_deadlines(
+    engine_args: Mapping[str, Any], inference: str, timeout_s: float, start_timeout_s: float
+) -> Mapping[str, Any]:
+    """Tell an engine that waits for a server how long; less than the ranks wait for it, so that it names the server."""
+    if inference != "server":
+        return engine_args
+    limits = {"silence_s": 0.9 * timeout_s, "start_timeout_s": min(600.0, start_timeout_s / 2)}
+    return {**limits, **engine_args}
 
 
 def require_engines(data_parallel_size: int, topology: Topology) -> None:

@@ -100,8 +100,7 @@ class SamplingEngine:
         num_devices = topology.local_world_size // data_parallel_size if devices is None else len(devices)
         arguments.require_devices(engine_args.get("tensor_parallel_size", 1), num_devices, topology)
         self._sampling_params = sampling_params
-        self._timeout_s = timeout_s
-        self._start_timeout_s = start_timeout_s
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._collectives = Collectives(topology, timeout_s)
         self._engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
         self._ready: messages.Ready | None = None
@@ -111,7 +110,8 @@ class SamplingEngine:
         self._open: list[BatchHandle] = []
         self._channel: messages.Channel | None = None
         if self._engine_ranks.owns_an_engine:
-            start = messages.Start(str(model), engine_args, receiver, inference)
+            more = arguments.with_deadlines(engine_args, inference, timeout_s, start_timeout_s)
+            start = messages.Start(str(model), more, receiver, inference)
             if channel == "inline":
                 self._channel = InlineChannel(start, while_waiting=self._collectives.show_life)
             else:

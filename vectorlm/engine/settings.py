@@ -18,6 +18,8 @@ OF_VLLM = ReadIf(
     ("vllm",),
     "Leave it out: other engines have arguments of their own.",
 )
+DEVICE_SHARE = 0.35
+"""What an engine takes of a device's memory, which it has to share with the trainer."""
 WITH_LORA = ReadIf("train_parameters.lora_peft_config")
 
 
@@ -25,7 +27,7 @@ WITH_LORA = ReadIf("train_parameters.lora_peft_config")
 class EngineSettings:
     """How an engine samples and takes over new weights."""
 
-    gpu_memory_utilization: Annotated[Fraction, OF_VLLM] = 0.35
+    gpu_memory_utilization: Annotated[Fraction, OF_VLLM] = DEVICE_SHARE
     """Share of each device's memory that the engine may use."""
     vllm_dtype: Annotated[EngineDtype, OF_VLLM] = "auto"
     """The engine's dtype; `half` and `float` mean `float16` and `float32`."""

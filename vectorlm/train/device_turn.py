@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -115,9 +116,7 @@ class DeviceTurn:
         try:
             if self._offload is not None:
                 self._offload.move_out()
-            if self._is_cuda and self._sleep != "none":
-                # The engine's process cannot use memory that torch keeps in its cache.
-                torch.cuda.empty_cache()
+            self._empty_cache()
             if self._sleep == "all":
                 self.engine.wake_up(weights=True, kv_cache=False)
             report = self.engine.update(self._model, step, in_flight=self._in_flight)
@@ -125,6 +124,8 @@ class DeviceTurn:
                 self.swapped_at = time.perf_counter()
                 self.busy += report.busy
             if self._sleep != "none":
+                # The update's own temporaries are in the cache by now.
+                self._empty_cache()
                 self.engine.wake_up(weights=False, kv_cache=True)
             yield report
         except BaseException as error:
@@ -136,6 +137,11 @@ class DeviceTurn:
             if self._offload is not None:
                 self._offload.move_back()
             self._step = None
+
+    def _empty_cache(self) -> None:
+        """Return what torch keeps for later: the engine's process cannot use it."""
+        if self._is_cuda and self._sleep != "none":
+            torch.cuda.empty_cache()
 
     def _recover(self, error: BaseException) -> None:
         """Put the engine to sleep after an error that all ranks have.
@@ -169,6 +175,7 @@ class Offload:
     def __init__(self, optimizer: torch.optim.Optimizer, device: str) -> None:
         self._optimizer, self._device = optimizer, torch.device(device)
         self._parked: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._host = torch.empty(0, dtype=torch.uint8)
 
     @property
     def num_bytes(self) -> int:
@@ -181,9 +188,14 @@ class Offload:
         if is_cuda:
             # FSDP2 writes gradients on another stream.
             torch.cuda.synchronize(self._device)
-        for storage in self._storages():
-            # Only pinned memory is copied at full speed; torch keeps it for the next time.
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_cuda)
+        storages = self._storages()
+        if not storages:
+            return
+        sizes = [storage.nbytes() for storage in storages]
+        if self._parked or self._host.numel() < sum(sizes):
+            # One block for all, and for the next time; what is parked keeps an earlier one alive.
+            self._host = _host_block(sum(sizes), is_cuda)
+        for storage, host in zip(storages, self._host[: sum(sizes)].split(sizes), strict=True):
             host.copy_(_bytes_of(storage))
             self._parked.append((storage, host))
             storage.resize_(0)
@@ -207,6 +219,17 @@ class Offload:
             if storage.device.type == self._device.type and storage.resizable() and storage.nbytes()
         }
         return [storage for address, storage in found.items() if address not in weights]
+
+
+def _host_block(num_bytes: int, is_pinned: bool) -> torch.Tensor:
+    """Return host memory; only pinned memory is copied from and to a CUDA device at full speed."""
+    block = torch.empty(num_bytes, dtype=torch.uint8)
+    if is_pinned:
+        # torch's own allocator would round up to a power of two, 57 GiB to 64.
+        cudart, address = torch.cuda.cudart(), block.data_ptr()
+        torch.cuda.check_error(cudart.cudaHostRegister(address, num_bytes, 0))
+        weakref.finalize(block, cudart.cudaHostUnregister, address)
+    return block
 
 
 def _storages_of(value: Any) -> Iterator[torch.UntypedStorage]:

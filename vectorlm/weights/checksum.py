@@ -30,7 +30,8 @@ def checksum(rows: torch.Tensor, first_row: int = 0, word_bytes: int = 0) -> int
         return 0
     table = rows.detach().contiguous().reshape(rows.shape[0] if rows.ndim else 1, -1)
     word = _WORDS[word_bytes or widest_word(table.shape[1] * table.element_size())]
-    sums = table.view(word).sum(dim=1, dtype=torch.int64)
+    # Torch adds integers of any width in 64 bits.
+    sums = table.view(word).sum(dim=1)
     weights = 2 * torch.arange(first_row, first_row + len(sums), device=sums.device) + 1
     return int((sums * weights).sum().item()) % 2**64
 

@@ -67,7 +67,8 @@ class VLLMServer:
             url: Where the server listens, for example ``http://127.0.0.1:8000``.
             token: Its token; from ``VECTORLM_SERVER_TOKEN`` when omitted.
             start_timeout_s: The longest to wait for it, in seconds.
-            silence_s: The longest that it may say nothing while requests are in flight, in seconds.
+            silence_s: The longest that it may say nothing while requests are in flight, in seconds; `SamplingEngine`
+                passes nine tenths of its own `timeout_s`.
             logprobs_mode: What the server's log-probabilities must be, as vLLM calls it; any when omitted.
             max_model_len: Tokens of prompt and completion that the server must have room for.
 
@@ -81,7 +82,7 @@ class VLLMServer:
         self._finished: queue.SimpleQueue[RequestOutput | EngineError] = queue.SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._silence_s = silence_s
-        self._heard_at = time.monotonic()
+        self._heard_at, self._is_silent = time.monotonic(), False
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="server-requests", daemon=True).start()
         self._session = self._wait_for(self._open_session())
@@ -167,8 +168,9 @@ class VLLMServer:
         return load_s
 
     def resume(self) -> None:
-        """Let the scheduler go on."""
-        self._post("/resume")
+        """Let the scheduler go on; after a call without an answer there is nobody to tell."""
+        if not self._is_silent:
+            self._post("/resume")
 
     def sleep(self, parts: frozenset[str], asleep: frozenset[str]) -> None:
         """Empty the prefix cache; the server's memory is its own, and stays."""
@@ -248,7 +250,7 @@ class VLLMServer:
         try:
             async with self._session.request(method, self._url + path, json=body, timeout=limit) as response:
                 text = await response.text()
-                self._heard_at = time.monotonic()
+                self._heard_at, self._is_silent = time.monotonic(), False
                 if response.status == 401:
                     raise EngineError(f"the server at {self._url} refuses the token.")
                 if response.status >= 400:
@@ -259,6 +261,7 @@ class VLLMServer:
         except aiohttp.ClientError as error:
             raise EngineDied(f"the server at {self._url} does not answer: {error}") from error
         except TimeoutError as error:
+            self._is_silent = True
             raise EngineTimeout(
                 f"the server at {self._url} said nothing to {path_alone} for {timeout_s:g} s."
             ) from error

@@ -68,13 +68,15 @@ def server_command(model: str, host: str, port: int, further: Sequence[str]) -> 
 
 def server_environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the server's variables; what the user has set wins, but for the endpoints that updates need."""
+    import torch
+
     defaults = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TORCHDYNAMO_DISABLE": "1",
         **bounded_spin(given),
     }
+    if not torch.cuda.is_available():
+        defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     return {**defaults, **given, "VLLM_SERVER_DEV_MODE": "1"}
 
 

@@ -40,7 +40,7 @@ class VLLM:
             let_seeded_requests_wait()
         with naming_the_model(model):
             self._engine = build_engine(model, engine_args, on_cpu)
-            self._workers = Workers()
+            self._workers = Workers(self._engine.vllm_config.parallel_config.world_size)
             self._receivers = Receivers(self._engine.collective_rpc, receiver)
             # From the start, so that requests in flight follow the first adapter too; it is zero until then.
             self._adapter_request = adapter_request() if engine_args.get("enable_lora") else None

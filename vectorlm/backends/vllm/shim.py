@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES
+from vectorlm.engine.settings import DEVICE_SHARE
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.types import Prompt
 
@@ -31,7 +32,7 @@ def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> An
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     if unknown := sorted(set(engine_args) - known):
         raise EngineError(f"vLLM's engine knows no argument {', '.join(map(repr, unknown))}.")
-    settings = {**_defaults(model, on_cpu), **engine_args}
+    settings = {**default_arguments(model, on_cpu), **engine_args}
     if on_cpu:
         # vLLM has no sleep mode on CPU and would refuse.
         settings.pop("enable_sleep_mode", None)
@@ -65,7 +66,8 @@ def let_seeded_requests_wait() -> None:
     GPUModelRunner._bookkeeping_sync = bookkeeping  # type: ignore[method-assign]
 
 
-def _defaults(model: str, on_cpu: bool) -> dict[str, Any]:
+def default_arguments(model: str, on_cpu: bool) -> dict[str, Any]:
+    """Return the arguments that an engine has beside a trainer, unless its caller names others."""
     defaults: dict[str, Any] = {
         "model": model,
         "worker_extension_cls": "vectorlm.backends.vllm.extension.WeightExtension",
@@ -76,6 +78,9 @@ def _defaults(model: str, on_cpu: bool) -> dict[str, Any]:
     }
     if on_cpu:
         defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+    else:
+        # vLLM's own share is that of an engine which has the device to itself.
+        defaults |= {"gpu_memory_utilization": DEVICE_SHARE}
     if Path(model).is_dir() and not any((Path(model) / name).exists() for name in TOKENIZER_FILES):
         defaults["skip_tokenizer_init"] = True
     return defaults

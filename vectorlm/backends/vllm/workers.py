@@ -28,9 +28,11 @@ class Workers:
     death ends the sampler, which rank 0 notices and reports.
     """
 
-    def __init__(self) -> None:
-        """Watch the workers of the engine that this process has just built."""
-        self._processes = sorted(multiprocessing.active_children(), key=lambda process: process.name)
+    def __init__(self, number: int) -> None:
+        """Watch the workers of the engine that this process has just built: one computes in this process."""
+        # A lone engine's compilers may leave children too, which may end.
+        children = multiprocessing.active_children() if number > 1 else []
+        self._processes = sorted(children, key=lambda process: process.name)
         self._ending = threading.Event()
         if self._processes:
             remove_reduction_buffers(process.pid for process in self._processes)

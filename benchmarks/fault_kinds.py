@@ -1,0 +1,139 @@
+"""What happens to the runs of faults.py, which error must name it, and how soon everything must be gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGHUP")
+DEADLINE_S, COLLECTIVE_S, LOAD_S = 12.0, 15.0, 60.0
+"""Longest silence of an engine, a reward or an environment; longest collective; longest start of an engine."""
+AGENT_S = 30.0
+"""How long torch's agent waits for a stopped rank to heed SIGTERM."""
+PAUSE = "pause"
+"""A file of this name among the triggers lets every rank wait before its next step."""
+MARGIN_S = 15.0
+"""Beyond the deadlines: until the fault is met, and until the last process is gone."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What is run, and on how many ranks."""
+
+    kind: str
+    world_size: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.world_size} rank{'s' * (self.world_size > 1)}"
+
+    @property
+    def ranks(self) -> list[str]:
+        """The ranks as targets."""
+        return [f"rank {rank}" for rank in range(self.world_size)]
+
+    @property
+    def has_server(self) -> bool:
+        """Whether a server samples."""
+        return self.kind == "RL on a server"
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether two runs end with the same weights: what is in flight meets an update by chance."""
+        return self.kind != "asynchronous RL"
+
+
+MODES = (
+    (Mode("fine-tuning", 1), Mode("RL", 2), Mode("asynchronous RL", 1), Mode("RL on a server", 2)),
+    (Mode("fine-tuning", 2), Mode("RL", 1), Mode("asynchronous RL", 2), Mode("RL on a server", 1)),
+)
+"""What is broken at the same time, on one thread each."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens, and to which part."""
+
+    what: str
+    target: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.target}".strip()
+
+
+def faults_of(mode: Mode) -> list[Fault]:
+    """List everything that may happen to a run."""
+    processes = ["launcher", "sampler", *mode.ranks, *["server"] * mode.has_server]
+    code = [*mode.ranks, *([] if mode.kind == "fine-tuning" else ["reward", "environment"])]
+    return [
+        *(Fault(what, target) for what in SIGNALS for target in processes),
+        *(Fault(what, target) for what in ("raise", "loop") for target in code),
+        *(Fault("out of memory", target) for target in ("sampler", "rank 0")),
+        *(Fault(what, "output") for what in ("full disk", "read-only", "second run")),
+        *(Fault(what, "checkpoint") for what in ("torn", "truncated", "flipped byte")),
+        Fault("full", "/dev/shm"),
+        *(Fault(what, "clock") for what in ("a day forward", "a day back")),
+        *[Fault("taken", "port")] * mode.has_server,
+    ]
+
+
+def must_go_on(fault: Fault, mode: Mode) -> bool:
+    """Whether the run must not end; nobody watches a single rank, or the launcher."""
+    stops = fault.what in ("SIGSTOP", "loop")
+    unwatched = fault.target == "launcher" or (fault.target == "rank 0" and mode.world_size == 1)
+    return (stops and unwatched) or fault.what in ("second run", "a day forward", "a day back", "taken")
+
+
+def may_go_on(fault: Fault) -> bool:
+    """Whether the run may as well go on: one that needs no more memory does not notice that there is none."""
+    return fault.what in ("out of memory", "full")
+
+
+def cause(fault: Fault, mode: Mode) -> str:
+    """Return a pattern of the error that names the fault; nobody is left to name the launcher's own end."""
+    match fault.what, fault.target:
+        case ("SIGKILL", "launcher"):
+            return ""
+        case (name, "launcher"):
+            return f"the run was ended by {name}"
+        case (name, "server"):
+            return f"the server at .* {'said nothing' if name == 'SIGSTOP' else 'does not answer'}"
+        case ("SIGSTOP", "sampler"):
+            return "the sampler process .* said nothing"
+        case ("SIGSTOP" | "loop", target) if target.startswith("rank"):
+            return f"{target}( of 2 raised nothing and did not come|, which has not made progress)"
+        case (name, "sampler") if name in SIGNALS:
+            return f"the sampler process .* was ended by {name}"
+        case (name, target) if name in SIGNALS:
+            return f"{target} of {mode.world_size} was ended by {name}"
+        case ("loop", target):
+            return f"the {target} .*failed: no answer within {DEADLINE_S:g} s"
+        case ("raise", target):
+            return f"ArithmeticError: a fault in {target}"
+        case ("out of memory", target):
+            # Python itself may be out of memory, and say nothing of use.
+            return (
+                "raised Engine(Error|Died)"
+                if target == "sampler"
+                else "rank 0 of . raised .*(?i:memory|alloc)"
+            )
+        case ("full disk", _):
+            return "No space left on device.*/disk/run|/disk/run.*No space left on device"
+        case ("read-only", _):
+            return "Read-only file system: '.*/checkpoints"
+        case (_, "checkpoint"):
+            return "the checkpoint .* cannot be read .*is not as it was written"
+        case ("full", "/dev/shm"):
+            return "No space left on device|/dev/shm"
+    raise ValueError(fault)
+
+
+def limit_s(fault: Fault, mode: Mode, start_s: float) -> float:
+    """Return when all processes must be gone; `start_s` is what the run still needs to its first step."""
+    limit = MARGIN_S + start_s
+    if fault.target == "checkpoint":
+        return limit
+    if fault.what in ("SIGSTOP", "loop"):
+        limit += max(DEADLINE_S, COLLECTIVE_S)
+        is_rank = fault.target.startswith("rank")
+        if fault.what == "SIGSTOP":
+            limit += AGENT_S if is_rank else LOAD_S * (start_s > 0)
+    return limit

@@ -1,0 +1,197 @@
+"""How many wrong lines the tests notice. Run: python benchmarks/mutants.py --seed 0
+
+mutmut breaks one place at a time; pyproject.toml says where, and which fast tests look first. A mutant that they let
+live meets slower tests. Mutants that mypy refuses are not drawn. Decorated functions and lines outside functions stay
+whole. equivalent_mutants.json says why no test can notice a mutant. Writes results/mutants.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from report import ROOT, write_result
+
+VERSION = "3.8.1"
+TOOL = ROOT / "build" / f"mutmut-{VERSION}"
+TREE = ROOT / "mutants"
+EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
+SIZES = {"algorithms": 70, "weights": 55, "engine": 40}
+"""Mutants to draw from each room; of the engine's, only the scheduler is mutated."""
+SLOWER = {
+    "algorithms": (
+        *("tests/rl/test_prepare.py", "tests/rl/test_rl_correction.py", "tests/rl/test_rl_metrics.py"),
+        *("tests/rl/test_micro_batch.py", "tests/rl/test_replay.py", "tests/config/test_unread.py"),
+    ),
+    "weights": ("tests/weights", "tests/engine/test_hf_engine.py", "tests/engine/test_hot_swap.py"),
+    "engine": (
+        "tests/testing/test_contract.py",
+        "tests/engine/test_hf_engine.py",
+        "-k",
+        "inline or hf_engine",
+    ),
+}
+LIMIT_S = 300
+KILLED, SURVIVED, UNTESTED = (1, 2, 3, -9, -11), 0, 33
+"""mutmut's exit codes, of which -9 and -11 are crashes; others that occur are time-outs."""
+WARM_UP = "vectorlm.weights.checksum.x_widest_word__mutmut_1"
+"""mutmut has no command that only writes the mutants and notes which test calls what."""
+
+
+def run(*command: str, cwd: Path = ROOT, mutant: str | None = None, **options: Any) -> Any:
+    """Run a command with mutmut on the path, and the mutant that is to be broken, if any."""
+    path = {"PYTHONPATH": str(TOOL), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    chosen = {} if mutant is None else {"MUTANT_UNDER_TEST": mutant}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **path, **chosen}
+    return subprocess.run(command, cwd=cwd, env=env, text=True, **options)
+
+
+def mutmut(*names: str) -> None:
+    """Let mutmut run the fast tests on these mutants."""
+    run(
+        sys.executable,
+        "-m",
+        "mutmut",
+        "run",
+        "--max-children",
+        "1",
+        *names,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def spans() -> dict[str, tuple[Path, int, int]]:
+    """Return the file, first and last line of each mutated function, and of the original ones."""
+    found = {}
+    for index in sorted(TREE.glob("vectorlm/**/*.spans")):
+        file = index.with_suffix("")
+        module = ".".join(file.relative_to(TREE).with_suffix("").parts).removesuffix(".__init__")
+        for name, (start, end) in json.loads(index.read_text())["spans"].items():
+            found[f"{module}.{name}"] = file, start, end
+    return found
+
+
+def refused_by_mypy(places: dict[str, tuple[Path, int, int]]) -> set[str]:
+    """Return the mutants with a type error."""
+    lines = run("mypy", "--output", "json", cwd=TREE, capture_output=True).stdout.splitlines()
+    errors = {(TREE / each["file"], each["line"]) for each in map(json.loads, filter(None, lines))}
+    return {
+        name
+        for name, (file, start, end) in places.items()
+        if any((file, line) in errors for line in range(start, end + 1))
+    }
+
+
+def exit_codes() -> dict[str, Any]:
+    """Return what mutmut found for each mutant; None for one not tested since its function changed."""
+    codes = {}
+    for meta in TREE.glob("vectorlm/**/*.meta"):
+        codes.update(json.loads(meta.read_text())["exit_code_by_key"])
+    return codes
+
+
+def change(name: str, places: dict[str, tuple[Path, int, int]]) -> tuple[str, str]:
+    """Return the function that a mutant breaks, and the lines that differ."""
+    function = name.rpartition("__mutmut_")[0]
+    before, after = (lines_of(places, each) for each in (f"{function}__mutmut_orig", name))
+    _, _, *lines = difflib.unified_diff(before, after, n=0, lineterm="")
+    lines = [line for line in lines if line[0] in "+-"]
+    readable = function.replace("xǁ", "").replace(".x_", ".").replace("ǁ", ".")
+    return readable, " ".join(f"{line[0]} {line[1:].strip()}" for line in lines)
+
+
+def lines_of(places: dict[str, tuple[Path, int, int]], name: str) -> list[str]:
+    """Return the lines of a function, under its own name."""
+    file, start, end = places[name]
+    text = "\n".join(lines_in(file)[start - 1 : end])
+    return text.replace(name.rpartition(".")[2], "function").splitlines()
+
+
+@functools.cache
+def lines_in(file: Path) -> list[str]:
+    return file.read_text().splitlines()
+
+
+@functools.cache
+def slower_tests(name: str, room: str) -> int:
+    """Run the slower tests of a room on a mutant; return the exit code, as mutmut counts them."""
+    arguments = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long", *SLOWER[room])
+    options: dict[str, Any] = {"capture_output": True, "timeout": LIMIT_S}
+    try:
+        return run(sys.executable, "-m", "pytest", *arguments, cwd=TREE, mutant=name, **options).returncode
+    except subprocess.TimeoutExpired:
+        return 36
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="store_true", help="test again only what the last run left alive")
+    given = parser.parse_args()
+    if not TOOL.exists():
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--target", str(TOOL))
+        run(*pip, f"mutmut=={VERSION}", check=True)
+    if not given.keep:
+        shutil.rmtree(TREE, ignore_errors=True)
+    mutmut(WARM_UP)
+    places = spans()
+    refused = refused_by_mypy(places)
+    mutants = {name for name in places if not name.endswith("_orig")}
+    changes = {name: change(name, places) for name in sorted(mutants - refused)}
+    drawn: dict[str, str] = {}
+    for room, size in SIZES.items():
+        of_room = [name for name in changes if name.split(".")[1] == room]
+        # By what it changes: other code, changed elsewhere, leaves the draw as it is.
+        of_room.sort(key=lambda name: hashlib.sha256(f"{given.seed} {changes[name]}".encode()).digest())
+        drawn.update(dict.fromkeys(of_room[:size], room))
+    codes = exit_codes()
+    if left := [name for name in drawn if codes[name] not in KILLED]:
+        mutmut(*left)
+        codes = exit_codes()
+    reasons = {
+        (each["function"], each["change"]): each["reason"] for each in json.loads(EQUIVALENT.read_text())
+    }
+    counts, details = {room: Counter[str]() for room in SIZES}, []
+    for name, room in drawn.items():
+        code, (function, lines) = codes[name], changes[name]
+        reason, slower = reasons.get((function, lines)), code in (SURVIVED, UNTESTED)
+        if slower:
+            code = SURVIVED if reason else slower_tests(name, room)
+            if code != SURVIVED and slower_tests("", room) != SURVIVED:
+                raise SystemExit(f"The slower tests of {room} fail on the code as it is.")
+        alive = "equivalent" if reason else "survived"
+        outcome = alive if code == SURVIVED else "killed" if code in KILLED else "timed_out"
+        counts[room][outcome] += 1
+        details.append({"function": function, "change": lines, "outcome": outcome, "slower_tests": slower})
+        details[-1] |= {"reason": reason} if outcome == "equivalent" else {}
+        if outcome == "survived":
+            print(f"{function}: {lines}", flush=True)
+    counts["all"] = sum(counts.values(), Counter())
+    rows = []
+    for room, count in counts.items():
+        killed, noticeable = count["killed"] + count["timed_out"], count.total() - count["equivalent"]
+        row = {"room": "scheduler" if room == "engine" else room, "mutants": count.total()}
+        row |= {outcome: count[outcome] for outcome in ("killed", "timed_out", "equivalent", "survived")}
+        rows.append(row | {"killed_%": round(100 * killed / noticeable, 1)})
+    setting = {
+        "seed": given.seed,
+        "mutmut": VERSION,
+        "mutants": len(mutants),
+        "refused_by_mypy": len(mutants & refused),
+    }
+    write_result("mutants", setting, rows, {"drawn": details})
+
+
+if __name__ == "__main__":
+    main()
