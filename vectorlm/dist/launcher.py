@@ -45,6 +45,9 @@ TIMED_OUT = re.compile("(?i)(?<!engine)timed? ?out")
 """How gloo, NCCL, torch's store and `HandoffTimeout` say that a rank waited for others in vain."""
 LINGER_S = 1.0
 """A rank that raised stays this long: a peer that was killed is then what the agent sees first."""
+WORKERS_REST_S = 0.1
+"""gloo's threads let go of the tensors of the last collective after it has returned, for which they need the
+interpreter; one that asks for it while the interpreter ends aborts the process."""
 NODE_ARGUMENTS = ("nnodes", "node_rank", "rdzv_endpoint", "start_timeout_s")
 
 
@@ -289,3 +292,4 @@ def process_group(
             # failure there, and then reports success.
             dist.all_reduce(torch.zeros(1))
         dist.destroy_process_group()
+        time.sleep(WORKERS_REST_S if topology.world_size > 1 else 0.0)
