@@ -193,7 +193,9 @@ class Campaign:
                 self.wait_for(run, lambda step=step: last_step(output) >= step, START_S)
             if fault.target == "checkpoint":
                 self.wait_for(run, lambda: bool(checkpoints(output)), START_S)
-            time.sleep(chance.random() * (reference.first_step_s if is_early else reference.step_s))
+            # A run that has few steps left may be over soon after its first.
+            longest = 0.7 * reference.first_step_s if is_early else reference.step_s
+            time.sleep(chance.random() * longest)
             moment = "starting" if is_early else f"step {last_step(output)}"
             record = Record(mode.kind, mode.world_size, fault.what, fault.target, moment)
             records.append(record)
@@ -201,6 +203,21 @@ class Campaign:
             run = self.befall(run, output, fault, mode, record, start_s)
         run = run or self.begin(mode, output)
         self.wait_for(run, lambda: False, START_S)
+        if (
+            ended(run)
+            and run.process.returncode
+            and records[-1].outcome == "went on"
+            and may_go_on(faults[-1])
+        ):
+            # It had enough to do to notice only now.
+            begin, last = time.monotonic(), records[-1]
+            last.left, last.error = leftovers(run, PAUSE_S), message(run)
+            last.gone_s = round(time.monotonic() - begin, 1)
+            is_named = re.search(cause(faults[-1], mode), last.error, re.DOTALL)
+            last.outcome = "ended" if is_named else "another error"
+            kill(run)
+            run = self.begin(mode, output)
+            self.wait_for(run, lambda: False, START_S)
         oldest = max((row.get("staleness/token_max", 0) for row in rows_of(output)), default=0)
         is_over = run.process.returncode == 0 and last_step(output) == STEPS and oldest <= MAX_STALENESS
         has_resumed = is_over and says_where_it_resumes(run)
