@@ -409,6 +409,10 @@ def leftovers(run: Run, patience_s: float) -> dict[str, list[str]]:
         time.sleep(0.02)
     found = run.leftovers()
     found["shared memory"] = [name for name in found["shared memory"] if name != FILLER]
+    # torch's cache of compiled kernels, one for each user, is meant to stay.
+    found["temporary files"] = [
+        name for name in found["temporary files"] if not name.startswith("torchinductor_")
+    ]
     return {what: each for what, each in found.items() if each}
 
 
