@@ -14,6 +14,7 @@ CASES = [
     (1, True, "live", WITH_LORA),
     (2, False, "packed", WITH_LORA),
     (2, True, "live", {}),
+    (1, False, "live", WITH_LORA | {"tensor_parallel_size": 2}),
 ]
 
 
@@ -21,10 +22,11 @@ CASES = [
     ("world_size", "tied", "receiver", "engine_args"),
     [
         pytest.param(*case, marks=mark)
-        for case, mark in zip(CASES, [pytest.mark.long, (), pytest.mark.slow], strict=True)
+        for case, mark in zip(CASES, [pytest.mark.long, (), *[pytest.mark.slow] * 2], strict=True)
     ],
     ids=[
-        f"{world_size} ranks, {'tied' if tied else 'untied'}, {receiver}, {'adapter' if args else 'merged'}"
+        f"{world_size} ranks, {'tied' if tied else 'untied'}, {receiver}, {'adapter' if args else 'merged'}, "
+        f"{args.get('tensor_parallel_size', 1)} workers"
         for world_size, tied, receiver, args in CASES
     ],
 )

@@ -12,7 +12,7 @@ from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
 from vectorlm.weights.plan import Layout, TensorSpec, dtype_name
-from vectorlm.weights.record import LoadPlan
+from vectorlm.weights.record import Copy, LoadPlan, View
 
 ADAPTER_ID = 1
 ADAPTER_NAME = "vectorlm"
@@ -37,6 +37,19 @@ class LoraSlot:
         # An embedding looks its A up instead of multiplying with it: [slots, vocabulary, max_rank].
         return (a[slot].t() if a.ndim == 3 else a[slot, 0]), b[slot, 0]
 
+    def piece(self, factor: torch.Tensor, is_a: bool) -> torch.Tensor | None:
+        """Return the part of a whole factor that this worker computes with; None if it is no single one.
+
+        The layer of a parallel engine cuts it, as it does when vLLM loads an adapter.
+        """
+        stacked = self.layer.lora_a_stacked
+        if not isinstance(stacked, tuple) or getattr(self.layer, "tp_size", 1) == 1:
+            return factor
+        cut = self.layer.slice_lora_a if is_a else self.layer.slice_lora_b
+        parts = [factor if index == self.index else None for index in range(len(stacked))]
+        piece: torch.Tensor = cut(parts)[self.index] if len(stacked) > 1 else cut(factor)
+        return piece if piece.untyped_storage()._cdata == factor.untyped_storage()._cdata else None
+
 
 class AdapterReceiver:
     """Holds the one adapter of an engine, on which all its requests run; zero until the first update."""
@@ -58,22 +71,28 @@ class AdapterReceiver:
         """
         places = dict(self._places())
         found = {spec.name: places.get(self._engine_name(spec.name.rpartition(".")[0])) for spec in manifest}
-        _require_room(manifest, found)
+        self._pieces = _pieces(manifest, found)
+        _require_room(self._pieces, found)
         self._lora_slots = {name: lora_slot for name, lora_slot in found.items() if lora_slot is not None}
+        copies = []
+        for name, view in self._pieces.items():
+            target = View.of(torch.empty(view.shape, device="meta"), 0)
+            copies.append(Copy(name, view, name, target))
         dtypes = {name: dtype_name(each.buffers(0)[0].dtype) for name, each in self._lora_slots.items()}
-        return LoadPlan.whole(manifest, dtypes.__getitem__)
+        return LoadPlan(tuple(copies), dtypes, {name: view.count for name, view in self._pieces.items()})
 
     def attach(self, layout: Layout) -> int:
         """Map the arena; return the bytes that each update copies out of it."""
         arena = Arena.open(layout.path, layout.num_bytes)
         self._tensors = {slot.name: arena.view(slot) for slot in layout.slots}
+        self._word_bytes = {slot.name: slot.word_bytes for slot in layout.slots}
         return sum(slot.num_bytes for slot in layout.slots)
 
     def load(self, version: int, with_checksums: bool) -> list[int]:
         """Make the engine's requests run on the adapter that the arena holds now.
 
         Returns:
-            The checksum of what the LoRA layers compute with, tensor by tensor, if asked for.
+            The checksum of the piece of each tensor that the LoRA layers compute with, if asked for.
 
         Raises:
             ChecksumMismatch: The layers hold more than this adapter.
@@ -120,11 +139,11 @@ class AdapterReceiver:
         """Sum the layers' own buffers, and see that everything beside the adapter is zero."""
         slot = self._manager.lora_index_to_id.index(ADAPTER_ID)
         sums, filled = [], 0
-        for name, tensor in self._tensors.items():
-            a, b = self._lora_slots[name].buffers(slot)
-            rows = a[: tensor.shape[0]] if name.endswith(".lora_A") else b[:, : tensor.shape[1]]
+        for name, view in self._pieces.items():
+            buffer = self._lora_slots[name].buffers(slot)[not name.endswith(".lora_A")]
+            rows = buffer[: view.shape[0], : view.shape[1]]
             filled += int(rows.count_nonzero())
-            sums.append(checksum(rows))
+            sums.append(checksum(rows, view.offset // view.stride[0], self._word_bytes[name]))
         held = sum(int(each.count_nonzero()) for _, where in self._places() for each in where.buffers(slot))
         if held != filled:
             raise ChecksumMismatch(
@@ -141,27 +160,36 @@ def adapter_request() -> Any:
     return LoRARequest(ADAPTER_NAME, ADAPTER_ID, "/in/memory/only")
 
 
-def _require_room(manifest: Sequence[TensorSpec], found: dict[str, LoraSlot | None]) -> None:
-    missing, misfits = [], []
+def _pieces(manifest: Sequence[TensorSpec], found: dict[str, LoraSlot | None]) -> dict[str, View]:
+    """Return the part of each tensor that this worker holds."""
+    pieces, missing = {}, []
     for spec in manifest:
-        lora_slot = found[spec.name]
-        if lora_slot is None or getattr(lora_slot.layer, "tp_size", 1) != 1:
+        factor, lora_slot = torch.empty(spec.shape, device="meta"), found[spec.name]
+        piece = None if lora_slot is None else lora_slot.piece(factor, spec.name.endswith(".lora_A"))
+        if piece is None:
             missing.append(spec.name)
-            continue
-        a, b = lora_slot.buffers(0)
-        is_a = spec.name.endswith(".lora_A")
-        room = (len(a), a.shape[1]) if is_a else (len(b), b.shape[1])
-        rank, size = spec.shape if is_a else spec.shape[::-1]
-        max_rank, width = room if is_a else room[::-1]
-        if rank > max_rank:
-            misfits.append(f"{spec.name} has rank {rank}, max_lora_rank is {max_rank}")
-        elif size != width:
-            misfits.append(f"{spec.name} {spec.shape} for {room}")
+        else:
+            pieces[spec.name] = View.of(piece, int(piece.storage_offset()))
     if missing:
         raise WeightMismatch(
-            f"vLLM has no LoRA layer, or one that is split over devices, for {len(missing)} adapter tensors: "
-            f"{missing[:8]}{' and more' if len(missing) > 8 else ''}. {USE_MERGED}"
+            f"vLLM has no LoRA layer, or one that is split over devices in several parts, for {len(missing)} adapter "
+            f"tensors: {missing[:8]}{' and more' if len(missing) > 8 else ''}. {USE_MERGED}"
         )
+    return pieces
+
+
+def _require_room(pieces: dict[str, View], found: dict[str, LoraSlot | None]) -> None:
+    misfits = []
+    for name, view in pieces.items():
+        lora_slot, is_a = found[name], name.endswith(".lora_A")
+        assert lora_slot is not None
+        room = tuple(lora_slot.buffers(0)[not is_a].shape)
+        rank, size = view.shape if is_a else view.shape[::-1]
+        max_rank, width = room if is_a else room[::-1]
+        if rank > max_rank:
+            misfits.append(f"{name} has rank {rank}, max_lora_rank is {max_rank}")
+        elif size != width:
+            misfits.append(f"{name} {view.shape} for {room}")
     if misfits:
         raise WeightMismatch(
             f"the engine's LoRA layers have no room for {len(misfits)} adapter tensors: {'; '.join(misfits[:4])}. "
