@@ -2,7 +2,7 @@
 
 import pytest
 
-from vectorlm.backends.vllm.shim import CudaSleep
+from vectorlm.backends.vllm.shim import CudaSleep, finish_steps
 from vectorlm.engine.scheduler import SleepState
 from vectorlm.errors import EngineError
 
@@ -138,17 +138,20 @@ def test_what_could_not_be_woken_sleeps_on_and_may_be_woken_again(rest, memory):
     assert rest.asleep == WEIGHTS
 
 
-class VllmOnCuda:
-    """vLLM 0.32's rules for its two memory pools, as its executor and engine core keep them."""
+class OlderVllmOnCuda:
+    """vLLM 0.26's rules for its two memory pools, as its executor and engine core keep them."""
 
     def __init__(self, sleep_mode=True):
         self.asleep, self.scheduling, self.lost = set(), True, set()
         self.vllm_config = self.model_config = self
         self.enable_sleep_mode = sleep_mode
 
+    def is_refused(self):
+        return bool(self.asleep)
+
     def sleep(self, level):
         self.scheduling = False
-        if level and "weights" not in self.asleep:
+        if level and not self.is_refused():
             self.asleep |= BOTH
             self.lost |= {"kv_cache"} if level == 1 else BOTH
 
@@ -156,6 +159,13 @@ class VllmOnCuda:
         if set(tags) <= self.asleep:
             self.asleep -= set(tags)
         self.scheduling = not self.asleep
+
+
+class VllmOnCuda(OlderVllmOnCuda):
+    """The same of 0.32."""
+
+    def is_refused(self):
+        return "weights" in self.asleep
 
     def release_kv_cache_memory(self):
         if self.scheduling or self.asleep:
@@ -167,10 +177,11 @@ class VllmOnCuda:
 SLEEPS = [WEIGHTS, KV_CACHE, BOTH]
 
 
+@pytest.mark.parametrize("vllm", [OlderVllmOnCuda, VllmOnCuda])
 @pytest.mark.parametrize("second", SLEEPS)
 @pytest.mark.parametrize("first", SLEEPS)
-def test_on_cuda_vllm_is_led_to_just_the_parts_that_shall_sleep(first, second):
-    engine = VllmOnCuda()
+def test_on_cuda_vllm_is_led_to_just_the_parts_that_shall_sleep(first, second, vllm):
+    engine = vllm()
     bed = CudaSleep(engine)
     rest = SleepState(bed.sleep, bed.wake_up)
     rest.sleep(first, 0)
@@ -184,9 +195,8 @@ def test_on_cuda_vllm_is_led_to_just_the_parts_that_shall_sleep(first, second):
     assert ("weights" in engine.lost) == ("weights" in first | second)
 
 
-def test_on_cuda_an_older_vllm_without_the_release_call_keeps_the_weights_too(monkeypatch):
-    monkeypatch.delattr(VllmOnCuda, "release_kv_cache_memory")
-    engine = VllmOnCuda()
+def test_on_cuda_an_older_vllm_without_the_release_call_keeps_the_weights_too():
+    engine = OlderVllmOnCuda()
     CudaSleep(engine).sleep(KV_CACHE, frozenset())
     assert engine.asleep == {"kv_cache"}
     assert engine.lost == {"kv_cache"}
@@ -199,3 +209,31 @@ def test_on_cuda_an_engine_outside_sleep_mode_says_how_to_build_it():
     with pytest.raises(EngineError, match="build SamplingEngine with enable_sleep_mode=True"):
         rest.sleep(BOTH, 0)
     rest.check_sampling()
+
+
+class StepsAhead:
+    """vLLM's engine with asynchronous scheduling: a step is begun before the one before it is read."""
+
+    def __init__(self, num_steps):
+        self.engine_core = self.scheduler = self
+        self.num_to_begin, self.batch_queue, self.is_paused = num_steps, [], False
+
+    def set_pause_state(self, state):
+        self.is_paused = state.name == "PAUSED_ALL"
+
+    def step(self):
+        if self.num_to_begin and not self.is_paused:
+            self.num_to_begin -= 1
+            self.batch_queue.insert(0, f"step {self.num_to_begin}")
+            if len(self.batch_queue) < 2:
+                return []
+        return [self.batch_queue.pop()]
+
+
+def test_on_cuda_the_steps_that_run_are_finished_and_no_other_is_begun():
+    engine = StepsAhead(num_steps=5)
+    assert engine.step() == []
+    assert engine.step() == ["step 4"]
+    assert finish_steps(engine) == ["step 3"]
+    assert (engine.num_to_begin, engine.is_paused) == (3, False)
+    assert finish_steps(engine) == []

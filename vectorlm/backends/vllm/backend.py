@@ -9,6 +9,7 @@ from vectorlm.backends.vllm.pack import keep_plain_weights
 from vectorlm.backends.vllm.shim import (
     CudaSleep,
     build_engine,
+    finish_steps,
     let_seeded_requests_wait,
     make_prompt,
     make_sampling_params,
@@ -49,6 +50,8 @@ class VLLM:
         self._version = -1
         self._num_loads = 0
         self._spans = VersionSpans()
+        self._finished: list[RequestOutput] = []
+        """Found while the engine was paused; the next `poll` returns them."""
 
     @property
     def receiver(self) -> str:
@@ -81,9 +84,8 @@ class VLLM:
         except Exception:
             self._workers.let_the_dead_be_named()
             raise
-        return [
-            finished(output, self._spans.of(output, self._version)) for output in outputs if output.finished
-        ]
+        found, self._finished = self._finished + self._finished_of(outputs), []
+        return found
 
     def cancel(self, names: Iterable[str]) -> None:
         """Abort requests."""
@@ -96,7 +98,8 @@ class VLLM:
         return self._receivers.connect(manifest, arena_path, weight_set)
 
     def pause(self) -> None:
-        """Do nothing: the engine steps in `poll` alone."""
+        """Wait until no step runs on the device; no other begins, as the engine steps in `poll` alone."""
+        self._finished += self._finished_of(finish_steps(self._engine))
 
     def load(
         self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str], recompute: bool
@@ -118,6 +121,7 @@ class VLLM:
 
     def sleep(self, parts: frozenset[str], asleep: frozenset[str]) -> None:
         """Give device memory away; on CPU, where vLLM has no sleep mode, forget what a sleeping KV cache would."""
+        self.pause()
         if self._device_sleep is not None:
             self._device_sleep.sleep(parts, asleep)
         elif not self._engine.reset_prefix_cache():
@@ -131,6 +135,11 @@ class VLLM:
     def close(self) -> None:
         """End the workers of a parallel engine."""
         self._workers.end()
+
+    def _finished_of(self, outputs: Iterable[Any]) -> list[RequestOutput]:
+        return [
+            finished(output, self._spans.of(output, self._version)) for output in outputs if output.finished
+        ]
 
 
 def finished(output: Any, versions: Sequence[Sequence[int]]) -> RequestOutput:

@@ -73,8 +73,6 @@ def default_arguments(model: str, on_cpu: bool) -> dict[str, Any]:
         "worker_extension_cls": "vectorlm.backends.vllm.extension.WeightExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        # One batch may otherwise be in flight on the device when the weights change.
-        "async_scheduling": False,
     }
     if on_cpu:
         defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
@@ -133,12 +131,32 @@ def make_prompt(engine: Any, prompt: Prompt) -> Any:
     return {"prompt_token_ids": ids}
 
 
+def finish_steps(engine: Any) -> list[Any]:
+    """Wait for the steps that vLLM has begun ahead of time (CUDA), beginning no other; return what they finished.
+
+    vllm 0.32: with asynchronous scheduling a step is queued on the device while the one before is read.
+    """
+    core, outputs = engine.engine_core.engine_core, []
+    if not getattr(core, "batch_queue", None):
+        return []
+    from vllm.v1.core.sched.interface import PauseState
+
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    try:
+        while core.batch_queue:
+            outputs += engine.step()
+    finally:
+        core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    return outputs
+
+
 def warm_up(engine: Any) -> None:
     """Sample one token; it leaves nothing behind in the prefix cache, which holds whole blocks only."""
     params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
     engine.add_request("warm-up", {"prompt_token_ids": [0]}, make_sampling_params(params))
     while engine.has_unfinished_requests():
         engine.step()
+    finish_steps(engine)
 
 
 @contextlib.contextmanager
@@ -182,9 +200,9 @@ class CudaSleep:
                 "the engine holds its memory outside vLLM's sleep mode and cannot give it away: build "
                 "SamplingEngine with enable_sleep_mode=True."
             )
-        if "weights" in asleep:
-            # vLLM would take a second sleep for a mistake and do nothing.
-            self._engine.wake_up(tags=["weights"])
+        if asleep:
+            # vLLM would take a second sleep for a mistake and do nothing; 0.26 does so while any part sleeps.
+            self.wake_up(asleep)
         if "weights" in parts | asleep:
             self._engine.sleep(level=2)
             if "kv_cache" not in parts | asleep:
