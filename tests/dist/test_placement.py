@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from vectorlm.config import AsyncSettings
-from vectorlm.dist.placement import Placement, devices_of_engine, set_affinity, share_cores, split_node
+from vectorlm.dist.placement import (
+    Placement,
+    devices_of_engine,
+    set_affinity,
+    share_cores,
+    split_node,
+    tensor_parallel_size,
+)
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError
 from vectorlm.run import place_ranks
@@ -52,6 +59,16 @@ def test_engines_of_a_node_share_its_devices():
     for devices in ((), (4, 5, 6)):
         with pytest.raises(ValueError, match=r"cannot be shared by 2 engines"):
             devices_of_engine(devices, 2, ranks[0])
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_heads", "weight_bytes", "expected"),
+    [(1, 8, 10, 1), (8, 8, 5, 1), (8, 8, 6, 2), (8, 8, 21, 8), (8, 8, 1000, 8), (6, 8, 11, 2), (6, 9, 11, 3)],
+)
+def test_an_engine_has_as_few_devices_as_hold_its_weights_in_half_of_its_room(
+    num_devices, num_heads, weight_bytes, expected
+):
+    assert tensor_parallel_size(num_devices, num_heads, weight_bytes, room_bytes=10) == expected
 
 
 def test_all_threads_of_a_process_keep_to_its_cores():

@@ -12,7 +12,7 @@ from swap_cases import GREEDY, compare, miscounted, perturb, publishing, referen
 from tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM
 
-from vectorlm import SamplingEngine
+from vectorlm import SamplingEngine, Topology
 from vectorlm.engine.arguments import require_folder
 from vectorlm.engine.messages import BeginUpdate
 from vectorlm.errors import ChecksumMismatch, EngineError, WeightMismatch
@@ -323,6 +323,13 @@ def test_a_folder_that_is_missing_but_may_be_a_models_name_is_pointed_out_at_onc
         UserWarning, match="data/nowhere is not a folder here, and not in the cache of the model hub"
     ):
         require_folder("data/nowhere")
+
+
+def test_on_cuda_the_engine_is_loaded_once_it_is_made(tmp_path):
+    arguments = {"inference": "transformers", "channel": "inline"}
+    SamplingEngine(tmp_path, **arguments).close()
+    with pytest.raises(EngineError, match=r"config\.json"):
+        SamplingEngine(tmp_path, **arguments, topology=Topology(device="cuda:0"))
 
 
 def test_a_closed_engine_says_so(folder):

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +17,15 @@ from transformers import AutoModelForCausalLM
 
 import vectorlm
 from vectorlm import SamplingEngine, Topology
+from vectorlm.engine.arguments import parallel_sizes, require_devices
 from vectorlm.errors import ChecksumMismatch, EngineDied, EngineError
+from vectorlm.weights.model_size import read_model_size
 
 # Two fp32 paths through three layers differ by a few 1e-6; a stale tensor shows as 1e-2 and more.
 FP32_GAP = 1e-4
 # A parallel engine imports vLLM in three processes.
 START_S = 900
+EIGHT_HEADS = SimpleNamespace(num_heads=8, num_parameters=0)
 
 
 # One key-value head, so both workers hold it; 48 rows of vocabulary, which vLLM rounds up to two times 32.
@@ -122,6 +126,29 @@ def test_a_worker_that_cannot_load_says_why(folder, tmp_path):
         pytest.raises(EngineError, match=r"(?s)initialization failed.*Cannot find any model weights"),
     ):
         broken.sample([[2]])
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "expected"),
+    [({}, (1, 8)), ({"dtype": "float32"}, (2, 4)), ({"tensor_parallel_size": 4}, (4, 2))],
+)
+def test_on_cuda_all_devices_sample_and_the_weights_say_how_many_make_an_engine(
+    folder, monkeypatch, engine_args, expected
+):
+    num_parameters = read_model_size(folder).num_parameters
+    device = SimpleNamespace(total_memory=4.5 * num_parameters / 0.35)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device_name: device)
+    monkeypatch.setattr("vectorlm.engine.arguments.read_model_size", lambda model: EIGHT_HEADS)
+    topology = Topology(world_size=8, local_world_size=8, device="cuda:0")
+    monkeypatch.setattr(EIGHT_HEADS, "num_parameters", num_parameters)
+    assert tuple(parallel_sizes(engine_args, topology, folder).values()) == expected
+    assert parallel_sizes(engine_args, Topology(), folder) == {}
+
+
+def test_devices_that_sample_nothing_are_named():
+    topology = Topology(world_size=8, local_world_size=8, device="cuda:0")
+    with pytest.warns(UserWarning, match="an engine has 4 devices and samples on 2 of them"):
+        require_devices(2, 4, topology)
 
 
 def test_more_workers_than_devices_are_refused(folder):

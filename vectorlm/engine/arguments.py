@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.contracts import WeightSource
+from vectorlm.dist.placement import tensor_parallel_size
 from vectorlm.dist.topology import Topology
+from vectorlm.engine.settings import DEVICE_SHARE
 from vectorlm.settings import require_choice
 from vectorlm.types import InFlight, Prompt
+from vectorlm.weights.model_size import read_model_size
 
 RECEIVERS = ("auto", "live", "packed")
 LORA_MODES = ("auto", "adapter", "merged")
@@ -48,6 +51,34 @@ def with_deadlines(
     return {**limits, **engine_args}
 
 
+def parallel_sizes(engine_args: Mapping[str, Any], topology: Topology, model: str | Path) -> dict[str, int]:
+    """Return the sizes with which all CUDA devices of a node sample; none on CPU.
+
+    An engine gets as many devices as `engine_args` say, or its weights need; there are as many engines as that allows.
+    """
+    if not topology.is_cuda:
+        return {}
+    size = engine_args.get("tensor_parallel_size")
+    size = _devices_needed(engine_args, topology, model) if size is None else size
+    if not isinstance(size, int) or size < 1:
+        return {}
+    engines = max(topology.local_world_size // size, 1)
+    return {"tensor_parallel_size": size, "data_parallel_size": engines}
+
+
+def _devices_needed(engine_args: Mapping[str, Any], topology: Topology, model: str | Path) -> int:
+    import torch
+
+    try:
+        found = read_model_size(model)
+    except (OSError, ValueError):
+        return 1
+    total = torch.cuda.get_device_properties(topology.device).total_memory
+    weight_bytes = found.num_parameters * (4 if engine_args.get("dtype") in ("float32", "float") else 2)
+    room = total * float(engine_args.get("gpu_memory_utilization", DEVICE_SHARE))
+    return tensor_parallel_size(topology.local_world_size, found.num_heads, weight_bytes, room)
+
+
 def require_engines(data_parallel_size: int, topology: Topology) -> None:
     """Raise ValueError if the ranks of a node cannot be divided among this many engines."""
     per_node = topology.local_world_size
@@ -58,15 +89,20 @@ def require_engines(data_parallel_size: int, topology: Topology) -> None:
         )
 
 
-def require_devices(tensor_parallel_size: Any, num_devices: int, topology: Topology) -> None:
+def require_devices(size: Any, num_devices: int, topology: Topology) -> None:
     """Raise ValueError if an engine has too few devices for its workers: on CUDA each shares the device of a rank."""
-    size = tensor_parallel_size
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"tensor_parallel_size={size!r} must be an integer >= 1.")
     if topology.is_cuda and size > num_devices:
         raise ValueError(
             f"tensor_parallel_size={size} must be at most {num_devices}, the number of ranks of an engine: every "
             "worker of the engine shares the device of a rank. Use fewer, or start more ranks."
+        )
+    if topology.is_cuda and size < num_devices and topology.is_main:
+        warnings.warn(
+            f"an engine has {num_devices} devices and samples on {size} of them: raise data_parallel_size or "
+            "tensor_parallel_size, or leave both out.",
+            stacklevel=3,
         )
 
 
@@ -164,3 +200,10 @@ def summary(prompts: Sequence[Prompt]) -> str:
     """Describe prompts in a few words, for an error text."""
     first = f", the first {str(prompts[0])[:60]!r}" if prompts else ""
     return f"{len(prompts)} prompts{first}"
+
+
+def log_of_this_host(path: str | Path | None, topology: Topology) -> Path | None:
+    """Return the log of this rank's engine: those that share a folder must not write into one file."""
+    if path is None or topology.is_main:
+        return None if path is None else Path(path)
+    return Path(path).with_suffix(f".{topology.rank}{Path(path).suffix}")

@@ -34,10 +34,10 @@ DRAIN_POLL_S = 0.005
 class SamplingEngine:
     """An inference engine on the training devices, vLLM by default, called from all ranks alike.
 
-    Rank 0 starts the engine in a separate process (on several nodes the first rank of each does). The constructor
-    returns at once, so that the ranks can load their model; the first call waits for the engine. Every method is a
-    collective: all ranks call it, in the same order and with the same arguments (except the prompts of the sharded
-    methods), and get the same result. With one rank, or without a launcher, it is an ordinary object:
+    Rank 0 starts the engine in a separate process (on several nodes the first rank of each does). On CPU the
+    constructor returns at once and the first call waits; on CUDA it waits itself, as the engine measures the free
+    memory. Every method is a collective: all ranks call it, in the same order and with the same arguments (except the
+    prompts of the sharded methods), and get the same result. Without a launcher it is an ordinary object:
 
     >>> with SamplingEngine("path/to/model", dtype="float32") as engine:  # doctest: +SKIP
     ...     engine.update(model, train_step=10)
@@ -56,7 +56,7 @@ class SamplingEngine:
             `auto`: `adapter` where the engine has LoRA layers, else `merged`.
         verify_updates: Prove by checksum after each update that the engine holds what the trainer sent.
         data_parallel_size: Engines per node; it divides the node's ranks. They divide the node's devices, take prompts
-            from a common queue and swap weights together.
+            from a common queue and swap weights together. When omitted, 1 on CPU; on CUDA all devices sample.
         devices: Devices of the node that only its engines use: CUDA devices as the ranks count them, cores on CPU.
             The ranks' own devices when omitted.
         channel: `process`: the engine samples in a separate process, while the ranks do something else. `inline`: it
@@ -82,7 +82,7 @@ class SamplingEngine:
         receiver: str = "auto",
         lora_mode: str = "auto",
         verify_updates: bool = True,
-        data_parallel_size: int = 1,
+        data_parallel_size: int | None = None,
         devices: Sequence[int] | None = None,
         channel: Literal["process", "inline"] = "process",
         timeout_s: float = 300.0,
@@ -95,6 +95,9 @@ class SamplingEngine:
         lora_mode = arguments.choose_lora_mode(lora_mode, bool(engine_args.get("enable_lora")))
         arguments.require_folder(model)
         self._topology = topology = Topology.from_environment() if topology is None else topology
+        if inference == "vllm" and data_parallel_size is devices is None:
+            engine_args |= arguments.parallel_sizes(engine_args, topology, model)
+        data_parallel_size = engine_args.pop("data_parallel_size", data_parallel_size or 1)
         arguments.require_engines(data_parallel_size, topology)
         devices = devices_of_engine(devices, data_parallel_size, topology)
         num_devices = topology.local_world_size // data_parallel_size if devices is None else len(devices)
@@ -120,7 +123,7 @@ class SamplingEngine:
                     topology,
                     ranks_per_engine=self._engine_ranks.ranks_per_engine,
                     devices=devices,
-                    log_path=_log_of_this_host(Path(log_path), topology) if log_path else None,
+                    log_path=arguments.log_of_this_host(log_path, topology),
                     while_waiting=self._collectives.show_life,
                 )
         # Nothing here may point back to the engine: dropped by a notebook cell, it must end at once.
@@ -132,6 +135,8 @@ class SamplingEngine:
             silence_s=timeout_s,
             verify=verify_updates,
         )
+        if topology.is_cuda:
+            self.wait_until_ready()
 
     @property
     def version(self) -> int:
@@ -149,10 +154,8 @@ class SamplingEngine:
         Raises:
             EngineError: The engine is closed, could not be built (the text says why), or died.
         """
-        if self._closed:
-            raise EngineError("the engine is closed.")
-        if self._start_error is not None:
-            raise self._start_error
+        if self._closed or self._start_error is not None:
+            raise self._start_error or EngineError("the engine is closed.")
         if self._ready is None:
             try:
                 self._ready = self._engine_ranks.on_engine_ranks("load the engine", self._loaded)[0]
@@ -393,8 +396,3 @@ class SamplingEngine:
     def _loaded(self) -> messages.Ready:
         assert self._channel is not None
         return self._channel.answer(0, self._start_timeout_s, "loading the model")
-
-
-def _log_of_this_host(path: Path, topology: Topology) -> Path:
-    """Engines that share a folder must not write into one file."""
-    return path if topology.is_main else path.with_suffix(f".{topology.rank}{path.suffix}")

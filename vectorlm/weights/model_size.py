@@ -26,6 +26,8 @@ class ModelSize:
     num_layers: int
     hidden_size: int
     intermediate_size: int
+    num_heads: int
+    """Query heads."""
     query_size: int
     """Query heads times head size."""
     kv_size: int
@@ -38,6 +40,7 @@ class ModelSize:
 def read_model_size(folder: str | Path) -> ModelSize:
     """Read a model's size from its ``config.json`` and the heads of its safetensors files, without torch.
 
+    Where there is no such file, transformers builds the model without memory: a download's ``config.json`` is enough.
     Raises ValueError where something is missing or makes no sense.
     """
     try:
@@ -69,6 +72,7 @@ def _read_model_size(folder: Path) -> ModelSize:
         num_layers=len(blocks),
         hidden_size=hidden,
         intermediate_size=_first(config, "intermediate_size", "n_inner", default=4 * hidden),
+        num_heads=num_heads,
         query_size=num_heads * head_size,
         kv_size=_first(config, "num_key_value_heads", default=num_heads) * head_size,
         vocab_size=_first(config, "vocab_size"),
@@ -94,11 +98,23 @@ def count_adapter_parameters(folder: str | Path, lora_config: Mapping[str, Any])
 
 def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     files = sorted(folder.glob("*.safetensors"))
+    if not files and "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
+        return _shapes_of_config(folder)
     if not files:
         raise ValueError(f"{folder} holds no .safetensors file")
     return {
         name: tuple(entry["shape"]) for path in files for name, entry in _head(path) if name != "__metadata__"
     }
+
+
+def _shapes_of_config(folder: Path) -> dict[str, tuple[int, ...]]:
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.tie_weights()
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _head(path: Path) -> Iterator[tuple[str, Any]]:
