@@ -115,10 +115,10 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
     if spec.needs_reference or rl.kl.kl_coef > 0:
         # With LoRA the reference is the policy without its adapters.
         is_copy = settings.lora_peft_config is None
-        flash_attention = settings.model.use_flash_attention
-        reference = Reference(policy, load_reference(path, run.shard, flash_attention) if is_copy else None)
+        how = settings.model.use_flash_attention, settings.model.dtype
+        reference = Reference(policy, load_reference(path, run.load_sharded, *how) if is_copy else None)
     if spec.needs_critic:
-        critic = Critic(load_critic(rl.critic.model or path, run.shard))
+        critic = Critic(load_critic(rl.critic.model or path, run.load_sharded, settings.model.dtype))
         critic_step = optimizer_step(
             critic.model, rl.max_steps, rl.critic.max_grad_norm, "critic", rl.critic.lr
         )
@@ -175,13 +175,18 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
 
 def _scorer(run: Run, rl: RLSettings) -> RewardScorer:
     weights = {**rl.reward.rewards, **rl.reward.reward_models}
-    max_tokens, max_length = rl.update.max_tokens_per_micro_batch, run.config.train_parameters.max_seq_len
+    train, max_tokens = run.config.train_parameters, rl.update.max_tokens_per_micro_batch
     return RewardScorer(
         functions={short_name(name): get_reward(name) for name in rl.reward.rewards},
         weights={short_name(name): float(weight) for name, weight in weights.items()},
         models={
             short_name(path): RewardModel(
-                path, run.shard, run.topology, max_tokens=max_tokens, max_length=max_length
+                path,
+                run.load_sharded,
+                run.topology,
+                max_tokens=max_tokens,
+                max_length=train.max_seq_len,
+                dtype=train.model.dtype,
             )
             for path in rl.reward.reward_models
         },

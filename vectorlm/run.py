@@ -38,10 +38,10 @@ from vectorlm.telemetry.metrics import CoreWatch, FanOut, JsonlSink, ProgressSin
 from vectorlm.telemetry.plots import plot_correction, plot_run
 from vectorlm.telemetry.timeline import plot_timeline
 from vectorlm.train.device_turn import DeviceTurn, put_to_sleep
-from vectorlm.train.load import load_empty_model, load_model, load_tokenizer
+from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.optimizer_step import Schedule
 from vectorlm.train.recorder import Recorder
-from vectorlm.train.shard import fill_from_main, shard_model
+from vectorlm.train.shard import load_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,21 +74,22 @@ class Run:
         """Load, adapt and shard the model; afterwards every rank has its own random state."""
         settings = self.config.train_parameters
         set_seed(settings.seed)
-        is_sent = settings.model.low_cpu_mem_usage
-        load = load_empty_model if is_sent and not self.topology.is_main else load_model
-        model: Any = load(self.config.model, flash_attention=settings.model.use_flash_attention)
-        if settings.lora_peft_config is not None:
-            model = add_lora(model, settings.lora_peft_config)
-        weights = model.state_dict() if is_sent and self.topology.is_main else {}
-        self.shard(model)
-        if is_sent:
-            fill_from_main(model, weights, self.topology.device)
+        how = settings.model
+
+        def load(is_empty: bool) -> nn.Module:
+            flash_attention = how.use_flash_attention
+            model = load_model(
+                self.config.model, flash_attention=flash_attention, dtype=how.dtype, is_empty=is_empty
+            )
+            return model if settings.lora_peft_config is None else add_lora(model, settings.lora_peft_config)
+
+        model = self.load_sharded(load)
         set_seed((settings.seed + self.topology.rank) % 2**32)
         return model
 
-    def shard(self, model: Any) -> nn.Module:
-        """Shard a model over the ranks as the config says."""
-        return shard_model(model, self.topology, self.config.train_parameters.model)
+    def load_sharded(self, load: Callable[[bool], nn.Module]) -> nn.Module:
+        """Load a model as `vectorlm.train.shard.load_sharded` does, sharded as the config says."""
+        return load_sharded(load, self.topology, self.config.train_parameters.model)
 
     def make_optimizer(self, model: nn.Module, lr: float | None = None) -> torch.optim.AdamW:
         """Return AdamW over the trainable parameters of `model`; `lr` replaces the config's learning rate."""
@@ -244,7 +245,7 @@ def place_ranks(config: Config, topology: Topology, stack: ExitStack) -> Placeme
 def open_engine(
     config: Config, topology: Topology, stack: ExitStack, placement: Placement | None = None, **more: Any
 ) -> SamplingEngine | None:
-    """Start the engine that the config asks for; on CUDA it is loaded when this returns."""
+    """Start the engine that the config asks for."""
     sampler = config.train_parameters.sampler
     if sampler is None:
         return None
@@ -275,8 +276,6 @@ def open_engine(
         )
     )
     if topology.is_cuda:
-        # vLLM sizes its cache by the memory that is free, so the trainer allocates its own afterwards.
-        engine.wait_until_ready()
         put_to_sleep(engine, sampler.turn.sleep)
     return engine
 

@@ -45,7 +45,7 @@ def test_check_takes_one_rank_and_overrides(complete, capsys):
     Path("p.jsonl").write_text('{"prompt": "a"}\n')
     assert main(["check", complete(MINIMAL), "--set", "train_parameters.epochs=7", "--set", sampler]) == 0
     out = capsys.readouterr().out
-    assert "ranks         1, FULL_SHARD, float32\n" in out
+    assert "ranks         1, FULL_SHARD, float32 (bfloat16 on CUDA)\n" in out
     assert "7 epochs of" in out
     assert "the prompts of p.jsonl every 1 step, into runs/tiny/samples.jsonl\n" in out
     assert "checkpoints   none\n" in out
@@ -53,7 +53,7 @@ def test_check_takes_one_rank_and_overrides(complete, capsys):
 
 def test_check_counts_the_ranks_of_all_nodes(complete, capsys):
     assert main(["check", complete(MINIMAL), "--world_size", "4", "--nnodes", "2"]) == 0
-    assert "ranks         4 on 2 nodes, FULL_SHARD, float32\n" in capsys.readouterr().out
+    assert "ranks         4 on 2 nodes, FULL_SHARD, float32 (bfloat16 on CUDA)\n" in capsys.readouterr().out
     assert main(["check", complete(MINIMAL), "--world_size", "3", "--nnodes", "2"]) == 2
     assert "world_size=3 must be a multiple of nnodes=2" in capsys.readouterr().err
 

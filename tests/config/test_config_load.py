@@ -112,7 +112,7 @@ def test_a_minimal_file_takes_the_defaults(write_config):
     assert config.dataset_preprocess is None
     assert config.dataset.ignore_index == -100
     assert (train.model.sharding_strategy, train.schedule.lr_scheduler_type) == ("FULL_SHARD", "cosine")
-    assert (train.model.low_cpu_mem_usage, train.model.use_flash_attention) == (False, False)
+    assert (train.model.low_cpu_mem_usage, train.model.use_flash_attention) == (None, False)
     assert train.checkpointing_enabled is False
     assert train.lora_peft_config is None
     assert train.sampler is None
@@ -317,7 +317,7 @@ REFUSED = {
         "-1": "=-1 must be an integer from 0 to 4294967295. Use 11, for example.",
         "4294967296": "=4294967296 must be an integer from 0 to 4294967295. Use 11, for example.",
     },
-    "train_parameters.use_mp": {
+    "train_parameters.cpu_offload": {
         "1": "=1 must be true or false.",
         "'True'": "='True' must be true or false. Write True without quotes.",
     },
@@ -407,7 +407,7 @@ def test_a_wrong_item_of_a_list_is_blamed_on_its_own_line(write_config):
 
 def test_a_long_value_is_cut_off(write_config):
     text = error_text(write_config(), f"train_parameters.use_mp={'x' * 500}")
-    assert text.startswith(f"train_parameters.use_mp='{'x' * 56}... must be true or false.")
+    assert text.startswith(f"train_parameters.use_mp='{'x' * 56}... must be true or false, or null.")
 
 
 def test_a_setting_given_twice_is_refused(write_config):

@@ -71,7 +71,7 @@ def test_each_changed_setting_is_named_alone(path):
     changes = found(path, "train_parameters.optimizer.lr=2e-4", "train_parameters.use_mp=True").changes
     assert changes == (
         "train_parameters.optimizer.lr=0.0002 (was 0.0001)",
-        "train_parameters.use_mp=true (was false)",
+        "train_parameters.use_mp=true (was null)",
     )
     save(path, SAMPLER, RL)
     changes = found(path, SAMPLER, RL, "rl.clip_high=0.3", "rl.async={max_staleness: 1}").changes

@@ -1,7 +1,7 @@
 """A run small enough to work out by hand."""
 
-from vectorlm.memory.model_size import ModelSize
 from vectorlm.memory.plan import GIB, Demand, EngineDemand
+from vectorlm.weights.model_size import ModelSize
 
 MODEL = ModelSize(
     num_parameters=1000,
@@ -9,6 +9,7 @@ MODEL = ModelSize(
     num_layers=2,
     hidden_size=8,
     intermediate_size=16,
+    num_heads=2,
     query_size=8,
     kv_size=4,
     vocab_size=32,

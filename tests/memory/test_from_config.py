@@ -55,6 +55,12 @@ def test_the_strategy_says_how_often_the_model_is_held(path, strategy, num_shard
 def test_the_training_settings_arrive(path):
     found = demand(path, "use_mp=true", "use_activation_checkpointing=true")
     assert found.is_mixed
+    assert (found.bytes_per_weight, found.cpu_offload, found.loads_on_main) == (4, False, True)
+    half = demand(path, "dtype=bfloat16", "cpu_offload=true", "low_cpu_mem_usage=false")
+    assert (half.bytes_per_weight, half.cpu_offload, half.loads_on_main) == (2, True, False)
+    by_default = [demand(path, is_cpu=is_cpu).is_mixed for is_cpu in (False, True)]
+    assert by_default == [True, False]
+    assert not demand(path, "use_mp=false").is_mixed
     assert found.recomputes
     assert (found.micro_batch_size, found.sequence_tokens) == (2, 16)
     assert found.num_trainable == found.model.num_parameters
@@ -108,10 +114,13 @@ def test_a_run_on_cpu_is_planned_for_the_memory_of_this_machine(path):
     assert f"all processes together, of {host_memory_bytes() / GIB:.1f}"[:40] in report
 
 
-def test_where_the_model_cannot_be_weighed_there_is_no_plan_and_no_refusal(path):
+def test_a_models_description_is_enough_for_a_plan_without_any_there_is_none_and_no_refusal(path):
+    of_files = memory_report(load_config(path), 1, device_bytes=80 * GIB)
     Path("model/model.safetensors").unlink()
-    assert memory_report(load_config(path), 1, device_bytes=1) == (
-        "  no memory plan: model holds no .safetensors file"
+    assert memory_report(load_config(path), 1, device_bytes=80 * GIB) == of_files
+    Path("model/config.json").unlink()
+    assert memory_report(load_config(path), 1, device_bytes=1).startswith(
+        "  no memory plan: [Errno 2] No such file"
     )
 
 

@@ -7,11 +7,11 @@ from rank_processes import on_ranks, save_tiny_llama
 from tiny_runs import build_loop
 from transformers import AutoModelForCausalLM
 
-from vectorlm.memory.model_size import ModelSize, count_adapter_parameters, read_model_size
 from vectorlm.memory.plan import (
     CPU_LAUNCHER_BYTES,
     CPU_RANK_BYTES,
     CPU_SAMPLER_BYTES,
+    CUDA_HOST_PROCESS_BYTES,
     GIB,
     activation_bytes,
     gathered_bytes,
@@ -21,6 +21,7 @@ from vectorlm.memory.plan import (
 )
 from vectorlm.memory.report import memory_table
 from vectorlm.train.loop import next_tokens, token_losses
+from vectorlm.weights.model_size import ModelSize, count_adapter_parameters, read_model_size
 
 
 def rows(demand):
@@ -92,6 +93,35 @@ def test_replicas_hold_everything_and_adapters_little():
     assert adapted["gathered weights"] == (4 * 1000 + 160, 0)
 
 
+def test_weights_in_bf16_are_half_as_large_and_adapters_on_them_are_not():
+    half = replace(DEMAND, bytes_per_weight=2, is_mixed=True)
+    names = ("weights", "gradients", "optimizer state")
+    assert [rows(half)[name][0] for name in names] == [1000, 1000, 2000]
+    adapted = rows(replace(half, num_trainable=100))
+    assert [adapted[name][0] for name in names] == [1000, 200, 400]
+
+
+def test_what_is_offloaded_is_on_the_host():
+    plan = plan_memory(replace(DEMAND, cpu_offload=True, num_trained_copies=1, num_frozen_copies=1))
+    on_device = {row.name for row in plan.rows}
+    assert on_device == {"gathered weights", "activations", "engine weights", "KV cache", "processes"}
+    host = {row.name: (row.loading, row.running) for row in plan.host}
+    # Two ranks read the whole model; then they share it: weights, and gradients with two averages; the critic's too.
+    assert host["the model as it is read"] == (2 * 4000, 0)
+    assert host["weights for the engine"] == (0, 2000)
+    assert host["offloaded"] == (0, 2 * (4 * 2000 + 4 * 2000 + 2000))
+    assert plan.running_host == 2000 + 36000 + CPU_LAUNCHER_BYTES + 3 * CUDA_HOST_PROCESS_BYTES
+    assert plan.loading_host == 8000 + CPU_LAUNCHER_BYTES + 3 * CUDA_HOST_PROCESS_BYTES
+
+
+def test_the_host_holds_the_optimizer_that_leaves_and_a_model_that_one_rank_reads():
+    plan = plan_memory(replace(with_engine(offload_optimizer=True), loads_on_main=True))
+    host = {row.name: (row.loading, row.running) for row in plan.host}
+    assert host["the model as it is read"] == (4000, 0)
+    assert host["offloaded"] == (0, 8000)
+    assert plan_memory(replace(DEMAND, is_cpu=True)).host == ()
+
+
 def test_bf16_halves_what_is_computed_but_not_the_norms_nor_the_loss():
     mixed = replace(DEMAND, is_mixed=True)
     assert activation_bytes(mixed) == 15 * (2 * (2 * 136 + 4 * 8) + 10 * 32)
@@ -129,7 +159,14 @@ def test_the_table_adds_up():
         "  engine weights        0.00      3.50\n"
         "  KV cache              0.00      0.00\n"
         "  processes             2.00      2.00\n"
-        "  total                 17.6      9.00"
+        "  total                 17.6      9.00\n"
+        "  memory of the node's host:\n"
+        "  GiB (estimate)           loading  running\n"
+        "  the model as it is read     14.0     0.00\n"
+        "  weights for the engine      0.00     3.50\n"
+        "  offloaded                   0.00     14.0\n"
+        "  processes                   9.27     9.27\n"
+        "  total                       23.3     26.8"
     )
 
 
@@ -149,6 +186,7 @@ def test_the_size_in_the_files_is_the_size_of_the_model(folder, loaded, tmp_path
         num_layers=3,
         hidden_size=64,
         intermediate_size=48,
+        num_heads=2,
         query_size=64,
         kv_size=32,
         vocab_size=48,
@@ -257,7 +295,13 @@ def test_the_kv_cache_of_a_sequence_is_that_of_transformers(folder, loaded):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder: (folder / "model.safetensors").unlink(), "holds no .safetensors file"),
+        (
+            lambda folder: (
+                (folder / "model.safetensors").unlink(),
+                (folder / "config.json").write_text("{}"),
+            ),
+            "holds no .safetensors file",
+        ),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 64), "is not a safetensors file"),
         (lambda folder: (folder / "config.json").write_text("{}"), "config.json has no hidden_size"),
     ],

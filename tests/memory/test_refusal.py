@@ -48,8 +48,18 @@ def test_sampling_that_does_not_fit_names_the_optimizer():
 def test_where_no_one_setting_is_enough_it_says_so():
     text = refusal(replace(LARGE, device_bytes=5 * GIB))
     assert (
-        "No one setting is enough; most is gained by train_parameters.sampler.sleep: all (10.8 GiB)," in text
+        "No one setting is enough; most is gained by train_parameters.cpu_offload: true (8.75 GiB), or "
+        "train_parameters.sampler.sleep: all (10.8 GiB)," in text
     )
+
+
+def test_a_host_that_is_too_small_says_what_fills_it():
+    demand = replace(LARGE, device_bytes=20 * GIB, host_bytes=14 * GIB)
+    assert refusal(demand) == (
+        "the host of the devices needs 17.3 GiB (an estimate; most of it: processes) and has 14.0 GiB. "
+        "Set train_parameters.low_cpu_mem_usage: true, or use more nodes."
+    )
+    check_memory(plan_memory(replace(demand, loads_on_main=True)))
 
 
 def test_on_cpu_sleep_is_no_advice():

@@ -15,7 +15,7 @@ from vectorlm.rewards.reward_model import RewardModel
 from vectorlm.rl.models import Critic, Policy, Reference, disable_dropout, load_critic
 from vectorlm.rl.rollout import Rollout
 from vectorlm.train.load import load_model
-from vectorlm.train.shard import shard_model
+from vectorlm.train.shard import load_sharded
 from vectorlm.types import PromptRecord
 
 TEXTS = [("abc", "de"), ("a", "bcdefgh"), ("xyz", "")]
@@ -42,18 +42,18 @@ def rollouts():
 
 
 def score(topology, judge, max_tokens=24):
-    def shard(model):
-        return shard_model(model, topology)
+    def load(load):
+        return load_sharded(load, topology)
 
-    model = RewardModel(str(judge), shard, topology, max_tokens=max_tokens, max_length=12)
+    model = RewardModel(str(judge), load, topology, max_tokens=max_tokens, max_length=12)
     return [model(rollouts()), model(rollouts()), model([])]
 
 
 def score_chat(topology, judge):
-    def shard(model):
-        return shard_model(model, topology)
+    def load(load):
+        return load_sharded(load, topology)
 
-    model = RewardModel(str(judge), shard, topology, max_tokens=24, max_length=12)
+    model = RewardModel(str(judge), load, topology, max_tokens=24, max_length=12)
     chat = PromptRecord([{"role": "user", "content": "ab"}])
     return model([Rollout(chat, (2,), (3,), (True,), (0.0,), (0,), "cd", "stop")])
 
@@ -87,20 +87,20 @@ def test_a_reward_model_reads_prompt_and_completion_as_one_text(judge):
 
 
 def test_what_is_no_reward_model_is_refused(folder, tmp_path):
-    def shard(model):
-        return model
+    def load(load):
+        return load(False)
 
     two = tmp_path / "two"
     AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).save_pretrained(two)
     AutoTokenizer.from_pretrained(folder).save_pretrained(two)
     with pytest.raises(ConfigError, match="has 2 labels: it must have one"):
-        RewardModel(str(two), shard, Topology(), max_tokens=8, max_length=8)
+        RewardModel(str(two), load, Topology(), max_tokens=8, max_length=8)
     with pytest.raises(ConfigError, match=r"has no config\.json"):
-        RewardModel(str(tmp_path / "nowhere"), shard, Topology(), max_tokens=8, max_length=8)
+        RewardModel(str(tmp_path / "nowhere"), load, Topology(), max_tokens=8, max_length=8)
 
 
 def test_a_new_critic_says_nothing_and_its_value_is_that_of_the_state_before_the_token(folder):
-    model = load_critic(str(folder), lambda model: model)
+    model = load_critic(str(folder), lambda load: load(False))
     critic = Critic(model)
     assert critic(IDS, ATTENTION).eq(0).all()
     with torch.no_grad():

@@ -23,7 +23,7 @@ from vectorlm.rl.settings import CorrectionSettings, KLSettings, StepSettings, U
 from vectorlm.rl.update import Updater
 from vectorlm.train.load import load_model
 from vectorlm.train.optimizer_step import OptimizerStep
-from vectorlm.train.shard import shard_model
+from vectorlm.train.shard import load_sharded
 from vectorlm.types import PromptRecord
 
 NUM_GROUPS, GROUP_SIZE = 5, 4
@@ -126,18 +126,18 @@ def build(
         max_tokens=9,
     )
 
-    def shard(model):
-        return shard_model(model, topology)
+    def load(load):
+        return load_sharded(load, topology)
 
     def descent(model, name):
         return OptimizerStep(
             model, torch.optim.SGD(model.parameters(), lr=lr), None, max_grad_norm, topology, name
         )
 
-    policy = Policy(shard(disable_dropout(load_model(folder))), 1.0)
+    policy = Policy(load(lambda is_empty: disable_dropout(load_model(folder, is_empty=is_empty))), 1.0)
     has_reference = has_reference or spec.needs_reference
-    reference = Reference(policy, load_reference(folder, shard)) if has_reference else None
-    critic = Critic(load_critic(folder, shard)) if spec.needs_critic else None
+    reference = Reference(policy, load_reference(folder, load)) if has_reference else None
+    critic = Critic(load_critic(folder, load)) if spec.needs_critic else None
     critic_step = None if critic is None else descent(critic.model, "critic")
     models = RLModels(policy, descent(policy.model, "policy"), reference, critic, critic_step)
     return TinyRun(models, spec, settings, topology)

@@ -1,4 +1,5 @@
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from vectorlm import Topology
 from vectorlm.errors import ConfigError
 from vectorlm.run import Run
-from vectorlm.train.load import load_empty_model, load_model, load_tokenizer
+from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.settings import OptimizerSettings
+
+EMPTY = partial(load_model, is_empty=True)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,7 @@ def test_a_model_saved_in_bf16_is_trained_in_fp32_with_tied_embeddings_as_one_pa
 
 
 def test_an_empty_model_has_no_weights_but_real_buffers_and_the_same_names(model_dir):
-    empty, full = load_empty_model(model_dir), load_model(model_dir)
+    empty, full = load_model(model_dir, is_empty=True), load_model(model_dir)
     assert all(parameter.is_meta for parameter in empty.parameters())
     assert empty.lm_head.weight is empty.model.embed_tokens.weight
     assert [name for name, _ in empty.named_parameters()] == [name for name, _ in full.named_parameters()]
@@ -45,7 +48,7 @@ def test_a_missing_model_is_named_with_the_rule(tmp_path, make, what):
     path = tmp_path / "llama"
     if make:
         path.mkdir()
-    for load in (load_model, load_empty_model, load_tokenizer):
+    for load in (load_model, EMPTY, load_tokenizer):
         with pytest.raises(ConfigError) as raised:
             load(path)
         assert str(raised.value) == (
@@ -63,7 +66,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(model_dir, tmp_path):
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("load", [load_model, load_empty_model])
+@pytest.mark.parametrize("load", [load_model, EMPTY])
 def test_attention_scores_that_the_model_caps_are_capped(load, tmp_path):
     from transformers import AutoModelForCausalLM
 

@@ -6,10 +6,10 @@ from torch.distributed.tensor import DTensor
 from vectorlm.checkpoint.export import gather_weights
 from vectorlm.errors import ConfigError
 from vectorlm.lora.load import add_lora
-from vectorlm.train.load import load_empty_model, load_model
+from vectorlm.train.load import load_model
 from vectorlm.train.loop import next_tokens, token_losses
 from vectorlm.train.settings import ModelSettings
-from vectorlm.train.shard import fill_from_main, shard_model, transformer_blocks
+from vectorlm.train.shard import load_sharded, shard_model, transformer_blocks
 from vectorlm.weights.plan import reshard
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
@@ -42,16 +42,17 @@ def gradients_by_strategy(topology, model_dir):
             )
             model = shard_model(load_model(model_dir), topology, settings)
             found[strategy, activation_checkpointing] = gradient(model, 2)
-    return found
+    offloaded = shard_model(load_model(model_dir), topology, ModelSettings(cpu_offload=True))
+    return found | {"offloaded": gradient(offloaded, 2)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_every_strategy_and_activation_checkpointing_leaves_loss_gradients_and_names_unchanged(
+def test_every_strategy_checkpointing_and_offload_leave_loss_gradients_and_names_unchanged(
     world_size, model_dir
 ):
     expected_loss, expected = gradient(load_model(model_dir), 2)
     for found in on_ranks(world_size, gradients_by_strategy, model_dir):
-        assert len(found) == 8
+        assert len(found) == 9
         for key, (loss, gradients) in found.items():
             assert loss == pytest.approx(expected_loss, rel=1e-6), key
             assert gradients.keys() == expected.keys(), key
@@ -97,32 +98,58 @@ def test_hybrid_shards_within_a_node_and_leaves_loss_and_gradients_unchanged(mod
             torch.testing.assert_close(whole, expected[name], rtol=1e-5, atol=1e-7)
 
 
-def mixed_precision(topology, model_dir):
-    model = shard_model(load_model(model_dir), topology, ModelSettings(use_mp=True))
-    loss, gradients = gradient(model, 2)
-    dtypes = {parameter.dtype for parameter in model.parameters()} | {g.dtype for g in gradients.values()}
-    with torch.no_grad():
-        logits = model(input_ids=torch.arange(8)[None], use_cache=False).logits
-    return loss, dtypes, logits.dtype
+def half_precision(topology, model_dir, settings, lora):
+    def load(is_empty):
+        model = load_model(model_dir, dtype=settings.dtype, is_empty=is_empty)
+        return add_lora(model, {"r": 2, "target_modules": ["q_proj"]}) if lora else model
+
+    model = load_sharded(load, topology, settings)
+    tokens = torch.arange(16).view(2, 8)
+    logits = model(input_ids=tokens, use_cache=False).logits
+    loss = token_losses(logits, next_tokens(tokens, -100), -100).sum() / 14
+    loss.backward()
+    trained, frozen, gradients = set(), set(), set()
+    for parameter in model.parameters():
+        (trained if parameter.requires_grad else frozen).add(parameter.dtype)
+        if parameter.grad is not None:
+            gradients.add(parameter.grad.dtype)
+    return loss.item(), trained, frozen, gradients, logits.dtype
 
 
-def test_mixed_precision_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32(model_dir):
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("settings", "lora", "trained", "frozen"),
+    [
+        (ModelSettings(use_mp=True), False, torch.float32, None),
+        (ModelSettings(dtype="bfloat16"), False, torch.bfloat16, None),
+        (ModelSettings(dtype="bfloat16"), True, torch.float32, torch.bfloat16),
+        (ModelSettings(dtype="bfloat16", cpu_offload=True), True, torch.float32, torch.bfloat16),
+    ],
+)
+def test_half_precision_of_weights_or_of_computing_alone(
+    model_dir, world_size, settings, lora, trained, frozen
+):
     expected, _ = gradient(load_model(model_dir), 2)
-    loss, dtypes, computed = on_ranks(1, mixed_precision, model_dir)[0]
-    assert dtypes == {torch.float32}
-    assert computed == torch.bfloat16
-    assert loss != expected
-    assert loss == pytest.approx(expected, rel=1e-2)  # bf16 has 8 bits of mantissa
+    for found in on_ranks(world_size, half_precision, model_dir, settings, lora):
+        loss, *dtypes, computed = found
+        assert dtypes == [{trained}, {frozen} - {None}, {trained}]
+        assert computed == torch.bfloat16
+        assert loss == pytest.approx(expected, rel=1e-2)  # bf16 has 8 bits of mantissa
 
 
-def filled_from_main(topology, model_dir, lora):
-    model = load_model(model_dir) if topology.is_main else load_empty_model(model_dir)
-    if lora:
-        torch.manual_seed(topology.rank)
-        model = add_lora(model, {"r": 2, "target_modules": ["q_proj"]})
-    weights = model.state_dict() if topology.is_main else {}
-    shard_model(model, topology)
-    fill_from_main(model, dict(weights), topology.device)
+def filled_from_main(topology, model_dir, lora, settings):
+    weights = {}
+
+    def load(is_empty):
+        assert is_empty is not topology.is_main
+        model = load_model(model_dir, is_empty=is_empty)
+        if lora:
+            torch.manual_seed(topology.rank)
+            model = add_lora(model, {"r": 2, "target_modules": ["q_proj"]})
+        weights.update({} if is_empty else model.state_dict())
+        return model
+
+    model = load_sharded(load, topology, ModelSettings(**settings))
     with torch.no_grad():
         logits = model(input_ids=torch.arange(8)[None], use_cache=False).logits
     reshard(model)
@@ -130,10 +157,12 @@ def filled_from_main(topology, model_dir, lora):
     return whole, weights, logits
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_ranks_that_start_empty_get_their_shards_from_rank_0(model_dir, lora):
+@pytest.mark.parametrize(
+    ("lora", "settings"), [(False, {}), (True, {"low_cpu_mem_usage": True}), (False, {"cpu_offload": True})]
+)
+def test_ranks_that_start_empty_get_their_shards_from_rank_0(model_dir, lora, settings):
     (first, weights, first_logits), (second, _, second_logits) = on_ranks(
-        2, filled_from_main, model_dir, lora
+        2, filled_from_main, model_dir, lora, settings
     )
     assert first.keys() == second.keys()
     for name in first:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vectorlm.config.resume import find_resumption, say_finished
 from vectorlm.config.schema import Config, RLSettings, SamplerSettings, TrainSettings
+from vectorlm.train.settings import ModelSettings
 
 
 def summarise(config: Config, world_size: int, num_nodes: int = 1) -> str:
@@ -12,7 +13,7 @@ def summarise(config: Config, world_size: int, num_nodes: int = 1) -> str:
     ranks = f"{world_size}" + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
     rows = {
         "model": config.model + (" with LoRA adapters" if train.lora_peft_config is not None else ""),
-        "ranks": f"{ranks}, {train.model.sharding_strategy}, {'bfloat16' if train.model.use_mp else 'float32'}",
+        "ranks": f"{ranks}, {train.model.sharding_strategy}, {_precision(train.model)}",
         **(_text_rows(config, world_size) if config.rl is None else _rl_rows(config.rl, train)),
         "optimizer": f"AdamW, lr {train.optimizer.lr:g}, {train.schedule.lr_scheduler_type}, "
         f"warmup {train.schedule.warmup_ratio:.0%} of the steps",
@@ -23,6 +24,13 @@ def summarise(config: Config, world_size: int, num_nodes: int = 1) -> str:
     }
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+
+
+def _precision(settings: ModelSettings) -> str:
+    on_cpu, on_cuda = (
+        "bfloat16" if settings.computes_in_bf16(is_cuda) else "float32" for is_cuda in (False, True)
+    )
+    return on_cpu if on_cpu == on_cuda else f"{on_cpu} ({on_cuda} on CUDA)"
 
 
 def _text_rows(config: Config, world_size: int) -> dict[str, str]:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES, packs_by_itself
 from vectorlm.config import Config, SamplerSettings
-from vectorlm.memory.model_size import ModelSize, count_adapter_parameters, read_model_size
+from vectorlm.dist.placement import tensor_parallel_size
 from vectorlm.memory.plan import Demand, EngineDemand, MemoryPlan, plan_memory
 from vectorlm.memory.report import check_memory, memory_table
+from vectorlm.weights.model_size import ModelSize, count_adapter_parameters, read_model_size
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -54,15 +55,21 @@ def plan_of_config(
         num_ranks=near,
         num_shards=shards,
         keeps_gathered=train.model.sharding_strategy in ("SHARD_GRAD_OP", "NO_SHARD"),
-        is_mixed=train.model.use_mp,
+        bytes_per_weight=2 if train.model.dtype == "bfloat16" else 4,
+        cpu_offload=train.model.cpu_offload,
+        loads_on_main=train.model.loads_on_main(world_size),
+        is_mixed=train.model.computes_in_bf16(not is_cpu),
         recomputes=train.model.use_activation_checkpointing,
         micro_batch_size=micro_batch_size,
         num_trained_copies=trained_copies,
         num_frozen_copies=frozen_copies,
         sequence_tokens=train.max_seq_len,
-        engine=_engine_demand(train.sampler, model, is_cpu) if train.sampler and is_shared else None,
+        engine=_engine_demand(train.sampler, model, device_bytes, near)
+        if train.sampler and is_shared
+        else None,
         device_bytes=host_memory_bytes() if device_bytes is None else device_bytes,
         is_cpu=is_cpu,
+        host_bytes=host_memory_bytes() if device_bytes == device_memory_bytes() else None,
     )
     return plan_memory(demand)
 
@@ -81,16 +88,25 @@ def _other_models(config: Config) -> tuple[int, int, int]:
     return micro_batch_size, int(spec.needs_critic), int(has_reference) + len(rl.reward.reward_models)
 
 
-def _engine_demand(sampler: SamplerSettings, model: ModelSize, is_cpu: bool) -> EngineDemand:
+def _engine_demand(
+    sampler: SamplerSettings, model: ModelSize, device_bytes: int | None, num_devices: int
+) -> EngineDemand:
+    is_cpu, share = device_bytes is None, sampler.engine.gpu_memory_utilization
     # By default, vLLM computes in bf16 with weights that were saved in fp32.
-    is_wide = sampler.engine.vllm_dtype == "float32"
+    per_weight = 4 if sampler.engine.vllm_dtype == "float32" else 2
+    size = sampler.engine.engine_args.get("tensor_parallel_size") or 1
+    if device_bytes is not None and not {"tensor_parallel_size", "data_parallel_size"} & set(
+        sampler.engine.engine_args
+    ):
+        weight_bytes = per_weight * model.num_parameters
+        size = tensor_parallel_size(num_devices, model.num_heads, weight_bytes, share * device_bytes)
     given = sampler.engine.engine_args.get("kv_cache_memory_bytes")
     packs = sampler.engine.receiver == "packed" or packs_by_itself(model.num_parameters)
     return EngineDemand(
-        bytes_per_weight=4 if is_wide else 2,
-        tensor_parallel=sampler.engine.engine_args.get("tensor_parallel_size", 1),
+        bytes_per_weight=per_weight,
+        tensor_parallel=size,
         kv_cache_bytes=CPU_KV_CACHE_BYTES if given is None and is_cpu else given,
-        device_share=sampler.engine.gpu_memory_utilization,
+        device_share=share,
         max_model_len=sampler.engine.engine_args.get("max_model_len") or model.max_length,
         is_packed=is_cpu and sampler.engine.receiver != "live" and packs,
         sleep=sampler.turn.sleep,

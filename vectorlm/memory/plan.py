@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vectorlm.memory.model_size import ModelSize
+from vectorlm.weights.model_size import ModelSize
 
 GIB = 1 << 30
 
 CPU_LAUNCHER_BYTES, CPU_RANK_BYTES, CPU_SAMPLER_BYTES = 280 << 20, 600 << 20, 500 << 20
-CUDA_PROCESS_BYTES = 1 * GIB
-"""Memory of a process besides tensors: on CPU measured (docs/log.md), on CUDA assumed for context and NCCL."""
+CUDA_PROCESS_BYTES, CUDA_HOST_PROCESS_BYTES = 1 * GIB, 3 * GIB
+"""Memory of a process besides tensors: on CPU measured (docs/log.md), on CUDA devices and their hosts assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,12 @@ class Demand:
     model: ModelSize
     num_trainable: int
     """Parameters that have gradients and optimizer state."""
+    bytes_per_weight: int = 4
+    """2 or 4; those of adapters are 4."""
+    cpu_offload: bool = False
+    """Whether weights, gradients and optimizer state stay on the host."""
+    loads_on_main: bool = False
+    """Whether one rank alone reads the weights; else each reads all of them."""
     num_ranks: int
     """Ranks on this node."""
     num_shards: int
@@ -65,6 +71,8 @@ class Demand:
     device_bytes: int
     """Memory of one device; on CPU of the machine, which all ranks and the engine share."""
     is_cpu: bool
+    host_bytes: int | None = None
+    """Memory of a CUDA node's host; None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,17 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
+class HostUse:
+    """One kind of memory, in bytes, on the host of a CUDA node."""
+
+    name: str
+    loading: int
+    """While the ranks read the model."""
+    running: int
+    """Afterwards, at most."""
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """An estimate of the memory of the fullest device."""
 
@@ -86,6 +105,18 @@ class MemoryPlan:
     rows: tuple[MemoryUse, ...]
     kv_cache_bytes: int
     """The engine's KV cache while it samples; 0 without an engine."""
+    host: tuple[HostUse, ...] = ()
+    """What the processes of a CUDA node hold on its host; nothing on CPU, where the rows say it."""
+
+    @property
+    def loading_host(self) -> int:
+        """Total bytes on the host while the model is read."""
+        return sum(row.loading for row in self.host)
+
+    @property
+    def running_host(self) -> int:
+        """Total bytes on the host afterwards."""
+        return sum(row.running for row in self.host)
 
     @property
     def training(self) -> int:
@@ -99,23 +130,26 @@ class MemoryPlan:
 
 
 def plan_memory(demand: Demand) -> MemoryPlan:
-    """Estimate the memory of a run that trains with AdamW in fp32.
+    """Estimate the memory of a run that trains with AdamW.
 
-    With P parameters, of which T are trained, in S shards, and c bytes per computed number (bf16: 2, fp32: 4)::
+    With P parameters of w bytes, of which T of t bytes are trained (adapters: 4, else w), in S shards, and c bytes per
+    computed number (bf16: 2, fp32: 4)::
 
-        weights 4 P / S     gradients 4 T / S     optimizer 8 T / S (two averages)
+        weights w P / S     gradients t T / S     optimizer 2 t T / S (two averages)
         gathered: c (everything outside the blocks + 2 blocks), or c P where blocks stay gathered;
                   and 4 (everything outside the blocks, or one block) for the gradients of the largest group
-        critic: 16 P / S    reference and reward models: 4 P / S each, assumed as large as the policy
+        critic: 4 w P / S   reference and reward models: w P / S each, assumed as large as the policy
         engine: its bytes per weight x P / tensor_parallel
 
+    With `cpu_offload` weights, gradients and optimizer state are on the host, which `host_memory` adds up.
     Activations are `activation_bytes`. On CPU all ranks and the engine add up, and neither sleep nor offload frees
     memory; on CUDA this is the device that holds a rank and (a part of) an engine. Rows that are 0 in both phases are
     left out.
     """
     ranks = demand.num_ranks if demand.is_cpu else 1
-    weights = ranks * 4 * demand.model.num_parameters // demand.num_shards
-    trained = ranks * 4 * demand.num_trainable // demand.num_shards
+    weights, trained = sharded_bytes(demand)
+    on_device = 0 if demand.cpu_offload and not demand.is_cpu else ranks
+    weights, trained = on_device * weights, on_device * trained
     engine = demand.engine
     leaves = engine is not None and engine.offload_optimizer and not demand.is_cpu
     rows = [
@@ -138,7 +172,36 @@ def plan_memory(demand: Demand) -> MemoryPlan:
         rows.append(MemoryUse("KV cache", kv_cache if sleep == "none" else 0, kv_cache))
         processes += CPU_SAMPLER_BYTES if demand.is_cpu else CUDA_PROCESS_BYTES
     rows.append(MemoryUse("processes", processes, processes))
-    return MemoryPlan(demand, tuple(row for row in rows if row.training or row.sampling), kv_cache)
+    rows = [row for row in rows if row.training or row.sampling]
+    return MemoryPlan(demand, tuple(rows), kv_cache, () if demand.is_cpu else host_memory(demand))
+
+
+def sharded_bytes(demand: Demand) -> tuple[int, int]:
+    """Return one rank's bytes of the policy's weights, and of those weights that are trained."""
+    is_whole = demand.num_trainable == demand.model.num_parameters
+    per_trained = demand.bytes_per_weight if is_whole else 4
+    weights = demand.bytes_per_weight * demand.model.num_parameters // demand.num_shards
+    return weights, per_trained * demand.num_trainable // demand.num_shards
+
+
+def host_memory(demand: Demand) -> tuple[HostUse, ...]:
+    """Estimate what a node's processes hold on the host: what they read, share with the engine and offload."""
+    ranks, engine = demand.num_ranks, demand.engine
+    weights, trained = (ranks * each for each in sharded_bytes(demand))
+    whole = demand.bytes_per_weight * demand.model.num_parameters
+    others = 4 * demand.num_trained_copies + demand.num_frozen_copies
+    offloaded = weights * (1 + others) + 3 * trained if demand.cpu_offload else 0
+    if engine is not None and engine.offload_optimizer and not demand.cpu_offload:
+        offloaded = 2 * trained
+    shared = 0 if engine is None else engine.bytes_per_weight * demand.model.num_parameters
+    processes = CPU_LAUNCHER_BYTES + (ranks + (engine is not None)) * CUDA_HOST_PROCESS_BYTES
+    rows = [
+        HostUse("the model as it is read", whole * (1 if demand.loads_on_main else ranks), 0),
+        HostUse("weights for the engine", 0, shared),
+        HostUse("offloaded", 0, offloaded),
+        HostUse("processes", processes, processes),
+    ]
+    return tuple(row for row in rows if row.loading or row.running)
 
 
 def gathered_bytes(demand: Demand) -> int:
@@ -147,6 +210,7 @@ def gathered_bytes(demand: Demand) -> int:
     outside = model.num_parameters - model.num_layers * model.num_block_parameters
     held = model.num_parameters if demand.keeps_gathered else outside + 2 * model.num_block_parameters
     trained_share = demand.num_trainable / model.num_parameters
+    # In the dtype that they are summed in.
     gradients = 4 * max(outside, model.num_block_parameters) * trained_share
     return (2 if demand.is_mixed else 4) * held + int(gradients)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from vectorlm.errors import ConfigError
@@ -26,6 +26,14 @@ def check_memory(plan: MemoryPlan) -> None:
                 f"max_model_len={demand.engine.max_model_len} tokens takes {amount(needed)}. Raise "
                 f"{_kv_cache_setting(demand, demand.engine)}, or lower train_parameters.sampler.engine.max_model_len."
             )
+    needed = max(plan.loading_host, plan.running_host)
+    if demand.host_bytes is not None and needed > demand.host_bytes:
+        row = max(plan.host, key=lambda row: max(row.loading, row.running))
+        fix = "train_parameters.low_cpu_mem_usage: true" if row.loading else "offload less"
+        raise ConfigError(
+            f"the host of the devices needs {amount(needed)} (an estimate; most of it: {row.name}) and has "
+            f"{amount(demand.host_bytes)}. Set {fix}, or use more nodes."
+        )
     place = "this machine" if demand.is_cpu else "the device"
     for phase in ("training", "sampling"):
         total = getattr(plan, phase)
@@ -40,6 +48,10 @@ def check_memory(plan: MemoryPlan) -> None:
 
 def _advice(plan: MemoryPlan, phase: str) -> str:
     needs = [(getattr(plan_memory(changed), phase), text) for text, changed in _changes(plan.demand)]
+    if not any(need <= plan.demand.device_bytes for need, _ in needs):
+        needs += [
+            (getattr(plan_memory(changed), phase), text) for text, changed in _last_changes(plan.demand)
+        ]
     helping = sorted(each for each in needs if each[0] < getattr(plan, phase))
     enough = [each for each in helping if each[0] <= plan.demand.device_bytes]
     if not helping:
@@ -72,6 +84,14 @@ def _changes(demand: Demand) -> Iterator[tuple[str, Demand]]:
         yield f"--world_size {more.num_ranks}", more
 
 
+def _last_changes(demand: Demand) -> Iterator[tuple[str, Demand]]:
+    """Yield the settings that cost time, or change numbers, as `_changes` does."""
+    if not (demand.cpu_offload or demand.is_cpu):
+        yield "train_parameters.cpu_offload: true", replace(demand, cpu_offload=True)
+    if demand.bytes_per_weight == 4:
+        yield "train_parameters.dtype: bfloat16", replace(demand, bytes_per_weight=2, is_mixed=True)
+
+
 def _kv_cache_setting(demand: Demand, engine: EngineDemand) -> str:
     by_size = demand.is_cpu or engine.kv_cache_bytes is not None
     setting = "engine.kv_cache_memory_bytes" if by_size else "gpu_memory_utilization"
@@ -82,17 +102,26 @@ def memory_table(plan: MemoryPlan) -> str:
     """Return the plan in GiB, one kind of memory per line."""
     demand = plan.demand
     place = "this machine, all processes together" if demand.is_cpu else "the fullest device"
-    rows = [(row.name, gib(row.training), gib(row.sampling)) for row in plan.rows]
-    rows.append(("total", gib(plan.training), gib(plan.sampling)))
-    heads = ("GiB (estimate)", "training", "sampling")
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    lines = [
-        f"  {name:<{widths[0]}}  {training:>{widths[1]}}  {sampling:>{widths[2]}}"
-        for name, training, sampling in (heads, *rows)
-    ]
-    if demand.engine is None:
-        lines = [line[: 4 + widths[0] + widths[1]] for line in lines]
-    return "\n".join([f"  memory of {place}, of {gib(demand.device_bytes)} GiB:", *lines])
+    uses = [(row.name, row.training, row.sampling) for row in plan.rows]
+    heads = ("training", "sampling") if demand.engine is not None else ("training",)
+    lines = [f"  memory of {place}, of {gib(demand.device_bytes)} GiB:", *_table(heads, uses)]
+    if plan.host:
+        of = "" if demand.host_bytes is None else f", of {gib(demand.host_bytes)} GiB"
+        host = [(row.name, row.loading, row.running) for row in plan.host]
+        lines += [f"  memory of the node's host{of}:", *_table(("loading", "running"), host)]
+    return "\n".join(lines)
+
+
+def _table(heads: Sequence[str], uses: Sequence[tuple[str, int, int]]) -> Iterator[str]:
+    """Yield the lines of a table with a column for each head, and the columns' totals."""
+    rows = [("GiB (estimate)", *heads)]
+    rows += [(name, *map(gib, numbers[: len(heads)])) for name, *numbers in uses]
+    totals = [sum(first for _, first, _ in uses), sum(second for _, _, second in uses)]
+    rows.append(("total", *map(gib, totals[: len(heads)])))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        aligned = (f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+        yield f"  {name:<{widths[0]}}" + "".join(aligned)
 
 
 def gib(num_bytes: int) -> str:

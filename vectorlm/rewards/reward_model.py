@@ -12,8 +12,9 @@ from vectorlm.algorithms.batch import RolloutBatch
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError
 from vectorlm.rl.micro_batch import map_rows
-from vectorlm.rl.models import Shard, disable_dropout
+from vectorlm.rl.models import LoadSharded, disable_dropout
 from vectorlm.rl.rollout import Rollout
+from vectorlm.train.load import load_pretrained
 from vectorlm.weights.plan import reshard
 
 
@@ -21,7 +22,14 @@ class RewardModel:
     """A sequence-classification model with one label, which reads prompt and completion as one text."""
 
     def __init__(
-        self, path: str, shard: Shard, topology: Topology, *, max_tokens: int, max_length: int
+        self,
+        path: str,
+        load_sharded: LoadSharded,
+        topology: Topology,
+        *,
+        max_tokens: int,
+        max_length: int,
+        dtype: str = "float32",
     ) -> None:
         """Load and shard the model of a folder that ``save_pretrained`` wrote, and its tokenizer.
 
@@ -32,14 +40,17 @@ class RewardModel:
         if not (Path(path) / "config.json").is_file():
             raise ConfigError(f"reward model {path!r} has no config.json: name a folder of save_pretrained.")
         self._tokenizer = AutoTokenizer.from_pretrained(path, truncation_side="left")
-        model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
-        if model.config.num_labels != 1:
-            raise ConfigError(
-                f"reward model {path!r} has {model.config.num_labels} labels: it must have one."
-            )
-        self._config = model.config
-        model.requires_grad_(False)
-        self._model = shard(disable_dropout(model))
+
+        def load(is_empty: bool) -> torch.nn.Module:
+            model = load_pretrained(AutoModelForSequenceClassification, path, dtype, is_empty)
+            if model.config.num_labels != 1:
+                raise ConfigError(
+                    f"reward model {path!r} has {model.config.num_labels} labels: it must have one."
+                )
+            return disable_dropout(model).requires_grad_(False)
+
+        self._model: Any = load_sharded(load)
+        self._config: Any = self._model.config
         self._topology, self._max_tokens, self._max_length = topology, max_tokens, max_length
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:

@@ -13,12 +13,12 @@ from torch import nn
 
 from vectorlm.algorithms.logprobs import align, entropy, token_logprobs
 from vectorlm.errors import ConfigError
-from vectorlm.train.load import load_model
+from vectorlm.train.load import load_model, load_pretrained
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
 from vectorlm.types import TrainedModel
 from vectorlm.weights.plan import reshard
 
-Shard = Callable[[Any], nn.Module]
+LoadSharded = Callable[[Callable[[bool], nn.Module]], nn.Module]
 """Shards a model over the ranks, in place."""
 
 
@@ -149,23 +149,32 @@ class RLModels:
         return found
 
 
-def load_reference(path: str, shard: Shard, flash_attention: bool = False) -> nn.Module:
+def load_reference(
+    path: str, load_sharded: LoadSharded, flash_attention: bool = False, dtype: str = "float32"
+) -> nn.Module:
     """Load a frozen copy of the policy's starting point."""
-    model = disable_dropout(load_model(path, flash_attention=flash_attention))
-    model.requires_grad_(False)
-    return shard(model)
+
+    def load(is_empty: bool) -> nn.Module:
+        model = load_model(path, flash_attention=flash_attention, dtype=dtype, is_empty=is_empty)
+        return disable_dropout(model).requires_grad_(False)
+
+    return load_sharded(load)
 
 
-def load_critic(path: str, shard: Shard) -> nn.Module:
+def load_critic(path: str, load_sharded: LoadSharded, dtype: str = "float32") -> nn.Module:
     """Load a model with a value head of zeros, so that the first advantages are the rewards.
 
     Raises:
         ConfigError: transformers has no token classification for this architecture.
     """
+    return load_sharded(lambda is_empty: _load_critic(path, dtype, is_empty))
+
+
+def _load_critic(path: str, dtype: str, is_empty: bool) -> nn.Module:
     from transformers import AutoModelForTokenClassification
 
     try:
-        model: Any = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+        model = load_pretrained(AutoModelForTokenClassification, path, dtype, is_empty, num_labels=1)
     except ValueError as error:
         raise ConfigError(
             f"rl.critic.model={path!r} cannot be a critic: transformers has no token classification for it "
@@ -182,7 +191,7 @@ def load_critic(path: str, shard: Shard) -> nn.Module:
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.zero_()
-    return shard(disable_dropout(model.train()))
+    return disable_dropout(model.train())
 
 
 def disable_dropout(model: Any) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from vectorlm.errors import ConfigError
+from vectorlm.weights.plan import dtype_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,18 +24,23 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(path: str | Path, *, flash_attention: bool = False) -> PreTrainedModel:
-    """Read a causal language model onto the CPU, with fp32 weights and in training mode."""
+def load_model(
+    path: str | Path, *, flash_attention: bool = False, dtype: str = "float32", is_empty: bool = False
+) -> PreTrainedModel:
+    """Read a causal language model onto the CPU, with weights of `dtype` and in training mode; as `load_pretrained`."""
     from transformers import AutoModelForCausalLM
 
     directory = _model_directory(path)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    load = partial(
+        load_pretrained,
+        AutoModelForCausalLM,
         directory,
-        dtype=torch.float32,
+        dtype,
         attn_implementation=_attention(directory, flash_attention),
-        output_loading_info=True,
     )
-    model, info = loaded
+    if is_empty:
+        return load(is_empty=True).train()
+    model, info = load(output_loading_info=True)
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:5])
         raise ConfigError(
@@ -45,19 +50,20 @@ def load_model(path: str | Path, *, flash_attention: bool = False) -> PreTrained
     return model.train()
 
 
-def load_empty_model(path: str | Path, *, flash_attention: bool = False) -> PreTrainedModel:
-    """Build the same model as `load_model` with parameters that have a shape but no memory; buffers are real."""
+def load_pretrained(auto: Any, path: str | Path, dtype: str, is_empty: bool = False, **arguments: Any) -> Any:
+    """Read a model through the class `auto` of transformers; if `is_empty`, without memory for its parameters."""
+    arguments["dtype"] = dtype_of(dtype)
+    if not is_empty:
+        return auto.from_pretrained(path, **arguments)
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    directory = _model_directory(path)
-    config = AutoConfig.from_pretrained(directory)
+    of_config = {name: arguments.pop(name) for name in ("num_labels",) if name in arguments}
+    config = AutoConfig.from_pretrained(path, **of_config)
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=_attention(directory, flash_attention)
-        )
+        model = auto.from_config(config, **arguments)
     model.tie_weights()
-    return model.train()
+    return model
 
 
 def _model_directory(path: str | Path) -> Path:

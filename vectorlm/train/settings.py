@@ -52,14 +52,26 @@ class ModelSettings:
 
     sharding_strategy: ShardingStrategy = "FULL_SHARD"
     """What FSDP shards: everything, gradients and optimizer state, nothing, or everything within a node."""
-    use_mp: bool = False
-    """Mixed precision: compute in bfloat16, keep the weights in float32."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights. bfloat16 halves them and the optimizer's state, and loses small updates; adapters stay fp32."""
+    use_mp: bool | None = None
+    """Mixed precision: compute in bfloat16, sum gradients in float32. null means on CUDA alone."""
     use_activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     use_flash_attention: bool = False
     """Use Flash Attention where the model supports it."""
-    low_cpu_mem_usage: bool = False
-    """Load the weights on rank 0 alone; the other ranks receive their shards from it."""
+    low_cpu_mem_usage: bool | None = None
+    """Load the weights on rank 0 alone; other ranks receive their shards from it. null means where there are any."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state on the host, where AdamW steps (CUDA); blocks visit the device."""
+
+    def computes_in_bf16(self, is_cuda: bool) -> bool:
+        """Whether the model computes in bfloat16 on this kind of device."""
+        return self.dtype == "bfloat16" or (is_cuda if self.use_mp is None else self.use_mp)
+
+    def loads_on_main(self, world_size: int) -> bool:
+        """Whether rank 0 alone reads the weights."""
+        return world_size > 1 if self.low_cpu_mem_usage is None else self.low_cpu_mem_usage
 
 
 @dataclass(frozen=True, kw_only=True)

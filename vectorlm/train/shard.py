@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from vectorlm.errors import ConfigError
 from vectorlm.train.settings import ModelSettings
@@ -24,22 +25,48 @@ RESHARD_AFTER_FORWARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD":
 DEFAULTS = ModelSettings()
 
 
+def load_sharded(
+    load: Callable[[bool], nn.Module], topology: Topology, settings: ModelSettings = DEFAULTS
+) -> nn.Module:
+    """Load a model and shard it; called on all ranks.
+
+    Args:
+        load: Loads the whole model; if its argument is true, with parameters that have no memory.
+        topology: This rank's place.
+        settings: With `low_cpu_mem_usage` rank 0 alone reads weights, and sends the others their shards.
+    """
+    is_sent = settings.loads_on_main(topology.world_size)
+    model = load(is_sent and not topology.is_main)
+    weights = model.state_dict() if is_sent and topology.is_main else {}
+    shard_model(model, topology, settings)
+    if is_sent:
+        _fill_from_main(model, weights, "cpu" if settings.cpu_offload else topology.device)
+    return model
+
+
 def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAULTS) -> nn.Module:
     """Shard `model` in place: one FSDP group per transformer block, and one for the rest.
 
     ``FULL_SHARD`` gathers a block's weights for its forward and again for its backward; ``SHARD_GRAD_OP`` keeps them in
     between; ``NO_SHARD`` replicates them on every rank; ``HYBRID_SHARD`` shards within each node and replicates over
-    nodes. With `use_mp`, weights, optimizer state and gradient sums stay fp32. Names of parameters do not change.
+    nodes. Gradients are summed in fp32, also those of bf16 weights. Names of parameters do not change.
     """
     strategy = settings.sharding_strategy
     mesh = _mesh(strategy, topology)
-    policy = MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if settings.use_mp else ()))
+    is_mixed = settings.computes_in_bf16(topology.is_cuda)
+    policy = MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if is_mixed else ()))
+    # Only pinned memory is copied at full speed.
+    offload = CPUOffloadPolicy(pin_memory=topology.is_cuda) if settings.cpu_offload else OffloadPolicy()
     if settings.use_activation_checkpointing:
         # Inside the blocks, so that no wrapper changes a parameter's name.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in (*reversed(transformer_blocks(model)), model):
         fully_shard(
-            module, mesh=mesh, mp_policy=policy, reshard_after_forward=RESHARD_AFTER_FORWARD[strategy]
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=RESHARD_AFTER_FORWARD[strategy],
         )
     return model
 
@@ -59,13 +86,14 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def fill_from_main(model: nn.Module, weights: dict[str, Any], device: str) -> None:
-    """Give every rank its shards of rank 0's full state dict `weights`, one tensor at a time."""
+def _fill_from_main(model: nn.Module, weights: dict[str, Any], device: str) -> None:
+    """Give every rank its shards of rank 0's full state dict `weights`, one tensor at a time, on `device`."""
     if any(parameter.is_meta for parameter in model.parameters()):
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        buffers = dict(model.named_buffers())
         model.to_empty(device=device)
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+        for name, buffer in buffers.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, buffer)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
 
