@@ -1,0 +1,183 @@
+"""Work out which models fit on which GPUs, and write docs/sizes.md. Run: python benchmarks/sizes.py"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from report import ROOT
+
+from vectorlm.config import load_config
+from vectorlm.errors import ConfigError
+from vectorlm.memory.from_config import plan_of_config
+from vectorlm.memory.plan import GIB
+from vectorlm.memory.report import check_memory
+
+PAGE = ROOT / "docs" / "sizes.md"
+BASE = "configs/cuda/1x80gb_sft.yaml"
+MODELS = {
+    "Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, 151936, True),
+    "Qwen2.5-3B": ("qwen2", 2048, 11008, 36, 16, 2, 151936, True),
+    "Qwen2.5-7B": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False),
+    "Llama-3-8B": ("llama", 4096, 14336, 32, 32, 8, 128256, False),
+    "Qwen2.5-32B": ("qwen2", 5120, 27648, 64, 40, 8, 152064, False),
+    "Llama-3-70B": ("llama", 8192, 28672, 80, 64, 8, 128256, False),
+}
+"""Type, hidden size, feed-forward size, blocks, heads, key-value heads, vocabulary, tied: of each ``config.json``."""
+NUM_DEVICES = (1, 2, 8)
+DEVICE_GB = (24, 80, 141)
+"""As printed on the card, in 1e9 bytes: a card has no less."""
+KINDS = {
+    "full": (),
+    "LoRA": (
+        "train_parameters.dtype=bfloat16",
+        "train_parameters.lora_peft_config={r: 32, target_modules: all-linear}",
+    ),
+}
+WAYS = {
+    "awake": ("train_parameters.sampler.sleep=none", "train_parameters.sampler.offload_optimizer=false"),
+    "sleep": ("train_parameters.sampler.sleep=all", "train_parameters.sampler.offload_optimizer=false"),
+    "sleep, offload": (
+        "train_parameters.sampler.sleep=all",
+        "train_parameters.sampler.offload_optimizer=true",
+    ),
+    "CPU offload": (
+        "train_parameters.sampler.sleep=all",
+        "train_parameters.sampler.offload_optimizer=false",
+        "train_parameters.sampler.gpu_memory_utilization=0.85",
+        "train_parameters.cpu_offload=true",
+    ),
+}
+"""What makes room, the fastest first."""
+NOTHING = "-"
+TEXT = """\
+# What fits
+
+Computed from the shapes of the models alone by the plan that `vectorlm check` prints, for supervised fine-tuning beside
+a vLLM engine that has {share:.0%} of each device: sequences of 2,048 tokens, one a micro-batch, activations recomputed,
+FULL_SHARD, AdamW. **Nothing of it was measured on a GPU.** Each cell names the fastest way in which the run fits:
+
+- *awake*: the engine keeps its memory while the trainer works;
+- *sleep*: it gives up weights and KV cache meanwhile (`sleep: all`);
+- *sleep, offload*: the optimizer's state moves to the host while the engine works (`offload_optimizer: true`);
+- *CPU offload*: weights, gradients and optimizer state stay on the host, where AdamW steps (`cpu_offload: true`), and
+  the engine, asleep meanwhile, may have 85% of the device: slow;
+- `-`: it does not fit.
+
+*full* trains all weights in fp32, computing in bf16; *LoRA* trains adapters of rank 32 on a frozen bf16 base. A GB is
+1e9 bytes. The sizes are those of the models' own `config.json`.
+
+{table}
+
+The host needs memory too: the second table of `vectorlm check` says how much.
+
+The commands of the cells *80 GB, full*, row by row (`-` ends with an error that names the numbers):
+
+```bash
+{commands}
+```
+
+This page is written by `python benchmarks/sizes.py`, and a test runs the command of every cell.
+"""
+
+
+def make_folder(folder: Path, name: str) -> None:
+    """Write what a check reads of a model: its description, and files of weights that end after their heads."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, hidden, feed_forward, blocks, heads, kv_heads, vocabulary, is_tied = MODELS[name]
+    config = AutoConfig.for_model(
+        kind,
+        hidden_size=hidden,
+        intermediate_size=feed_forward,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=is_tied,
+        max_position_embeddings=8192,
+    )
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    config.save_pretrained(folder)
+    head = {name: {"shape": list(each.shape)} for name, each in model.named_parameters()}
+    text = json.dumps(head).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def overrides(kind: str, way: str) -> tuple[str, ...]:
+    """Return the settings of a cell, besides the model."""
+    return ("dataset.train_bs=1", *KINDS[kind], *WAYS[way])
+
+
+def device_gib(gigabytes: int) -> float:
+    """Return the memory of a card in GiB, rounded down."""
+    return int(gigabytes * 1e9 / GIB * 10) / 10
+
+
+def fits(config: Any, num_devices: int, gigabytes: int) -> bool:
+    """Whether a run fits on so many devices."""
+    try:
+        check_memory(plan_of_config(config, num_devices, int(device_gib(gigabytes) * GIB)))
+    except ConfigError:
+        return False
+    return True
+
+
+def way_of(folder: Path, kind: str, num_devices: int, gigabytes: int) -> str:
+    """Return the fastest way in which a model fits."""
+    for way in WAYS:
+        config = load_config(ROOT / BASE, [f"model={folder}", *overrides(kind, way)])
+        if fits(config, num_devices, gigabytes):
+            return way
+    return NOTHING
+
+
+def command(name: str, num_devices: int, gigabytes: int, settings: Sequence[str]) -> str:
+    """Return the command that checks a cell."""
+    words = ["vectorlm", "check", BASE, "--world_size", num_devices]
+    words += ["--device_memory_gib", device_gib(gigabytes), "--set", f"model=models/{name}"]
+    words += [word for setting in settings for word in ("--set", setting)]
+    return shlex.join(map(str, words))
+
+
+def cells(folders: Path) -> Iterator[tuple[str, int, dict[tuple[int, str], str]]]:
+    """Yield model, number of devices and, by memory and kind, the way of every row."""
+    for name in MODELS:
+        (folders / name).mkdir()
+        make_folder(folders / name, name)
+        for num_devices in NUM_DEVICES:
+            yield (
+                name,
+                num_devices,
+                {
+                    (gigabytes, kind): way_of(folders / name, kind, num_devices, gigabytes)
+                    for gigabytes in DEVICE_GB
+                    for kind in KINDS
+                },
+            )
+
+
+def page(folders: Path) -> str:
+    """Return the text of the page; `folders` takes what stands for the models."""
+    heads = [f"{gigabytes} GB, {kind}" for gigabytes in DEVICE_GB for kind in KINDS]
+    table = ["| Model | GPUs | " + " | ".join(heads) + " |", "|---" * (2 + len(heads)) + "|"]
+    commands = []
+    for name, num_devices, found in cells(folders):
+        table.append(f"| {name} | {num_devices} | " + " | ".join(found.values()) + " |")
+        way = found[80, "full"]
+        settings = overrides("full", "CPU offload" if way == NOTHING else way)
+        commands.append(command(name, num_devices, 80, settings))
+    share = load_config(ROOT / BASE).train_parameters.sampler.engine.gpu_memory_utilization
+    return TEXT.format(share=share, table="\n".join(table), commands="\n".join(commands))
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        PAGE.write_text(page(Path(folder)))
