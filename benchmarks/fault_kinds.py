@@ -131,6 +131,9 @@ def limit_s(fault: Fault, mode: Mode, start_s: float) -> float:
     limit = MARGIN_S + start_s
     if fault.target == "checkpoint":
         return limit
+    if fault.target == "server" and start_s:
+        # It may still be on its way, for all that the run knows.
+        limit += LOAD_S
     if fault.what in ("SIGSTOP", "loop"):
         limit += max(DEADLINE_S, COLLECTIVE_S)
         is_rank = fault.target.startswith("rank")
