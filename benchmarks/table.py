@@ -42,6 +42,10 @@ PAGES = {
             "Right answers to held-out Countdown questions, in percent: mean (range) of three seeds",
         ),
         Table("rl_step", "A step of GRPO beside TRL with vLLM in its process (medians of steps)"),
+        Table(
+            "faults",
+            "Runs that were broken on purpose, by kind of fault ([docs/reliability.md](docs/reliability.md))",
+        ),
     ],
     "docs/engines.md": [
         Table(
@@ -93,6 +97,7 @@ PAGES = {
         ),
     ],
     "docs/reliability.md": [
+        Table("faults", "Runs that were broken on purpose, by kind of fault"),
         Table("soak", "Two long runs on two ranks, after a tenth of each and at its end"),
         Table("mutants", "Changes to the code, one at a time, and whether the tests notice"),
     ],
