@@ -108,6 +108,8 @@ def main() -> int:
     devices = gpus() if is_cuda else []
     if is_cuda and not devices:
         parser.error("nvidia-smi lists no GPU. Rehearse with --device cpu, or read --plan.")
+    # As Ctrl-C does: a step runs in a session of its own, and would go on.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     rows = [row for step in steps for row in rows_of(step, is_cuda, devices)]
     if is_cuda and rows:
         save(rows, devices)
