@@ -23,7 +23,7 @@ OTHER_DEVICE := $(filter-out $(DEVICE),$(shell cat $(STAMP) 2>/dev/null))
 # Passed on when given on the command line: make run PYTHON=python3.12 VECTORLM_DEVICE=cpu
 export PYTHON VECTORLM_DEVICE
 
-.PHONY: help install run countdown test test-all test-long lint bench clean FORCE
+.PHONY: help install run countdown test test-all test-long gpu lint bench clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -49,6 +49,9 @@ test-all: $(STAMP) ## run the slow tests too
 
 test-long: $(STAMP) ## run the tests that test-all leaves out
 	$(PYTEST) -m long $(PYTEST_ARGS)
+
+gpu: $(STAMP) ## qualify a GPU machine, in 25 minutes on one GPU (ARGS="--only swap", ARGS=--plan)
+	$(BIN)/python tests/gpu/qualify.py $(ARGS)
 
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .

@@ -1,0 +1,185 @@
+"""What a user does with an engine: updates, corrupted rows, sleep, adapters, a trainer that takes memory meanwhile."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from gpu_bench import GIB, Bench, big_trainer, logprobs, transport, used_bytes
+from gpu_transfers import swap
+from lora_cases import WITH_LORA, adapted, gap, move
+from swap_cases import compare, perturb, publishing, swap_and_compare
+from tiny_engine import TINY_ENGINE
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+import vectorlm
+from vectorlm.errors import ChecksumMismatch
+
+PROMPTS = [[2, 3, 4, 5], [6, 7]]
+WARM_UP, SWAPS, ROUNDS = 20, 200, 5
+LONG = {"temperature": 1.0, "max_tokens": 1500, "ignore_eos": True}
+
+
+def tiny(bench: Bench) -> None:
+    folder = bench.tiny_model()
+    vectorlm.launch(corrupt_a_row, bench, folder)
+    vectorlm.launch(swap_often, bench, folder)
+    cases: dict[str, dict[str, Any]] = {"fp32": {"dtype": "float32"}, "bf16": {"dtype": "bfloat16"}}
+    if bench.is_cuda:
+        cases["fp32, eager"] = {"dtype": "float32", "enforce_eager": True, **transport("push")}
+    for name, arguments in cases.items():
+        bench.note(f"log-prob gap, {name}", largest_gap(folder, **arguments))
+
+
+def largest_gap(folder: str, world_size: int = 1, **engine_args: Any) -> float:
+    """Return the largest gap of a log-probability, trainer against engine, over three updates."""
+    on_rank = partial(swap_and_compare, folder, "live", **engine_args)
+    return max(gap for _, seen, _ in vectorlm.launch(on_rank, world_size=world_size) for _, gap, _ in seen)
+
+
+def corrupt_a_row(bench: Bench, folder: str) -> None:
+    """Change one row of the weights on their way, after the trainer has summed them."""
+
+    def change(sums: list[int], layout: Any, tensors: dict[str, torch.Tensor]) -> list[int]:
+        next(iter(tensors.values()))[3].add_(1)
+        return sums
+
+    model = fully_shard(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    with vectorlm.SamplingEngine(folder, **TINY_ENGINE, enforce_eager=True, **transport("push")) as engine:
+        engine.update(model, 0)
+        try:
+            with publishing(change):
+                engine.update(model, 1)
+            bench.note("corrupted row noticed", False)
+        except ChecksumMismatch:
+            bench.note("corrupted row noticed", True)
+
+
+def swap_often(bench: Bench, folder: str) -> None:
+    """See whether memory grows, and swap in the midst of a completion."""
+    model = fully_shard(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    with vectorlm.SamplingEngine(folder, **{**TINY_ENGINE, "max_model_len": 2048}) as engine:
+        for step in range(WARM_UP + SWAPS):
+            if step == WARM_UP:
+                before = used_bytes()
+            engine.update(model, step)
+        bench.note("grown over 200 swaps, MiB", (used_bytes() - before) / 2**20)
+        for mode in ("keep", "recompute"):
+            handle = engine.submit([PROMPTS[0]], LONG)
+            time.sleep(0.3)
+            engine.update(model, engine.version + 1, in_flight=mode)
+            ((answer,),) = handle.result()
+            bench.note(f"{mode}: tokens of both weights", len(set(answer.versions)) == 2)
+
+
+def sleep(bench: Bench) -> None:
+    vectorlm.launch(sleep_on_rank, bench, bench.big_model())
+
+
+def sleep_on_rank(bench: Bench, folder: str) -> None:
+    model = big_trainer(folder)
+    alone = used_bytes()
+    with bench.big_engine(folder, enable_sleep_mode=True) as engine:
+        engine.update(model, 0)
+        before = logprobs(engine, PROMPTS)
+        left = {"all": 0.0, "the KV cache": 0.0}
+        for step in range(1, ROUNDS + 1):
+            engine.sleep(weights=False)
+            left["the KV cache"] = max(left["the KV cache"], (used_bytes() - alone) / GIB)
+            if step % 2:
+                engine.wake_up()
+            engine.sleep()
+            left["all"] = max(left["all"], (used_bytes() - alone) / GIB)
+            engine.wake_up(kv_cache=False)
+            engine.update(model, step)
+            engine.wake_up(weights=False)
+        after = logprobs(engine, PROMPTS)
+        changes = [abs(one - other) for one, other in zip(before, after, strict=True)]
+        bench.note("log-probs changed by, after the rounds", max(changes))
+        for part, gib in left.items():
+            if bench.is_cuda:
+                bench.note(f"left after sleep of {part}, GiB", gib)
+        turn = vectorlm.DeviceTurn(engine, model=model, sleep="all")
+        if bench.is_cuda:
+            # Freed at once, so that torch keeps it for later.
+            torch.empty(torch.cuda.mem_get_info()[0] - 4 * GIB, dtype=torch.uint8, device="cuda")
+        with turn.sampling(ROUNDS + 1):
+            logprobs(engine, PROMPTS)
+        bench.note("KV cache wakes while the trainer caches all memory", True)
+
+
+def adapter(bench: Bench) -> None:
+    vectorlm.launch(adapter_on_rank, bench, bench.tiny_model())
+
+
+def adapter_on_rank(bench: Bench, folder: str) -> None:
+    model, reference = adapted(folder), adapted(folder)
+    fully_shard(model)
+    # vllm 0.26 to 0.32: the Triton kernels of LoRA assert float16 or bfloat16.
+    arguments = {**TINY_ENGINE, **WITH_LORA, "dtype": "bfloat16" if bench.is_cuda else "float32"}
+    with vectorlm.SamplingEngine(folder, **arguments, enable_sleep_mode=True) as engine:
+        whole = engine.update(model, 0).num_bytes
+        move([model, reference], seed=1)
+        adapters = engine.update(model, 1).num_bytes
+        bench.note("bytes of an adapter update over the first", adapters / whole)
+        bench.note("log-prob gap", gap(engine, reference)[0])
+        engine.sleep()
+        move([model, reference], seed=2)
+        engine.update(model, 2)
+        engine.wake_up()
+        bench.note("log-prob gap after sleep", gap(engine, reference)[0])
+
+
+def race(bench: Bench) -> None:
+    vectorlm.launch(race_on_rank, bench, bench.big_model())
+
+
+def race_on_rank(bench: Bench, folder: str) -> None:
+    with bench.big_engine(folder) as engine:
+        device = vectorlm.Topology.from_environment().device
+        taken = [torch.zeros(GIB if bench.is_cuda else 1024, dtype=torch.uint8, device=device)]
+        while len(taken) < 20:
+            time.sleep(0.5)
+            taken.append(torch.zeros_like(taken[0]))
+        logprobs(engine, PROMPTS)
+        bench.note("the engine starts and samples", True)
+
+
+def ranks_2(bench: Bench) -> None:
+    ranks(bench, 2)
+
+
+def ranks_8(bench: Bench) -> None:
+    ranks(bench, 8)
+
+
+def ranks(bench: Bench, world_size: int) -> None:
+    folder = bench.tiny_model()
+    bench.note("log-prob gap", largest_gap(folder, world_size, dtype="float32"))
+    vectorlm.launch(parallel_on_rank, bench, folder, world_size=world_size)
+    if bench.is_cuda:
+        swap(bench, world_size)
+
+
+def parallel_on_rank(bench: Bench, folder: str) -> None:
+    """An engine over two devices that sleeps between two updates."""
+    model, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+    fully_shard(model)
+    alone = used_bytes()
+    arguments = {**TINY_ENGINE, "tensor_parallel_size": 2, "enable_sleep_mode": True}
+    with vectorlm.SamplingEngine(folder, **arguments) as engine:
+        engine.update(model, 0)
+        engine.sleep()
+        left = (used_bytes() - alone) / GIB
+        engine.wake_up(kv_cache=False)
+        perturb(model, reference, seed=0)
+        engine.update(model, 1)
+        engine.wake_up(weights=False)
+        _, largest, _ = compare(engine, reference)
+    if vectorlm.Topology.from_environment().is_main:
+        bench.note("tensor parallel: log-prob gap after sleep", largest)
+        if bench.is_cuda:
+            bench.note("tensor parallel: left after sleep, GiB", left)

@@ -1,0 +1,158 @@
+"""The trainer's side: process groups, an optimizer step of a 7B model, its state on the host, a run of GRPO."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_bench import GIB, Bench, big_trainer
+from torch.distributed.fsdp import fully_shard
+
+import vectorlm
+from vectorlm.memory import from_config
+from vectorlm.memory.plan import CUDA_PROCESS_BYTES, Demand, plan_memory
+from vectorlm.train.device_turn import Offload
+
+ROOT = Path(__file__).parents[2]
+NUM_TOKENS = 512
+SPARE_HOST_SHARE = 0.8
+
+
+def imports(bench: Bench) -> None:
+    vectorlm.launch(groups_on_rank, bench)
+    import_module("vllm.v1.worker.gpu.model_runner" if bench.is_cuda else "vllm.v1.worker.gpu_model_runner")
+    bench.note("vLLM's model runner imports", True)
+
+
+def groups_on_rank(bench: Bench) -> None:
+    device = vectorlm.Topology.from_environment().device
+    dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
+    dist.all_reduce(torch.ones(1, device=device))
+    model = fully_shard(torch.nn.Linear(64, 64))
+    model(torch.ones(2, 64, device=device)).sum().backward()
+    gradients = [each.grad.full_tensor() for each in model.parameters()]
+    bench.note("group and sharded backward pass", all(bool(each.isfinite().all()) for each in gradients))
+
+
+def train(bench: Bench) -> None:
+    folder = bench.big_model()
+    for kind in ("fused", "foreach"):
+        vectorlm.launch(step_on_rank, bench, folder, kind)
+
+
+def step_on_rank(bench: Bench, folder: str, kind: str) -> None:
+    """Take two steps, the second of which has all memory to hold; then move the state of `fused` out and back."""
+    model = big_trainer(folder)
+    planned = planned_bytes(model, folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, **{kind: True})
+    tokens = torch.arange(NUM_TOKENS, device=model.device)[None] % model.config.vocab_size
+    try:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(tokens, labels=tokens).loss.backward()
+            optimizer.step()
+    except torch.OutOfMemoryError:
+        bench.note(f"{kind} AdamW, peak GiB", "out of memory")
+        return
+    if bench.is_cuda:
+        peak = torch.cuda.max_memory_allocated()
+        bench.note(f"{kind} AdamW, peak GiB", peak / GIB)
+        if kind == "fused":
+            bench.note("fused AdamW, peak over the plan", peak / planned)
+    if kind == "fused":
+        optimizer.zero_grad()
+        offload(bench, optimizer)
+
+
+def planned_bytes(model: Any, folder: str) -> int:
+    """Return what the memory plan says of this model while it trains, without the process itself."""
+    # The plan reads the heads of a folder's safetensors files; what follows them may be missing.
+    shapes = {name: {"shape": list(each.shape)} for name, each in model.named_parameters()}
+    head = json.dumps(shapes).encode()
+    (Path(folder) / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+    size = from_config.read_model_size(folder)
+    demand = Demand(
+        model=size,
+        num_trainable=size.num_parameters,
+        num_ranks=1,
+        num_shards=1,
+        keeps_gathered=False,
+        is_mixed=True,
+        recomputes=True,
+        micro_batch_size=1,
+        sequence_tokens=NUM_TOKENS,
+        engine=None,
+        device_bytes=1,
+        is_cpu=False,
+    )
+    return plan_memory(demand).training - CUDA_PROCESS_BYTES
+
+
+def offload(bench: Bench, optimizer: torch.optim.Optimizer) -> None:
+    """Move the optimizer's state to the host and back, twice: the first time makes the host memory."""
+    moments = [each["exp_avg_sq"].to_local() for each in optimizer.state.values()]
+    if sum(2 * each.nbytes for each in moments) > SPARE_HOST_SHARE * from_config.host_memory_bytes():
+        raise MemoryError("the host has no room for the optimizer's state: offload was not tried.")
+    before = [float(each.sum(dtype=torch.float64)) for each in moments]
+    away = Offload(optimizer, vectorlm.Topology.from_environment().device)
+    for _ in range(2):
+        times = [time.perf_counter()]
+        for move in (away.move_out, away.move_back):
+            move()
+            if bench.is_cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter())
+    bench.note("offload: out, s", times[1] - times[0])
+    bench.note("offload: back, s", times[2] - times[1])
+    after = [float(each.sum(dtype=torch.float64)) for each in moments]
+    bench.note("offload: the same bits came back", before == after)
+
+
+def grpo(bench: Bench) -> None:
+    """Train on Countdown for five steps, in fp32, as examples/rl_example_mp.py does."""
+    from vectorlm.config import load_config
+    from vectorlm.reinforce import reinforce
+
+    data, output = make_countdown(bench.folder), bench.folder / "run"
+    changes = {
+        "model": data / "model",
+        "train_parameters.output_dir": output,
+        "train_parameters.use_mp": False,
+        "train_parameters.sampler.prompts": data / "held_out.jsonl",
+        "rl.prompts": data / "train.jsonl",
+        "rl.max_steps": 5,
+    }
+    if not bench.is_cuda:
+        changes["rl.prompts_per_step"] = 8
+    config = load_config(
+        ROOT / "configs/countdown_grpo.yaml", [f"{key}={value}" for key, value in changes.items()]
+    )
+    vectorlm.launch(reinforce, config)
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    gaps = [line["sampler/logprob_gap_max"] for line in lines if "sampler/logprob_gap_max" in line]
+    bench.note("steps", lines[-1]["step"])
+    bench.note("largest log-prob gap, fp32", max(gaps))
+
+
+def make_countdown(folder: Path) -> Path:
+    """Write the model and the questions of examples/make_countdown.py, without its tokenised datasets."""
+    if find_spec("datasets") is None:
+        # Reinforcement learning needs none, and an offline machine may have no such package.
+        sys.modules["datasets"] = SimpleNamespace(Dataset=None, disable_progress_bars=None)  # type: ignore[assignment]
+    sys.path.append(str(ROOT / "examples"))
+    countdown = import_module("make_countdown")
+    training, held_out = countdown.generate_problems(2048, 128, rules=countdown.CountdownRules(), seed=0)
+    tokenizer = countdown.build_tokenizer()
+    countdown.build_model(tokenizer, 0).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    countdown.write_questions(training, folder / "train.jsonl")
+    countdown.write_questions(held_out, folder / "held_out.jsonl")
+    return folder

@@ -1,0 +1,115 @@
+"""How fast memory moves here, and how fast a hot swap of a 7B model is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from gpu_bench import Bench, big_trainer, transport
+
+import vectorlm
+from vectorlm.weights.arena import Arena
+
+HANDLE_WITHIN_S = 40.0
+
+
+def ceilings(bench: Bench) -> None:
+    """Open memory handles in second processes first: this one then still has no context."""
+    share(bench)
+    if not bench.is_cuda:
+        return
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if not share(bench, is_expandable=True):
+        bench.note("with expandable_segments", "refused, or no answer")
+    del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+    size = 4 << 30
+    first, second = (torch.ones(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    bench.note("device copy, TB/s", 2 * size / seconds(lambda: second.copy_(first)) / 1e12)
+    size = 2 << 30
+    host, there = Arena.create(size), first[:size]
+    bench.note("host to device, pageable, GB/s", size / seconds(lambda: there.copy_(host.bytes)) / 1e9)
+    cudart, address = torch.cuda.cudart(), host.bytes.data_ptr()
+    torch.cuda.check_error(cudart.cudaHostRegister(address, size, 0))
+    bench.note("host to device, registered, GB/s", size / seconds(lambda: there.copy_(host.bytes)) / 1e9)
+    bench.note("device to host, registered, GB/s", size / seconds(lambda: host.bytes.copy_(there)) / 1e9)
+    torch.cuda.check_error(cudart.cudaHostUnregister(address))
+
+
+def seconds(copy: Callable[[], Any]) -> float:
+    """Return the median time of one copy."""
+    times = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        copy()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def share(bench: Bench, is_expandable: bool = False) -> bool:
+    """Have a new process share memory with another one; return whether it came to an end."""
+    owner = multiprocessing.get_context("spawn").Process(target=own, args=(bench, is_expandable))
+    owner.start()
+    owner.join(HANDLE_WITHIN_S)
+    if owner.exitcode is None:
+        owner.kill()
+    return owner.exitcode == 0
+
+
+def own(bench: Bench, is_expandable: bool) -> None:
+    """Share 1 GB, change it, and compare the second process's sums with this one's."""
+    processes = torch.multiprocessing.get_context("spawn")
+    mine, theirs = processes.Pipe()
+    size, device = (250_000_000, "cuda") if bench.is_cuda else (250_000, "cpu")
+    tensor = torch.arange(size, dtype=torch.int32, device=device)
+    reader = processes.Process(target=read, args=(theirs,), daemon=True)
+    reader.start()
+    mine.send(tensor)
+    equal = []
+    for _ in range(2):
+        equal.append(mine.poll(HANDLE_WITHIN_S / 2) and mine.recv() == int(tensor.long().sum()))
+        tensor.add_(1)
+        if bench.is_cuda:
+            torch.cuda.synchronize()
+        mine.send("again")
+    if is_expandable:
+        bench.note("with expandable_segments", f"the same bits: {all(equal)}")
+    else:
+        bench.note("second process reads the same bits", equal[0])
+        bench.note("second process sees a later write", equal[1])
+
+
+def read(pipe: Any) -> None:
+    """Sum the tensor that arrives, and sum it again when asked."""
+    tensor = pipe.recv()
+    for _ in range(2):
+        pipe.send(int(tensor.long().sum()))
+        pipe.recv()
+
+
+def swap(bench: Bench, world_size: int = 1) -> None:
+    vectorlm.launch(swap_on_rank, bench, bench.big_model(), world_size=world_size)
+
+
+def swap_on_rank(bench: Bench, folder: str) -> None:
+    """Time the updates of an engine for each way that weights can cross, and once more without verification."""
+    model: Any = big_trainer(folder)
+    note = bench.note if vectorlm.Topology.from_environment().is_main else lambda *figure: None
+    note("parameters, 1e9", sum(each.numel() for each in model.parameters()) / 1e9)
+    ways = ("push", "bucketed", "pull") if transport("pull") else ("push",)
+    for way in ways:
+        with bench.big_engine(folder, **transport(way)) as engine:
+            engine.wait_until_ready()
+            first, *later = [engine.update(model, step) for step in range(4)]
+        note(f"{way}: first update, s", first.total_s)
+        note(f"{way}: update, s", verified_s := median(report.total_s for report in later))
+        note(f"{way}: of it until the ranks have published, s", median(report.publish_s for report in later))
+    with bench.big_engine(folder, verify_updates=False, **transport(ways[-1])) as engine:
+        _, *later = [engine.update(model, step) for step in range(4)]
+    note("verification, s", verified_s - median(report.total_s for report in later))

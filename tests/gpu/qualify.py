@@ -1,0 +1,264 @@
+"""Qualify a GPU machine: ten steps, each in a process of its own, and their figures beside what was expected.
+
+    make gpu                                       every step that the machine has devices for
+    python tests/gpu/qualify.py --only swap,sleep  some steps; the others' rows in benchmarks/results/gpu.json stay
+    python tests/gpu/qualify.py --plan             what each step needs and should show; starts nothing
+    python tests/gpu/qualify.py --device cpu       a rehearsal with tiny models on CPU; saves nothing
+
+It needs no network. docs/gpu.md says where the expected figures come from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+sys.path += [str(ROOT / name) for name in ("benchmarks", "tests", "tests/engine")]
+
+import yaml  # noqa: E402
+from report import RESULTS, write_result  # noqa: E402
+
+FREED_WITHIN_S = 10.0
+TAIL_LINES = 25
+GOOD = ("ok", "noted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """One figure of a step, as steps.yaml has it."""
+
+    figure: str
+    at_least: float | None = None
+    at_most: float | None = None
+    predicted: Any = None
+    means: str = ""
+    cuda_only: bool = False
+
+    @property
+    def text(self) -> str:
+        """What should come out, in a few words."""
+        if self.predicted == "-":
+            return "-"
+        parts = {">=": self.at_least, "<=": self.at_most, "predicted": self.predicted}
+        return ", ".join(f"{word} {value}" for word, value in parts.items() if value is not None) or "yes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step, as steps.yaml has it."""
+
+    name: str
+    what: str = ""
+    call: str
+    limit_s: float
+    min_gpus: int = 1
+    expected: tuple[Expected, ...] = ()
+
+
+def read_steps() -> tuple[Step, ...]:
+    """Read steps.yaml."""
+    steps = yaml.safe_load(Path(__file__).with_name("steps.yaml").read_text())
+    for each in steps.values():
+        figures = each.pop("figures")
+        each["expected"] = tuple(Expected(figure=name, **figures[name]) for name in figures)
+    return tuple(Step(name=name, **steps[name]) for name in steps)
+
+
+STEPS = read_steps()
+LEFT = Expected(figure="left in use on a device, MiB", at_most=64, means="nvidia-smi: which process holds it")
+
+
+def main() -> int:
+    """Run the steps; return 1 if a figure is not as expected."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="names of steps, with commas between them")
+    parser.add_argument("--plan", action="store_true", help="start nothing")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    for name in ("--call", "--folder", "--memory_gib"):  # What a step's own process is given.
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    is_cuda = arguments.device == "cuda"
+    if arguments.call:
+        call(arguments.call, is_cuda, float(arguments.memory_gib), Path(arguments.folder))
+        return 0
+    names = [step.name for step in STEPS]
+    chosen = arguments.only.split(",") if arguments.only else names
+    if unknown := [name for name in chosen if name not in names]:
+        parser.error(f"no step is called {', '.join(unknown)}: the steps are {', '.join(names)}.")
+    steps = [step for step in STEPS if step.name in chosen]
+    if arguments.plan:
+        print(plan(steps))
+        return 0
+    devices = gpus() if is_cuda else []
+    if is_cuda and not devices:
+        parser.error("nvidia-smi lists no GPU. Rehearse with --device cpu, or read --plan.")
+    # As Ctrl-C does: a step runs in a session of its own, and would go on.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    rows = [row for step in steps for row in rows_of(step, is_cuda, devices)]
+    if is_cuda and rows:
+        save(rows, devices)
+    bad = sorted({row["step"] for row in rows if row["verdict"] not in GOOD})
+    print(f"not as expected: {', '.join(bad)}" if bad else "all as expected")
+    return bool(bad)
+
+
+def call(name: str, is_cuda: bool, memory_gib: float, folder: Path) -> None:
+    """Run one step in this process."""
+    import torch
+    from gpu_bench import Bench
+
+    if torch.cuda.is_available() != is_cuda:
+        found = "no CUDA device (docs/gpu.md)" if is_cuda else "a CUDA device: rehearse elsewhere"
+        sys.exit(f"torch {torch.__version__} finds {found}.")
+    module, _, function = name.partition(":")
+    getattr(import_module(module), function)(Bench(is_cuda, memory_gib, folder))
+
+
+def plan(steps: Sequence[Step]) -> str:
+    """Say what each step needs and should show."""
+    lines = []
+    for step in steps:
+        lines.append(f"{step.name}: {step.what} ({step.min_gpus} GPU, at most {step.limit_s:g} s)")
+        lines += [f"    {each.figure}: {each.text}" for each in step.expected]
+    one = sum(step.limit_s for step in steps if step.min_gpus == 1)
+    return "\n".join([*lines, f"on one GPU: at most {one / 60:.1f} minutes"])
+
+
+def rows_of(step: Step, is_cuda: bool, devices: Sequence[Gpu]) -> Iterator[dict[str, str]]:
+    """Run a step, print its rows, and explain those that are not as expected."""
+    # Two ranks fit onto the cores of any machine.
+    if step.min_gpus > (len(devices) if is_cuda else 2):
+        print(f"== {step.name}: left out, needs {step.min_gpus} GPUs", flush=True)
+        return
+    print(f"== {step.name}: {step.what}", flush=True)
+    before = gpus() if is_cuda else []
+    figures, problem, output = run_step(
+        step, is_cuda, min((gpu.total_mib for gpu in devices), default=0) / 1024
+    )
+    expected = [each for each in step.expected if is_cuda or not each.cuda_only]
+    if is_cuda:
+        expected.append(LEFT)
+        figures[LEFT.figure] = left_mib(before)
+    judged = [(each, figures.pop(each.figure, None)) for each in expected]
+    judged += [(Expected(figure=figure, predicted="-"), value) for figure, value in figures.items()]
+    if problem:
+        judged.append((Expected(figure="exit code", at_most=0, means=f"its last output:\n{output}"), problem))
+    for each, value in judged:
+        value_text, word = f"{value:.4g}" if isinstance(value, float) else str(value), verdict(each, value)
+        print(f"   {each.figure}: {value_text} (expected: {each.text}) {word}", flush=True)
+        if word not in GOOD:
+            print(f"     look at: {each.means}", flush=True)
+        row = {"step": step.name, "figure": each.figure, "value": value_text, "expected": each.text}
+        yield row | {"verdict": word}
+
+
+def verdict(expected: Expected, value: Any) -> str:
+    """Judge one figure."""
+    if value is None:
+        return "missing"
+    bounds = expected.at_least, expected.at_most
+    if bounds == (None, None):
+        return "wrong" if value is False else "ok" if value is True else "noted"
+    if isinstance(value, str):
+        return "wrong"
+    low, high = (each if each is not None else value for each in bounds)
+    return "ok" if low <= value <= high else "out of bounds"  # Nothing holds for a NaN.
+
+
+def run_step(step: Step, is_cuda: bool, memory_gib: float) -> tuple[dict[str, Any], str, str]:
+    """Run a step in a session of its own, and end all of it when it is over or takes too long.
+
+    Returns:
+        Its figures; its exit code, or that there was none, if it did not end well; the last lines that it printed.
+    """
+    words = ["--call", step.call, "--device", "cuda" if is_cuda else "cpu", "--memory_gib", str(memory_gib)]
+    with tempfile.TemporaryDirectory(prefix="vectorlm-gpu-", ignore_cleanup_errors=True) as name:
+        folder, problem = Path(name), ""
+        with (folder / "output").open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, __file__, *words, "--folder", name],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            if code := process.wait(step.limit_s):
+                problem = str(code)
+        except subprocess.TimeoutExpired:
+            problem = f"none within {step.limit_s:g} s"
+        finally:
+            # Its ranks are in this group too, and a sampler follows its rank.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        noted = folder / "figures.jsonl"
+        figures = dict(map(json.loads, noted.read_text().splitlines())) if noted.exists() else {}
+        return figures, problem, "\n".join((folder / "output").read_text().splitlines()[-TAIL_LINES:])
+
+
+class Gpu(NamedTuple):
+    """One line of nvidia-smi, which answers without a CUDA context in this process."""
+
+    name: str
+    driver: str
+    total_mib: int
+    used_mib: int
+
+
+def gpus() -> list[Gpu]:
+    """List the devices of this machine; none where there is no nvidia-smi."""
+    query = "--query-gpu=name,driver_version,memory.total,memory.used"
+    try:
+        words = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+        lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    fields = [line.split(", ") for line in lines]
+    # A device that shares the host's memory says [N/A].
+    return [Gpu(*each[:2], *(int(mib) if mib.isdigit() else 0 for mib in each[2:])) for each in fields]
+
+
+def left_mib(before: Sequence[Gpu]) -> int:
+    """Return by how much more of a device is in use than before, once the driver has cleared up."""
+    deadline = time.monotonic() + FREED_WITHIN_S
+    while True:
+        left = max(now.used_mib - then.used_mib for now, then in zip(gpus(), before, strict=True))
+        if left <= (LEFT.at_most or 0) or time.monotonic() > deadline:
+            return left
+        time.sleep(0.5)
+
+
+def save(rows: list[dict[str, Any]], devices: Sequence[Gpu]) -> None:
+    """Write benchmarks/results/gpu.json, where the rows of steps that did not run now stay."""
+    path, ran = RESULTS / "gpu.json", {row["step"] for row in rows}
+    if path.exists():
+        rows = rows + [row for row in json.loads(path.read_text())["rows"] if row["step"] not in ran]
+    place = {step.name: index for index, step in enumerate(STEPS)}
+    rows.sort(key=lambda row: place.get(row["step"], len(place)))
+    setting = {"devices": [gpu.name for gpu in devices], "driver": devices[0].driver, "ran now": sorted(ran)}
+    try:
+        write_result("gpu", setting, rows)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"{path} was not written: {error}. It would have held:\n{json.dumps([setting, *rows])}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The Dockerfiles, which nobody has built here: what they copy and call exists."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+DRIVER_TOO_OLD = """#!/bin/bash
+case "$*" in *init*) echo "RuntimeError: The NVIDIA driver on your system is too old" >&2; exit 1 ;; esac
+echo 2.13.0 for CUDA 13.0
+"""
+
+
+def lines_of(path):
+    """Return the instructions, each on one line."""
+    return [line for line in path.read_text().replace("\\\n", " ").splitlines() if line and line[0] != "#"]
+
+
+def test_there_is_one_for_each_list_of_requirements():
+    assert [path.name.removesuffix(".Dockerfile") for path in FILES] == ["cpu", "cuda"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_installation_finds_all_that_it_reads_in_its_layer(path, tmp_path):
+    lines = lines_of(path)
+    installs = next(index for index, line in enumerate(lines) if line.startswith("RUN make install"))
+    for line in lines[:installs]:
+        if line.startswith("COPY"):
+            *sources, _ = line.split()[1:]
+            for source in sources:
+                assert (ROOT / source).exists(), source
+                if (ROOT / source).is_file():
+                    shutil.copy(ROOT / source, tmp_path)
+                else:
+                    (tmp_path / source).symlink_to(ROOT / source)
+    device = path.name.removesuffix(".Dockerfile")
+    assert f"ENV VECTORLM_DEVICE={device} " in path.read_text()
+    words = ["make", "-n", "install", f"VECTORLM_DEVICE={device}"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert "bash .ci/setup" in done.stdout, done.stderr
+    for name in re.findall(r"requirements/\S+\.txt", (ROOT / ".ci/setup").read_text()):
+        assert (tmp_path / name).exists(), name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_commands_and_hints_name_what_exists(path):
+    text = path.read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r'\bmake"?,? "?([a-z]+)', text.replace("libnuma1 make", ""))) <= targets
+    assert f"-f docker/{path.name} " in text
+    assert "--shm-size" in text
+    assert "/vectorlm" in text
+    assert ".venv" in (ROOT / ".dockerignore").read_text().split(), "the host's would replace the image's"
+
+
+def test_a_gpu_that_torch_cannot_use_is_an_error_that_names_the_driver(tmp_path):
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    for name, text in {
+        ".venv/bin/python": DRIVER_TOO_OLD,
+        "bin/nvidia-smi": "#!/bin/bash\necho 550.54.15\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", ".ci/setup", "--driver"],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert (
+        "torch 2.13.0 for CUDA 13.0 cannot use the GPU of this machine, whose driver is 550.54.15"
+        in done.stderr
+    )
+    assert "The NVIDIA driver on your system is too old" in done.stderr

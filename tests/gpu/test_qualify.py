@@ -1,0 +1,91 @@
+"""The qualification of a GPU machine, as far as a machine without one can tell."""
+
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import qualify
+from qualify import STEPS, Expected, Step
+
+SCRIPT = Path(__file__).with_name("qualify.py")
+on_cpu = pytest.mark.skipif(bool(qualify.gpus()), reason="rehearsals are for machines without a GPU")
+
+
+def run(*words, timeout_s=60):
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def test_the_plan_names_every_step_and_fits_into_25_minutes_on_one_gpu():
+    printed = run("--plan").stdout
+    for step in STEPS:
+        assert f"{step.name}: {step.what}" in printed
+        assert all(f"    {each.figure}: " in printed for each in step.expected)
+    assert sum(step.limit_s for step in STEPS if step.min_gpus == 1) <= 25 * 60
+    assert len([step for step in STEPS if step.min_gpus == 1]) == 10
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+def test_every_step_has_a_function(step):
+    module, _, function = step.call.partition(":")
+    assert callable(getattr(import_module(module), function))
+
+
+def test_an_unknown_step_is_refused_by_name():
+    assert "no step is called swop" in run("--only", "swop").stderr
+
+
+@pytest.mark.parametrize(
+    ("bounds", "value", "verdict"),
+    [
+        ({"at_most": 1}, 0.5, "ok"),
+        ({"at_most": 1}, 1.5, "out of bounds"),
+        ({"at_most": 1}, float("nan"), "out of bounds"),
+        ({"at_most": 1}, "out of memory", "wrong"),
+        ({"at_least": 1}, 0.5, "out of bounds"),
+        ({}, True, "ok"),
+        ({}, False, "wrong"),
+        ({}, None, "missing"),
+        ({"predicted": 1}, "out of memory", "noted"),
+    ],
+)
+def test_a_figure_is_judged_by_its_bounds(bounds, value, verdict):
+    assert qualify.verdict(Expected(figure="x", **bounds), value) == verdict
+
+
+def crash(bench):
+    bench.note("x", 0.25)
+    raise RuntimeError("the device is on fire")
+
+
+def hang(bench):
+    time.sleep(600)
+
+
+@on_cpu
+def test_a_crash_keeps_the_figures_before_it_and_shows_its_last_words():
+    step = Step(name="crash", call="test_qualify:crash", limit_s=60)
+    figures, problem, output = qualify.run_step(step, False, 0)
+    assert (figures, problem) == ({"x": 0.25}, "1")
+    assert "the device is on fire" in output
+
+
+@on_cpu
+def test_a_step_that_hangs_is_ended_and_explained(capsys):
+    expected = (Expected(figure="x", at_most=1, means="the cooling"),)
+    step = Step(name="hang", call="test_qualify:hang", limit_s=8, expected=expected)
+    assert [row["verdict"] for row in qualify.rows_of(step, False, [])] == ["missing", "wrong"]
+    assert "look at: the cooling" in capsys.readouterr().out
+
+
+@on_cpu
+@pytest.mark.slow
+def test_steps_rehearse_on_cpu():
+    printed = run("--device", "cpu", "--only", "tiny,kills", timeout_s=600)
+    assert printed.returncode == 0, printed.stdout + printed.stderr
+    assert "corrupted row noticed: True" in printed.stdout
+    assert "all as expected" in printed.stdout
