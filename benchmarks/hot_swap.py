@@ -1,7 +1,7 @@
 """How long a hot swap takes, as a multiple of one memcpy of the same bytes.
 
-Two FSDP2 ranks, one engine, a random Llama of 36 million parameters in fp32; beside it, in the same run, what vLLM
-and a gathering trainer would need. Run: python benchmarks/hot_swap.py
+Two FSDP2 ranks, one engine for each transport, a random Llama of 36 million parameters in fp32; beside it, in the same
+run, what vLLM and a gathering trainer would need. Run: python benchmarks/hot_swap.py
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,15 +22,24 @@ from report import write_result
 import vectorlm
 
 REPEATS, WARMUP = 25, 3
+TRANSPORTS = ("push", "pull", "bucketed")
+BUCKET_BYTES = 32 << 20
+"""So that the 142 MB cross in several rounds; in the library's own bucket they would be one."""
+
+Times = dict[str, float]
+"""Seconds by transport, ``push`` where there is no choice."""
 
 
-def on_rank(folder: str) -> dict[str, tuple[float, float]]:
+def on_rank(folder: str) -> dict[str, tuple[Times, float]]:
     """Measure everything that needs the ranks; return (seconds, seconds of a memcpy in the same loop) by name."""
     import torch
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
+    from vectorlm.engine import transport
+
+    transport.BUCKET_BYTES = BUCKET_BYTES
     disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for block in model.model.layers:
@@ -36,22 +47,37 @@ def on_rank(folder: str) -> dict[str, tuple[float, float]]:
     fully_shard(model)
     num_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
-    measured: dict[str, tuple[float, float]] = {}
+    measured: dict[str, tuple[Times, float]] = {}
     for receiver in ("live", "packed"):
         for verify in (False, True):
             name = f"{receiver}, verified" if verify else receiver
-            with vectorlm.SamplingEngine(
-                folder, receiver=receiver, verify_updates=verify, dtype="float32", max_model_len=512,
-                kv_cache_memory_bytes=64 << 20,
-            ) as engine:  # fmt: skip
-                reports, memcpy_s = alternate(lambda step: engine.update(model, step), source, target)
-            measured[name] = median(report.publish_s + report.load_s for report in reports), memcpy_s
-            measured[f"{name}, as the caller waits"] = median(report.total_s for report in reports), memcpy_s
+            with ExitStack() as stack:
+                engines = {
+                    each: stack.enter_context(
+                        vectorlm.SamplingEngine(
+                            folder, receiver=receiver, verify_updates=verify, transport=each, dtype="float32",
+                            max_model_len=512, kv_cache_memory_bytes=64 << 20,
+                        )
+                    )
+                    for each in TRANSPORTS
+                }  # fmt: skip
+                reports, memcpy_s = alternate(partial(update_all, engines, model), source, target)
+            swaps = {each: median(by[each].publish_s + by[each].load_s for by in reports) for each in engines}
+            waits = {each: median(by[each].total_s for by in reports) for each in engines}
+            measured[name] = swaps, memcpy_s
+            measured[f"{name}, as the caller waits"] = waits, memcpy_s
     times, memcpy_s = alternate(
         lambda step: timed(lambda: [each.full_tensor() for each in model.parameters()]), source, target
     )
-    measured["full_tensor() per parameter (gather only)"] = median(times), memcpy_s
+    measured["full_tensor() per parameter (gather only)"] = {"push": median(times)}, memcpy_s
     return measured
+
+
+def update_all(engines: dict[str, Any], model: Any, step: int) -> dict[str, Any]:
+    """Update every engine, another one first at each step; return the reports by transport."""
+    first = step % len(engines)
+    order = [*engines][first:] + [*engines][:first]
+    return {each: engines[each].update(model, step) for each in order}
 
 
 def alternate(work: Callable[[int], Any], source: Any, target: Any) -> tuple[list[Any], float]:
@@ -88,6 +114,13 @@ def restart_s(folder: Path, scratch: Path) -> float:
     return time.perf_counter() - start
 
 
+def row_of(what: str, seconds: Times, memcpy_s: float) -> dict[str, Any]:
+    """Return a row of the table; cells stay empty where there is no choice of transport."""
+    ms = {each: round(1000 * seconds[each], 1) if each in seconds else "" for each in TRANSPORTS}
+    beside = {f"{each} (ms)": ms[each] for each in TRANSPORTS if each != "push"}
+    return {"what": what, "ms": ms["push"], "x memcpy": round(seconds["push"] / memcpy_s, 2), **beside}
+
+
 def main() -> None:
     """Measure, print and save."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -98,20 +131,18 @@ def main() -> None:
             bare = BareVLLM(folder, task)
             times = [bare.ask() for _ in range(REPEATS + WARMUP)][WARMUP:]
             bare.close()
-            measured[f"vLLM {task}, tensors in its own process"] = median(times), memcpy_s
-        measured["engine restart"] = restart_s(folder, Path(scratch) / "saved"), memcpy_s
+            measured[f"vLLM {task}, tensors in its own process"] = {"push": median(times)}, memcpy_s
+        measured["engine restart"] = {"push": restart_s(folder, Path(scratch) / "saved")}, memcpy_s
         num_bytes = (folder / "model.safetensors").stat().st_size
-    rows = [{"what": "memcpy", "ms": round(1000 * memcpy_s, 1), "x memcpy": 1.0}]
-    rows += [
-        {"what": name, "ms": round(1000 * seconds, 1), "x memcpy": round(seconds / copy, 2)}
-        for name, (seconds, copy) in measured.items()
-    ]
+    rows = [row_of("memcpy", {"push": memcpy_s}, memcpy_s)]
+    rows += [row_of(name, *times) for name, times in measured.items()]
     setting = {
         "world_size": 2,
         "threads_per_rank": 1,
         "dtype": "float32",
         "bytes": num_bytes,
         "repeats": REPEATS,
+        "bucket_bytes": BUCKET_BYTES,
     }
     write_result("hot_swap", setting, rows)
 

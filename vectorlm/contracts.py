@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from vectorlm.types import Completion, Prompt
 
 if TYPE_CHECKING:
+    from vectorlm.weights.exports import Export
     from vectorlm.weights.plan import Layout, TensorSpec
 
 BACKENDS = {
@@ -146,6 +147,33 @@ Inference = Backend
 """Its older name."""
 
 
+class TransportBackend(Backend, Protocol):
+    """A `Backend` that takes weights in more ways than through one arena of the whole model. The rest is optional."""
+
+    @property
+    def transports(self) -> Sequence[str]:
+        """`push`, and what else it takes: `bucketed`, an arena that is filled in rounds; `pull`, by handle."""
+
+    def connect(
+        self,
+        manifest: Sequence[TensorSpec],
+        arena_path: str | None,
+        weight_set: str,
+        arena_bytes: int | None = None,
+    ) -> Layout:
+        """Do what `Backend.connect` does, with an arena of at most `arena_bytes`; 0 is none, and a path of ``""``."""
+
+    def copy_round(self, rounds: Mapping[str, int]) -> None:
+        """Copy what the arenas hold of these rounds, by weight set, while paused; `load` copies the last rounds."""
+
+    def open_handles(self, weight_set: str, exports: Sequence[Export]) -> None:
+        """Open what the ranks of this node export, in place of earlier exports; every `load` copies from there.
+
+        Raises:
+            StaleHandle: A rank does not hold any more what it exported; `load` raises it too.
+        """
+
+
 @runtime_checkable
 class WeightSource(Protocol):
     """Weights that `Engine.update` takes instead of a ``torch.nn.Module``; all ranks call both methods alike."""
@@ -154,9 +182,10 @@ class WeightSource(Protocol):
         """List the whole tensors by their names in the trainer; the same on every rank, at every version."""
 
     def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
-        """Write this rank's rows of every tensor into the arena at `layout`, cast to each slot's dtype.
+        """Write this rank's rows of every tensor of `layout` into the arena there, cast to each slot's dtype.
 
-        Together the ranks of one node write every byte of every slot.
+        Together the ranks of one node write every byte of every slot. A layout lists all tensors, or with the transport
+        `bucketed` some: then one call after the other brings the rest.
 
         Returns:
             One sum per slot: over the ranks, modulo 2^64, they add up to `vectorlm.weights.checksum.checksum` of the

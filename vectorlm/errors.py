@@ -50,6 +50,10 @@ class EngineTimeout(EngineError, TimeoutError):
     """The sampler process has been silent for longer than the deadline."""
 
 
+class StaleHandle(EngineError, LookupError):
+    """What a rank exported of its weights is not where it was any more."""
+
+
 class WeightMismatch(VectorLMError, ValueError):
     """Trainer and engine disagree on parameter names or shapes."""
 

@@ -267,6 +267,7 @@ def open_engine(
             sampling_params=dict(settings.sampling_params),
             inference=settings.inference,
             receiver=settings.receiver,
+            transport=settings.transport,
             lora_mode="auto" if config.train_parameters.lora_peft_config is None else settings.lora_mode,
             verify_updates=settings.verify_updates,
             devices=None if placement is None else placement.engine,

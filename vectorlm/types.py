@@ -53,6 +53,8 @@ class UpdateReport:
     """Seconds that the whole update took, without the wait for an engine that was still starting."""
     stall_s: float = 0.0
     """Seconds that requests in flight stood still; 0 without any."""
+    transport: str = ""
+    """How the weights crossed: `push`, `bucketed` or `pull`; empty if none did."""
     busy: tuple[tuple[float, float], ...] = field(default=(), repr=False)
     """When the engine computed since its last update, from and to, by ``time.perf_counter``; empty where unknown."""
 

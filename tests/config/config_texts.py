@@ -65,6 +65,7 @@ train_parameters:
       max_model_len: 512
     reward: countdown
     receiver: packed
+    transport: bucketed
     verify_updates: False
     timeout_s: 60
 dataset:

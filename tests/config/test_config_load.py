@@ -77,6 +77,7 @@ def test_every_key_of_a_full_file_arrives(write_config):
                     sampling_params={"n": 4, "temperature": 0.1, "logit_bias": {50256: -100}},
                     engine_args={"max_model_len": 512},
                     receiver="packed",
+                    transport="bucketed",
                     verify_updates=False,
                     timeout_s=60.0,
                 ),
@@ -131,6 +132,7 @@ def test_the_sampler_takes_the_defaults(write_config):
             sampling_params={},
             engine_args={},
             receiver="auto",
+            transport="auto",
             verify_updates=True,
             timeout_s=300.0,
         ),
@@ -202,7 +204,7 @@ def test_separator_is_the_same_setting_as_seperator(write_config):
 def test_separator_in_both_spellings_is_refused(write_config):
     path = write_config(FULL, ("  split: train", "  separator: x\n  split: train"))
     assert error_text(path) == (
-        "'dataset_preprocess.separator' (my.yaml:69) and 'dataset_preprocess.seperator' (my.yaml:67) are the "
+        "'dataset_preprocess.separator' (my.yaml:70) and 'dataset_preprocess.seperator' (my.yaml:68) are the "
         "same setting. Remove one of the two."
     )
 
@@ -373,6 +375,9 @@ REFUSED = {
     "train_parameters.sampler.receiver": {
         "pack": "='pack' must be one of auto, live, packed. Did you mean 'packed'?"
     },
+    "train_parameters.sampler.transport": {
+        "pul": "='pul' must be one of auto, push, bucketed, pull. Did you mean 'pull'?"
+    },
     "train_parameters.sampler.timeout_s": {
         "0": "=0 must be a finite number > 0. Use 1.0, for example.",
         ".inf": "=inf must be a finite number > 0. Use 1.0, for example.",
@@ -463,7 +468,7 @@ def test_ignore_indices_must_agree(write_config):
     path = write_config(FULL, ("dataset:\n  ignore_index: -100", "dataset:\n  ignore_index: -1"))
     assert error_text(path) == (
         "dataset_preprocess.ignore_index=-100 must equal dataset.ignore_index=-1, or the loss would count "
-        "hidden tokens. Use -1. (my.yaml:59)"
+        "hidden tokens. Use -1. (my.yaml:60)"
     )
 
 

@@ -81,7 +81,7 @@ NOT_OF_THE_LOOP = (
     # Read by `open_engine`, which a given engine makes unnecessary.
     *(
         f"train_parameters.sampler.{name}"
-        for name in ("receiver", "verify_updates", "engine", "sampling_params")
+        for name in ("receiver", "transport", "verify_updates", "engine", "sampling_params")
     ),
     *(
         f"train_parameters.sampler.{name}"

@@ -11,6 +11,7 @@ from tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM
 
 from vectorlm import SamplingEngine, Topology
+from vectorlm.engine import transport
 from vectorlm.engine.handle import WorkQueue
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.module_source import ModuleSource
@@ -106,7 +107,7 @@ def compare(engine, reference, check_greedy=True):
     return equal, gap, [[list(each.token_ids) for each in answers] for answers in sampled]
 
 
-def swap_and_compare(folder, receiver, num_updates=3, dtype="float32", **engine_args):
+def swap_and_compare(folder, receiver, num_updates=3, dtype="float32", bucket_bytes=1 << 29, **engine_args):
     """Run on every rank: FSDP2 model, engine, updates; return what `compare` saw after each."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -117,6 +118,7 @@ def swap_and_compare(folder, receiver, num_updates=3, dtype="float32", **engine_
             fully_shard(block)
         fully_shard(model)
     seen, reports = [], []
+    transport.BUCKET_BYTES = bucket_bytes
     with SamplingEngine(
         folder,
         receiver=receiver,
@@ -127,6 +129,7 @@ def swap_and_compare(folder, receiver, num_updates=3, dtype="float32", **engine_
             reports.append(engine.update(model, step))
             seen.append(compare(engine, reference))
         assert engine.receiver == receiver
+        assert {report.transport for report in reports} == {engine_args.get("transport", "push")}
     return Topology.from_environment().rank, seen, [report.version for report in reports]
 
 

@@ -1,4 +1,4 @@
-"""Two hundred swaps take no memory: what a run of thousands of steps depends on."""
+"""Two hundred swaps take no memory and no descriptors: what a run of thousands of steps depends on."""
 
 import os
 from pathlib import Path
@@ -22,10 +22,13 @@ def memory_kb(pid):
     """Return a process's memory with the shared arena (`Rss`), and what it has to itself (`Anonymous`)."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     sizes = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
-    return {name: sizes[name] for name in ("Rss", "Anonymous")}
+    return {
+        **{name: sizes[name] for name in ("Rss", "Anonymous")},
+        "files": len(os.listdir(f"/proc/{pid}/fd")),
+    }
 
 
-def swap_and_weigh(folder, receiver, **engine_args):
+def swap_and_weigh(folder, receiver, transport):
     """Swap on every rank; return what this rank and what it started weighed after the warm-up and at the end."""
     from torch.distributed.fsdp import fully_shard
 
@@ -38,8 +41,8 @@ def swap_and_weigh(folder, receiver, **engine_args):
     with SamplingEngine(
         folder,
         receiver=receiver,
+        transport=transport,
         **TINY_ENGINE,
-        **engine_args,
     ) as engine:
         for step in range(SWAPS):
             with torch.no_grad():
@@ -57,13 +60,12 @@ def swap_and_weigh(folder, receiver, **engine_args):
 
 
 @pytest.mark.long
-def test_no_process_grows_over_two_hundred_swaps(tmp_path):
+@pytest.mark.parametrize("transport", ["push", "pull"])
+def test_no_process_grows_over_two_hundred_swaps(tmp_path, transport):
     folder = save_tiny_llama(tmp_path / "model", hidden_size=128, vocab_size=512)
     grown = {}
-    for early, late in vectorlm.launch(swap_and_weigh, str(folder), "packed", world_size=2):
+    for early, late in vectorlm.launch(swap_and_weigh, str(folder), "packed", transport, world_size=2):
         for name in early:
-            grown |= {
-                f"{name}, {kind}": late[name][kind] / early[name][kind] - 1 for kind in ("Rss", "Anonymous")
-            }
+            grown |= {f"{name}, {kind}": late[name][kind] / early[name][kind] - 1 for kind in early[name]}
     assert {"rank 0, Rss", "rank 1, Rss", "sampler, Rss", "launcher, Rss"} <= set(grown)
     assert {name: share for name, share in grown.items() if share > TOLERANCE} == {}

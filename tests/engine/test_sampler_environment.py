@@ -38,14 +38,14 @@ def test_engines_and_workers_share_the_cores_that_there_are(arguments, num_threa
 @pytest.mark.parametrize(
     ("visible", "arguments", "expected"),
     [
-        (None, {}, "1,2,3,4"),
-        (None, {"ranks_per_engine": 2}, "1,2"),
-        (None, {"devices": [4, 5]}, "4,5"),
-        ("7,6,5,4,3,2", {"devices": [4, 5]}, "3,2"),
-        ("7,6,5,4,3,2", {"ranks_per_engine": 1}, "6"),
+        (None, {}, "1,2,3,4,0"),
+        (None, {"ranks_per_engine": 2}, "1,2,0,3"),
+        (None, {"devices": [4, 5]}, "4,5,0,1,2,3"),
+        ("7,6,5,4,3,2", {"devices": [4, 5]}, "3,2,7,6,5,4"),
+        ("7,6,5,4,3,2", {"ranks_per_engine": 1}, "6,7,5,4"),
     ],
 )
-def test_on_cuda_an_engine_sees_its_own_devices(visible, arguments, expected):
+def test_on_cuda_an_engine_sees_its_own_devices_first_and_then_the_other_ranks(visible, arguments, expected):
     given = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     environment = sampler_environment(given, "scratch", SECOND_ON_CUDA, **arguments)
     assert environment["CUDA_VISIBLE_DEVICES"] == expected

@@ -340,3 +340,6 @@ def test_only_calls_of_the_channel_and_arenas_pass():
     assert "cannot be read" in extension.vectorlm_ask("me", "vectorlm_load", ["base", "one", True])["text"]
     elsewhere = to_wire(Layout("/etc/passwd", 64, ()))
     assert "is not an arena" in extension.vectorlm_ask("me", "vectorlm_attach", ["base", elsewhere])["text"]
+    # A client could name any file, and any device's memory.
+    handles = ["base", to_wire(LAYOUT), [{"name": "a", "first_row": 0, "handle": {"path": "/etc/passwd"}}]]
+    assert "cannot be read" in extension.vectorlm_ask("me", "vectorlm_attach", handles)["text"]

@@ -67,9 +67,9 @@ def never_skip(swap, *args, honest=HotSwap.update):
     return honest(swap, *args)
 
 
-def take_any_model(swap, model, step, in_flight, honest=HotSwap.update):
+def take_any_model(swap, model, step, in_flight, offered, honest=HotSwap.update):
     try:
-        return honest(swap, model, step, in_flight)
+        return honest(swap, model, step, in_flight, offered)
     except WeightMismatch:
         return UpdateReport(step, False, 0, 0.0, 0.0, 0.0)
 

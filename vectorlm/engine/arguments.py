@@ -10,19 +10,18 @@ from typing import Any
 from vectorlm.contracts import WeightSource
 from vectorlm.dist.placement import tensor_parallel_size
 from vectorlm.dist.topology import Topology
-from vectorlm.engine.settings import DEVICE_SHARE
+from vectorlm.engine.settings import DEVICE_SHARE, Receivers, Transports
 from vectorlm.settings import require_choice
 from vectorlm.types import InFlight, Prompt
 from vectorlm.weights.model_size import read_model_size
 
-RECEIVERS = ("auto", "live", "packed")
 LORA_MODES = ("auto", "adapter", "merged")
 
 
-def require_receiver(receiver: str) -> None:
-    """Raise ValueError for an unknown receiver."""
-    if receiver not in RECEIVERS:
-        raise ValueError(f"receiver={receiver!r} is not known: it must be one of {', '.join(RECEIVERS)}.")
+def require_names(receiver: str, transport: str) -> None:
+    """Raise ValueError for an unknown receiver or transport."""
+    require_choice("receiver", receiver, Receivers)
+    require_choice("transport", transport, Transports)
 
 
 def choose_lora_mode(lora_mode: str, enable_lora: bool) -> str:

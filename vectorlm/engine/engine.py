@@ -54,6 +54,8 @@ class SamplingEngine:
         lora_mode: What an update of a PEFT model swaps. `adapter`: the adapters alone, into vLLM's LoRA layers (needs
             ``enable_lora=True`` and a ``max_lora_rank``); `merged`: weights with the adapters merged into a copy;
             `auto`: `adapter` where the engine has LoRA layers, else `merged`.
+        transport: How weights cross. `push`: through shared memory; `bucketed`: likewise, 512 MiB at a time; `pull`:
+            vLLM copies them out of the ranks' memory; `auto`: `push` on CPU, on CUDA `pull` or else `bucketed`.
         verify_updates: Prove by checksum after each update that the engine holds what the trainer sent.
         data_parallel_size: Engines per node; it divides the node's ranks. They divide the node's devices, take prompts
             from a common queue and swap weights together. When omitted, 1 on CPU; on CUDA all devices sample.
@@ -81,6 +83,7 @@ class SamplingEngine:
         inference: str = "vllm",
         receiver: str = "auto",
         lora_mode: str = "auto",
+        transport: str = "auto",
         verify_updates: bool = True,
         data_parallel_size: int | None = None,
         devices: Sequence[int] | None = None,
@@ -91,7 +94,7 @@ class SamplingEngine:
         **engine_args: Any,
     ) -> None:
         let_go_of_last_error()
-        arguments.require_receiver(receiver)
+        arguments.require_names(receiver, transport)
         lora_mode = arguments.choose_lora_mode(lora_mode, bool(engine_args.get("enable_lora")))
         arguments.require_folder(model)
         self._topology = topology = Topology.from_environment() if topology is None else topology
@@ -108,8 +111,7 @@ class SamplingEngine:
         self._engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
         self._ready: messages.Ready | None = None
         self._start_error: EngineError | None = None
-        self._closed = False
-        self._names = itertools.count()
+        self._closed, self._names = False, itertools.count()
         self._open: list[BatchHandle] = []
         self._channel: messages.Channel | None = None
         if self._engine_ranks.owns_an_engine:
@@ -134,6 +136,7 @@ class SamplingEngine:
             lora_mode=lora_mode,
             silence_s=timeout_s,
             verify=verify_updates,
+            transport=transport,
         )
         if topology.is_cuda:
             self.wait_until_ready()
@@ -256,9 +259,8 @@ class SamplingEngine:
     ) -> UpdateReport:
         """Hot-swap the weights of `model` into the running engine; skipped if it holds `train_step` already.
 
-        Every rank writes its own shard into memory shared with the engine; nothing is gathered. No request that begins
-        afterwards finds blocks of the old weights in the prefix cache. Works for plain modules, FSDP2 modules, tied
-        embeddings and PEFT models with LoRA (see `lora_mode`). The model is never modified.
+        Every rank sends its own shard (`transport`); none returns, to write to its weights, before the engine has all.
+        No later request finds cached blocks of the old ones. For modules, FSDP2, tied weights and LoRA (`lora_mode`).
 
         Args:
             model: The trained model, on every rank, or a `vectorlm.contracts.WeightSource`.
@@ -269,18 +271,18 @@ class SamplingEngine:
 
         Raises:
             WeightMismatch: Trainer and engine do not hold the same model; no weight has changed.
-            ConfigError: The engine's `lora_mode` cannot express the model's LoRA options.
+            ConfigError: The engine's `lora_mode` cannot express the model's LoRA options, or `transport` is impossible.
             TypeError, ValueError: An argument has the wrong type, or is out of range.
             ChecksumMismatch: The engine does not hold what was sent; it samples nothing until an update succeeds.
             RankMismatch: Ranks passed different steps.
             EngineError, HandoffTimeout: As for `sample`.
         """
         arguments.require_update(model, train_step, in_flight)
-        self.wait_until_ready()
+        ready = self.wait_until_ready()
         if in_flight == "drain":
             while not all(self._look("drain", lambda: all(batch.look() for batch in self._open))):
                 time.sleep(DRAIN_POLL_S)
-        return self._swap.update(model, train_step, in_flight)
+        return self._swap.update(model, train_step, in_flight, ready.transports)
 
     def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> None:
         """Free the device memory of weights or KV cache; until `wake_up` the engine samples nothing.

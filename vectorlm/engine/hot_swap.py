@@ -1,15 +1,16 @@
-"""The ranks' side of a hot swap: agree, pause the engines, publish, let the engines load."""
+"""The ranks' side of a hot swap: agree, pause the engines, publish in one round or several, let the engines load."""
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.contracts import WeightSet, WeightSource
 from vectorlm.engine import messages
-from vectorlm.errors import EngineDied, WeightMismatch
+from vectorlm.errors import EngineDied, StaleHandle, WeightMismatch
 from vectorlm.plugin import load_plugin
 from vectorlm.types import InFlight, UpdateReport
 from vectorlm.weights.plan import BASE, adapter_prefixes, require_same
@@ -17,7 +18,9 @@ from vectorlm.weights.plan import BASE, adapter_prefixes, require_same
 if TYPE_CHECKING:
     from vectorlm.dist.engine_ranks import EngineRanks
     from vectorlm.dist.topology import Topology
+    from vectorlm.engine.transport import Transport
     from vectorlm.weights.arena import MappedArenas
+    from vectorlm.weights.exports import Export
     from vectorlm.weights.plan import Layout
 
 LORA_WEIGHT_SETS = "vectorlm.lora.sources:lora_weight_sets"
@@ -35,6 +38,7 @@ class HotSwap:
         lora_mode: str,
         silence_s: float,
         verify: bool,
+        transport: str = "auto",
     ) -> None:
         """Start with engines that hold their checkpoint; `channel` leads to this rank's engine, if it owns one."""
         self._topology = topology
@@ -43,6 +47,10 @@ class HotSwap:
         self._silence_s = silence_s
         self._lora_mode = lora_mode
         self._verify = verify
+        self._transport_setting = transport
+        self._transport: Transport | None = None
+        self._opened: set[str] = set()
+        """The weight sets that transport and engines know the way of; one whose opening failed is opened again."""
         self._arenas: MappedArenas | None = None
         self._layouts: dict[str, Layout] = {}
         self._held_step: int | None = None
@@ -51,8 +59,10 @@ class HotSwap:
         self.version = -1
         """The training step of the last update that succeeded; -1 before the first."""
 
-    def update(self, model: Any, train_step: int, in_flight: InFlight) -> UpdateReport:
-        """Do what `SamplingEngine.update` says, on engines that are ready."""
+    def update(
+        self, model: Any, train_step: int, in_flight: InFlight, offered: Sequence[str] = ("push",)
+    ) -> UpdateReport:
+        """Do what `SamplingEngine.update` says, on engines that are ready and take weights as `offered`."""
         start = time.perf_counter()
         self._engine_ranks.check_same_args("update", train_step, f"train_step={train_step}")
         if train_step == self._held_step:
@@ -64,17 +74,22 @@ class HotSwap:
                     stacklevel=3,
                 )
             return UpdateReport(train_step, True, 0, 0.0, 0.0, time.perf_counter() - start)
-        crossing = self._prepare(model)
+        crossing = self._prepare(model, offered)
+        assert self._transport is not None, "_prepare chooses one"
         # From here until the engines have proven the new weights, nobody knows what they hold.
         self._held_step = None
         begin = messages.BeginUpdate(in_flight)
         self._engine_ranks.on_engine_ranks("begin the update", lambda: self._call(begin))
         published_from = time.perf_counter()
-        sums = self._while_engines_live("publish weights", lambda: self._publish(crossing))
+        sums = self._publish_rounds(crossing)
         publish_s = time.perf_counter() - published_from
-        totals = self._sum_over_node(sums) if self._verify else None
+        totals = [total for each in crossing for total in sums[each.name]] if self._verify else None
         finish = messages.FinishUpdate(train_step, totals, tuple(each.name for each in crossing))
-        updated = self._engine_ranks.on_engine_ranks("finish the update", lambda: self._call(finish))
+        try:
+            updated = self._engine_ranks.on_engine_ranks("finish the update", lambda: self._call(finish))
+        except StaleHandle:
+            self._opened.clear()
+            raise
         self.version = self._held_step = train_step
         self._sent_changes = _changes(model)
         slots = (slot for each in crossing for slot in self._layouts[each.name].slots)
@@ -86,6 +101,7 @@ class HotSwap:
             load_s=max(answer.load_s for answer in updated),
             total_s=time.perf_counter() - start,
             stall_s=max(answer.stall_s for answer in updated),
+            transport=self._transport.name,
             busy=updated[0].busy,
         )
 
@@ -94,45 +110,58 @@ class HotSwap:
         self._held_step = None
 
     def close(self) -> None:
-        """Let go of the arenas."""
+        """Let go of the arenas, and of what was exported."""
+        self._transport = None
         if self._arenas is not None:
             self._arenas.close()
             self._arenas = None
 
-    def _prepare(self, model: Any) -> list[WeightSet]:
+    def _prepare(self, model: Any, offered: Sequence[str]) -> list[WeightSet]:
         """Return the weight sets that must be sent, once every rank knows that it can send its shards."""
+        from vectorlm.engine.transport import open_transport, pull_obstacle
+
         sets: list[WeightSet] = []
 
-        def look() -> list[tuple[str, bool, bool]]:
+        def look() -> tuple[str | None, list[tuple[str, bool, bool, bool]]]:
             sets.extend(self._weight_sets(model))
-            held = [self._is_held(each) for each in sets]
-            return [(each.name, has, has or self._fits(each)) for each, has in zip(sets, held, strict=True)]
+            obstacle = pull_obstacle(sets, offered, self._topology) if self._transport is None else None
+            notes = []
+            for each in sets:
+                held = self._is_held(each)
+                fits = held or self._fits(each)
+                notes.append((each.name, held, fits, held or (fits and self._is_open(each))))
+            return obstacle, notes
 
-        looks = self._engine_ranks.on_all_ranks("prepare the update", look)
+        answers = self._engine_ranks.on_all_ranks("prepare the update", look)
+        obstacles, looks = zip(*answers, strict=True)
         if any([name for name, *_ in theirs] != [each.name for each in sets] for theirs in looks):
             raise WeightMismatch("the model has active adapters on some ranks and none on others.")
-        crossing, to_check = [], []
+        if self._transport is None:
+            assert self._arenas is not None, "_weight_sets makes it"
+            setting = self._transport_setting
+            self._transport = open_transport(setting, offered, obstacles, self._topology, self._arenas)
+        crossing, to_open = [], []
         for each, *notes in zip(sets, *looks, strict=True):
-            _, held, fits = zip(*notes, strict=True)
+            _, held, fits, are_open = zip(*notes, strict=True)
             if not all(fits):
                 self._connect(each)
             if not all(held):
                 crossing.append(each)
-            if not all(fits) or (any(held) and not all(held)):
-                to_check.append(each)
-        if to_check:
-            self._while_engines_live("map the arena", lambda: self._check_and_map(model, to_check))
+            if not all(are_open) or (any(held) and not all(held)):
+                to_open.append(each)
+        if to_open:
+            self._open(to_open)
         return crossing
 
     def _weight_sets(self, model: Any) -> Sequence[WeightSet]:
         """Wrap `model` in the sources that send it; they check that this rank can send its shards."""
-        if isinstance(model, WeightSource):
-            return [WeightSet(BASE, model)]
         from vectorlm.weights.arena import MappedArenas
         from vectorlm.weights.module_source import ModuleSource
 
         if self._arenas is None:
             self._arenas = MappedArenas()
+        if isinstance(model, WeightSource):
+            return [WeightSet(BASE, model)]
         if adapter_prefixes(model):
             lora_weight_sets = load_plugin(LORA_WEIGHT_SETS)
             sets: list[WeightSet] = lora_weight_sets(model, self._topology, self._arenas, self._lora_mode)
@@ -154,38 +183,76 @@ class HotSwap:
         is_whole, fingerprint = self._held_step is not None, weight_set.fingerprint
         return is_whole and fingerprint is not None and fingerprint == self._held.get(weight_set.name)
 
+    def _is_open(self, weight_set: WeightSet) -> bool:
+        transport, is_opened = self._transport, weight_set.name in self._opened
+        return transport is not None and is_opened and transport.is_current(weight_set)
+
     def _connect(self, weight_set: WeightSet) -> None:
-        """Have the first engine of each node make an arena for the set, and the other engines open it."""
+        """Have the first engine of each node make an arena for the set, if there is one, and the others open it."""
+        assert self._transport is not None, "_prepare chooses one"
         name, manifest = weight_set.name, tuple(weight_set.source.manifest())
-        first = self._engine_ranks.first_of_node
-        make = messages.Connect(manifest, None, name)
+        first, arena_bytes = self._engine_ranks.first_of_node, self._transport.arena_bytes
+        make = messages.Connect(manifest, None, name, arena_bytes)
         made = self._engine_ranks.on_engine_ranks(f"connect the {name}", lambda: self._call(make), first)
         layout: Layout = made[self._topology.node]
-        join = messages.Connect(manifest, layout.path, name)
+        join = messages.Connect(manifest, layout.path, name, arena_bytes)
         others = tuple(rank for rank in self._engine_ranks.ranks if rank not in first)
         self._engine_ranks.on_engine_ranks(f"share the arena of the {name}", lambda: self._call(join), others)
         if name in self._layouts and self._arenas is not None:
             self._arenas.drop(self._layouts[name])
         self._layouts[name] = layout
 
-    def _check_and_map(self, model: Any, weight_sets: Sequence[WeightSet]) -> None:
-        for each in weight_sets:
-            layout = self._layouts[each.name]
-            require_same(each.source.manifest(), layout.slots)
-            if self._arenas is not None and each.source is not model:
-                self._arenas.slots_of(layout)
+    def _open(self, weight_sets: Sequence[WeightSet]) -> None:
+        """Make every rank ready to send, and open in the engines of each node what its ranks export."""
+        transport = self._transport
+        assert transport is not None, "_prepare chooses one"
 
-    def _publish(self, weight_sets: Sequence[WeightSet]) -> list[int]:
-        """Write this rank's rows; return their checksums, if updates are verified."""
-        found: list[int] = []
-        for each in weight_sets:
-            layout = self._layouts[each.name]
-            sums = each.source.publish(layout, self._verify)
+        def check_and_open() -> list[Sequence[Export]]:
+            for each in weight_sets:
+                require_same(each.source.manifest(), self._layouts[each.name].slots)
+            return [transport.open(each, self._layouts[each.name]) for each in weight_sets]
+
+        self._opened -= {each.name for each in weight_sets}
+        near = self._near(self._while_engines_live("open the transport", check_and_open))
+        for each, *exports in zip(weight_sets, *near, strict=True):
+            command = messages.OpenHandles(each.name, [export for theirs in exports for export in theirs])
+            if command.exports:
+                self._engine_ranks.on_engine_ranks("open the handles", functools.partial(self._call, command))
+        self._opened |= {each.name for each in weight_sets}
+
+    def _publish_rounds(self, weight_sets: Sequence[WeightSet]) -> Mapping[str, Sequence[int]]:
+        """Let all ranks send their rows; return the sums over this node's ranks, which send a whole model together.
+
+        The engines copy all rounds but the last, which they load with `FinishUpdate`. A set of fewer rounds is not
+        written to again.
+        """
+        rounds = {each.name: self._layouts[each.name].rounds() for each in weight_sets}
+        found: dict[str, list[int]] = {each.name: [] for each in weight_sets}
+        num_rounds = max(map(len, rounds.values()), default=1)
+        for number in range(num_rounds):
+            now = [
+                (each, rounds[each.name][number]) for each in weight_sets if number < len(rounds[each.name])
+            ]
+            sums = self._while_engines_live("publish weights", functools.partial(self._publish, now))
+            for (each, _), *parts in zip(now, *self._near(sums), strict=True):
+                found[each.name] += [sum(rows) % 2**64 for rows in zip(*parts, strict=True)]
+            if number + 1 < num_rounds:
+                names = (each.name for each, _ in now if number + 1 < len(rounds[each.name]))
+                command = messages.CopyRound(dict.fromkeys(names, number))
+                self._engine_ranks.on_engine_ranks("copy a round", functools.partial(self._call, command))
+        return found
+
+    def _publish(self, now: Sequence[tuple[WeightSet, Layout]]) -> list[Sequence[int]]:
+        """Send this rank's rows of one round; return their checksums by weight set, if updates are verified."""
+        assert self._transport is not None, "_prepare chooses one"
+        found = []
+        for each, layout in now:
+            sums = self._transport.publish(each, layout, self._verify)
             if len(sums) != len(layout.slots) * self._verify:
                 raise WeightMismatch(
                     f"publish returned {len(sums)} checksums for {len(layout.slots)} tensors."
                 )
-            found += sums
+            found.append(sums)
             self._held[each.name] = each.fingerprint
         return found
 
@@ -202,11 +269,10 @@ class HotSwap:
         assert self._channel is not None
         return self._channel.call(command, self._silence_s)
 
-    def _sum_over_node(self, sums: Sequence[Sequence[int]]) -> list[int]:
-        """Add up the checksums of this node's ranks, which together wrote the whole model into the node's arena."""
+    def _near(self, of_ranks: Sequence[Any]) -> Sequence[Any]:
+        """Return the part of this node's ranks."""
         per_node = self._topology.local_world_size
-        near = sums[self._topology.node * per_node :][:per_node]
-        return [sum(rows) % 2**64 for rows in zip(*near, strict=True)]
+        return of_ranks[self._topology.node * per_node :][:per_node]
 
 
 def _changes(model: Any) -> dict[int, int]:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vectorlm.types import InFlight, Prompt
 from vectorlm.weights.plan import TensorSpec
+
+if TYPE_CHECKING:
+    from vectorlm.weights.exports import Export
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Ready:
     receiver: str
     load_s: float
     max_num_seqs: int
+    transports: Sequence[str] = ("push",)
+    """The ways in which it takes weights."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,16 @@ class Connect:
     arena_path: str | None
     """The arena of another engine of this node, to be shared; None creates one."""
     weight_set: str = "base"
+    arena_bytes: int | None = None
+    """The most that the arena may take; None for all that the set needs, 0 for none: `OpenHandles` follows."""
+
+
+@dataclass(frozen=True)
+class OpenHandles:
+    """Open what the ranks of this node export: each update pulls its weights out of there. The answer is None."""
+
+    weight_set: str
+    exports: Sequence[Export]
 
 
 @dataclass(frozen=True)
@@ -71,8 +86,15 @@ class BeginUpdate:
 
 
 @dataclass(frozen=True)
+class CopyRound:
+    """Every rank has written these rounds, by weight set; copy them before the next ones. The answer is None."""
+
+    rounds: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class FinishUpdate:
-    """Every rank has written: load the new weights. The answer is `Updated`."""
+    """Every rank has written the last round: load the new weights. The answer is `Updated`."""
 
     version: int
     checksums: Sequence[int] | None

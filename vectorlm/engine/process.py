@@ -67,7 +67,8 @@ def serve(connection: Connection, scratch: str) -> None:
             pass
         return
     scheduler = Scheduler(backend)
-    ready = messages.Ready(backend.receiver, time.perf_counter() - began, backend.max_num_seqs)
+    load_s, transports = time.perf_counter() - began, getattr(backend, "transports", ("push",))
+    ready = messages.Ready(backend.receiver, load_s, backend.max_num_seqs, transports)
     connection.send((number, messages.Answer(ready)))
     last_sign = time.monotonic()
     while True:

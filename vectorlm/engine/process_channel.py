@@ -280,8 +280,8 @@ def sampler_environment(
 
     What the user has set wins, except where vLLM would then not run in one process, and except one thread under a
     launcher: torchrun sets that where there are several ranks, but while the sampler works the ranks wait. Engines
-    that share a node, and the workers of a parallel engine, share its cores; on CUDA an engine sees only the devices of
-    its ranks.
+    that share a node, and the workers of a parallel engine, share its cores. On CUDA an engine computes on the first
+    devices that it sees, those of its ranks or `devices`; it sees the others of the node's ranks to pull weights from.
     """
     kept = {
         name: value
@@ -297,7 +297,8 @@ def sampler_environment(
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", **bounded_spin(trainer)}
     of_engine = ranks_per_engine or topology.local_world_size
     if topology.is_cuda:
-        places = range(topology.local_rank, topology.local_rank + of_engine) if devices is None else devices
+        own = range(topology.local_rank, topology.local_rank + of_engine) if devices is None else devices
+        places = list(dict.fromkeys([*own, *range(topology.local_world_size)]))
         kept["CUDA_VISIBLE_DEVICES"] = _devices(kept.get("CUDA_VISIBLE_DEVICES"), places)
     else:
         num_cores = len(os.sched_getaffinity(0)) * of_engine // topology.local_world_size

@@ -179,9 +179,17 @@ class Scheduler:
         return [*lost, (number, answer)]
 
     def _value_of(self, command: Any) -> Any:
+        backend: Any = self._backend
         match command:
             case messages.Connect():
-                return self._backend.connect(command.manifest, command.arena_path, command.weight_set)
+                # A backend that takes whole arenas alone need not know of others.
+                more = {} if command.arena_bytes is None else {"arena_bytes": command.arena_bytes}
+                return backend.connect(command.manifest, command.arena_path, command.weight_set, **more)
+            case messages.OpenHandles():
+                backend.open_handles(command.weight_set, command.exports)
+            case messages.CopyRound():
+                assert self._update is not None, "begin_update comes first"
+                backend.copy_round(command.rounds)
             case messages.FinishUpdate():
                 return self._finish_update(command)
             case messages.BeginUpdate():

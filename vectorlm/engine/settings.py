@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from vectorlm.settings import AlsoWritten, Fraction, PositiveFloat, ReadIf, Text
 
+Receivers = Literal["auto", "live", "packed"]
+Transports = Literal["auto", "push", "bucketed", "pull"]
 EngineDtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     AlsoWritten({"half": "float16", "float": "float32"}),
@@ -37,8 +39,10 @@ class EngineSettings:
     """What samples: `vllm`, a `server` of `vectorlm serve`, `transformers`, or `file.py:NAME` of a `Backend`."""
     engine_args: Mapping[str, Any] = field(default_factory=dict, metadata={"key": "engine"})
     """Further arguments of vLLM's engine (`max_model_len`, `enforce_eager`, ...), or of another `inference`."""
-    receiver: Literal["auto", "live", "packed"] = "auto"
+    receiver: Receivers = "auto"
     """Whether the engine loads new weights in place (`live`) or repacks them for its own kernels (`packed`)."""
+    transport: Transports = "auto"
+    """How new weights cross: pushed through shared memory, at once or in rounds, or pulled by vLLM (CUDA's default)."""
     lora_mode: Annotated[Literal["adapter", "merged"], WITH_LORA] = "adapter"
     """With `lora_peft_config`: swap the adapters alone (`adapter`), or weights that they are merged into (`merged`)."""
     verify_updates: bool = True

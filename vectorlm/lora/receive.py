@@ -1,17 +1,18 @@
-"""The engine's side of an adapter swap: put the arena's adapter into vLLM's LoRA layers, and sum up what they hold."""
+"""The engine's side of an adapter swap: put the ranks' adapter into vLLM's LoRA layers, and sum up what they hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
-from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
-from vectorlm.weights.plan import Layout, TensorSpec, dtype_name
+from vectorlm.weights.exports import Export
+from vectorlm.weights.inlet import Inlet
+from vectorlm.weights.plan import Layout, TensorSpec, dtype_name, dtype_of
 from vectorlm.weights.record import Copy, LoadPlan, View
 
 ADAPTER_ID = 1
@@ -61,6 +62,9 @@ class AdapterReceiver:
         mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
         self._mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
         self._lora_slots: dict[str, LoraSlot] = {}
+        self._tensors: Mapping[str, torch.Tensor] = {}
+        self.inlet: Inlet | None = None
+        """Copies what the ranks send, since `attach`."""
         self.clear()
 
     def describe(self, manifest: Sequence[TensorSpec]) -> LoadPlan:
@@ -79,17 +83,23 @@ class AdapterReceiver:
             target = View.of(torch.empty(view.shape, device="meta"), 0)
             copies.append(Copy(name, view, name, target))
         dtypes = {name: dtype_name(each.buffers(0)[0].dtype) for name, each in self._lora_slots.items()}
+        # vLLM's layers cut whole factors themselves.
+        self._whole = LoadPlan.whole(manifest, dtypes.__getitem__)
         return LoadPlan(tuple(copies), dtypes, {name: view.count for name, view in self._pieces.items()})
 
-    def attach(self, layout: Layout) -> int:
-        """Map the arena; return the bytes that each update copies out of it."""
-        arena = Arena.open(layout.path, layout.num_bytes)
-        self._tensors = {slot.name: arena.view(slot) for slot in layout.slots}
+    def attach(self, layout: Layout, exports: Sequence[Export] = ()) -> int:
+        """Open the arena, or what the ranks export; return the bytes that each update copies out of it."""
+        # On the host, as vLLM pins the tensors of an adapter there.
+        tensors = {slot.name: torch.empty(slot.shape, dtype=dtype_of(slot.dtype)) for slot in layout.slots}
+        earlier, self._tensors = self.inlet, tensors
+        self.inlet = Inlet(layout, exports, self._whole, tensors, may_alias=False)
         self._word_bytes = {slot.name: slot.word_bytes for slot in layout.slots}
-        return sum(slot.num_bytes for slot in layout.slots)
+        if earlier is not None:
+            earlier.close()
+        return self.inlet.num_bytes
 
     def load(self, version: int, with_checksums: bool) -> list[int]:
-        """Make the engine's requests run on the adapter that the arena holds now.
+        """Copy the last round, and make the engine's requests run on the adapter.
 
         Returns:
             The checksum of the piece of each tensor that the LoRA layers compute with, if asked for.
@@ -100,7 +110,9 @@ class AdapterReceiver:
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
-        # Copies, because vLLM keeps the tensors and the arena will be written to.
+        assert self.inlet is not None, "attach comes before load"
+        self.inlet.copy_round()
+        # Copies, because vLLM keeps the tensors and the next update writes to these.
         tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
         layers = {}
         for name in dict.fromkeys(name.rpartition(".")[0] for name in tensors):

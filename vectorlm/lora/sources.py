@@ -67,10 +67,12 @@ class Fingerprint:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _state(tensor: torch.Tensor) -> tuple[int, int, int]:
+def _state(tensor: torch.Tensor) -> tuple[int, ...]:
     local = getattr(tensor, "_local_tensor", tensor)
+    # Not the address: exporting a shard moves its memory, the storage object stays.
+    place = local.untyped_storage()._cdata, int(local.storage_offset())
     # An operation on a DTensor counts on the DTensor alone, one on its shard on the shard alone.
-    return local.data_ptr(), tensor._version, local._version
+    return *place, tensor._version, local._version
 
 
 def merged_source(

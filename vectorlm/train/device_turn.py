@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from vectorlm.dist.topology import Topology
 from vectorlm.errors import EngineDied, EngineError, EngineTimeout, OutOfTurn, RankMismatch, WeightMismatch
 from vectorlm.settings import require_choice
 from vectorlm.types import Engine, InFlight, UpdateReport
+from vectorlm.weights.arena import pin
 
 SleepMode = Literal["none", "kv_cache", "all"]
 """What the engine frees while the trainer works."""
@@ -226,9 +226,7 @@ def _host_block(num_bytes: int, is_pinned: bool) -> torch.Tensor:
     block = torch.empty(num_bytes, dtype=torch.uint8)
     if is_pinned:
         # torch's own allocator would round up to a power of two, 57 GiB to 64.
-        cudart, address = torch.cuda.cudart(), block.data_ptr()
-        torch.cuda.check_error(cudart.cudaHostRegister(address, num_bytes, 0))
-        weakref.finalize(block, cudart.cudaHostUnregister, address)
+        pin(block)
     return block
 
 

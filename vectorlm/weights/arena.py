@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -23,10 +24,13 @@ class Arena:
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        self._descriptor = descriptor
-        self._map = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._descriptor, on_cuda = descriptor, torch.cuda.is_available()
+        # CUDA makes the pages itself when it pins them; touched beforehand they take seconds in every process.
+        flags = mmap.MAP_SHARED | (0 if on_cuda else mmap.MAP_POPULATE)
+        self._map = mmap.mmap(descriptor, num_bytes, flags=flags)
         self.bytes: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         """The whole arena, uint8 [num_bytes]."""
+        self._unpin = pin(self.bytes) if on_cuda else None
         self.path = path_of(descriptor)
         """Where another process of the same user can open it."""
 
@@ -63,6 +67,8 @@ class Arena:
 
     def close(self) -> None:
         """Give the file back; the memory itself goes when the last tensor on it does."""
+        if self._unpin is not None:
+            self._unpin()
         os.close(self._descriptor)
 
 
@@ -70,28 +76,30 @@ class MappedArenas:
     """The arenas that a rank writes to, each mapped once and kept for the next update."""
 
     def __init__(self) -> None:
-        self._mapped: dict[str, tuple[Layout, Arena, Mapping[str, torch.Tensor]]] = {}
+        self._mapped: dict[str, tuple[Arena, dict[Slot, torch.Tensor]]] = {}
 
     def slots_of(self, layout: Layout) -> Mapping[str, torch.Tensor]:
         """Return the place of each tensor of `layout`, by its name."""
         known = self._mapped.get(layout.path)
         # A later engine in the same process may get the same descriptor, and so the same path.
-        if known is None or known[0] != layout or not known[1].is_at(layout.path):
+        if known is None or not known[0].is_at(layout.path):
             self.drop(layout)
-            arena = Arena.open(layout.path, layout.num_bytes)
-            known = layout, arena, {slot.name: arena.view(slot) for slot in layout.slots}
-            self._mapped[layout.path] = known
-        return known[2]
+            known = self._mapped[layout.path] = Arena.open(layout.path, layout.num_bytes), {}
+        arena, places = known
+        for slot in layout.slots:
+            if slot not in places:
+                places[slot] = arena.view(slot)
+        return {slot.name: places[slot] for slot in layout.slots}
 
     def drop(self, layout: Layout) -> None:
         """Let go of one arena, if it was mapped."""
         if layout.path in self._mapped:
-            self._mapped.pop(layout.path)[1].close()
+            self._mapped.pop(layout.path)[0].close()
 
     def close(self) -> None:
         """Let go of all of them."""
-        for layout, *_ in list(self._mapped.values()):
-            self.drop(layout)
+        while self._mapped:
+            self._mapped.popitem()[1][0].close()
 
 
 def reserve(num_bytes: int) -> int:
@@ -99,6 +107,16 @@ def reserve(num_bytes: int) -> int:
     descriptor = os.memfd_create(MEMFD_NAME)
     os.truncate(descriptor, num_bytes)
     return descriptor
+
+
+def pin(block: torch.Tensor) -> Callable[[], object]:
+    """Register host memory with CUDA, which then copies at full speed; the call that is returned undoes it.
+
+    It is undone with `block` in any case.
+    """
+    cudart, address = torch.cuda.cudart(), block.data_ptr()
+    torch.cuda.check_error(cudart.cudaHostRegister(address, block.nbytes, 0))
+    return weakref.finalize(block, cudart.cudaHostUnregister, address)
 
 
 def path_of(descriptor: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -38,6 +39,22 @@ def place_slots(manifest: Sequence[TensorSpec], load_plan: LoadPlan) -> tuple[in
             end = _aligned(end + numel[spec.name] * dtype_of(dtypes[spec.name]).itemsize)
     slots = (Slot(spec.name, spec.shape, dtypes[spec.name], placed[spec.name]) for spec in manifest)
     return max(end, ALIGNMENT), tuple(slots)
+
+
+def in_rounds(slots: Sequence[Slot], max_bytes: int) -> tuple[int, tuple[Slot, ...]]:
+    """Let `slots` share an arena of `max_bytes`, or of the largest one, that is filled several times.
+
+    Returns:
+        The arena's size in bytes, and the slots in their order.
+    """
+    placed, number, end, num_bytes = [], 0, 0, ALIGNMENT
+    for slot in slots:
+        if end and end + slot.num_bytes > max_bytes:
+            number, end = number + 1, 0
+        placed.append(dataclasses.replace(slot, offset_bytes=end, round=number))
+        end = _aligned(end + slot.num_bytes)
+        num_bytes = max(num_bytes, end)
+    return num_bytes, tuple(placed)
 
 
 def plain_slots(

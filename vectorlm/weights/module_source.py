@@ -77,6 +77,11 @@ class ModuleSource:
         """
         return self._plan[0]
 
+    @property
+    def writes(self) -> Mapping[str, ShardWrite]:
+        """What this rank sends of each tensor, by its name."""
+        return self._plan[1]
+
     @functools.cached_property
     def _plan(self) -> tuple[Sequence[TensorSpec], Mapping[str, ShardWrite]]:
         tensors: Mapping[str, torch.Tensor]
@@ -101,7 +106,7 @@ class ModuleSource:
             target = table[write.first_row : write.first_row + len(write.rows)]
             rows = write.rows if write.change is None else write.change(write.rows)
             rows = rows.to(target.dtype)
-            target.copy_(rows)
+            target.copy_(rows, non_blocking=True)
             if with_checksums:
                 sums.append(checksum(rows, write.first_row, slot.word_bytes))
         if self._topology.is_cuda:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import WeightMismatch
@@ -58,14 +59,18 @@ class Slot:
     """First byte of the slot in the arena."""
     word_bytes: int = 0
     """Size of the words that its checksum adds, so narrow that no worker's piece cuts one; 0 for the widest."""
+    round: int = 0
+    """Which filling of the arena it crosses in, from 0; one that is smaller than the model is filled several times."""
 
     @property
     def num_bytes(self) -> int:
         """Size of the slot."""
-        count = dtype_of(self.dtype).itemsize
-        for size in self.shape:
-            count *= size
-        return count
+        return dtype_of(self.dtype).itemsize * math.prod(self.shape)
+
+    @property
+    def row_size(self) -> int:
+        """Number of elements in one step of dimension 0."""
+        return math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -73,13 +78,21 @@ class Layout:
     """The arena's table of contents, made by the engine and the same on every rank."""
 
     path: str
-    """The file that every process maps."""
+    """The file that every process maps; empty where the engines pull out of the ranks' own memory."""
     num_bytes: int
     """Size of the arena."""
     slots: tuple[Slot, ...]
     """One slot per trainer parameter, in the trainer's order."""
     num_copied_bytes: int = 0
     """Bytes that the engine copies out of the arena at each update; the rest it computes with where they lie."""
+
+    def rounds(self) -> list[Layout]:
+        """Return what each filling of the arena holds, in order; mostly one."""
+        numbers = dict.fromkeys(slot.round for slot in self.slots)
+        if len(numbers) < 2:
+            return [self]
+        slots = (tuple(slot for slot in self.slots if slot.round == number) for number in numbers)
+        return [replace(self, slots=each) for each in slots]
 
 
 def dtype_of(name: str) -> torch.dtype:

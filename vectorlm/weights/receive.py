@@ -1,4 +1,4 @@
-"""One worker's side of a hot swap: take its weights over from the arena, and sum up what it holds."""
+"""One worker's side of a hot swap: take its weights over from the ranks, and sum up what it holds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 
 from vectorlm.errors import WeightMismatch
-from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
-from vectorlm.weights.layout import find_aliases
-from vectorlm.weights.plan import Layout, TensorSpec, dtype_name
+from vectorlm.weights.exports import Export
+from vectorlm.weights.inlet import Inlet
+from vectorlm.weights.plan import Layout, Slot, TensorSpec, dtype_name
 from vectorlm.weights.record import Copy, LoadPlan, join_copies, record_loading
 
 
@@ -29,15 +29,14 @@ class Packing(Protocol):
 
 
 class Receiver:
-    """Holds the running model of one worker and swaps its weights in place.
-
-    On CPU, parameters that lie in the arena as in the model become views of it; all others are copied at each update.
-    """
+    """Holds the running model of one worker and swaps its weights in place."""
 
     def __init__(self, model: Any, packing: Packing | None = None) -> None:
         self._model = model
         self._packing = packing
         self._load_plan: LoadPlan | None = None
+        self.inlet: Inlet | None = None
+        """Copies what the ranks send, since `attach`."""
 
     def describe(self, manifest: Sequence[TensorSpec]) -> LoadPlan:
         """Match the trainer's tensors with this worker's parameters; say what it takes of them."""
@@ -52,44 +51,30 @@ class Receiver:
         )
         return self._load_plan
 
-    def attach(self, layout: Layout) -> int:
-        """Map the arena, and make the parameters that can be views of it views that hold the values they had.
+    def attach(self, layout: Layout, exports: Sequence[Export] = ()) -> int:
+        """Open the arena, or what the ranks export, for the parameters; no value changes.
 
         Returns:
-            Bytes that each update will copy out of the arena; the engine computes with the rest where it lies.
+            Bytes that each update will copy; the engine computes with the rest where it lies.
         """
         assert self._load_plan is not None, "describe comes before attach"
-        arena = Arena.open(layout.path, layout.num_bytes)
-        parameters = dict(self._model.named_parameters())
-        views = set()
-        for name, offset_bytes in find_aliases(self._load_plan, layout.slots, layout.num_bytes).items():
-            parameter = parameters[name]
-            if parameter.device.type == "cpu" and parameter.is_contiguous():
-                size = parameter.numel() * parameter.element_size()
-                block = arena.bytes[offset_bytes : offset_bytes + size].view(parameter.dtype)
-                parameter.data = block.view(parameter.shape).copy_(parameter)
-                views.add(name)
-        self._remaining = [copy for copy in self._load_plan.copies if copy.parameter not in views]
-        self._sources = {slot.name: arena.view(slot) for slot in layout.slots}
-        self._word_bytes = {slot.name: slot.word_bytes for slot in layout.slots}
-        return sum(
-            copy.source_view.count * parameters[copy.parameter].element_size() for copy in self._remaining
-        )
+        earlier, parameters = self.inlet, dict(self._model.named_parameters())
+        self.inlet = Inlet(layout, exports, self._load_plan, parameters, may_alias=True)
+        self._slots = {slot.name: slot for slot in layout.slots}
+        if earlier is not None:
+            earlier.close()
+        return self.inlet.num_bytes
 
     def load(self, version: int, with_checksums: bool) -> list[int]:
-        """Make the engine compute with what the arena holds now.
+        """Copy the last round, and make the engine compute with what it holds then.
 
         Returns:
             The checksum of the piece that each copy of the load plan filled, if asked for; else nothing.
         """
-        parameters = dict(self._model.named_parameters())
-        for copy in self._remaining:
-            target = copy.parameter_view.on(parameters[copy.parameter].data)
-            target.copy_(copy.source_view.on(self._sources[copy.source]), non_blocking=True)
+        assert self.inlet is not None, "attach comes before load"
+        self.inlet.copy_round()
         if self._packing is not None:
             self._packing.pack()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         if not with_checksums:
             return []
         sums = self._checksums()
@@ -103,13 +88,13 @@ class Receiver:
         parameters = dict(self._model.named_parameters())
         sums = []
         for copy in self._load_plan.copies:
-            piece = parameters[copy.parameter].data
-            rows, first_row = _as_source_rows(copy, piece, self._sources[copy.source])
-            sums.append(checksum(rows, first_row, self._word_bytes[copy.source]))
+            slot = self._slots[copy.source]
+            rows, first_row = _as_source_rows(copy, parameters[copy.parameter].data, slot)
+            sums.append(checksum(rows, first_row, slot.word_bytes))
         return sums
 
 
-def _as_source_rows(copy: Copy, parameter: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _as_source_rows(copy: Copy, parameter: torch.Tensor, source: Slot) -> tuple[torch.Tensor, int]:
     """Return the piece of the parameter that `copy` filled as rows of its source, and the first row's index.
 
     A loader may transpose (GPT-2's Conv1D): the piece's dimensions are put back into the source's order.
@@ -117,11 +102,11 @@ def _as_source_rows(copy: Copy, parameter: torch.Tensor, source: torch.Tensor) -
     piece, strides = copy.parameter_view.on(parameter), copy.source_view.stride
     order = sorted(range(piece.ndim), key=lambda dim: -strides[dim])
     piece = piece.permute(order)
-    if source.ndim == 0:
+    if not source.shape:
         return piece, 0
-    first_row = copy.source_view.offset // source.stride(0)
+    first_row = copy.source_view.offset // source.row_size
     # One expert of several is a table within a single row of its source.
-    lies_within_a_row = piece.ndim == 0 or strides[order[0]] < source.stride(0)
+    lies_within_a_row = piece.ndim == 0 or strides[order[0]] < source.row_size
     return piece.unsqueeze(0) if lies_within_a_row else piece, first_row
 
 

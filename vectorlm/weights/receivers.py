@@ -16,7 +16,8 @@ from vectorlm.dist.engine_ranks import CallResult, results_or_first_error
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.weights.arena import path_of, reserve
 from vectorlm.weights.checksum import widest_word
-from vectorlm.weights.layout import place_slots
+from vectorlm.weights.exports import Export
+from vectorlm.weights.layout import in_rounds, place_slots
 from vectorlm.weights.plan import BASE, Layout, TensorSpec, dtype_of
 from vectorlm.weights.record import LoadPlan, View
 
@@ -27,8 +28,8 @@ Call = Callable[..., list[CallResult]]
 class Receivers:
     """Swaps the weights of an engine with one worker or several; lives where the engine is driven from.
 
-    The arena belongs to this process. Every worker maps it and takes its own pieces of every tensor, so one update
-    of the ranks serves all of them.
+    The arena belongs to this process. Every worker maps it, or opens what the ranks export, and takes its own pieces of
+    every tensor, so one update of the ranks serves all of them.
     """
 
     def __init__(self, call: Call, kind: str) -> None:
@@ -38,9 +39,18 @@ class Receivers:
         """What `auto` was resolved to."""
         self._pieces: dict[str, HeldPieces] = {}
         self._arenas: dict[str, int] = {}
+        self._layouts: dict[str, Layout] = {}
 
-    def connect(self, manifest: Sequence[TensorSpec], arena_path: str | None, weight_set: str) -> Layout:
+    def connect(
+        self,
+        manifest: Sequence[TensorSpec],
+        arena_path: str | None,
+        weight_set: str,
+        arena_bytes: int | None = None,
+    ) -> Layout:
         """Match the trainer's tensors with the engine's; make the arena that they cross in, or share `arena_path`.
+
+        `arena_bytes` is its size at most; 0 makes none, and `open_handles` follows.
 
         Raises:
             WeightMismatch: The two sides do not hold the same model; nothing has changed.
@@ -55,19 +65,32 @@ class Receivers:
             dataclasses.replace(slot, word_bytes=pieces.word_bytes(spec, slot.dtype))
             for spec, slot in zip(manifest, slots, strict=True)
         )
-        earlier = self._arenas.pop(weight_set, None)
-        if arena_path is None:
+        if arena_bytes and num_bytes > arena_bytes:
+            num_bytes, slots = in_rounds(slots, arena_bytes)
+        earlier, copied = self._arenas.pop(weight_set, None), 0
+        if arena_path is None and arena_bytes != 0:
             self._arenas[weight_set] = reserve(num_bytes)
             arena_path = path_of(self._arenas[weight_set])
-        layout = Layout(arena_path, num_bytes, slots)
-        copied = sum(results_or_first_error(self._call("vectorlm_attach", args=(weight_set, layout))))
+        layout = self._layouts[weight_set] = Layout(arena_path or "", num_bytes, slots)
+        if layout.path:
+            copied = sum(results_or_first_error(self._call("vectorlm_attach", args=(weight_set, layout))))
         self._pieces[weight_set] = pieces
         if earlier is not None:
             os.close(earlier)
         return dataclasses.replace(layout, num_copied_bytes=copied)
 
+    def open_handles(self, weight_set: str, exports: Sequence[Export]) -> None:
+        """Let every worker open the rows that the ranks of this node export, in place of those from before."""
+        args = weight_set, self._layouts[weight_set], tuple(exports)
+        results_or_first_error(self._call("vectorlm_attach", args=args))
+
+    def copy_round(self, rounds: Mapping[str, int]) -> None:
+        """Copy what the arenas hold of `rounds`, by weight set, before the next round takes its place."""
+        for each in rounds.items():
+            results_or_first_error(self._call("vectorlm_copy", args=each))
+
     def load(self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str]) -> float:
-        """Make the engine compute with what the arenas hold now; return the seconds it took.
+        """Copy the last round, and make the engine compute with the new weights; return the seconds it took.
 
         Args:
             version: The training step of these weights.

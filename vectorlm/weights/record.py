@@ -35,6 +35,11 @@ class View:
         """Return this piece of the contiguous `tensor`."""
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
+    def narrow(self, dim: int, start: int, length: int) -> View:
+        """Return what `torch.Tensor.narrow` would make of the piece."""
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        return View(shape, self.stride, self.offset + start * self.stride[dim])
+
     @property
     def is_whole(self) -> bool:
         """Whether the piece is one contiguous run of elements."""

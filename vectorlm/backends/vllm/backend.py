@@ -21,7 +21,6 @@ from vectorlm.contracts import RequestOutput
 from vectorlm.errors import EngineError
 from vectorlm.lora.receive import adapter_request
 from vectorlm.types import Completion, Prompt
-from vectorlm.weights.plan import Layout, TensorSpec
 from vectorlm.weights.receivers import Receivers
 
 prepare_process = shorten_socket_paths
@@ -30,6 +29,8 @@ __all__ = ["VLLM", "prepare_process", "start_worker"]
 
 class VLLM:
     """Owns a ``vllm.LLMEngine``. Its step loop is `poll`: what is done between polls is done between steps."""
+
+    transports = ("push", "bucketed", "pull")
 
     def __init__(self, model: str, *, receiver: str, **engine_args: Any) -> None:
         """Build the engine and sample one token with it; raise `EngineError` where vLLM cannot run the model here."""
@@ -43,6 +44,9 @@ class VLLM:
             self._engine = build_engine(model, engine_args, on_cpu)
             self._workers = Workers(self._engine.vllm_config.parallel_config.world_size)
             self._receivers = Receivers(self._engine.collective_rpc, receiver)
+            # They keep this part of the contract.
+            self.connect, self.open_handles = self._receivers.connect, self._receivers.open_handles
+            self.copy_round = self._receivers.copy_round
             # From the start, so that requests in flight follow the first adapter too; it is zero until then.
             self._adapter_request = adapter_request() if engine_args.get("enable_lora") else None
             warm_up(self._engine)
@@ -92,10 +96,6 @@ class VLLM:
         names = list(names)
         self._engine.abort_request(names)
         self._spans.forget(names)
-
-    def connect(self, manifest: Sequence[TensorSpec], arena_path: str | None, weight_set: str) -> Layout:
-        """Match the trainer's tensors with the engine's."""
-        return self._receivers.connect(manifest, arena_path, weight_set)
 
     def pause(self) -> None:
         """Wait until no step runs on the device; no other begins, as the engine steps in `poll` alone."""

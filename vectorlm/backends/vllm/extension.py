@@ -12,6 +12,7 @@ from vectorlm.backends.vllm.pack import CpuPacking, require_plain_layers
 from vectorlm.dist.engine_ranks import CallResult
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.lora.receive import AdapterReceiver
+from vectorlm.weights.exports import Export
 from vectorlm.weights.plan import BASE, Layout, TensorSpec
 from vectorlm.weights.receive import Receiver
 
@@ -58,13 +59,18 @@ class WeightExtension:
         return self._vectorlm_receivers[weight_set].describe(manifest)
 
     @as_call_result
-    def vectorlm_attach(self, weight_set: str, layout: Layout) -> Any:
-        """Map the arena; answer with the bytes that each update copies out of it."""
-        return self._vectorlm_receivers[weight_set].attach(layout)
+    def vectorlm_attach(self, weight_set: str, layout: Layout, exports: Sequence[Export] = ()) -> Any:
+        """Open the arena, or what the ranks export; answer with the bytes that each update copies."""
+        return self._vectorlm_receivers[weight_set].attach(layout, exports)
+
+    @as_call_result
+    def vectorlm_copy(self, weight_set: str, number: int) -> Any:
+        """Copy one round out of the arena."""
+        return self._vectorlm_receivers[weight_set].inlet.copy_round(number)
 
     @as_call_result
     def vectorlm_load(self, weight_set: str, version: int, with_checksums: bool) -> Any:
-        """Take the arena's weights over; answer with checksums, if asked for."""
+        """Take the last round over; answer with checksums, if asked for."""
         return self._vectorlm_receivers[weight_set].load(version, with_checksums)
 
     @as_call_result

@@ -1,0 +1,132 @@
+"""The way into one worker's tensors: which pieces of them are copied from where, worked out once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from vectorlm.errors import WeightMismatch
+from vectorlm.weights.arena import Arena
+from vectorlm.weights.exports import Export
+from vectorlm.weights.layout import find_aliases
+from vectorlm.weights.plan import Layout
+from vectorlm.weights.record import Copy, LoadPlan, View
+
+
+class Inlet:
+    """Brings what the ranks send into the tensors of one worker, out of the arena or out of the ranks' own memory."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        exports: Sequence[Export],
+        load_plan: LoadPlan,
+        tensors: Mapping[str, torch.Tensor],
+        may_alias: bool,
+    ) -> None:
+        """Map the arena of `layout`, or the `exports` where it has none, and pair pieces with their sources.
+
+        With `may_alias`, tensors on CPU that lie in an arena of the whole set as in `tensors` become views of it that
+        hold the values that they had.
+
+        Raises:
+            StaleHandle: What a rank exported is not there any more.
+            WeightMismatch: The ranks of this node do not export the whole of a tensor.
+        """
+        slots = {slot.name: slot for slot in layout.slots}
+        self._arena = Arena.open(layout.path, layout.num_bytes) if layout.path else None
+        self._exports = exports
+        views: set[str] = set()
+        if self._arena is not None and may_alias and len(layout.rounds()) == 1:
+            views = _alias(self._arena, layout, load_plan, tensors)
+        rows: dict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+        for export in exports:
+            rows[export.name].append((export.first_row, export.handle.open()))
+        self._pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        self._last_round = max((slot.round for slot in layout.slots), default=0)
+        for copy in load_plan.copies:
+            if copy.parameter not in views:
+                slot, target = slots[copy.source], copy.parameter_view.on(tensors[copy.parameter].data)
+                if self._arena is not None:
+                    pairs = [(target, copy.source_view.on(self._arena.view(slot)))]
+                else:
+                    pairs = _pull(copy, target, slot.row_size, rows[copy.source])
+                self._pairs[slot.round] += pairs
+        self.num_bytes: int = sum(target.nbytes for pairs in self._pairs.values() for target, _ in pairs)
+        """Bytes that each update copies."""
+
+    def copy_round(self, number: int | None = None) -> None:
+        """Copy what crosses in one round, the last one when omitted; raises `StaleHandle`."""
+        for export in self._exports:
+            export.handle.check()
+        for target, source in self._pairs.get(self._last_round if number is None else number, ()):
+            target.copy_(source, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Let go of the arena; what is a view of it keeps the memory."""
+        if self._arena is not None:
+            self._arena.close()
+
+
+def _pull(
+    copy: Copy, target: torch.Tensor, row_size: int, held: Sequence[tuple[int, torch.Tensor]]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pair the pieces of `target` with their places in the rows that the ranks hold, each after its first row."""
+    pairs, count = [], 0
+    for first_row, rows in held:
+        for part, view in cut_to_rows(
+            target, copy.source_view, range(first_row, first_row + len(rows)), row_size
+        ):
+            count += view.count
+            pairs.append((part, replace(view, offset=view.offset - first_row * row_size).on(rows)))
+    if count != copy.source_view.count:
+        raise WeightMismatch(
+            f"the ranks of this node export {count} of the {copy.source_view.count} numbers of {copy.source!r} "
+            "that this engine takes."
+        )
+    return pairs
+
+
+def cut_to_rows(
+    target: torch.Tensor, view: View, rows: range, row_size: int
+) -> Iterator[tuple[torch.Tensor, View]]:
+    """Yield the parts of a copy from `view` to `target`, shaped alike, that lie in `rows` of the view's tensor.
+
+    Rows have `row_size` elements. A part is a box: the view is cut in two along the dimension with the largest steps,
+    where a boundary of `rows` falls, until each part lies on one side.
+    """
+    steps = zip(view.shape, view.stride, strict=True)
+    first, last = view.offset, view.offset + sum((size - 1) * stride for size, stride in steps)
+    first_row, last_row = first // row_size, last // row_size
+    if not view.count or last_row < rows.start or first_row >= rows.stop:
+        return
+    if rows.start <= first_row and last_row < rows.stop:
+        yield target, view
+        return
+    boundary = rows.start if first_row < rows.start else rows.stop
+    dim = max(range(len(view.shape)), key=lambda each: view.stride[each] if view.shape[each] > 1 else -1)
+    # Where the inner dimensions reach over the boundary, the last step before it is cut further.
+    length = view.shape[dim]
+    at = min(-((view.offset - boundary * row_size) // view.stride[dim]), length - 1)
+    for start, end in ((0, at), (at, length)):
+        part = target.narrow(dim, start, end - start)
+        yield from cut_to_rows(part, view.narrow(dim, start, end - start), rows, row_size)
+
+
+def _alias(
+    arena: Arena, layout: Layout, load_plan: LoadPlan, tensors: Mapping[str, torch.Tensor]
+) -> set[str]:
+    """Make views of the tensors that can be; return their names."""
+    views = set()
+    for name, offset_bytes in find_aliases(load_plan, layout.slots, layout.num_bytes).items():
+        tensor = tensors[name]
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            block = arena.bytes[offset_bytes : offset_bytes + tensor.nbytes].view(tensor.dtype)
+            tensor.data = block.view(tensor.shape).copy_(tensor)
+            views.add(name)
+    return views
