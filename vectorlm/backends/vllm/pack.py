@@ -155,7 +155,9 @@ def keep_plain_experts() -> None:
         from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     except ImportError:
         return
-    kernel: Any = cpu_moe.CPUUnquantizedExperts
+    kernel: Any = getattr(cpu_moe, "CPUUnquantizedExperts", None)
+    if kernel is None:
+        return
     multiply_packed = kernel.apply
 
     def leave_plain(experts: Any, layer: Any) -> None:
