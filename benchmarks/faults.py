@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import urllib.request
@@ -456,8 +457,8 @@ def checkpoints(output: Path) -> list[Path]:
 
 
 def message(run: Run) -> str:
-    """Return the error that a run ended with, without its tracebacks."""
-    text = run.error()
+    """Return the error that a run ended with, without its tracebacks and without the folders of this machine."""
+    text = run.error().replace(f"{ROOT}/", "").replace(f"{sysconfig.get_path('stdlib')}/", "")
     for name in ("RankFailed", r"\w+Error"):
         if found := re.findall(rf"^{name}: .*?(?=^Traceback|\Z)", text, re.DOTALL | re.MULTILINE):
             return found[-1].strip()[:600]
