@@ -129,6 +129,12 @@ def test_bf16_halves_what_is_computed_but_not_the_norms_nor_the_loss():
 
 
 def test_recomputation_keeps_one_block_and_the_input_of_each():
+@pytest.mark.parametrize(("staged", "expected"), [(None, 2000), (1500, 1500), (4000, 2000), (0, 0)])
+def test_new_weights_take_what_their_transport_stages_on_the_host(staged, expected):
+    host = {row.name: row.running for row in plan_memory(with_engine(staged_bytes=staged)).host}
+    assert host.get("weights for the engine", 0) == expected
+
+
     assert activation_bytes(replace(DEMAND, recomputes=True)) == 15 * (2 * 4 * 8 + 544 + 256)
 
 

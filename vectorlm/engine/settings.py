@@ -25,6 +25,10 @@ DEVICE_SHARE = 0.35
 WITH_LORA = ReadIf("train_parameters.lora_peft_config")
 
 
+BUCKET_BYTES = 512 << 20
+"""Size of the arena that the transport `bucketed` fills in rounds; a larger tensor makes it as large as that."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """How an engine samples and takes over new weights."""

@@ -11,14 +11,12 @@ import torch
 
 from vectorlm.contracts import WeightSet
 from vectorlm.dist.topology import Topology
+from vectorlm.engine.settings import BUCKET_BYTES
 from vectorlm.errors import ConfigError
 from vectorlm.weights.arena import MappedArenas
 from vectorlm.weights.exports import Export, ExportedRows
 from vectorlm.weights.module_source import ModuleSource, ShardWrite
 from vectorlm.weights.plan import Layout
-
-BUCKET_BYTES = 512 << 20
-"""Size of the arena that `bucketed` fills in rounds; a larger tensor makes it as large as that."""
 
 FOREIGN = "the weights come from a WeightSource of your own, and only modules can be pulled from"
 EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)

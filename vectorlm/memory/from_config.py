@@ -7,6 +7,7 @@ from pathlib import Path
 from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES, packs_by_itself
 from vectorlm.config import Config, SamplerSettings
 from vectorlm.dist.placement import tensor_parallel_size
+from vectorlm.engine.settings import BUCKET_BYTES
 from vectorlm.memory.plan import Demand, EngineDemand, MemoryPlan, plan_memory
 from vectorlm.memory.report import check_memory, memory_table
 from vectorlm.weights.model_size import ModelSize, count_adapter_parameters, read_model_size
@@ -102,6 +103,7 @@ def _engine_demand(
         size = tensor_parallel_size(num_devices, model.num_heads, weight_bytes, share * device_bytes)
     given = sampler.engine.engine_args.get("kv_cache_memory_bytes")
     packs = sampler.engine.receiver == "packed" or packs_by_itself(model.num_parameters)
+    staged = {"push": None, "pull": 0}.get(sampler.engine.transport, BUCKET_BYTES)
     return EngineDemand(
         bytes_per_weight=per_weight,
         tensor_parallel=size,
@@ -110,6 +112,7 @@ def _engine_demand(
         max_model_len=sampler.engine.engine_args.get("max_model_len") or model.max_length,
         is_packed=is_cpu and sampler.engine.receiver != "live" and packs,
         sleep=sampler.turn.sleep,
+        staged_bytes=staged if sampler.engine.inference == "vllm" else None,
         offload_optimizer=sampler.turn.offload_optimizer,
     )
 

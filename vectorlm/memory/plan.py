@@ -31,6 +31,8 @@ class EngineDemand:
     """Whether the weights are held twice, plain and in oneDNN's layout (CPU)."""
     sleep: str = "none"
     """What sleeps during training: `none`, `kv_cache` or `all`."""
+    staged_bytes: int | None = None
+    """The most that new weights take on a CUDA node's host on their way; None for a whole copy."""
     offload_optimizer: bool = False
     """Whether the optimizer leaves the device during sampling."""
 
@@ -198,6 +200,8 @@ def host_memory(demand: Demand) -> tuple[HostUse, ...]:
     rows = [
         HostUse("the model as it is read", whole * (1 if demand.loads_on_main else ranks), 0),
         HostUse("weights for the engine", 0, shared),
+    if engine is not None and engine.staged_bytes is not None:
+        shared = min(shared, engine.staged_bytes)
         HostUse("offloaded", 0, offloaded),
         HostUse("processes", processes, processes),
     ]
