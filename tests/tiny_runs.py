@@ -68,6 +68,7 @@ def build_loop(
     num_micro_batches: int = 1,
     output: Path | None = None,
     logging_steps: int = 4,
+    packs: bool = True,
     **recorded: Any,
 ) -> FineTuningLoop:
     """Build the loop that all tests share; with `output` it keeps checkpoints and metrics there."""
@@ -87,6 +88,7 @@ def build_loop(
         eval_loader=loader(topology, rows(11, seed=1), shuffle=False),
         settings=LoopSettings(epochs=NUM_EPOCHS, logging_steps=logging_steps),
         recorder=Recorder(num_steps=NUM_STEPS, sink=sink, save_every=2, **recorded),
+        packs=packs,
     )
 
 

@@ -44,7 +44,7 @@ def _make_loop(run: Run) -> FineTuningLoop:
         save_every=max(1, round(settings.loop.save_frequency * len(train_loader))),
         num_examples=train_loader.num_examples,
     )
-    return FineTuningLoop(
+    loop = FineTuningLoop(
         optimizer_step=OptimizerStep(
             model, optimizer, schedule, settings.loop.max_grad_norm, run.topology, "model"
         ),
@@ -53,7 +53,10 @@ def _make_loop(run: Run) -> FineTuningLoop:
         settings=settings.loop,
         recorder=recorder,
         ignore_index=data.ignore_index,
+        packs=settings.model.pack_rows,
     )
+    recorder.say_padded(loop.language_model.why_padded)
+    return loop
 
 
 def _loader(run: Run, *, is_training: bool) -> StepLoader:

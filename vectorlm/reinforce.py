@@ -19,7 +19,6 @@ from vectorlm.rl.correction import correction_of
 from vectorlm.rl.loop import RLLoop
 from vectorlm.rl.models import (
     Critic,
-    Policy,
     Reference,
     RLModels,
     disable_dropout,
@@ -33,6 +32,7 @@ from vectorlm.rollouts.logger import RolloutLogger
 from vectorlm.rollouts.replay import read_rollouts, replay_order
 from vectorlm.run import Run, open_run
 from vectorlm.telemetry.timeline import Timeline
+from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def _build(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLLoop:
     turn = run.make_turn(models.policy.model, models.policy_step.optimizer)
     assert turn is not None
     recorder = run.make_recorder(turn, num_steps=rl.max_steps, save_every=rl.save_every)
+    recorder.say_padded(models.policy.why_padded)
     rollout_log = RolloutLogger(
         run.output if run.topology.is_main else None,
         resume_step=recorder.resume_step,
@@ -108,7 +109,10 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         schedule = run.make_schedule(optimizer, num_batches * steps_per_batch)
         return OptimizerStep(model, optimizer, schedule, max_norm, run.topology, name)
 
-    policy = Policy(disable_dropout(run.load_model()), float(rl.collect.sampling["temperature"]))
+    packs = settings.model.pack_rows
+    policy = LanguageModel(
+        disable_dropout(run.load_model()), float(rl.collect.sampling["temperature"]), packs=packs
+    )
     num_batches = max(rl.max_steps - warmup_steps, 1)
     policy_step = optimizer_step(policy.model, num_batches, settings.loop.max_grad_norm, "policy", None)
     reference = critic = critic_step = None
@@ -116,9 +120,11 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         # With LoRA the reference is the policy without its adapters.
         is_copy = settings.lora_peft_config is None
         how = settings.model.use_flash_attention, settings.model.dtype
-        reference = Reference(policy, load_reference(path, run.load_sharded, *how) if is_copy else None)
+        copy = load_reference(path, run.load_sharded, *how) if is_copy else None
+        reference = Reference(policy, copy, packs=packs)
     if spec.needs_critic:
-        critic = Critic(load_critic(rl.critic.model or path, run.load_sharded, settings.model.dtype))
+        critic_model = load_critic(rl.critic.model or path, run.load_sharded, settings.model.dtype)
+        critic = Critic(critic_model, packs=packs)
         critic_step = optimizer_step(
             critic.model, rl.max_steps, rl.critic.max_grad_norm, "critic", rl.critic.lr
         )

@@ -155,28 +155,18 @@ def test_rows_are_padded_on_the_right_by_their_true_length_even_when_they_hold_t
     assert {tensor.dtype for tensor in vars(batch).values()} == {torch.int64}
 
 
-def test_rows_are_padded_on_the_left_when_asked():
-    dataset = Dataset.from_list(
-        [{"input_ids": [5], "labels": [5]}, {"input_ids": [6, 7, 8], "labels": [6, 7, 8]}]
-    )
-    ((batch,),) = make_loader(dataset, micro_batch_size=2, shuffle=False, padding_side="left").steps(0)
-    assert batch.input_ids.tolist() == [[PAD, PAD, 5], [6, 7, 8]]
-    assert batch.attention_mask.tolist() == [[0, 0, 1], [1, 1, 1]]
-    assert batch.labels.tolist() == [[IGNORE, IGNORE, 5], [6, 7, 8]]
+def test_tokens_outside_the_datasets_own_attention_mask_are_dropped():
+    row = {"input_ids": [5, 6, 7, 8], "labels": [IGNORE, 6, 7, 8], "attention_mask": [0, 1, 1, 0]}
+    ((batch,),) = make_loader(Dataset.from_list([row]), micro_batch_size=1).steps(0)
+    assert batch.input_ids.tolist() == batch.labels.tolist() == [[6, 7]]
+    assert batch.attention_mask.tolist() == [[1, 1]]
 
 
-def test_the_datasets_own_attention_mask_is_kept():
-    dataset = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "attention_mask": [0, 1, 1]}])
-    ((batch,),) = make_loader(dataset, micro_batch_size=1).steps(0)
-    assert batch.attention_mask.tolist() == [[0, 1, 1]]
-
-
-@pytest.mark.parametrize("padding_side", ["right", "left"])
-def test_long_rows_are_cut_off_at_their_end(padding_side):
+def test_long_rows_are_cut_off_at_their_end():
     dataset = Dataset.from_list(
         [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}, {"input_ids": [9], "labels": [9]}]
     )
-    loader = make_loader(dataset, micro_batch_size=2, shuffle=False, max_seq_len=3, padding_side=padding_side)
+    loader = make_loader(dataset, micro_batch_size=2, shuffle=False, max_seq_len=3)
     ((batch,),) = loader.steps(0)
     assert batch.input_ids[0].tolist() == batch.labels[0].tolist() == [1, 2, 3]
     assert batch.input_ids.shape == (2, 3)
@@ -209,11 +199,6 @@ def test_a_row_whose_columns_do_not_belong_together_is_refused_by_its_id(row):
     dataset = Dataset.from_list([{"id": 41, **row}, {"id": 42, **row}, good])
     with pytest.raises(DatasetError, match="the row with id 41 has"):
         next(make_loader(dataset, shuffle=False).steps(0))
-
-
-def test_an_unknown_padding_side_is_refused():
-    with pytest.raises(DatasetError, match="padding_side='top' must be 'right' or 'left'"):
-        make_loader(make_dataset(3), padding_side="top")
 
 
 def test_a_saved_dataset_is_loaded(tmp_path):

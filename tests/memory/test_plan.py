@@ -20,7 +20,8 @@ from vectorlm.memory.plan import (
     sequence_kv_bytes,
 )
 from vectorlm.memory.report import memory_table
-from vectorlm.train.loop import next_tokens, token_losses
+from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.packing import PACKED, Rows
 from vectorlm.weights.model_size import ModelSize, count_adapter_parameters, read_model_size
 
 
@@ -39,8 +40,8 @@ def test_one_device_worked_out_by_hand():
         "optimizer state": (4000, 4000),
         # In fp32: 400 outside the blocks and two blocks of 300; the gradients of the 400.
         "gathered weights": (4 * 1000 + 4 * 400, 0),
-        # 15 tokens; a block keeps 4 (48 + 16 + 8 + 64) bytes of each, the output layer 8 x 32.
-        "activations": (15 * (2 * 544 + 256), 0),
+        # 15 tokens; a block keeps 4 (48 + 24 + 8 + 64) bytes of each, the output layer takes 16 x 32.
+        "activations": (15 * (2 * 576 + 512), 0),
         "engine weights": (2000, 2000),
         "KV cache": (4096, 4096),
         "processes": (2 * GIB, 2 * GIB),
@@ -63,7 +64,7 @@ def test_on_cpu_all_processes_add_up_and_nothing_makes_room():
         "gradients": (4000, 0),
         "optimizer state": (8000, 8000),
         "gathered weights": (2 * 5600, 0),
-        "activations": (2 * 20160, 0),
+        "activations": (2 * 15 * (2 * 576 + 512), 0),
         "engine weights": (4000, 4000),
         "KV cache": (4096, 4096),
         "processes": (CPU_LAUNCHER_BYTES + 2 * CPU_RANK_BYTES + CPU_SAMPLER_BYTES,) * 2,
@@ -80,7 +81,7 @@ def test_without_an_engine_only_training_counts():
         "activations",
         "processes",
     }
-    assert plan.training == 2000 + 2000 + 4000 + 5600 + 20160 + GIB
+    assert plan.training == 2000 + 2000 + 4000 + 5600 + 15 * (2 * 576 + 512) + GIB
     assert plan.kv_cache_bytes == 0
 
 
@@ -124,18 +125,24 @@ def test_the_host_holds_the_optimizer_that_leaves_and_a_model_that_one_rank_read
 
 def test_bf16_halves_what_is_computed_but_not_the_norms_nor_the_loss():
     mixed = replace(DEMAND, is_mixed=True)
-    assert activation_bytes(mixed) == 15 * (2 * (2 * 136 + 4 * 8) + 10 * 32)
+    assert activation_bytes(mixed) == 15 * (2 * (2 * 144 + 4 * 8) + 14 * 32)
     assert gathered_bytes(mixed) == 2 * 1000 + 4 * 400
 
 
-def test_recomputation_keeps_one_block_and_the_input_of_each():
+def test_logits_exist_in_chunks_and_whole_where_rows_are_padded():
+    long = replace(DEMAND, sequence_tokens=5000)
+    assert activation_bytes(long) == 15000 * 2 * 576 + 2048 * 512
+    assert activation_bytes(replace(long, packs=False)) == 15000 * (2 * 576 + 4 * 32) + 2048 * 512
+
+
 @pytest.mark.parametrize(("staged", "expected"), [(None, 2000), (1500, 1500), (4000, 2000), (0, 0)])
 def test_new_weights_take_what_their_transport_stages_on_the_host(staged, expected):
     host = {row.name: row.running for row in plan_memory(with_engine(staged_bytes=staged)).host}
     assert host.get("weights for the engine", 0) == expected
 
 
-    assert activation_bytes(replace(DEMAND, recomputes=True)) == 15 * (2 * 4 * 8 + 544 + 256)
+def test_recomputation_keeps_one_block_and_the_input_of_each():
+    assert activation_bytes(replace(DEMAND, recomputes=True)) == 15 * (2 * 4 * 8 + 576 + 512)
 
 
 def test_the_kv_cache_is_what_is_left_of_the_engines_share():
@@ -259,10 +266,14 @@ def saved_bytes(num_layers, dtype):
             kept[storage.data_ptr()] = storage
         return tensor
 
-    ids = torch.ones(2, 64, dtype=torch.int64)
+    # The last token of a row is not computed.
+    ids = torch.ones(2, 65, dtype=torch.int64)
+    rows = Rows(ids, ids, ids.bool() & (torch.arange(65) > 0), (0, 1))
+    model.set_attn_implementation(PACKED)
+    computes = LanguageModel(model)
+    assert computes.packs
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-        loss = token_losses(logits, next_tokens(ids, -100), -100).sum()
+        loss = computes.logprobs(rows).sum()
     assert loss.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
 
@@ -287,8 +298,9 @@ def test_the_activation_formula_is_what_autograd_keeps(dtype):
     two, four = saved_bytes(2, dtype), saved_bytes(4, dtype)
     # The norms' row of factors and the attention's log-sums are left out of the formula.
     assert formula(4) - formula(2) == pytest.approx(four - two, rel=0.01)
-    # The formula counts the gradient of the log-softmax too, and leaves out the last norm.
-    assert formula(4) == pytest.approx(four + 2 * 64 * 256 * 4, rel=0.05)
+    # Autograd keeps no logits; the formula counts those of one chunk, and leaves out the last norm.
+    number = 2 if dtype == torch.bfloat16 else 4
+    assert formula(4) == pytest.approx(four + 2 * 64 * 256 * (12 + number), rel=0.05)
 
 
 def test_the_kv_cache_of_a_sequence_is_that_of_transformers(folder, loaded):

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from vectorlm.errors import ConfigError
-from vectorlm.rl.micro_batch import PASS_TOKENS, partition, plan_micro_batches
+from vectorlm.rl.micro_batch import PASS_TOKENS, Piece, partition, plan_micro_batches
 
 
 def best_makespan(weights, num_parts):
@@ -38,37 +38,109 @@ def test_fewer_rows_than_parts():
     assert partition([], 2) == [[], []]
 
 
-@pytest.mark.parametrize("rows_per_unit", [1, 3])
+def group_of(lengths, shared=0, start=0):
+    return Piece(tuple(range(start, start + len(lengths))), tuple(lengths), shared)
+
+
+def one_row_each(lengths):
+    return [group_of([length], start=row) for row, length in enumerate(lengths)]
+
+
+def random_groups(generator, size):
+    groups = []
+    for index in range(generator.randint(0, 12)):
+        shared = generator.randint(1, 20)
+        lengths = [shared + generator.randint(0, 30) for _ in range(size)]
+        groups.append(group_of(lengths, shared, index * size))
+    return groups
+
+
+def computed(pieces, packs):
+    """Return the tokens of a forward pass, from the definition."""
+    lengths = [length for piece in pieces for length in piece.lengths]
+    if not packs:
+        return len(lengths) * max(lengths, default=0)
+    return sum(
+        piece.num_shared + sum(length - piece.num_shared for length in piece.lengths) for piece in pieces
+    )
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("keep_groups_whole", [True, False])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_the_budget_is_hard_and_all_ranks_have_as_many_micro_batches(num_ranks, rows_per_unit):
+def test_the_budget_is_hard_and_all_ranks_have_as_many_micro_batches(num_ranks, keep_groups_whole, packs):
     generator = random.Random(0)
+    size, budget = 3, 190
     for _ in range(30):
-        lengths = [generator.randint(1, 50) for _ in range(generator.randint(0, 25))]
-        plan = plan_micro_batches(lengths, num_ranks, 50 * rows_per_unit + 37, rows_per_unit)
+        groups = random_groups(generator, size)
+        plan = plan_micro_batches(groups, num_ranks, budget, packs=packs, keep_groups_whole=keep_groups_whole)
         assert len({len(share) for share in plan}) == 1
-        assert sorted(i for share in plan for part in share for i in part) == list(range(len(lengths)))
+        pieces = [piece for share in plan for part in share for piece in part]
+        assert sorted(row for piece in pieces for row in piece.rows) == list(range(len(groups) * size))
+        assert not keep_groups_whole or {len(piece.rows) for piece in pieces} <= {size}
         for part in itertools.chain(*plan):
-            longest = max((lengths[i] for i in part), default=0)
-            assert len(part) * rows_per_unit * longest <= 50 * rows_per_unit + 37
+            assert computed(part, packs) <= budget
 
 
-def test_rows_of_like_length_share_a_micro_batch():
-    assert plan_micro_batches([9, 1, 9, 1], 1, 18) == [[[0, 2], [1, 3]]]
+def test_rows_of_like_length_share_a_padded_micro_batch():
+    ((first, second),) = plan_micro_batches(one_row_each([9, 1, 9, 1]), 1, 18)
+    assert [piece.rows for piece in first] == [(0,), (2,)]
+    assert [piece.rows for piece in second] == [(1,), (3,)]
 
 
-@pytest.mark.parametrize("rows_per_unit", [1, 4])
-def test_short_rows_are_not_padded_beyond_what_a_pass_costs(rows_per_unit):
-    padded = (PASS_TOKENS // rows_per_unit) // 290
-    (share,) = plan_micro_batches([300, *[10] * 200], 1, 1_000_000, rows_per_unit)
+@pytest.mark.parametrize("size", [1, 4])
+def test_short_rows_are_not_padded_beyond_what_a_pass_costs(size):
+    groups = [
+        group_of([length] * size, start=index * size) for index, length in enumerate([300, *[10] * 200])
+    ]
+    padded = (PASS_TOKENS // size) // 290
+    (share,) = plan_micro_batches(groups, 1, 1_000_000, keep_groups_whole=True)
     assert [len(part) for part in share] == [1 + padded, 200 - padded]
     # Rows of one length are padded by nothing, however many they are.
-    (share,) = plan_micro_batches([300] * 200, 1, 1_000_000, rows_per_unit)
+    (share,) = plan_micro_batches(one_row_each([300] * 200), 1, 1_000_000)
     assert len(share) == 1
 
 
+def test_packed_groups_stay_whole_where_the_ranks_are_equally_busy():
+    groups = [group_of([50] * 4, 30, start) for start in range(0, 16, 4)]
+    for share in plan_micro_batches(groups, 2, 1000, packs=True):
+        assert [[piece.rows for piece in part] for part in share] in (
+            [[(0, 1, 2, 3), (8, 9, 10, 11)]],
+            [[(4, 5, 6, 7), (12, 13, 14, 15)]],
+            [[(0, 1, 2, 3), (4, 5, 6, 7)]],
+            [[(8, 9, 10, 11), (12, 13, 14, 15)]],
+            [[(0, 1, 2, 3), (12, 13, 14, 15)]],
+            [[(4, 5, 6, 7), (8, 9, 10, 11)]],
+        )
+
+
+def test_a_packed_group_is_cut_up_where_a_rank_would_wait_and_only_then():
+    # 20 + 4 * 100 tokens: two halves of 220 keep both ranks busy.
+    plan = plan_micro_batches([group_of([120] * 4, 20)], 2, 1000, packs=True)
+    assert [[piece.num_tokens for piece in part] for share in plan for part in share] == [[220], [220]]
+    # 1000 + 4 tokens: halves would take 1002 each, and leave the slower rank no better off than the whole.
+    plan = plan_micro_batches(
+        [group_of([1001] * 4, 1000), group_of([1001] * 4, 1000, 4)], 2, 2000, packs=True
+    )
+    assert [[piece.num_tokens for piece in part] for share in plan for part in share] == [[1004], [1004]]
+
+
+def test_a_group_beyond_the_budget_is_cut_into_the_fewest_pieces_that_fit():
+    (share,) = plan_micro_batches([group_of([60] * 4, 50)], 1, 75, packs=True)
+    assert [[piece.num_tokens for piece in part] for part in share] == [[70], [70]]
+
+
+def test_rows_without_tokens_count_nothing():
+    piece = group_of([0, 12, 0], 5)
+    assert piece.num_tokens == 12
+    assert group_of([0, 0]).num_tokens == 0
+
+
+@pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize(
-    ("rows_per_unit", "words"), [(1, "a row takes: 30"), (2, "a group of 2 rows takes: 60")]
+    ("keep", "words"), [(False, "a row takes: 30"), (True, "a group of 2 rows takes: 60")]
 )
-def test_a_row_beyond_the_budget_is_refused_with_numbers(rows_per_unit, words):
+def test_a_row_beyond_the_budget_is_refused_with_numbers(keep, words, packs):
+    groups = [group_of([10, 10]), group_of([30, 30], start=2)]
     with pytest.raises(ConfigError, match=words):
-        plan_micro_batches([10, 30], 2, 29, rows_per_unit)
+        plan_micro_batches(groups, 2, 29, packs=packs, keep_groups_whole=keep)

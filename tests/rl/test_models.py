@@ -12,14 +12,24 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError
 from vectorlm.rewards.reward_model import RewardModel
-from vectorlm.rl.models import Critic, Policy, Reference, disable_dropout, load_critic
+from vectorlm.rl.models import Critic, Reference, disable_dropout, load_critic
 from vectorlm.rl.rollout import Rollout
+from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
+from vectorlm.train.packing import Rows
 from vectorlm.train.shard import load_sharded
 from vectorlm.types import PromptRecord
 
 TEXTS = [("abc", "de"), ("a", "bcdefgh"), ("xyz", "")]
 IDS, ATTENTION = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+
+
+def rows_of(first=1):
+    """Return the two rows, and ask for all their tokens from `first` on."""
+    return Rows(IDS, ATTENTION, ATTENTION.bool() & (torch.arange(4) >= first), (0, 1))
+
+
+ROWS = rows_of()
 
 
 TINY_LLAMA = {"dropout": 0.5}
@@ -99,13 +109,15 @@ def test_what_is_no_reward_model_is_refused(folder, tmp_path):
         RewardModel(str(tmp_path / "nowhere"), load, Topology(), max_tokens=8, max_length=8)
 
 
-def test_a_new_critic_says_nothing_and_its_value_is_that_of_the_state_before_the_token(folder):
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_new_critic_says_nothing_and_its_value_is_that_of_the_state_before_the_token(folder, packs):
     model = load_critic(str(folder), lambda load: load(False))
-    critic = Critic(model)
-    assert critic(IDS, ATTENTION).eq(0).all()
+    critic = Critic(model, packs=packs)
+    assert critic.packs is packs
+    assert critic(ROWS).eq(0).all()
     with torch.no_grad():
         model.score.weight.normal_()
-    values = critic(IDS, ATTENTION)
+    values = critic(ROWS)
     assert values[:, 0].eq(0).all()
     hidden = model.model(input_ids=IDS[:1, :2]).last_hidden_state[0, -1]
     torch.testing.assert_close(values[0, 2], model.score(hidden)[0])
@@ -113,10 +125,10 @@ def test_a_new_critic_says_nothing_and_its_value_is_that_of_the_state_before_the
 
 def test_without_dropout_two_passes_agree(folder):
     model = load_model(folder)
-    policy = Policy(model, 1.0)
-    assert not torch.equal(policy.logprobs(IDS, ATTENTION), policy.logprobs(IDS, ATTENTION))
+    policy = LanguageModel(model, 1.0)
+    assert not torch.equal(policy.logprobs(ROWS), policy.logprobs(ROWS))
     disable_dropout(model)
-    assert torch.equal(policy.logprobs(IDS, ATTENTION), policy.logprobs(IDS, ATTENTION))
+    assert torch.equal(policy.logprobs(ROWS), policy.logprobs(ROWS))
     assert model.training, "activation checkpointing needs training mode"
 
 
@@ -124,21 +136,22 @@ def test_the_temperature_divides_the_logits(folder):
     model = disable_dropout(load_model(folder))
     logits = model(IDS, attention_mask=ATTENTION).logits
     expected = torch.log_softmax(logits[0, 1] / 0.5, -1)[IDS[0, 2]]
-    torch.testing.assert_close(Policy(model, 0.5).logprobs(IDS, ATTENTION)[0, 2], expected)
+    torch.testing.assert_close(LanguageModel(model, 0.5).logprobs(ROWS)[0, 2], expected)
 
 
-def test_no_logits_are_made_before_the_first_token_that_matters(folder):
+@pytest.mark.parametrize("packs", [True, False])
+def test_no_logits_are_made_before_the_first_token_that_matters(folder, packs):
     model = disable_dropout(load_model(folder))
-    policy = Policy(model, 0.7)
-    logprobs, entropy = policy(IDS, ATTENTION)
+    policy = LanguageModel(model, 0.7, packs=packs)
+    logprobs, entropy = policy(ROWS, "value")
     shapes = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: shapes.append(output.shape))
-    later_logprobs, later_entropy = policy(IDS, ATTENTION, first=3)
-    assert shapes[0][:2] == (len(IDS), IDS.shape[1] - 2)
+    later_logprobs, later_entropy = policy(rows_of(3), "value")
+    assert shapes[0][:-1] == ((1,) if packs else (2, 2))
     assert later_logprobs[:, :3].eq(0).all()
     torch.testing.assert_close(later_logprobs[:, 3:], logprobs[:, 3:])
     torch.testing.assert_close(later_entropy[:, 3:], entropy[:, 3:])
-    torch.testing.assert_close(policy.logprobs(IDS, ATTENTION, 3), later_logprobs)
+    torch.testing.assert_close(policy.logprobs(rows_of(3)), later_logprobs)
 
 
 def sync(topology, folder):
@@ -147,10 +160,10 @@ def sync(topology, folder):
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(1.1)
-        before = reference(IDS, ATTENTION)
+        before = reference(ROWS)
         reference.sync()
-        after = reference(IDS, ATTENTION)
-        target = policy.logprobs(IDS, ATTENTION)
+        after = reference(ROWS)
+        target = policy.logprobs(ROWS)
     return before, after, target
 
 
@@ -164,14 +177,14 @@ def test_with_adapters_the_reference_is_the_base(folder):
     from vectorlm.lora.load import add_lora
 
     base = disable_dropout(load_model(folder))
-    expected = Policy(base, 1.0).logprobs(IDS, ATTENTION).detach()
+    expected = LanguageModel(base, 1.0).logprobs(ROWS).detach()
     model = disable_dropout(add_lora(load_model(folder), {"r": 4, "target_modules": ["q_proj"]}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
-    policy = Policy(model, 1.0)
-    assert not torch.allclose(policy.logprobs(IDS, ATTENTION), expected)
+    policy = LanguageModel(model, 1.0)
+    assert not torch.allclose(policy.logprobs(ROWS), expected)
     reference = Reference(policy, None)
-    torch.testing.assert_close(reference(IDS, ATTENTION), expected)
-    assert not torch.allclose(policy.logprobs(IDS, ATTENTION), expected), "the adapters stayed off"
+    torch.testing.assert_close(reference(ROWS), expected)
+    assert not torch.allclose(policy.logprobs(ROWS), expected), "the adapters stayed off"

@@ -18,28 +18,32 @@ from vectorlm.train.load import load_model
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-6}
 
 
-def train(topology, folder, algorithm, max_tokens):
+def train(topology, folder, algorithm, max_tokens, packs=True):
     """Make four optimizer steps on one batch; return the weights and the metrics."""
     kl_coef = 0.1 if algorithm == "grpo" else 0.0
-    run = build(topology, folder, algorithm, max_tokens_per_micro_batch=max_tokens, has_reference=kl_coef > 0)
+    more = {"max_tokens_per_micro_batch": max_tokens, "has_reference": kl_coef > 0, "packs": packs}
+    run = build(topology, folder, algorithm, **more)
+    assert run.models.packs is packs
     metrics = run.update(run.prepare(random_rows(algorithm), kl_coef), 3, kl_coef)
     return run.weights(), metrics
 
 
-def train_all(topology, folder, max_tokens):
-    return {name: train(topology, folder, name, max_tokens) for name in algorithm_names()}
+def train_all(topology, folder, max_tokens, packs=True):
+    return {name: train(topology, folder, name, max_tokens, packs) for name in algorithm_names()}
 
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """Every algorithm: on one rank in one micro-batch, on one rank in many, and on two ranks."""
+    """Every algorithm: on one rank in one micro-batch, on one rank in many, on two ranks, and padded on one and two."""
     (wide,) = on_ranks(1, train_all, folder, 2000)
     (narrow,) = on_ranks(1, train_all, folder, 60)
-    return wide, [narrow, *on_ranks(2, train_all, folder, 60)]
+    (padded,) = on_ranks(1, train_all, folder, 2000, False)
+    shared = [*on_ranks(2, train_all, folder, 60), *on_ranks(2, train_all, folder, 60, False)]
+    return wide, [narrow, padded, *shared]
 
 
 @pytest.mark.parametrize("algorithm", algorithm_names())
-def test_ranks_and_micro_batches_change_nothing(folder, runs, algorithm):
+def test_ranks_micro_batches_and_padding_change_nothing(folder, runs, algorithm):
     wide, others = runs
     weights, metrics = wide[algorithm]
     for other_weights, other_metrics in (other[algorithm] for other in others):

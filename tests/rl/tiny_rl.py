@@ -10,7 +10,6 @@ from vectorlm.rl.batch import make_batch
 from vectorlm.rl.correction import correction_of
 from vectorlm.rl.models import (
     Critic,
-    Policy,
     Reference,
     RLModels,
     disable_dropout,
@@ -21,6 +20,7 @@ from vectorlm.rl.prepare import prepare_batch
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.settings import CorrectionSettings, KLSettings, StepSettings, UpdateSettings
 from vectorlm.rl.update import Updater
+from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.shard import load_sharded
@@ -108,6 +108,7 @@ def build(
     hyperparameters=None,
     kl=None,
     has_reference=False,
+    packs=True,
     **update,
 ):
     """Return a tiny run with plain gradient descent; `update` changes single update settings."""
@@ -134,10 +135,11 @@ def build(
             model, torch.optim.SGD(model.parameters(), lr=lr), None, max_grad_norm, topology, name
         )
 
-    policy = Policy(load(lambda is_empty: disable_dropout(load_model(folder, is_empty=is_empty))), 1.0)
+    model = load(lambda is_empty: disable_dropout(load_model(folder, is_empty=is_empty)))
+    policy = LanguageModel(model, packs=packs)
     has_reference = has_reference or spec.needs_reference
-    reference = Reference(policy, load_reference(folder, load)) if has_reference else None
-    critic = Critic(load_critic(folder, load)) if spec.needs_critic else None
+    reference = Reference(policy, load_reference(folder, load), packs=packs) if has_reference else None
+    critic = Critic(load_critic(folder, load), packs=packs) if spec.needs_critic else None
     critic_step = None if critic is None else descent(critic.model, "critic")
     models = RLModels(policy, descent(policy.model, "policy"), reference, critic, critic_step)
     return TinyRun(models, spec, settings, topology)

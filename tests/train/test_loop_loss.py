@@ -1,31 +1,55 @@
-import math
+"""The loss of fine-tuning: of a batch as the sum of its examples', packed and padded."""
 
+import pytest
 import torch
+import torch.nn.functional as F
+from rank_processes import on_ranks
+from tiny_runs import build_loop
 
-from vectorlm.train.loop import next_tokens, token_losses
-
-
-def test_each_position_predicts_the_label_after_it():
-    labels = torch.tensor([[-100, 5, 6, 7]])
-    assert next_tokens(labels, -100).tolist() == [[5, 6, 7, -100]]
-    assert labels.tolist() == [[-100, 5, 6, 7]]
+from vectorlm.types import Batch
 
 
-def test_token_losses_are_minus_log_probabilities_and_zero_where_ignored():
-    # softmax of (0, ln 3) is (1/4, 3/4)
-    logits = torch.tensor([[[0.0, math.log(3)]] * 3])
-    losses = token_losses(logits, torch.tensor([[1, 0, -100]]), -100)
-    torch.testing.assert_close(losses, torch.tensor([[-math.log(0.75), -math.log(0.25), 0.0]]))
+def random_batch():
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(1, 48, (5, 14), generator=generator)
+    attention_mask = (torch.arange(14) < torch.tensor([14, 3, 9, 1, 12])[:, None]).long()
+    labels = torch.where(attention_mask.bool(), input_ids, -100)
+    labels[0, :6], labels[2, 4] = -100, -100
+    # Labels need not be the tokens themselves.
+    labels[4, 7] = 11
+    return Batch(input_ids, attention_mask, labels, torch.arange(5))
 
 
-def test_token_losses_of_bf16_logits_are_computed_in_fp32():
-    logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
-    targets = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    expected = -logits.double().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-    torch.testing.assert_close(token_losses(logits, targets, -100).double(), expected, rtol=1e-6, atol=1e-6)
+def loss_and_gradient(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return loss.detach(), [each.grad.full_tensor().clone() for each in model.parameters()]
 
 
-def test_a_row_without_targets_has_loss_and_gradient_zero():
-    logits = torch.randn(1, 3, 5, requires_grad=True)
-    token_losses(logits, torch.full((1, 3), -100), -100).sum().backward()
-    assert logits.grad.abs().max() == 0
+def losses(topology, folder, packs):
+    """Return loss and gradient of a batch, of its examples one by one, and of the batch without targets."""
+    loop, batch = build_loop(topology, folder, packs=packs), random_batch()
+    assert loop.language_model.packs is packs
+    model = loop.optimizer_step.model
+    found = loss_and_gradient(model, loop.sum_loss(batch))
+    one_by_one = torch.zeros(())
+    for ids, mask, labels in zip(batch.input_ids, batch.attention_mask, batch.labels, strict=True):
+        length = int(mask.sum())
+        logits = model(input_ids=ids[None, :length], use_cache=False).logits[0, :-1]
+        one_by_one = one_by_one + F.cross_entropy(
+            logits, labels[1:length], ignore_index=-100, reduction="sum"
+        )
+    expected = loss_and_gradient(model, one_by_one)
+    batch.labels.fill_(-100)
+    return found, expected, loss_and_gradient(model, loop.sum_loss(batch))
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_the_loss_of_a_batch_is_the_sum_of_its_examples_by_themselves(folder, packs):
+    ((found, expected, nothing),) = on_ranks(1, losses, folder, packs)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    # All ranks make the same backward passes, so that a batch without targets has one too.
+    assert nothing[0] == 0
+    assert all(gradient.eq(0).all() for gradient in nothing[1])

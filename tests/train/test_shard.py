@@ -3,11 +3,11 @@ import torch
 from rank_processes import on_ranks, save_tiny_llama
 from torch.distributed.tensor import DTensor
 
+from vectorlm.algorithms import token_logprobs
 from vectorlm.checkpoint.export import gather_weights
 from vectorlm.errors import ConfigError
 from vectorlm.lora.load import add_lora
 from vectorlm.train.load import load_model
-from vectorlm.train.loop import next_tokens, token_losses
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded, shard_model, transformer_blocks
 from vectorlm.weights.plan import reshard
@@ -23,8 +23,7 @@ def model_dir(tmp_path_factory):
 def gradient(model, rows):
     """Mean loss and gradients by name for `rows`, by the rule that FSDP averages over ranks."""
     tokens = torch.arange(rows * 8).view(rows, 8) % 48
-    losses = token_losses(model(input_ids=tokens, use_cache=False).logits, next_tokens(tokens, -100), -100)
-    loss = losses.sum() / (rows * 7)
+    loss = -token_logprobs(model(input_ids=tokens, use_cache=False).logits, tokens).sum() / (rows * 7)
     loss.backward()
     whole = {
         name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -106,7 +105,7 @@ def half_precision(topology, model_dir, settings, lora):
     model = load_sharded(load, topology, settings)
     tokens = torch.arange(16).view(2, 8)
     logits = model(input_ids=tokens, use_cache=False).logits
-    loss = token_losses(logits, next_tokens(tokens, -100), -100).sum() / 14
+    loss = -token_logprobs(logits, tokens).sum() / 14
     loss.backward()
     trained, frozen, gradients = set(), set(), set()
     for parameter in model.parameters():

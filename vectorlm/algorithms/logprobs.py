@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 Head = Callable[[torch.Tensor], torch.Tensor]
+EntropyKind = Literal["none", "value", "gradient"]
 
 
 def token_logprobs(
@@ -31,13 +33,10 @@ def token_logprobs(
             computes them again.
         head: The model's output layer, for hidden states.
     """
+    # A view of all positions, not a copy without the last ones; align drops the results of those.
     targets = token_ids.roll(-1, dims=1).flatten()
-
-    def picked(scores: torch.Tensor, start: int) -> torch.Tensor:
-        chosen = scores.gather(-1, targets[start : start + len(scores), None])[:, 0]
-        return chosen - torch.logsumexp(scores, dim=-1)
-
-    return _over_chunks(picked, logits, temperature, chunk_tokens, head)
+    found, _ = token_values(logits.flatten(0, 1), targets, temperature, chunk_tokens, head=head)
+    return align(found.view(token_ids.shape))
 
 
 def entropy(
@@ -47,46 +46,65 @@ def entropy(
 
     ``entropy[b, t]`` is of softmax(logits[b, t - 1] / temperature); arguments as for `token_logprobs`.
     """
-
-    def spread(scores: torch.Tensor, start: int) -> torch.Tensor:
-        logprobs = torch.log_softmax(scores, dim=-1)
-        # A token that cannot be drawn adds 0, not 0 times -inf; neither to the gradient.
-        return -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(dim=-1)
-
-    return _over_chunks(spread, logits, temperature, chunk_tokens, head)
+    states = logits.flatten(0, 1)
+    targets = torch.zeros(len(states), dtype=torch.int64, device=states.device)
+    _, found = token_values(states, targets, temperature, chunk_tokens, head=head, entropy="gradient")
+    return align(found.view(logits.shape[:2]))
 
 
-def _over_chunks(
-    of_scores: Callable[[torch.Tensor, int], torch.Tensor],
-    logits: torch.Tensor,
-    temperature: float,
-    chunk_tokens: int,
-    head: Head | None,
-) -> torch.Tensor:
-    """Apply `of_scores` to chunks of float32 scores, and give each token the value of the position before it."""
+def token_values(
+    states: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float = 1.0,
+    chunk_tokens: int = 2048,
+    *,
+    head: Head | None = None,
+    entropy: EntropyKind = "none",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log softmax(scores / temperature) of one target for each of N states, and the entropy of that softmax.
+
+    Args:
+        states: float [N, V], the scores; with `head`, what it takes, [N, H].
+        targets: int64 [N].
+        temperature: ValueError unless it is above 0.
+        chunk_tokens: States computed at a time, as for `token_logprobs`.
+        head: The model's output layer.
+        entropy: Whether the entropies are computed, else 0, and whether with gradient.
+
+    Returns:
+        float32 [N] each.
+    """
     if temperature <= 0:
         raise ValueError(
             f"temperature={temperature} must be above 0: greedy decoding has no probabilities. Use 1.0."
         )
-    num_rows, length = logits.shape[:2]
-    # A view of all positions, not a copy without the last ones; align drops the results of those.
-    states = logits.flatten(0, 1)
 
-    def of_chunk(chunk: torch.Tensor, start: int) -> torch.Tensor:
+    def of_chunk(chunk: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = chunk if head is None else head(chunk)
         # Half precision loses digits of log-probabilities that losses need; float64 is kept.
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        return of_scores(scores if temperature == 1.0 else scores / temperature, start)
+        logprobs = torch.log_softmax(scores if temperature == 1.0 else scores / temperature, dim=-1)
+        picked = logprobs.gather(-1, wanted[:, None])[:, 0]
+        # Last, because a backward pass stops computing a chunk again once it has what it needs.
+        return picked, _entropy(logprobs, entropy)
 
     parts = []
-    for start in range(0, len(states), chunk_tokens):
-        chunk = states[start : start + chunk_tokens]
+    for chunk, wanted in zip(states.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
         if torch.is_grad_enabled() and chunk.requires_grad:
-            parts.append(checkpoint(of_chunk, chunk, start, use_reentrant=False))
+            parts.append(checkpoint(of_chunk, chunk, wanted, use_reentrant=False))
         else:
-            parts.append(of_chunk(chunk, start))
-    flat = torch.cat(parts) if parts else states.new_zeros(0, dtype=torch.float32)
-    return align(flat.view(num_rows, length))
+            parts.append(of_chunk(chunk, wanted))
+    picked, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
+    return picked, entropies
+
+
+def _entropy(logprobs: torch.Tensor, kind: EntropyKind) -> torch.Tensor:
+    """Return the entropies of log-probabilities [N, V], float [N]."""
+    if kind == "none":
+        return logprobs.new_zeros(len(logprobs))
+    logprobs = logprobs if kind == "gradient" else logprobs.detach()
+    # A token that cannot be drawn adds 0, not 0 times -inf; neither to the gradient.
+    return -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(dim=-1)
 
 
 def align(per_position: torch.Tensor) -> torch.Tensor:

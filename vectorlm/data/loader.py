@@ -33,43 +33,44 @@ class Collator:
     """Value of `labels` that do not count in the loss."""
     max_seq_len: int
     """Rows are cut off after this many tokens."""
-    padding_side: str = "right"
-    """``right`` or ``left``."""
-
-    def __post_init__(self) -> None:
-        if self.padding_side not in ("right", "left"):
-            raise DatasetError(f"padding_side={self.padding_side!r} must be 'right' or 'left'. Use 'right'.")
 
     def collate(self, rows: Sequence[Mapping[str, Any]], num_rows: int) -> Batch:
-        """Pad `rows` to the longest of them, then add filler rows up to `num_rows`.
+        """Pad `rows` on the right to the longest of them, then add filler rows up to `num_rows`.
 
-        A filler row has one valid token, so that attention is defined, and no label that counts.
+        Tokens that a row's own `attention_mask` leaves out are dropped. A filler row has one valid token, so that
+        attention is defined, and no label that counts.
         """
         filler = {"input_ids": [self.pad_token_id], "labels": [self.ignore_index], "id": FILLER_ID}
         full = [*rows, *[filler] * (num_rows - len(rows))]
         masks = [_checked_mask(row) for row in full]
-        length = min(self.max_seq_len, max(map(len, masks)))
+        input_ids, labels = (
+            [
+                [value for value, is_kept in zip(row[name], mask, strict=True) if is_kept][: self.max_seq_len]
+                for row, mask in zip(full, masks, strict=True)
+            ]
+            for name in ("input_ids", "labels")
+        )
+        length = max(map(len, input_ids))
         return Batch(
-            self._pad([row["input_ids"] for row in full], length, self.pad_token_id),
-            self._pad(masks, length, 0),
-            self._pad([row["labels"] for row in full], length, self.ignore_index),
+            _pad(input_ids, length, self.pad_token_id),
+            _pad([[1] * len(row) for row in input_ids], length, 0),
+            _pad(labels, length, self.ignore_index),
             torch.tensor([row["id"] for row in full], dtype=torch.int64),
         )
 
-    def _pad(self, values: Sequence[Sequence[int]], length: int, padding: int) -> torch.Tensor:
-        padded = torch.full((len(values), length), padding, dtype=torch.int64)
-        for row, value in zip(padded, values, strict=True):
-            kept = torch.tensor(value[:length], dtype=torch.int64)
-            place = slice(0, len(kept)) if self.padding_side == "right" else slice(length - len(kept), length)
-            row[place] = kept
-        return padded
+
+def _pad(values: Sequence[Sequence[int]], length: int, padding: int) -> torch.Tensor:
+    padded = torch.full((len(values), length), padding, dtype=torch.int64)
+    for row, value in zip(padded, values, strict=True):
+        row[: len(value)] = torch.tensor(value, dtype=torch.int64)
+    return padded
 
 
 def _checked_mask(row: Mapping[str, Any]) -> Sequence[int]:
     """Return the attention mask of a row, after checking that its columns have equal lengths."""
     length = len(row["input_ids"])
     mask = row.get("attention_mask") or [1] * length
-    if not length == len(row["labels"]) == len(mask) or length == 0:
+    if not length == len(row["labels"]) == len(mask) or not any(mask):
         raise DatasetError(
             f"the row with id {row['id']} has {length} input_ids, {len(row['labels'])} labels and {len(mask)} "
             "attention_mask values: these numbers must be equal, and at least 1. Preprocess the dataset again."

@@ -60,6 +60,7 @@ def plan_of_config(
         cpu_offload=train.model.cpu_offload,
         loads_on_main=train.model.loads_on_main(world_size),
         is_mixed=train.model.computes_in_bf16(not is_cpu),
+        packs=train.model.pack_rows and not train.model.use_flash_attention,
         recomputes=train.model.use_activation_checkpointing,
         micro_batch_size=micro_batch_size,
         num_trained_copies=trained_copies,
@@ -102,8 +103,8 @@ def _engine_demand(
         weight_bytes = per_weight * model.num_parameters
         size = tensor_parallel_size(num_devices, model.num_heads, weight_bytes, share * device_bytes)
     given = sampler.engine.engine_args.get("kv_cache_memory_bytes")
-    packs = sampler.engine.receiver == "packed" or packs_by_itself(model.num_parameters)
     staged = {"push": None, "pull": 0}.get(sampler.engine.transport, BUCKET_BYTES)
+    packs = sampler.engine.receiver == "packed" or packs_by_itself(model.num_parameters)
     return EngineDemand(
         bytes_per_weight=per_weight,
         tensor_parallel=size,
@@ -111,8 +112,8 @@ def _engine_demand(
         device_share=share,
         max_model_len=sampler.engine.engine_args.get("max_model_len") or model.max_length,
         is_packed=is_cpu and sampler.engine.receiver != "live" and packs,
-        sleep=sampler.turn.sleep,
         staged_bytes=staged if sampler.engine.inference == "vllm" else None,
+        sleep=sampler.turn.sleep,
         offload_optimizer=sampler.turn.offload_optimizer,
     )
 

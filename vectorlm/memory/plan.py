@@ -9,6 +9,8 @@ from vectorlm.weights.model_size import ModelSize
 GIB = 1 << 30
 
 CPU_LAUNCHER_BYTES, CPU_RANK_BYTES, CPU_SAMPLER_BYTES = 280 << 20, 600 << 20, 500 << 20
+CHUNK_TOKENS = 2048
+"""Tokens whose logits exist at a time; the default of `token_values`."""
 CUDA_PROCESS_BYTES, CUDA_HOST_PROCESS_BYTES = 1 * GIB, 3 * GIB
 """Memory of a process besides tensors: on CPU measured (docs/log.md), on CUDA devices and their hosts assumed."""
 
@@ -29,10 +31,10 @@ class EngineDemand:
     """Longest sequence, in tokens."""
     is_packed: bool = False
     """Whether the weights are held twice, plain and in oneDNN's layout (CPU)."""
-    sleep: str = "none"
-    """What sleeps during training: `none`, `kv_cache` or `all`."""
     staged_bytes: int | None = None
     """The most that new weights take on a CUDA node's host on their way; None for a whole copy."""
+    sleep: str = "none"
+    """What sleeps during training: `none`, `kv_cache` or `all`."""
     offload_optimizer: bool = False
     """Whether the optimizer leaves the device during sampling."""
 
@@ -58,6 +60,8 @@ class Demand:
     """Whether a block's gathered weights stay between forward and backward (``SHARD_GRAD_OP``, ``NO_SHARD``)."""
     is_mixed: bool
     """Whether the model computes in bfloat16."""
+    packs: bool = True
+    """Whether rows are laid end to end."""
     recomputes: bool
     """Whether the backward pass computes a block's activations again."""
     micro_batch_size: int
@@ -196,12 +200,12 @@ def host_memory(demand: Demand) -> tuple[HostUse, ...]:
     if engine is not None and engine.offload_optimizer and not demand.cpu_offload:
         offloaded = 2 * trained
     shared = 0 if engine is None else engine.bytes_per_weight * demand.model.num_parameters
+    if engine is not None and engine.staged_bytes is not None:
+        shared = min(shared, engine.staged_bytes)
     processes = CPU_LAUNCHER_BYTES + (ranks + (engine is not None)) * CUDA_HOST_PROCESS_BYTES
     rows = [
         HostUse("the model as it is read", whole * (1 if demand.loads_on_main else ranks), 0),
         HostUse("weights for the engine", 0, shared),
-    if engine is not None and engine.staged_bytes is not None:
-        shared = min(shared, engine.staged_bytes)
         HostUse("offloaded", 0, offloaded),
         HostUse("processes", processes, processes),
     ]
@@ -223,20 +227,22 @@ def activation_bytes(demand: Demand) -> int:
     """Estimate the activations that a Llama-like decoder keeps from one forward pass for its backward.
 
     For n tokens, hidden size h, feed-forward i, queries q and keys k, with c bytes per number, each block keeps
-    ``n (c (6 h + 2 q + 2 k + 4 i) + 2 (4 - c) h)``, as its two norms work in fp32; the output layer keeps
-    ``n (10 or 8) V`` in bf16 or fp32: logits in c bytes, their log-softmax in fp32 and its gradient. With
-    recomputation each block keeps only its input, and one block at a time the rest. Attention matrices are not
-    kept (SDPA).
+    ``n (c (6 h + 3 q + 2 k + 4 i) + 2 (4 - c) h)``, as its two norms work in fp32. The output layer is computed in
+    chunks, forward and backward: ``(12 + c) V`` for each of at most 2,048 tokens, which are logits in c bytes and three
+    fp32 numbers of each. With recomputation each block keeps only its input, and one block at a time the rest.
+    Attention matrices are not kept (SDPA). Rows that are padded keep their logits too, in c bytes.
     """
     model, number = demand.model, 2 if demand.is_mixed else 4
     tokens = demand.micro_batch_size * demand.sequence_tokens
-    wide = 6 * model.hidden_size + 2 * model.query_size + 2 * model.kv_size + 4 * model.intermediate_size
+    wide = 6 * model.hidden_size + 3 * model.query_size + 2 * model.kv_size + 4 * model.intermediate_size
     block = number * wide + 2 * (4 - number) * model.hidden_size
     blocks = model.num_layers * block
     if demand.recomputes:
         blocks = model.num_layers * number * model.hidden_size + block
-    logits = (10 if demand.is_mixed else 8) * model.vocab_size
-    return tokens * (blocks + logits)
+    logits = min(tokens, CHUNK_TOKENS) * (12 + number) * model.vocab_size
+    if not demand.packs:
+        logits += tokens * number * model.vocab_size
+    return tokens * blocks + logits
 
 
 def engine_weight_bytes(demand: Demand, engine: EngineDemand) -> int:

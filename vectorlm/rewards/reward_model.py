@@ -15,6 +15,7 @@ from vectorlm.rl.micro_batch import map_rows
 from vectorlm.rl.models import LoadSharded, disable_dropout
 from vectorlm.rl.rollout import Rollout
 from vectorlm.train.load import load_pretrained
+from vectorlm.train.packing import Rows
 from vectorlm.weights.plan import reshard
 
 
@@ -77,7 +78,10 @@ class RewardModel:
         reshard(self._model)
         return scores[:, 0].tolist()
 
-    def _scores(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, first: int) -> torch.Tensor:
+    def _scores(self, rows: Rows) -> torch.Tensor:
+        input_ids, attention_mask = (
+            each.to(self._topology.device) for each in (rows.input_ids, rows.attention_mask)
+        )
         logits = self._model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
         return logits[:, :1].expand(input_ids.shape)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,44 @@ import torch.distributed as dist
 from vectorlm.algorithms.batch import RolloutBatch
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError
+from vectorlm.train.packing import Rows, num_needed, num_shared
 
 PASS_TOKENS = 1024
 """The fixed cost of a forward pass, in tokens: a micro-batch that would hold more padding is split."""
-RowFunction = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""From input_ids and attention_mask [b, t], and the first token that is trained on, to float [b, t]."""
+BALANCED = 1.02
+"""Groups are not cut up where the busiest rank has at most this many times its fair share of tokens."""
+RowFunction = Callable[[Rows], torch.Tensor]
+"""From the rows of a forward pass to float [b, t]."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one group that stay together in a forward pass."""
+
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+    """Tokens of each row that are computed; 0 for a row of which none is."""
+    num_shared: int = 0
+    """How many tokens of each row are computed once for all of them."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed where rows are laid end to end."""
+        own = sum(length - self.num_shared for length in self.lengths if length)
+        return own + (self.num_shared if any(self.lengths) else 0)
+
+    def split(self, count: int) -> list[Piece]:
+        """Cut into `count` pieces of about as many rows each."""
+        bounds = [len(self.rows) * index // count for index in range(count + 1)]
+        return [
+            Piece(self.rows[start:end], self.lengths[start:end], self.num_shared if end - start > 1 else 0)
+            for start, end in pairwise(bounds)
+        ]
 
 
 @dataclass(frozen=True)
@@ -28,8 +62,8 @@ class MicroBatch:
     """int64 [b], indices into the batch."""
     length: int
     """Tokens of the longest row."""
-    first: int
-    """The first token that is trained on in any row, at least 1."""
+    num_tokens: int
+    """Tokens that the forward pass computes, padding included."""
     is_filler: bool
     """Whether the rows only let this rank join the forward passes of the others, and count nowhere."""
     device: str
@@ -37,12 +71,22 @@ class MicroBatch:
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         """Return these rows of a [B, T] tensor, on the device, without padding that none of them needs."""
-        return x[self.rows, : self.length].to(self.device)
+        return self._rows_of(x).to(self.device)
 
     def mask_of(self, batch: RolloutBatch) -> torch.Tensor:
         """Return bool [b, t], the tokens that are trained on."""
         mask = self.cut(batch.mask)
         return torch.zeros_like(mask) if self.is_filler else mask
+
+    def inputs_of(self, batch: RolloutBatch) -> Rows:
+        """Return what the forward pass reads; a filler computes its rows too."""
+        input_ids, attention_mask, mask = map(
+            self._rows_of, (batch.input_ids, batch.attention_mask, batch.mask)
+        )
+        return Rows(input_ids, attention_mask, mask, (self.rows // batch.rows_per_group).tolist())
+
+    def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        return x[self.rows, : self.length]
 
 
 def micro_batches_of(
@@ -51,29 +95,40 @@ def micro_batches_of(
     topology: Topology,
     *,
     max_tokens: int,
+    packs: bool = False,
     keep_groups_whole: bool = False,
 ) -> list[MicroBatch]:
     """Return this rank's micro-batches of some groups; every rank gets the same number.
 
     All ranks hold the whole batch and compute the same plan, so nothing is exchanged, and all raise the same error.
+    With `packs` rows are laid end to end, and what a group begins with counts once for each of its pieces.
 
     Raises:
         ConfigError: A row, or a group that is kept whole, exceeds `max_tokens`.
     """
     size = batch.rows_per_group
-    rows = [group * size + column for group in groups for column in range(size)]
-    per_unit = size if keep_groups_whole else 1
-    units = [rows[start : start + per_unit] for start in range(0, len(rows), per_unit)]
-    lengths = [max(batch.num_tokens[row] for row in unit) for unit in units]
-    plan = plan_micro_batches(lengths, topology.world_size, max_tokens, per_unit)
+    needed = num_needed(batch.mask) if packs else batch.num_tokens
+    pieces = []
+    for group in groups:
+        rows = slice(group * size, (group + 1) * size)
+        lengths = needed[rows]
+        is_used = torch.tensor(lengths) > 0
+        shared = num_shared(batch.input_ids[rows][is_used], [n for n in lengths if n]) if packs else 0
+        pieces.append(Piece(tuple(range(rows.start, rows.stop)), tuple(lengths), shared))
+    plan = plan_micro_batches(
+        pieces, topology.world_size, max_tokens, packs=packs, keep_groups_whole=keep_groups_whole
+    )
+    # A rank with nothing to do repeats the least that there is.
+    spare = min(
+        (piece for share in plan for part in share for piece in part), key=lambda each: each.num_tokens
+    )
     return [
-        _micro_batch(batch, [row for unit in chosen for row in units[unit]], units[0], topology.device)
-        for chosen in plan[topology.rank]
+        _micro_batch(batch, part or [spare], packs, not part, topology.device) for part in plan[topology.rank]
     ]
 
 
 def map_rows(
-    batch: RolloutBatch, function: RowFunction, topology: Topology, *, max_tokens: int
+    batch: RolloutBatch, function: RowFunction, topology: Topology, *, max_tokens: int, packs: bool = False
 ) -> torch.Tensor:
     """Apply a model to every row, split over the ranks; called on all ranks.
 
@@ -83,10 +138,9 @@ def map_rows(
     found = torch.zeros(batch.input_ids.shape, device=topology.device)
     with torch.no_grad():
         for micro_batch in micro_batches_of(
-            batch, range(len(batch.rewards)), topology, max_tokens=max_tokens
+            batch, range(len(batch.rewards)), topology, max_tokens=max_tokens, packs=packs
         ):
-            input_ids, attention_mask = map(micro_batch.cut, (batch.input_ids, batch.attention_mask))
-            values = function(input_ids, attention_mask, micro_batch.first)
+            values = function(micro_batch.inputs_of(batch))
             if not micro_batch.is_filler:
                 found[micro_batch.rows, : micro_batch.length] = values.float()
     # Each row was computed by one rank: adding the zeros of the others changes no bit.
@@ -96,36 +150,48 @@ def map_rows(
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], num_ranks: int, max_tokens: int, rows_per_unit: int = 1
-) -> list[list[list[int]]]:
-    """Balance units over the ranks, and cut the units of each rank into micro-batches within a token budget.
+    groups: Sequence[Piece],
+    num_ranks: int,
+    max_tokens: int,
+    *,
+    packs: bool = False,
+    keep_groups_whole: bool = False,
+) -> list[list[list[Piece]]]:
+    """Balance groups over the ranks, and cut the share of each rank into micro-batches within a token budget.
 
-    A unit stays together: one row, or a group of `rows_per_unit` rows. A micro-batch of u units, the longest row of
-    which has n tokens, takes ``u rows_per_unit n`` tokens, padding included. It holds at most `PASS_TOKENS` of padding.
+    Rows that are padded count as many tokens as the longest of their micro-batch, and are shared out one by one; a
+    micro-batch holds at most `PASS_TOKENS` of padding. Rows laid end to end (`packs`) stay with their group, unless the
+    ranks would be busier with whole groups than with parts of them, each of which computes the common beginning again.
 
     Args:
-        lengths: Tokens of the longest row of each unit.
+        groups: The rows of each group.
         num_ranks: Number of ranks.
         max_tokens: Largest micro-batch.
-        rows_per_unit: Rows of each unit.
+        packs: Whether rows are laid end to end.
+        keep_groups_whole: Whether a loss reads all rows of a group together.
 
     Returns:
-        For each rank the same number of micro-batches (lists of indices into `lengths`); some may be empty.
+        For each rank the same number of micro-batches, each of some pieces; some may be empty.
 
     Raises:
-        ConfigError: A unit alone exceeds the budget.
+        ConfigError: A row, or a group that is kept whole, exceeds the budget alone.
     """
-    longest = max(lengths, default=0) * rows_per_unit
-    if longest > max_tokens:
-        rows = "a row" if rows_per_unit == 1 else f"a group of {rows_per_unit} rows"
-        raise ConfigError(
-            f"rl.max_tokens_per_micro_batch={max_tokens} is less than {rows} takes: {longest} tokens. "
-            f"Use {longest} or more, or shorter completions."
-        )
-    plan = [
-        _within_budget(lengths, units, max_tokens // rows_per_unit, PASS_TOKENS // rows_per_unit)
-        for units in partition(lengths, num_ranks)
-    ]
+    largest = max((len(group.rows) for group in groups), default=1)
+    if keep_groups_whole:
+        counts: Sequence[int] = (1,)
+    else:
+        counts = range(1, (largest if num_ranks > 1 else 1) + 1) if packs else (largest,)
+    fewest = sum(group.num_tokens for group in groups) / num_ranks
+    shares, busiest = [], math.inf
+    for number in counts:
+        cut = [_fitting(group, number, max_tokens, packs, keep_groups_whole) for group in groups]
+        found = _share_out(cut, num_ranks)
+        most = max(sum(piece.num_tokens for piece in share) for share in found)
+        if most < busiest:
+            shares, busiest = found, most
+        if busiest <= BALANCED * fewest:
+            break
+    plan = [_within_budget(share, max_tokens, packs) for share in shares]
     num_micro_batches = max(map(len, plan))
     for micro_batches in plan:
         # All ranks make the same number of forward passes: split micro-batches before adding empty ones.
@@ -170,28 +236,55 @@ def partition(weights: Sequence[int], num_subsets: int) -> list[list[int]]:
     return [sorted(indices) for _, indices in heap[0][2]]
 
 
-def _within_budget(
-    lengths: Sequence[int], indices: Sequence[int], max_tokens: int, max_padding: int
-) -> list[list[int]]:
-    """Fill micro-batches with rows of similar length, the longest first."""
-    found: list[list[int]] = []
-    padding = 0
-    for index in sorted(indices, key=lambda index: (-lengths[index], index)):
-        # The first row of a micro-batch is its longest.
-        longest = lengths[found[-1][0]] if found else 0
-        padding += longest - lengths[index]
-        if found and (len(found[-1]) + 1) * longest <= max_tokens and padding <= max_padding:
-            found[-1].append(index)
+def _fitting(group: Piece, count: int, max_tokens: int, packs: bool, keep_groups_whole: bool) -> list[Piece]:
+    """Cut a group into `count` pieces, or as many more as the budget asks for."""
+    most = len(group.rows)
+    for number in range(min(count, most), most + 1):
+        pieces = group.split(number)
+        largest = max(_num_tokens([piece], packs) for piece in pieces)
+        if largest <= max_tokens:
+            return pieces
+        if keep_groups_whole:
+            break
+    rows = f"a group of {most} rows" if keep_groups_whole and most > 1 else "a row"
+    raise ConfigError(
+        f"rl.max_tokens_per_micro_batch={max_tokens} is less than {rows} takes: {largest} tokens. "
+        f"Use {largest} or more, or shorter completions."
+    )
+
+
+def _share_out(groups: Sequence[Sequence[Piece]], num_ranks: int) -> list[list[Piece]]:
+    pieces = [piece for group in groups for piece in group]
+    shares = partition([piece.num_tokens for piece in pieces], num_ranks)
+    return [[pieces[index] for index in share] for share in shares]
+
+
+def _within_budget(pieces: Sequence[Piece], max_tokens: int, packs: bool) -> list[list[Piece]]:
+    """Fill micro-batches, with rows of similar length where they are padded; the longest first."""
+    found: list[list[Piece]] = []
+    for piece in sorted(pieces, key=lambda each: (-(each.num_tokens if packs else each.longest), each.rows)):
+        for micro_batch in found:
+            joined = [*micro_batch, piece]
+            num_tokens = _num_tokens(joined, packs)
+            padding = num_tokens - sum(each.num_tokens for each in joined)
+            if num_tokens <= max_tokens and padding <= PASS_TOKENS:
+                micro_batch.append(piece)
+                break
         else:
-            found.append([index])
-            padding = 0
+            found.append([piece])
     return found
 
 
-def _micro_batch(batch: RolloutBatch, rows: list[int], spare: list[int], device: str) -> MicroBatch:
-    """Return the micro-batch of `rows`, or a filler of `spare` rows."""
-    used = rows or spare
-    length = max(batch.num_tokens[row] for row in used)
-    # Where nothing is trained on, the logits of the last token are computed.
-    first = min((batch.first_trained[row] for row in used), default=length - 1)
-    return MicroBatch(torch.tensor(used), length, max(min(first, length - 1), 1), not rows, device)
+def _num_tokens(pieces: Sequence[Piece], packs: bool) -> int:
+    """Return the tokens of a forward pass over some pieces, padding included."""
+    if packs:
+        return sum(piece.num_tokens for piece in pieces)
+    return max(piece.longest for piece in pieces) * sum(len(piece.rows) for piece in pieces)
+
+
+def _micro_batch(
+    batch: RolloutBatch, pieces: Sequence[Piece], packs: bool, is_filler: bool, device: str
+) -> MicroBatch:
+    rows = [row for piece in pieces for row in piece.rows]
+    length = max(batch.num_tokens[row] for row in rows)
+    return MicroBatch(torch.tensor(rows), length, _num_tokens(pieces, packs), is_filler, device)

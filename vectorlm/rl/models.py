@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from vectorlm.algorithms.logprobs import align, entropy, token_logprobs
+from vectorlm.algorithms.logprobs import align
 from vectorlm.errors import ConfigError
+from vectorlm.train.language_model import LanguageModel, why_not_packed
 from vectorlm.train.load import load_model, load_pretrained
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
+from vectorlm.train.packing import Rows, pack
 from vectorlm.types import TrainedModel
 from vectorlm.weights.plan import reshard
 
@@ -22,69 +24,24 @@ LoadSharded = Callable[[Callable[[bool], nn.Module]], nn.Module]
 """Shards a model over the ranks, in place."""
 
 
-class Policy:
-    """The model that is trained, as a function from tokens to their log-probabilities."""
-
-    def __init__(self, model: nn.Module, temperature: float) -> None:
-        """Take the sharded causal language model, without dropout, and the temperature that divides its logits."""
-        self.model, self.temperature = model, temperature
-        inner: Any = model
-        if hasattr(inner, "get_base_model"):  # a PEFT model
-            inner = inner.get_base_model()
-        self._can_skip_logits = "logits_to_keep" in inspect.signature(inner.forward).parameters
-
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        first: int = 1,
-        entropy_has_gradient: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-probability of each token, and the entropy of the distribution it was drawn from.
-
-        Args:
-            input_ids: int64 [B, T], padded on the right.
-            attention_mask: int64 [B, T].
-            first: The first token that matters to any row; tokens before it get 0, and no logits are computed for them.
-            entropy_has_gradient: Whether the entropy is part of a loss.
-
-        Returns:
-            float32 [B, T] each.
-        """
-        logits, targets, skipped = self._logits(input_ids, attention_mask, first)
-        logprobs = token_logprobs(logits, targets, self.temperature)
-        with nullcontext() if entropy_has_gradient else torch.no_grad():
-            entropies = entropy(logits, self.temperature)
-        return _pad_left(logprobs, skipped), _pad_left(entropies, skipped)
-
-    def logprobs(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, first: int = 1) -> torch.Tensor:
-        """Return the log-probabilities alone, float32 [B, T]."""
-        logits, targets, skipped = self._logits(input_ids, attention_mask, first)
-        return _pad_left(token_logprobs(logits, targets, self.temperature), skipped)
-
-    def _logits(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, first: int
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return logits from the position that predicts `first`, the tokens from there, and how many are skipped."""
-        skipped = max(first - 1, 0) if self._can_skip_logits else 0
-        options = {"logits_to_keep": input_ids.shape[1] - skipped} if skipped else {}
-        answer = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **options)
-        return answer.logits, input_ids[:, skipped:], skipped
-
-
 class Reference:
     """The frozen policy that the KL penalty compares with: another model, or the policy with its adapters off."""
 
-    def __init__(self, policy: Policy, model: nn.Module | None) -> None:
+    def __init__(self, policy: LanguageModel, model: nn.Module | None, *, packs: bool = True) -> None:
         """Take a sharded copy of the policy's starting point; None switches the policy's LoRA adapters off instead."""
         self._policy = policy
         self.model = model
-        self._frozen = policy if model is None else Policy(model, policy.temperature)
+        self._frozen = policy if model is None else LanguageModel(model, policy.temperature, packs=packs)
 
-    def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, first: int = 1) -> torch.Tensor:
-        """Return float32 [B, T] as `Policy.logprobs` does, without gradient."""
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        """Return float32 [B, T] as `LanguageModel.logprobs` does, without gradient."""
         with torch.no_grad(), self._without_adapters():
-            return self._frozen.logprobs(input_ids, attention_mask, first)
+            return self._frozen.logprobs(rows)
+
+    @property
+    def packs(self) -> bool:
+        """Whether it computes rows laid end to end."""
+        return self._frozen.packs
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -107,25 +64,38 @@ class Reference:
 class Critic:
     """A model with a value head: the expected reward of the rest of a completion, at each token."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Take a sharded token-classification model with one label."""
-        self.model = model
+    def __init__(self, model: nn.Module, *, packs: bool = True) -> None:
+        """Take a sharded token-classification model with one label, and whether to lay rows end to end."""
+        self.model, self.packs = model, packs and why_not_packed(model) is None
 
-    def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, first: int = 1) -> torch.Tensor:
-        """Return float32 [B, T]: the value of the state in which each token was chosen."""
-        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-        return align(logits[..., 0].float())
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        """Return float32 [B, T]: the value of the state in which each token that is asked for was chosen."""
+        device = next(self.model.parameters()).device
+        is_asked = rows.is_asked.to(device)
+        if self.packs:
+            packing = pack(rows)
+            logits = self.model(**packing.arguments(device)).logits[0, packing.places.to(device)]
+            return torch.zeros(is_asked.shape, device=device).masked_scatter(is_asked, logits[:, 0].float())
+        inputs = {"input_ids": rows.input_ids.to(device), "attention_mask": rows.attention_mask.to(device)}
+        values = align(self.model(**inputs, use_cache=False).logits[..., 0].float())
+        return torch.where(is_asked, values, 0.0)
 
 
 @dataclass(frozen=True)
 class RLModels:
     """The models of a run, and the optimizer steps of those that are trained."""
 
-    policy: Policy
+    policy: LanguageModel
     policy_step: OptimizerStep
     reference: Reference | None = None
     critic: Critic | None = None
     critic_step: OptimizerStep | None = None
+
+    @property
+    def packs(self) -> bool:
+        """Whether all models compute rows laid end to end; they share their micro-batches."""
+        reference = self.reference is None or self.reference.packs
+        return self.policy.packs and reference and (self.critic is None or self.critic.packs)
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -203,8 +173,3 @@ def disable_dropout(model: Any) -> Any:
             if isinstance(inspect.getattr_static(module, name, None), float):
                 setattr(module, name, 0.0)
     return model
-
-
-def _pad_left(values: torch.Tensor, skipped: int) -> torch.Tensor:
-    """Put zeros before each row of [B, T - skipped]."""
-    return torch.nn.functional.pad(values, (skipped, 0))

@@ -34,7 +34,8 @@ def prepare_batch(
     """
 
     def all_rows(batch: RolloutBatch, function: RowFunction) -> torch.Tensor:
-        return map_rows(batch, function, topology, max_tokens=settings.update.max_tokens_per_micro_batch)
+        max_tokens = settings.update.max_tokens_per_micro_batch
+        return map_rows(batch, function, topology, max_tokens=max_tokens, packs=models.packs)
 
     correction, mismatch = settings.correction, settings.mismatch
     in_reward = models.reference is not None and settings.kl.kl_in == "reward"

@@ -99,6 +99,7 @@ class Updater:
                         groups,
                         self.topology,
                         max_tokens=settings.max_tokens_per_micro_batch,
+                        packs=self.models.packs,
                         keep_groups_whole=self.spec.level == "group",
                     )
                     num_read = sum(sum(rows.num_tokens[group * size :][:size]) for group in groups)
@@ -115,7 +116,7 @@ class Updater:
         """Make one optimizer step of the policy; return its KL divergence from the policy of the rollout."""
         micro_batches = mini_batch.micro_batches
         accumulator.begin_step(mini_batch.num_tokens)
-        tokens = sum(len(each.rows) * each.length for each in micro_batches if not each.is_filler)
+        tokens = sum(each.num_tokens for each in micro_batches if not each.is_filler)
         here = torch.tensor([float(tokens)], device=self.topology.device)
         accumulator.add("balance/rank_tokens_mean", here[0] / self.topology.world_size)
         accumulator.add_largest("balance/rank_tokens_max", here, here > 0)
@@ -141,10 +142,7 @@ class Updater:
         denominator, num_tokens = mini_batch.denominator, mini_batch.num_tokens
         entropy_coef, kl, cut = self.settings.update.entropy_coef, self.settings.kl, micro_batch.cut
         logprobs, entropy = self.models.policy(
-            cut(batch.rows.input_ids),
-            cut(batch.rows.attention_mask),
-            micro_batch.first,
-            entropy_has_gradient=entropy_coef > 0,
+            micro_batch.inputs_of(batch.rows), "gradient" if entropy_coef > 0 else "value"
         )
         inputs = self._loss_inputs(batch, micro_batch, logprobs)
         losses = self._weighted(self.spec.loss(inputs, self.settings.hparams), batch, micro_batch, inputs)
@@ -266,7 +264,7 @@ class Updater:
         accumulator.begin_step(mini_batch.num_tokens)
         for index, micro_batch in enumerate(micro_batches):
             cut, mask = micro_batch.cut, micro_batch.mask_of(batch.rows)
-            new, old = critic(cut(batch.rows.input_ids), cut(batch.rows.attention_mask)), cut(values)
+            new, old = critic(micro_batch.inputs_of(batch.rows)), cut(values)
             losses = value_loss(new, old, cut(batch.returns), value_clip)
             loss = reduce_loss(losses, mask, "token_mean", mini_batch.num_tokens)
             optimizer_step.backward(loss, is_last=index == len(micro_batches) - 1)

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from vectorlm.errors import DatasetError
+from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.optimizer_step import OptimizerStep
+from vectorlm.train.packing import Rows
 from vectorlm.train.recorder import Recorder
 from vectorlm.train.settings import LoopSettings
 from vectorlm.types import Batch, TrainedModel
@@ -45,8 +46,13 @@ class FineTuningLoop:
     recorder: Recorder
     ignore_index: int = -100
     """Label of tokens outside the loss."""
+    packs: bool = True
+    """Whether rows are laid end to end; models whose attention does not allow it are padded."""
     step: int = 0
     """Optimizer steps done."""
+
+    def __post_init__(self) -> None:
+        self.language_model = LanguageModel(self.optimizer_step.model, packs=self.packs)
 
     def run(self) -> None:
         """Train to the end of the last epoch, from the start or from the recorder's checkpoint."""
@@ -108,7 +114,7 @@ class FineTuningLoop:
         for micro_batches in self.eval_loader.steps(0):
             for batch in micro_batches:
                 totals[0] += self.sum_loss(batch)
-                totals[1] += self._targets(batch).ne(self.ignore_index).sum()
+                totals[1] += self._is_target(batch).sum()
         model.train()
         reshard(model)
         dist.all_reduce(totals)
@@ -121,12 +127,10 @@ class FineTuningLoop:
             DatasetError: A token is not in the model's vocabulary.
         """
         self._require_known_tokens(batch)
-        logits = self.optimizer_step.model(
-            input_ids=batch.input_ids.to(self._device),
-            attention_mask=batch.attention_mask.to(self._device),
-            use_cache=False,
-        ).logits
-        return token_losses(logits, self._targets(batch), self.ignore_index).sum()
+        rows = Rows(
+            batch.input_ids, batch.attention_mask, self._is_target(batch), batch.ids.tolist(), batch.labels
+        )
+        return -self.language_model.logprobs(rows).sum()
 
     def _require_known_tokens(self, batch: Batch) -> None:
         """Look on the CPU, where the batch still is: on CUDA an unknown token ends the process without its name."""
@@ -144,14 +148,17 @@ class FineTuningLoop:
     def _device(self) -> str:
         return self.optimizer_step.topology.device
 
-    def _targets(self, batch: Batch) -> torch.Tensor:
-        return next_tokens(batch.labels.to(self._device), self.ignore_index)
+    def _is_target(self, batch: Batch) -> torch.Tensor:
+        """Return bool [B, T], the tokens whose loss counts; the first of a row is not predicted."""
+        is_target = batch.labels != self.ignore_index
+        is_target[:, 0] = False
+        return is_target
 
     def _count(self, micro_batches: Sequence[Batch]) -> tuple[int, int]:
         """Count the target tokens and the tokens of a step, on all ranks; at least one of each."""
         totals = torch.zeros(2, dtype=torch.int64, device=self._device)
         for batch in micro_batches:
-            totals[0] += self._targets(batch).ne(self.ignore_index).sum()
+            totals[0] += self._is_target(batch).sum()
             totals[1] += batch.attention_mask.sum()
         dist.all_reduce(totals)
         num_targets, num_tokens = totals.clamp(min=1).tolist()
@@ -171,18 +178,3 @@ class FineTuningLoop:
             where = f"on rank {bad}, examples {ids[bad]}"
             self.optimizer_step.require_finite(values[bad], self.step + 1, where, "these examples")
         return losses.sum().item()
-
-
-def next_tokens(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Return what each position predicts, int64 [B, T]: ``targets[b, t] = labels[b, t + 1]``, nothing at the end."""
-    targets = torch.full_like(labels, ignore_index)
-    targets[:, :-1] = labels[:, 1:]
-    return targets
-
-
-def token_losses(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Return -log softmax(logits[b, t])[targets[b, t]], 0 where the target is `ignore_index`; float32 [B, T]."""
-    losses = F.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="none"
-    )
-    return losses.view_as(targets)

@@ -58,6 +58,8 @@ class ModelSettings:
     """Mixed precision: compute in bfloat16, sum gradients in float32. null means on CUDA alone."""
     use_activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
+    pack_rows: bool = True
+    """Lay rows end to end, without padding, and compute what a group's rows begin with once, where attention allows."""
     use_flash_attention: bool = False
     """Use Flash Attention where the model supports it."""
     low_cpu_mem_usage: bool | None = None

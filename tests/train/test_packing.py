@@ -1,0 +1,230 @@
+"""Rows laid end to end: the layout by hand, values and gradients beside rows computed one by one in float64."""
+
+import pytest
+import torch
+from families import FAMILIES, save_family
+from rank_processes import on_ranks
+
+from vectorlm.lora.load import add_lora
+from vectorlm.rl.models import disable_dropout
+from vectorlm.train import language_model
+from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.load import load_model
+from vectorlm.train.packing import Bundle, Rows, num_shared, pack
+from vectorlm.train.settings import ModelSettings
+from vectorlm.train.shard import load_sharded
+
+TEMPERATURE = 0.8
+
+
+def make_rows(input_ids, lengths, asked, groups):
+    """Return padded rows; `asked` are (row, token) pairs."""
+    input_ids = torch.tensor(input_ids)
+    is_asked = torch.zeros_like(input_ids, dtype=torch.bool)
+    for row, token in asked:
+        is_asked[row, token] = True
+    attention_mask = (torch.arange(input_ids.shape[1]) < torch.tensor(lengths)[:, None]).long()
+    return Rows(input_ids, attention_mask, is_asked, groups)
+
+
+def random_rows():
+    """Two groups with common beginnings, rows of many lengths, one row without a question, one alone."""
+    generator = torch.Generator().manual_seed(1)
+    input_ids = torch.randint(1, 48, (7, 30), generator=generator)
+    input_ids[1:4, :12], input_ids[5, :3] = input_ids[0, :12], input_ids[4, :3]
+    lengths = torch.tensor([30, 17, 21, 13, 30, 8, 19])[:, None]
+    places = torch.arange(30)
+    is_asked = (places < lengths) & (places >= torch.tensor([12, 12, 12, 12, 5, 4, 2])[:, None])
+    is_asked[3], is_asked[0, 15] = False, False
+    return Rows(input_ids, (places < lengths).long(), is_asked, (0, 0, 0, 0, 1, 1, 2))
+
+
+def test_a_common_beginning_lies_once_and_the_last_tokens_not_at_all():
+    rows = make_rows(
+        [[1, 2, 3, 4, 0], [1, 2, 5, 6, 7], [1, 2, 9, 0, 0]],
+        [4, 5, 3],
+        [(0, 2), (0, 3), (1, 4), (2, 2)],
+        (0, 0, 1),
+    )
+    packing = pack(rows)
+    # Row 1 of the first group asks for its token 4, so its token 3 is computed, and token 4 is not.
+    assert packing.input_ids.tolist() == [[1, 2, 3, 5, 6, 1, 2]]
+    assert packing.position_ids.tolist() == [[0, 1, 2, 2, 3, 0, 1]]
+    assert packing.bundles == (Bundle(0, 2, (1, 2)), Bundle(5, 0, (2,)))
+    # Tokens 2 and 3 of row 0 are predicted from tokens 1 and 2, token 4 of row 1 from token 3, and so on.
+    assert packing.places.tolist() == [1, 2, 4, 6]
+    assert rows.targets.tolist() == [3, 4, 7, 9]
+
+
+def test_equal_rows_are_computed_once_and_rows_without_a_question_never():
+    rows = make_rows([[1, 2, 3]] * 3, [3, 3, 3], [(0, 2), (1, 2)], (0, 0, 0))
+    packing = pack(rows)
+    assert packing.input_ids.tolist() == [[1, 2]]
+    assert packing.places.tolist() == [1, 1]
+    nothing = pack(make_rows([[4, 5]], [2], [], (0,)))
+    assert (nothing.input_ids.tolist(), nothing.places.tolist()) == ([[4]], [])
+
+
+def test_what_rows_share_ends_at_the_shortest_and_at_the_first_difference():
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
+    assert num_shared(ids, [4, 4]) == 3
+    assert num_shared(ids, [4, 2]) == 2
+    assert num_shared(ids[:1], [4]) == 0
+
+
+def values_and_gradient(model, rows, compute):
+    """Compute log-probabilities and entropies, and the gradient of a sum of both with random weights."""
+    model.zero_grad()
+    logprobs, entropies = compute(rows)
+    weights = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(2)).to(logprobs.dtype)
+    ((logprobs + 0.1 * entropies) * weights).sum().backward()
+    gradient = {
+        name: each.grad.full_tensor() if hasattr(each.grad, "full_tensor") else each.grad.clone()
+        for name, each in model.named_parameters()
+        if each.grad is not None
+    }
+    return logprobs.detach(), entropies.detach(), gradient
+
+
+def one_by_one(model):
+    """Return what computes each row by itself with transformers alone."""
+
+    def compute(rows):
+        logprobs = torch.zeros(rows.input_ids.shape, dtype=torch.float64)
+        entropies = torch.zeros_like(logprobs)
+        for row, is_asked in enumerate(rows.is_asked):
+            length = int(rows.attention_mask[row].sum())
+            ids = rows.input_ids[row, :length]
+            all_logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0] / TEMPERATURE, dim=-1)
+            for token in torch.nonzero(is_asked)[:, 0].tolist():
+                logprobs[row, token] = all_logprobs[token - 1, ids[token]]
+                entropies[row, token] = -(all_logprobs[token - 1].exp() * all_logprobs[token - 1]).sum()
+        return logprobs, entropies
+
+    return compute
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_packed_and_says_what_its_rows_say_one_by_one(name, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = save_family(FAMILIES[name], tmp_path)
+    model = disable_dropout(load_model(folder))
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **eager)
+    with torch.no_grad():
+        # Random weights are so small that attention would hardly matter.
+        for each in (*model.parameters(), *exact.parameters()):
+            each.mul_(3)
+    rows = random_rows()
+    computes = LanguageModel(model, TEMPERATURE)
+    assert computes.why_padded is None
+    assert pack(rows).input_ids.shape[1] < rows.attention_mask.sum()
+    found = values_and_gradient(model, rows, lambda rows: computes(rows, "gradient"))
+    expected = values_and_gradient(exact, rows, one_by_one(exact))
+    for mine, theirs in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=2e-5, atol=1e-5)
+    largest = max(each.abs().max() for each in expected[2].values())
+    for parameter, gradient in expected[2].items():
+        gap = (found[2][parameter].double() - gradient).abs().max()
+        assert gap <= 1e-4 * largest, parameter
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "reason"),
+    [
+        ("BloomConfig", {"n_layer": 2, "n_head": 2}, "its attention is eager"),
+        (
+            "MptConfig",
+            {"d_model": 64, "n_heads": 2, "n_layers": 2, "max_seq_len": 64},
+            "its attention is eager",
+        ),
+        ("MambaConfig", {"state_size": 8}, "its attention is"),
+        (
+            "Llama4TextConfig",
+            {"intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 32, "attention_chunk_size": 8},
+            "it has layers of chunked_attention",
+        ),
+    ],
+)
+def test_a_model_whose_attention_cannot_take_it_is_padded_and_named(config, settings, reason, tmp_path):
+    import transformers
+
+    common = {
+        "vocab_size": 48,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, config)(**(common | settings))
+    )
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    computes = LanguageModel(disable_dropout(loaded), TEMPERATURE)
+    assert computes.why_padded is not None
+    assert computes.why_padded.startswith(reason)
+    rows = random_rows()
+    logprobs, entropies = computes(rows, "value")
+    expected, spread = one_by_one(loaded)(rows)
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(entropies.double(), spread, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_packing_would_change_is_padded_and_says_how_far_it_would_be_off(folder, monkeypatch):
+    model = disable_dropout(load_model(folder))
+    monkeypatch.setattr(language_model, "_head", lambda causal: lambda states: 2 * causal.lm_head(states))
+    computes = LanguageModel(model)
+    assert computes.why_padded is not None
+    assert "log-probabilities would be" in computes.why_padded
+    assert model.training
+
+
+def both_ways(topology, folder, settings, lora):
+    """Compute rows packed and padded with one sharded model; return both values and gradients."""
+
+    def load(is_empty):
+        model = disable_dropout(load_model(folder, dtype=settings.dtype, is_empty=is_empty))
+        return add_lora(model, {"r": 4, "target_modules": ["q_proj", "down_proj"]}) if lora else model
+
+    model = load_sharded(load, topology, settings)
+    rows, found = random_rows(), []
+    for packs in (True, False):
+        computes = LanguageModel(model, TEMPERATURE, packs=packs)
+        assert computes.packs is packs
+        found.append(
+            values_and_gradient(model, rows, lambda rows, computes=computes: computes(rows, "gradient"))
+        )
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("settings", "lora", "tolerance"),
+    [
+        (ModelSettings(use_activation_checkpointing=True), False, 1e-5),
+        (ModelSettings(sharding_strategy="NO_SHARD"), True, 1e-5),
+        (ModelSettings(use_mp=True), False, 0.05),
+        (ModelSettings(dtype="bfloat16", use_activation_checkpointing=True), True, 0.05),
+    ],
+)
+def test_sharded_models_say_the_same_packed_and_padded(folder, world_size, settings, lora, tolerance):
+    for packed, padded in on_ranks(world_size, both_ways, folder, settings, lora):
+        for mine, theirs in zip(packed[:2], padded[:2], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+        largest = max(each.abs().max() for each in padded[2].values())
+        assert packed[2].keys() == padded[2].keys()
+        for name, gradient in padded[2].items():
+            assert (packed[2][name] - gradient).abs().max() <= tolerance * largest, name
+
+
+def test_logits_are_made_in_chunks_and_only_for_tokens_that_are_asked_for(folder, monkeypatch):
+    model = disable_dropout(load_model(folder))
+    computes, shapes = LanguageModel(model), []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: shapes.append(output.shape[0]))
+    rows = random_rows()
+    computes.logprobs(rows)
+    assert shapes == [int(rows.is_asked.sum())]

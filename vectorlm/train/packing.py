@@ -1,0 +1,258 @@
+"""Rows laid end to end for one forward pass: without padding, and what rows begin with in common computed once.
+
+Source of the common beginning: Liu et al. 2025, arXiv:2506.05433 (prefix grouper).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+PACKED = "packed"
+"""The name of the attention function below among those of transformers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What a forward pass reads, and which of its tokens are asked for; B rows, T tokens, on the CPU."""
+
+    input_ids: torch.Tensor
+    """int64 [B, T], padded on the right."""
+    attention_mask: torch.Tensor
+    """int64 [B, T], 1 up to the end of each row."""
+    is_asked: torch.Tensor
+    """bool [B, T], the tokens whose value is asked for; the first of a row has none."""
+    groups: Sequence[int]
+    """B numbers: neighbours of the same number may share what they begin with."""
+    labels: torch.Tensor | None = None
+    """int64 [B, T], what is asked for in place of `input_ids`."""
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """The tokens that are asked for, int64 [M], row by row."""
+        return (self.input_ids if self.labels is None else self.labels)[self.is_asked]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Where rows with a common beginning lie in a pass: first that, then the rest of each."""
+
+    start: int
+    num_shared: int
+    num_own: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The index behind its last token."""
+        return self.start + self.num_shared + sum(self.num_own)
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Rows laid end to end; N tokens are computed, and M are asked for."""
+
+    input_ids: torch.Tensor
+    """int64 [1, N]."""
+    position_ids: torch.Tensor
+    """int64 [1, N], the place of each token in its row."""
+    places: torch.Tensor
+    """int64 [M], where the token before each one that is asked for lies, row by row."""
+    bundles: tuple[Bundle, ...]
+
+    def arguments(self, device: str | torch.device) -> dict[str, Any]:
+        """Return what a model of transformers takes for this pass."""
+        return {
+            "input_ids": self.input_ids.to(device),
+            "position_ids": self.position_ids.to(device),
+            # A mask of four dimensions is handed through as it is; without one, transformers would make one [N, N].
+            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
+            "use_cache": False,
+            "packing": self,
+        }
+
+
+def num_needed(is_asked: torch.Tensor) -> list[int]:
+    """Return how many tokens of each row must be computed: all before the last one that is asked for."""
+    return torch.where(is_asked, torch.arange(is_asked.shape[1]), 0).amax(dim=1).tolist()
+
+
+def num_shared(input_ids: torch.Tensor, needed: Sequence[int]) -> int:
+    """Return how many of the needed tokens of every row [B, T] are the same in all of them."""
+    if len(needed) < 2:
+        return 0
+    beginning = input_ids[:, : min(needed)]
+    return int((beginning == beginning[0]).all(dim=0).cumprod(0).sum())
+
+
+def pack(rows: Rows) -> Packing:
+    """Lay rows end to end: the tokens that must be computed, and at least one."""
+    needed = num_needed(rows.is_asked)
+    if not any(needed):
+        needed[0] = 1
+    places = torch.zeros_like(rows.input_ids)
+    bundles, pieces, positions, end = [], [], [], 0
+    used = [row for row in range(len(needed)) if needed[row]]
+    for _, neighbours in groupby(used, key=lambda row: rows.groups[row]):
+        members = list(neighbours)
+        lengths = [needed[row] for row in members]
+        shared = num_shared(rows.input_ids[members], lengths)
+        bundle = Bundle(end, shared, tuple(length - shared for length in lengths))
+        bundles.append(bundle)
+        places[members, :shared] = torch.arange(end, end + shared)
+        pieces.append(rows.input_ids[members[0], :shared])
+        positions.append(torch.arange(shared))
+        start = end + shared
+        for row, length in zip(members, lengths, strict=True):
+            places[row, shared:length] = torch.arange(start, start + length - shared)
+            pieces.append(rows.input_ids[row, shared:length])
+            positions.append(torch.arange(shared, length))
+            start += length - shared
+        end = bundle.end
+    before = places.roll(1, dims=1)
+    return Packing(torch.cat(pieces)[None], torch.cat(positions)[None], before[rows.is_asked], tuple(bundles))
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    packing: Packing | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as rows of their own would; the attention function that transformers calls.
+
+    Args:
+        module: The attention layer.
+        query: float [1, H, N, D].
+        key: float [1, K, N, D], where H is a multiple of K.
+        value: float [1, K, N, E].
+        attention_mask: Not read in a pass with a `packing`.
+        scaling: Factor of the scores; None means 1 / sqrt(D).
+        dropout: Share of the probabilities that is dropped.
+        sliding_window: How many tokens each one sees, itself included; None means all before it.
+        softcap: Bound of the scores, as of Gemma 2.
+        packing: How the rows lie; None for a padded batch, [B, H, T, D] and so on, which is masked.
+        **kwargs: What else `sdpa_attention_forward` takes.
+
+    Returns:
+        float [1, N, H, E] in the order of the pass, and None.
+    """
+    if packing is None:
+        if softcap is None:
+            options: Any = {
+                "scaling": scaling,
+                "dropout": dropout,
+                "sliding_window": sliding_window,
+                **kwargs,
+            }
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        num_tokens = query.shape[2]
+        if attention_mask is None:
+            attention_mask = _mask(0, num_tokens, sliding_window, query.device)
+        answer = _attend(query, key, value, attention_mask, scaling, dropout, softcap)
+        return answer.transpose(1, 2).contiguous(), None
+
+    def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shared: int) -> torch.Tensor:
+        length = queries.shape[2]
+        is_causal = not shared and (sliding_window is None or sliding_window >= length)
+        mask = None if is_causal else _mask(shared, length, sliding_window, query.device)
+        return _attend(queries, keys, values, mask, scaling, dropout, softcap)
+
+    parts = []
+    for bundle in packing.bundles:
+        q, k, v = (x[:, :, bundle.start : bundle.end] for x in (query, key, value))
+        shared = bundle.num_shared
+        if shared:
+            parts.append(attend(q[:, :, :shared], k[:, :, :shared], v[:, :, :shared], 0))
+        if any(bundle.num_own):
+            rows = [_as_rows(x[0, :, shared:], bundle.num_own) for x in (q, k, v)]
+            if shared:
+                seen = (x[:, :, :shared].expand(len(bundle.num_own), -1, -1, -1) for x in (k, v))
+                rows[1:] = [torch.cat(pair, dim=2) for pair in zip(seen, rows[1:], strict=True)]
+            parts.append(_end_to_end(attend(rows[0], rows[1], rows[2], shared), bundle.num_own)[None])
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Return float [B, H, T, E]; bool `mask` says what each query sees, and None that it sees all before it."""
+    repeats = query.shape[1] // key.shape[1]
+    if softcap is None and mask is None:
+        more: Any = {"dropout_p": dropout, "scale": scaling, "enable_gqa": repeats > 1}
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **more)
+    if repeats > 1:
+        # Kernels with a mask want as many keys as queries.
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+        )
+    if mask is None:
+        mask = _mask(0, query.shape[2], None, query.device)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return F.dropout(weights, dropout) @ value
+
+
+@lru_cache(maxsize=64)
+def _mask(shared: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return bool [length, shared + length]: which tokens each one behind a common beginning sees."""
+    seen = torch.ones(length, shared + length, dtype=torch.bool, device=device).tril(shared)
+    return seen if window is None else seen.triu(shared - window + 1)
+
+
+def _as_rows(x: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    """Cut [H, sum of lengths, D] into rows [len(lengths), H, longest, D]; what fills them up is arbitrary."""
+    longest = max(lengths)
+    if min(lengths) < longest:
+        x = x.index_select(1, _to_rows(lengths, x.device))
+    return x.unflatten(1, (len(lengths), longest)).transpose(0, 1)
+
+
+def _end_to_end(x: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    """Undo `_as_rows`: from [len(lengths), H, longest, D] to [H, sum of lengths, D]."""
+    flat = x.transpose(0, 1).flatten(1, 2)
+    return flat if min(lengths) == max(lengths) else flat.index_select(1, _from_rows(lengths, x.device))
+
+
+@lru_cache(maxsize=64)
+def _to_rows(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    ends = torch.tensor(lengths).cumsum(0)
+    starts = ends - torch.tensor(lengths)
+    places = starts[:, None] + torch.arange(max(lengths))
+    return torch.minimum(places, ends[-1] - 1).flatten().to(device)
+
+
+@lru_cache(maxsize=64)
+def _from_rows(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    longest = max(lengths)
+    return torch.cat([row * longest + torch.arange(n) for row, n in enumerate(lengths)]).to(device)
+
+
+AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, sdpa_mask)
