@@ -18,7 +18,7 @@ def save_bench_model(folder: Path) -> Path:
         num_hidden_layers=10,
         num_attention_heads=8,
         num_key_value_heads=4,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         tie_word_embeddings=True,
     )
     LlamaForCausalLM(config).save_pretrained(folder)

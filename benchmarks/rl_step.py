@@ -1,12 +1,16 @@
-"""One GRPO step beside TRL's GRPOTrainer with vLLM in the same process. Run: python benchmarks/rl_step.py
+"""GRPO steps beside TRL's GRPOTrainer with vLLM in the same process. Run: python benchmarks/rl_step.py
 
-Both train the same 36 M parameter Llama on the same prompts, 8 a step of 32 tokens each, 8 completions of each, one
-optimizer step per batch, no reference model. Completions either end at one of 200 tokens in 8000, so that most are
-short and a few reach 128, or all have 64. Needs TRL: pip install --no-deps -r requirements/bench.txt
+Both train the same 36 M parameter Llama in fp32 on the same prompts, one optimizer step a batch, no reference model.
+TRL is first tried with several batch sizes, and measured with the fastest; the library keeps its defaults. Then both
+take turns, each run a process of its own. The reward function is the moment between sampling and the update, where
+both write down the time and start to watch their memory. Needs TRL: pip install --no-deps -r requirements/bench.txt
+
+    python benchmarks/rl_step.py --only "32 + 64" --rounds 1
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -14,23 +18,84 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from bench_model import save_bench_model
 from report import ROOT, write_result
 
-PROMPTS, GROUP, PROMPT_TOKENS, STEPS, SKIPPED = 8, 8, 32, 5, 1
-ROWS_PER_PASS = 16
-LENGTHS: dict[str, dict[str, Any]] = {
-    "long tail": {"max_tokens": 128, "stop_token_ids": list(range(3, 203))},
-    "equal": {"max_tokens": 64, "ignore_eos": True},
+STEPS, SKIPPED, TRIAL_STEPS = 6, 1, 2
+TRL_ROWS = (8, 16, 32)
+"""Rows of one forward pass that TRL is tried with."""
+IN_LAYERS, IN_HEAD = 31_457_280, 4_096_000
+"""Weights that a token is multiplied with, in the layers and in the output layer."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step samples and trains on."""
+
+    prompts: int
+    prompt_tokens: int
+    group: int
+    new_tokens: int
+    is_equal: bool = True
+    """Whether all completions have `new_tokens`; else they end at one of 200 tokens in 8000."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Arguments of `vllm.SamplingParams`."""
+        ending = {"ignore_eos": True} if self.is_equal else {"stop_token_ids": list(range(3, 203))}
+        return {"max_tokens": self.new_tokens, **ending}
+
+
+SETTINGS = {
+    "32 + 64": Setting(8, 32, 8, 64),
+    "128 + 64": Setting(8, 128, 8, 64),
+    "512 + 128": Setting(2, 512, 16, 128),
+    "32 + long tail": Setting(8, 32, 8, 128, is_equal=False),
 }
-REWARD = Path(__file__).with_name("even_reward.py")
-PARTS = ("publish", "generate", "score", "assess", "update")
+"""Tokens of a prompt and of a completion."""
 
 
-def save_prompts(folder: Path) -> tuple[Path, Path]:
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=SETTINGS, action="append", help="one setting; may be given again")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind, taken in turn")
+    args = parser.parse_args()
+    peak, rows, runs = matmul_peak(), [], []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in args.only or SETTINGS:
+            setting = SETTINGS[name]
+            model, prompts = save_prompts(Path(scratch) / name, setting)
+            tried = {}
+            for size in TRL_ROWS:
+                steps = theirs(model, prompts, setting, size, SKIPPED + TRIAL_STEPS)
+                tried[size] = statistics.median(step["step_s"] for step in steps)
+            best = min(tried, key=lambda size: tried[size])
+            found: dict[str, list[dict[str, float]]] = {}
+            for turn in range(args.rounds):
+                for who in ("TRL", "one rank", "two ranks"):
+                    if who == "TRL":
+                        steps = theirs(model, prompts, setting, best, STEPS)
+                    else:
+                        output = Path(scratch) / f"{name} {who} {turn}"
+                        steps = ours(model, prompts, output, setting, 1 if who == "one rank" else 2)
+                    found.setdefault(who, []).extend(steps)
+                    print(name, who, [round(step["step_s"], 2) for step in steps], flush=True)
+            rows += [_row(name, who, steps, found["TRL"], best, peak) for who, steps in found.items()]
+            runs.append({"setting": name, **asdict(setting), "trl_rows_tried_s": tried, "steps": found})
+    machine = {"steps": STEPS - SKIPPED, "rounds": args.rounds, "matmul_gflops": round(peak / 1e9)}
+    write_result("rl_step", machine, rows, {"runs": runs})
+
+
+def save_prompts(folder: Path, setting: Setting) -> tuple[Path, Path]:
     """Save the model with a tokenizer of numbers, and prompts whose tokens are numbers."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -44,17 +109,19 @@ def save_prompts(folder: Path) -> tuple[Path, Path]:
     ).save_pretrained(model)
     generator = random.Random(0)
     rows = [
-        {"prompt": " ".join(str(generator.randrange(3, 8000)) for _ in range(PROMPT_TOKENS))}
-        for _ in range(PROMPTS * (STEPS + 2))
+        {"prompt": " ".join(str(generator.randrange(3, 8000)) for _ in range(setting.prompt_tokens))}
+        for _ in range(setting.prompts * (STEPS + 2))
     ]
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return model, path
 
 
-def ours(model: Path, prompts: Path, output: Path, lengths: str, world_size: int) -> list[dict[str, float]]:
-    """Train with the library; return the metrics of every step."""
-    longest = PROMPT_TOKENS + LENGTHS[lengths]["max_tokens"]
+def ours(
+    model: Path, prompts: Path, output: Path, setting: Setting, world_size: int
+) -> list[dict[str, float]]:
+    """Train with the library; return the seconds, tokens and memory of each step but the first."""
+    longest = setting.prompt_tokens + setting.new_tokens
     config = {
         "model": str(model),
         "train_parameters": {
@@ -74,11 +141,10 @@ def ours(model: Path, prompts: Path, output: Path, lengths: str, world_size: int
             "algorithm": "grpo",
             "max_steps": STEPS,
             "prompts": str(prompts),
-            "prompts_per_step": PROMPTS,
-            "group_size": GROUP,
-            "sampling_params": LENGTHS[lengths],
-            "rewards": {f"{REWARD}:even": 1.0},
-            "max_tokens_per_micro_batch": ROWS_PER_PASS * longest,
+            "prompts_per_step": setting.prompts,
+            "group_size": setting.group,
+            "sampling_params": setting.sampling,
+            "rewards": {f"{ROOT}/benchmarks/even_reward.py:even": 1.0},
             "show_every": 0,
         },
     }
@@ -86,54 +152,70 @@ def ours(model: Path, prompts: Path, output: Path, lengths: str, world_size: int
     path.write_text(json.dumps(config))
     script = ROOT / "examples/rl_example_mp.py"
     command = [sys.executable, str(script), "--yaml_path", str(path), "--world_size", str(world_size)]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][1:]
+    # The reward function of each rank notes the memory of its update there.
+    environment = os.environ | {"UPDATE_PEAKS": str(output.with_suffix(".peaks"))}
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, env=environment)
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][1:]
+    peaks = [int(line) for line in output.with_suffix(".peaks").read_text().split()]
+    return [
+        {
+            "step_s": line["time/step_s"],
+            "update_s": line["time/update_s"] + line["time/assess_s"],
+            "generate_s": line["time/generate_s"],
+            "tokens": line["completion/length_mean"],
+            "peak_bytes": statistics.median(peaks),
+        }
+        for line in lines[SKIPPED:]
+    ]
 
 
-def theirs(model: Path, prompts: Path, lengths: str) -> list[dict[str, float]]:
-    """Train with TRL in a process of its own; return the seconds of every step, and the tokens of a completion."""
+def theirs(model: Path, prompts: Path, setting: Setting, rows: int, num_steps: int) -> list[dict[str, float]]:
+    """Train with TRL in a process of its own; return the same of each step but the first."""
     script = Path(__file__).with_name("trl_grpo.py")
-    command = [sys.executable, str(script), str(model), str(prompts), lengths]
+    asked = {"setting": asdict(setting), "sampling": setting.sampling, "rows": rows, "steps": num_steps}
+    arguments = json.dumps(asked)
+    command = [sys.executable, str(script), str(model), str(prompts), arguments]
     environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())}
     run = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    return json.loads(run.stdout.strip().splitlines()[-1])
+    return json.loads(run.stdout.strip().splitlines()[-1])[SKIPPED:]
 
 
-def main() -> None:
-    """Measure, print and save."""
-    rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        model, prompts = save_prompts(Path(scratch))
-        for lengths in LENGTHS:
-            lines = theirs(model, prompts, lengths)[SKIPPED:]
-            trl = statistics.median(line["step_s"] for line in lines)
-            tokens = statistics.fmean(line["tokens"] for line in lines)
-            baseline = _row(lengths, "TRL, one process", trl, trl, tokens) | {
-                f"{name}, s": "" for name in PARTS
-            }
-            for size in (1, 2):
-                output = Path(scratch) / f"{lengths.replace(' ', '_')}_{size}"
-                measured = ours(model, prompts, output, lengths, size)[SKIPPED:]
-                medians = {
-                    name: statistics.median(line[f"time/{name}_s"] for line in measured)
-                    for name in ("step", *PARTS)
-                }
-                tokens = statistics.fmean(line["completion/length_mean"] for line in measured)
-                who = f"vectorlm, {size} ranks" if size > 1 else "vectorlm, one rank"
-                row = _row(lengths, who, medians["step"], trl, tokens)
-                rows.append(row | {f"{name}, s": f"{medians[name]:.2f}" for name in PARTS})
-            rows.append(baseline)
-    setting = {"prompts": PROMPTS, "group": GROUP, "prompt_tokens": PROMPT_TOKENS, "steps": STEPS - SKIPPED}
-    write_result("rl_step", setting, rows)
+def matmul_peak(size: int = 2048, seconds: float = 5.0) -> float:
+    """Return the operations per second of this machine's best product of fp32 matrices."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    a, best, end = torch.randn(size, size), 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        a @ a
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
 
 
-def _row(lengths: str, who: str, step_s: float, trl_s: float, tokens: float) -> dict[str, Any]:
+def _row(
+    name: str,
+    who: str,
+    steps: list[dict[str, float]],
+    baseline: list[dict[str, float]],
+    trl_rows: int,
+    peak: float,
+) -> dict[str, Any]:
+    setting = SETTINGS[name]
+    middle = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
+    trl_s = statistics.median(step["step_s"] for step in baseline)
+    # Forward and backward of every token once: prompts once for their group, and no last tokens.
+    completions = setting.prompts * setting.group * middle["tokens"]
+    needed = setting.prompts * (setting.prompt_tokens - setting.group) + completions
+    share = 6 * (IN_LAYERS * needed + IN_HEAD * completions) / middle["update_s"] / peak
     return {
-        "": who,
-        "lengths": lengths,
-        "tokens a completion": f"{tokens:.1f}",
-        "s a step": f"{step_s:.1f}",
-        "times faster than TRL": f"{trl_s / step_s:.2f}",
+        "": f"TRL, {trl_rows} rows a pass" if who == "TRL" else f"vectorlm, {who}",
+        "prompt + completion": f"{name}, {setting.group} of {setting.prompts}",
+        "tokens a completion": f"{middle['tokens']:.1f}",
+        "s a step": f"{middle['step_s']:.2f}",
+        "sampling, s": f"{middle['generate_s']:.2f}",
+        "update, s": f"{middle['update_s']:.2f}",
+        "times as fast": f"{trl_s / middle['step_s']:.2f}",
+        "memory of an update, MB": f"{middle['peak_bytes'] / 1e6:.0f}",
+        "share of the matmul peak, %": f"{100 * share:.0f}",
     }
 
 

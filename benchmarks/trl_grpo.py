@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer with vLLM in its process, for rl_step.py: prints the seconds of each step, and its tokens.
+"""TRL's GRPOTrainer with vLLM in its process, for rl_step.py: prints the seconds of each step, its tokens
+and its memory.
 
 TRL writes each tensor into the running vLLM by `load_weights`. On CPU vLLM gives linear weights to oneDNN when it loads
 and could not take new ones; with plain weights it can, so that is what it gets here.
@@ -21,8 +22,7 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
-from even_reward import even
-from rl_step import GROUP, LENGTHS, PROMPTS, ROWS_PER_PASS, STEPS
+from even_reward import even, peak_bytes, watch_memory
 
 
 def main() -> None:
@@ -39,32 +39,33 @@ def main() -> None:
     # TRL has no setting for it; compiled, vLLM would need a C++ compiler. The library's engine runs eagerly too.
     generation.LLM = partial(LLM, enforce_eager=True)
 
-    model, prompts, lengths = sys.argv[1:]
-    sampling = dict(LENGTHS[lengths])
-    starts: list[float] = []
+    model, prompts, arguments = sys.argv[1:]
+    asked = json.loads(arguments)
+    setting, sampling = asked["setting"], dict(asked["sampling"])
+    steps: list[dict[str, float]] = []
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *args: object, **kwargs: object) -> None:
-            starts.append(time.perf_counter())
+            steps.append({"start": time.perf_counter()})
 
         def on_step_end(self, *args: object, **kwargs: object) -> None:
-            ends.append(time.perf_counter())
+            steps[-1] |= {"end": time.perf_counter(), "peak_bytes": peak_bytes()}
 
-    ends: list[float] = []
     rows = [json.loads(line) for line in Path(prompts).read_text().splitlines()]
+    num_rows = setting["prompts"] * setting["group"]
     settings = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         use_cpu=True,
         bf16=False,
         use_vllm=True,
         vllm_mode="colocate",
-        vllm_max_model_length=192,
-        per_device_train_batch_size=ROWS_PER_PASS,
-        gradient_accumulation_steps=PROMPTS * GROUP // ROWS_PER_PASS,
-        num_generations=GROUP,
+        vllm_max_model_length=setting["prompt_tokens"] + setting["new_tokens"],
+        per_device_train_batch_size=asked["rows"],
+        gradient_accumulation_steps=num_rows // asked["rows"],
+        num_generations=setting["group"],
         max_completion_length=sampling.pop("max_tokens"),
         generation_kwargs=sampling,
-        max_steps=STEPS,
+        max_steps=asked["steps"],
         learning_rate=1e-6,
         lr_scheduler_type="constant",
         beta=0.0,
@@ -78,7 +79,9 @@ def main() -> None:
     )
 
     def reward(completions: list[str], **columns: object) -> list[float]:
-        return [even(text) for text in completions]
+        steps[-1]["sampled"] = time.perf_counter()
+        watch_memory()
+        return even(completions)
 
     trainer = GRPOTrainer(
         model=model,
@@ -90,8 +93,14 @@ def main() -> None:
     trainer.train()
     tokens = [line["completions/mean_length"] for line in trainer.state.log_history if "reward" in line]
     lines = [
-        {"step_s": end - start, "tokens": float(mean)}
-        for start, end, mean in zip(starts, ends, tokens, strict=True)
+        {
+            "step_s": step["end"] - step["start"],
+            "update_s": step["end"] - step["sampled"],
+            "generate_s": step["sampled"] - step["start"],
+            "tokens": float(mean),
+            "peak_bytes": step["peak_bytes"],
+        }
+        for step, mean in zip(steps, tokens, strict=True)
     ]
     print(json.dumps(lines))
 

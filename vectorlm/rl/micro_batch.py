@@ -97,8 +97,8 @@ def micro_batches_of(
     max_tokens: int,
     packs: bool = False,
     keep_groups_whole: bool = False,
-) -> list[MicroBatch]:
-    """Return this rank's micro-batches of some groups; every rank gets the same number.
+) -> tuple[list[MicroBatch], int]:
+    """Return this rank's micro-batches of some groups, of which every rank gets the same number, and all ranks' tokens.
 
     All ranks hold the whole batch and compute the same plan, so nothing is exchanged, and all raise the same error.
     With `packs` rows are laid end to end, and what a group begins with counts once for each of its pieces.
@@ -122,9 +122,10 @@ def micro_batches_of(
     spare = min(
         (piece for share in plan for part in share for piece in part), key=lambda each: each.num_tokens
     )
-    return [
+    mine = [
         _micro_batch(batch, part or [spare], packs, not part, topology.device) for part in plan[topology.rank]
     ]
+    return mine, sum(piece.num_tokens for share in plan for part in share for piece in part)
 
 
 def map_rows(
@@ -137,9 +138,9 @@ def map_rows(
     """
     found = torch.zeros(batch.input_ids.shape, device=topology.device)
     with torch.no_grad():
-        for micro_batch in micro_batches_of(
-            batch, range(len(batch.rewards)), topology, max_tokens=max_tokens, packs=packs
-        ):
+        groups = range(len(batch.rewards))
+        micro_batches, _ = micro_batches_of(batch, groups, topology, max_tokens=max_tokens, packs=packs)
+        for micro_batch in micro_batches:
             values = function(micro_batch.inputs_of(batch))
             if not micro_batch.is_filler:
                 found[micro_batch.rows, : micro_batch.length] = values.float()

@@ -69,8 +69,8 @@ class UpdateSettings:
     num_mini_batches: PositiveInt = 1
     """Optimizer steps of each pass."""
     max_tokens_per_micro_batch: PositiveInt = 16384
-    """Tokens of one forward pass on one rank, padding included: never exceeded. Passes are shorter where padding rows
-    would cost more than another pass."""
+    """Tokens that one forward pass computes on one rank: never exceeded. A prompt counts once for its group, padding
+    counts where there is any."""
     max_kl: PositiveFloat | None = None
     """KL divergence from the rollout's policy, per token, above which the rest of a batch is skipped; null never
     skips."""

@@ -31,8 +31,8 @@ class MiniBatch:
     """What the losses are divided by."""
     num_tokens: int
     """Tokens that are trained on."""
-    num_read: int
-    """Tokens of prompts and completions."""
+    num_computed: int
+    """Tokens that all ranks compute, without padding."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Updater:
             if self.models.critic is not None:
                 self._train_critic(batch, mini_batch, step, accumulator)
             num_steps += trains_policy
-            num_tokens += mini_batch.num_read
+            num_tokens += mini_batch.num_computed
             if is_stopped:
                 break
         return accumulator.averages() | {
@@ -94,7 +94,7 @@ class Updater:
             for index in range(settings.num_mini_batches):
                 groups = sorted(order[index :: settings.num_mini_batches])
                 if groups:
-                    micro_batches = micro_batches_of(
+                    micro_batches, num_computed = micro_batches_of(
                         rows,
                         groups,
                         self.topology,
@@ -102,8 +102,7 @@ class Updater:
                         packs=self.models.packs,
                         keep_groups_whole=self.spec.level == "group",
                     )
-                    num_read = sum(sum(rows.num_tokens[group * size :][:size]) for group in groups)
-                    yield MiniBatch(micro_batches, *self._count(batch, groups), num_read)
+                    yield MiniBatch(micro_batches, *self._count(batch, groups), num_computed)
 
     def _train_policy(
         self,

@@ -1,0 +1,164 @@
+"""Fine-tuning beside TRL's SFTTrainer with packing. Run: python benchmarks/sft.py
+
+Both train the same 36 M parameter Llama in fp32 on the same texts of random tokens, whose lengths have a long tail, and
+make an optimizer step of about 8,192 tokens. TRL packs them into rows of 1,024 tokens (`packing: bfd`), and is first
+tried with several rows in a pass; the library is given whole texts. Then both take turns, each run a process of its
+own. Needs TRL: pip install --no-deps -r requirements/bench.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from report import ROOT, write_result
+from rl_step import IN_HEAD, IN_LAYERS, Setting, matmul_peak, save_prompts
+
+STEPS, SKIPPED, TRIAL_STEPS = 6, 1, 2
+MAX_TOKENS, STEP_TOKENS, MEAN_TOKENS = 1024, 8192, 256
+TRL_ROWS = (1, 2, 4, 8)
+"""Packed rows of one forward pass that TRL is tried with."""
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind, taken in turn")
+    args = parser.parse_args()
+    peak = matmul_peak()
+    found: dict[str, list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        model, _ = save_prompts(Path(scratch), Setting(1, 1, 1, 1))
+        data = save_texts(Path(scratch) / "texts")
+        tried = {}
+        for size in TRL_ROWS:
+            steps = theirs(model, data, size, SKIPPED + TRIAL_STEPS)
+            tried[size] = statistics.median(step["tokens_per_s"] for step in steps)
+        best = max(tried, key=lambda size: tried[size])
+        for turn in range(args.rounds):
+            for who in ("TRL", "one rank", "two ranks"):
+                if who == "TRL":
+                    steps = theirs(model, data, best, STEPS)
+                else:
+                    steps = ours(model, data, Path(scratch) / f"{who} {turn}", 1 if who == "one rank" else 2)
+                found.setdefault(who, []).extend(steps)
+                print(who, [round(step["tokens_per_s"]) for step in steps], flush=True)
+    baseline = statistics.median(step["tokens_per_s"] for step in found["TRL"])
+    rows = []
+    for who, steps in found.items():
+        speed = statistics.median(step["tokens_per_s"] for step in steps)
+        rows.append(
+            {
+                "": f"TRL, {best} packed rows a pass" if who == "TRL" else f"vectorlm, {who}",
+                "tokens per second": f"{speed:.0f}",
+                "times as fast": f"{speed / baseline:.2f}",
+                "peak memory of a process, MB": f"{max(step['peak_bytes'] for step in steps) / 1e6:.0f}",
+                "share of the matmul peak, %": f"{100 * 6 * (IN_LAYERS + IN_HEAD) * speed / peak:.0f}",
+            }
+        )
+    setting = {
+        "steps": STEPS - SKIPPED,
+        "rounds": args.rounds,
+        "tokens_a_step": STEP_TOKENS,
+        "matmul_gflops": round(peak / 1e9),
+        "trl_rows_tried_tokens_per_s": tried,
+    }
+    write_result("sft", setting, rows, {"steps": found})
+
+
+def save_texts(folder: Path) -> Path:
+    """Save texts of random tokens; all of them count in the loss."""
+    from datasets import Dataset
+
+    generator = random.Random(0)
+    rows, num_tokens = [], 0
+    while num_tokens < (STEPS + 2) * STEP_TOKENS:
+        length = min(max(int(generator.expovariate(1 / MEAN_TOKENS)), 16), MAX_TOKENS)
+        tokens = [generator.randrange(3, 8000) for _ in range(length)]
+        rows.append({"input_ids": tokens, "labels": tokens})
+        num_tokens += length
+    Dataset.from_list(rows).save_to_disk(folder)
+    return folder
+
+
+def ours(model: Path, data: Path, output: Path, world_size: int) -> list[dict[str, float]]:
+    """Fine-tune with the library; return the speed and the peak memory of each step but the first."""
+    config = {
+        "model": str(model),
+        "train_parameters": {
+            "output_dir": str(output),
+            "max_seq_len": MAX_TOKENS,
+            "epochs": 1,
+            "optimizer": {"lr": 1e-6, "weight_decay": 0.0},
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1000,
+        },
+        "dataset": {
+            "train_bs": STEP_TOKENS // MEAN_TOKENS // world_size,
+            "eval_bs": 1,
+            "train_ds": str(data),
+            "eval_ds": str(save_one_text(output.with_suffix(".eval"))),
+        },
+    }
+    path = output.with_suffix(".json")
+    path.write_text(json.dumps(config))
+    script = ROOT / "examples/llama_example_mp.py"
+    command = [sys.executable, str(script), "--yaml_path", str(path), "--world_size", str(world_size)]
+    peak_bytes = run(command, os.environ.copy())[1]
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][1:]
+    return [
+        {"tokens_per_s": line["train/tokens_per_s"], "peak_bytes": peak_bytes}
+        for line in lines[SKIPPED:STEPS]
+    ]
+
+
+def save_one_text(folder: Path) -> Path:
+    """Save one short text, as no held-out loss is asked for."""
+    from datasets import Dataset
+
+    Dataset.from_list([{"input_ids": [3, 4], "labels": [3, 4]}]).save_to_disk(folder)
+    return folder
+
+
+def theirs(model: Path, data: Path, rows: int, num_steps: int) -> list[dict[str, float]]:
+    """Fine-tune with TRL; return the same."""
+    script = Path(__file__).with_name("trl_sft.py")
+    command = [sys.executable, str(script), str(model), str(data), str(rows), str(num_steps)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())}
+    output, peak_bytes = run(command, environment)
+    speeds = json.loads(output.strip().splitlines()[-1])
+    return [{"tokens_per_s": speed, "peak_bytes": peak_bytes} for speed in speeds[SKIPPED:]]
+
+
+def run(command: list[str], environment: dict[str, str]) -> tuple[str, float]:
+    """Run a command; return what it printed, and the most memory that a process of it had."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
+        with os.fdopen(writer, "w") as pipe:
+            json.dump([done.returncode, done.stdout, done.stderr, peak], pipe)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        code, output, errors, peak = json.load(pipe)
+    os.waitpid(child, 0)
+    if code:
+        raise RuntimeError(errors)
+    return output, peak
+
+
+if __name__ == "__main__":
+    main()
