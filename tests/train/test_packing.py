@@ -47,12 +47,13 @@ def test_a_common_beginning_lies_once_and_the_last_tokens_not_at_all():
         (0, 0, 1),
     )
     packing = pack(rows)
-    # Row 1 of the first group asks for its token 4, so its token 3 is computed, and token 4 is not.
-    assert packing.input_ids.tolist() == [[1, 2, 3, 5, 6, 1, 2]]
-    assert packing.position_ids.tolist() == [[0, 1, 2, 2, 3, 0, 1]]
-    assert packing.bundles == (Bundle(0, 2, (1, 2)), Bundle(5, 0, (2,)))
-    # Tokens 2 and 3 of row 0 are predicted from tokens 1 and 2, token 4 of row 1 from token 3, and so on.
-    assert packing.places.tolist() == [1, 2, 4, 6]
+    # Beginnings first, then the rest of group 0, the longest first. Row 1 asks for its token 4: token 3 is the last
+    # that is computed.
+    assert packing.input_ids.tolist() == [[1, 2, 1, 2, 5, 6, 3]]
+    assert packing.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 2]]
+    assert packing.bundles == (Bundle(0, (2, 2)), Bundle(4, (2, 1), (0, 2)))
+    # Tokens 2 and 3 of row 0 are predicted from its tokens 1 and 2, token 4 of row 1 from token 3, and so on.
+    assert packing.places.tolist() == [1, 6, 5, 3]
     assert rows.targets.tolist() == [3, 4, 7, 9]
 
 
@@ -63,6 +64,13 @@ def test_equal_rows_are_computed_once_and_rows_without_a_question_never():
     assert packing.places.tolist() == [1, 1]
     nothing = pack(make_rows([[4, 5]], [2], [], (0,)))
     assert (nothing.input_ids.tolist(), nothing.places.tolist()) == ([[4]], [])
+
+
+def test_stretches_of_like_length_attend_together():
+    lengths = [1000, 900, 300, 290, 20, 10, 5]
+    ids = torch.arange(7)[:, None].expand(7, 1001)
+    rows = make_rows(ids.tolist(), [n + 1 for n in lengths], list(enumerate(lengths)), range(7))
+    assert [bundle.lengths for bundle in pack(rows).bundles] == [(1000, 900), (300, 290), (20, 10, 5)]
 
 
 def test_what_rows_share_ends_at_the_shortest_and_at_the_first_difference():

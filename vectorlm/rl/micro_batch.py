@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count, pairwise
 
 import torch
@@ -34,12 +35,12 @@ class Piece:
     num_shared: int = 0
     """How many tokens of each row are computed once for all of them."""
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Tokens of the longest row."""
         return max(self.lengths)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens that are computed where rows are laid end to end."""
         own = sum(length - self.num_shared for length in self.lengths if length)
@@ -160,9 +161,9 @@ def plan_micro_batches(
 ) -> list[list[list[Piece]]]:
     """Balance groups over the ranks, and cut the share of each rank into micro-batches within a token budget.
 
-    Rows that are padded count as many tokens as the longest of their micro-batch, and are shared out one by one; a
-    micro-batch holds at most `PASS_TOKENS` of padding. Rows laid end to end (`packs`) stay with their group, unless the
-    ranks would be busier with whole groups than with parts of them, each of which computes the common beginning again.
+    Rows laid end to end (`packs`) stay with their group, unless parts of groups, each of which computes the common
+    beginning again, keep the ranks more equally busy. Rows that are padded are shared out one by one, and count as many
+    tokens as the longest of their micro-batch, which holds at most `PASS_TOKENS` of padding.
 
     Args:
         groups: The rows of each group.
@@ -263,16 +264,17 @@ def _share_out(groups: Sequence[Sequence[Piece]], num_ranks: int) -> list[list[P
 def _within_budget(pieces: Sequence[Piece], max_tokens: int, packs: bool) -> list[list[Piece]]:
     """Fill micro-batches, with rows of similar length where they are padded; the longest first."""
     found: list[list[Piece]] = []
+    padding = 0
     for piece in sorted(pieces, key=lambda each: (-(each.num_tokens if packs else each.longest), each.rows)):
-        for micro_batch in found:
-            joined = [*micro_batch, piece]
-            num_tokens = _num_tokens(joined, packs)
-            padding = num_tokens - sum(each.num_tokens for each in joined)
-            if num_tokens <= max_tokens and padding <= PASS_TOKENS:
-                micro_batch.append(piece)
-                break
+        joined = [*found[-1], piece] if found else [piece]
+        if not packs:
+            # The first piece of a micro-batch has its longest row.
+            padding += joined[0].longest * len(piece.rows) - piece.num_tokens
+        if found and _num_tokens(joined, packs) <= max_tokens and padding <= PASS_TOKENS:
+            found[-1] = joined
         else:
             found.append([piece])
+            padding = _num_tokens([piece], packs) - piece.num_tokens
     return found
 
 

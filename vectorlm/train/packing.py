@@ -19,6 +19,8 @@ from transformers.masking_utils import sdpa_mask
 
 PACKED = "packed"
 """The name of the attention function below among those of transformers."""
+MOST_PADDED, SPARE = 1.25, 64
+"""Stretches attend together while padding makes them at most so many times as long, and so many tokens longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,16 +46,17 @@ class Rows:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Where rows with a common beginning lie in a pass: first that, then the rest of each."""
+    """Stretches of rows that lie one after the other, and attend in one go, padded to the longest of them."""
 
     start: int
-    num_shared: int
-    num_own: tuple[int, ...]
+    lengths: tuple[int, ...]
+    shared: tuple[int, int] = (0, 0)
+    """From where to where in the pass lies what their rows begin with."""
 
     @property
     def end(self) -> int:
         """The index behind its last token."""
-        return self.start + self.num_shared + sum(self.num_own)
+        return self.start + sum(self.lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,31 +97,56 @@ def num_shared(input_ids: torch.Tensor, needed: Sequence[int]) -> int:
 
 
 def pack(rows: Rows) -> Packing:
-    """Lay rows end to end: the tokens that must be computed, and at least one."""
+    """Lay out the tokens that must be computed, at least one: all beginnings, then what follows each of them."""
     needed = num_needed(rows.is_asked)
     if not any(needed):
         needed[0] = 1
     places = torch.zeros_like(rows.input_ids)
-    bundles, pieces, positions, end = [], [], [], 0
+    order: list[tuple[int, int, int]] = []
+    bundles: list[Bundle] = []
+
+    def lay(stretches: list[tuple[list[int], int, int]], shared: tuple[int, int] = (0, 0)) -> None:
+        """Lay down the tokens of rows from one place to another, the longest stretch first."""
+        stretches.sort(key=lambda stretch: stretch[1] - stretch[2])
+        for lengths in _alike([last - first for _, first, last in stretches]):
+            bundles.append(Bundle(bundles[-1].end if bundles else 0, lengths, shared))
+        start = bundles[-1].end - sum(last - first for _, first, last in stretches)
+        for members, first, last in stretches:
+            places[members, first:last] = torch.arange(start, start + last - first)
+            order.append((members[0], first, last))
+            start += last - first
+
     used = [row for row in range(len(needed)) if needed[row]]
+    beginnings, endings = [], []
     for _, neighbours in groupby(used, key=lambda row: rows.groups[row]):
         members = list(neighbours)
-        lengths = [needed[row] for row in members]
-        shared = num_shared(rows.input_ids[members], lengths)
-        bundle = Bundle(end, shared, tuple(length - shared for length in lengths))
-        bundles.append(bundle)
-        places[members, :shared] = torch.arange(end, end + shared)
-        pieces.append(rows.input_ids[members[0], :shared])
-        positions.append(torch.arange(shared))
-        start = end + shared
-        for row, length in zip(members, lengths, strict=True):
-            places[row, shared:length] = torch.arange(start, start + length - shared)
-            pieces.append(rows.input_ids[row, shared:length])
-            positions.append(torch.arange(shared, length))
-            start += length - shared
-        end = bundle.end
-    before = places.roll(1, dims=1)
-    return Packing(torch.cat(pieces)[None], torch.cat(positions)[None], before[rows.is_asked], tuple(bundles))
+        shared = num_shared(rows.input_ids[members], [needed[row] for row in members])
+        if shared:
+            beginnings.append((members, 0, shared))
+            endings.append([([row], shared, needed[row]) for row in members if needed[row] > shared])
+        else:
+            beginnings += [([row], 0, needed[row]) for row in members]
+    lay(beginnings)
+    for stretches in filter(None, endings):
+        # Any of its rows knows where the beginning lies.
+        (row, *_), shared, _ = stretches[0]
+        start = int(places[row, 0])
+        lay(stretches, (start, start + shared))
+    input_ids = torch.cat([rows.input_ids[row, first:last] for row, first, last in order])
+    position_ids = torch.cat([torch.arange(first, last) for _, first, last in order])
+    before = places.roll(1, dims=1)[rows.is_asked]
+    return Packing(input_ids[None], position_ids[None], before, tuple(bundles))
+
+
+def _alike(lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    """Cut a falling sequence where padding to the first of each part would cost more than another part."""
+    parts: list[list[int]] = []
+    for length in lengths:
+        if parts and (len(parts[-1]) + 1) * parts[-1][0] <= MOST_PADDED * (sum(parts[-1]) + length) + SPARE:
+            parts[-1].append(length)
+        else:
+            parts.append([length])
+    return [tuple(part) for part in parts]
 
 
 def packed_attention(
@@ -176,16 +204,15 @@ def packed_attention(
 
     parts = []
     for bundle in packing.bundles:
-        q, k, v = (x[:, :, bundle.start : bundle.end] for x in (query, key, value))
-        shared = bundle.num_shared
-        if shared:
-            parts.append(attend(q[:, :, :shared], k[:, :, :shared], v[:, :, :shared], 0))
-        if any(bundle.num_own):
-            rows = [_as_rows(x[0, :, shared:], bundle.num_own) for x in (q, k, v)]
-            if shared:
-                seen = (x[:, :, :shared].expand(len(bundle.num_own), -1, -1, -1) for x in (k, v))
-                rows[1:] = [torch.cat(pair, dim=2) for pair in zip(seen, rows[1:], strict=True)]
-            parts.append(_end_to_end(attend(rows[0], rows[1], rows[2], shared), bundle.num_own)[None])
+        own = slice(bundle.start, bundle.end)
+        q, k, v = (_as_rows(x[0, :, own], bundle.lengths) for x in (query, key, value))
+        first, last = bundle.shared
+        if last > first:
+            k, v = (
+                torch.cat([x[:, :, first:last].expand(len(mine), -1, -1, -1), mine], dim=2)
+                for x, mine in ((key, k), (value, v))
+            )
+        parts.append(_end_to_end(attend(q, k, v, last - first), bundle.lengths)[None])
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 
