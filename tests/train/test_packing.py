@@ -149,6 +149,11 @@ def test_every_family_is_packed_and_says_what_its_rows_say_one_by_one(name, tmp_
         ),
         ("MambaConfig", {"state_size": 8}, "its attention is"),
         (
+            "GptOssConfig",
+            {"num_local_experts": 4, "head_dim": 32, "sliding_window": 8},
+            "its attention is eager",
+        ),
+        (
             "Llama4TextConfig",
             {"intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 32, "attention_chunk_size": 8},
             "it has layers of chunked_attention",

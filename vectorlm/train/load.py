@@ -72,7 +72,8 @@ def load_pretrained(
     else:
         found = auto.from_pretrained(path, **arguments)
         model = found[0] if arguments.get("output_loading_info") else found
-    if model._supports_attention_backend and not flash_attention:
+    # A model that torch's own kernel does not suit, as one with attention sinks, keeps its own.
+    if model._supports_attention_backend and model._supports_sdpa and not flash_attention:
         model.set_attn_implementation(PACKED)
     return found
 

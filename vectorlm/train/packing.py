@@ -183,16 +183,9 @@ def packed_attention(
     """
     if packing is None:
         if softcap is None:
-            options: Any = {
-                "scaling": scaling,
-                "dropout": dropout,
-                "sliding_window": sliding_window,
-                **kwargs,
-            }
+            options: Any = {"scaling": scaling, "dropout": dropout, **kwargs}
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        num_tokens = query.shape[2]
-        if attention_mask is None:
-            attention_mask = _mask(0, num_tokens, sliding_window, query.device)
+        # transformers leaves the mask out where every token sees all before it.
         answer = _attend(query, key, value, attention_mask, scaling, dropout, softcap)
         return answer.transpose(1, 2).contiguous(), None
 
