@@ -23,7 +23,8 @@ def complete(write_config):
     return write_config
 
 
-def test_check_says_what_the_run_would_do(complete, capsys):
+def test_check_says_what_the_run_would_do(complete, capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
     here = ["--set", "train_parameters.use_flash_attention=False"]
     assert main(["check", complete(FULL), "--world_size", "2", *here]) == 0
     assert capsys.readouterr().out == (

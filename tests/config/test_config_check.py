@@ -1,10 +1,13 @@
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from config_texts import MINIMAL
 
-from vectorlm.config import check_config, load_config
+from vectorlm.config import check, check_config, load_config
+from vectorlm.config.check import LORA_CONFIG
+from vectorlm.config.check_vllm import fields_of
 from vectorlm.errors import ConfigError
 
 REWARDS = ["countdown", "length"]
@@ -334,3 +337,49 @@ def test_other_inference_engines_pass(complete):
         name, *more = overrides
         config = load_config(complete, [SAMPLER, f"train_parameters.sampler.inference={name}", *more])
         check_config(config, 1, REWARDS)
+
+
+@pytest.mark.parametrize("more", [[], [SAMPLER]])
+def test_an_argument_that_peft_does_not_know_is_refused_whatever_its_value(complete, more):
+    lora = "train_parameters.lora_peft_config={r: 4, lora_alhpa: null}"
+    assert problems(complete, lora, *more) == (
+        "train_parameters.lora_peft_config.lora_alhpa=null is not an argument of peft.LoraConfig. "
+        f"Did you mean 'lora_alpha'? (--set {lora})"
+    )
+
+
+def test_every_argument_of_peft_is_known():
+    from peft import LoraConfig
+
+    known = set().union(*(fields_of(path, name, "peft") for path, name in LORA_CONFIG))
+    public = {field.name for field in dataclasses.fields(LoraConfig) if field.init and field.name[0] != "_"}
+    assert public <= known
+
+
+def test_wandb_without_a_key_is_refused_before_a_model_is_loaded(complete, monkeypatch, tmp_path):
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    online = "enable_wandb_logging=true"
+    expected = "needs a key for api.wandb.ai. Run `wandb login`, or set wandb_config.mode: offline."
+    assert expected in problems(complete, online)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080")
+    assert "needs a key for wandb.example.org" in problems(complete, online)
+    monkeypatch.delenv("WANDB_BASE_URL")
+
+    def passes(*overrides):
+        check_config(load_config(complete, overrides), 2, REWARDS)
+
+    passes(online, "wandb_config={mode: offline}")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    passes(online)
+    (tmp_path / "netrc").unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    passes(online)
+
+
+def test_wandb_that_is_not_installed_is_refused_before_a_model_is_loaded(complete, monkeypatch):
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    assert "needs the package wandb. Run `pip install wandb`" in problems(
+        complete, "enable_wandb_logging=true"
+    )

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import netrc
 import os
 from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from vectorlm.checkpoint.folder import is_held
-from vectorlm.config.check_vllm import CPU_HEAD_SIZES, head_size_without_kernel, nearest, vllm_problems
+from vectorlm.config.check_vllm import (
+    CPU_HEAD_SIZES,
+    fields_of,
+    head_size_without_kernel,
+    nearest,
+    vllm_problems,
+)
 from vectorlm.config.resume import find_resumption
 from vectorlm.config.schema import Config, SamplerSettings
 from vectorlm.config.setting import all_settings, to_plain, value_at
@@ -30,6 +38,16 @@ _ENGINE_SETTINGS_ELSEWHERE = {
 
 _SECRETS = {"token": "VECTORLM_SERVER_TOKEN", "hf_token": "HF_TOKEN", "api_key": "WANDB_API_KEY"}
 """Keys that hold secrets, and the environment variables that they belong into."""
+
+WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+"""What wandb takes instead of a line in ~/.netrc."""
+
+LORA_CONFIG = (
+    ("config.py", "PeftConfigMixin"),
+    ("config.py", "PeftConfig"),
+    ("tuners/lora/config.py", "LoraConfig"),
+)
+"""The classes that declare the arguments of `peft.LoraConfig`."""
 
 _GIVEN: Any = object()
 
@@ -57,6 +75,7 @@ def check_config(config: Config, world_size: int, reward_names: Collection[str],
         *_rank_problems(config, world_size, num_nodes),
         *_parallel_problems(config, world_size // max(num_nodes, 1)),
         *_sampler_problems(config, reward_names),
+        *_wandb_problems(config),
         *(refuse(config, *problem) for problem in vllm_problems(config)),
         *_lora_problems(config),
         *_model_problems(config),
@@ -203,10 +222,36 @@ def _inference_problems(config: Config, sampler: SamplerSettings) -> Iterator[st
         yield refuse(config, f"{_SAMPLER}.lora_mode", rule, "Set it to 'merged'.")
 
 
+def _wandb_problems(config: Config) -> Iterator[str]:
+    """Say that wandb is not there or has no key, before a run has loaded its model."""
+    if config.enable_wandb_logging and find_spec("wandb") is None:
+        yield refuse(config, "enable_wandb_logging", "needs the package wandb", "Run `pip install wandb`.")
+        return
+    mode = config.wandb_config.get("mode") or os.environ.get("WANDB_MODE", "online")
+    if not config.enable_wandb_logging or mode != "online" or any(map(os.environ.get, WANDB_KEYS)):
+        return
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        keys = netrc.netrc(os.environ.get("NETRC")).hosts
+    except (OSError, netrc.NetrcParseError):
+        keys = {}
+    if host not in keys:
+        fix = "Run `wandb login`, or set wandb_config.mode: offline."
+        yield refuse(config, "enable_wandb_logging", f"needs a key for {host}", fix)
+
+
 def _lora_problems(config: Config) -> Iterator[str]:
-    """Find LoRA options that the engine could not follow; without a sampler, only peft has to follow them."""
+    """Find LoRA options that peft does not know, or that an engine could not follow."""
     sampler, options = config.train_parameters.sampler, config.train_parameters.lora_peft_config
-    if sampler is None or options is None:
+    if options is None:
+        return
+    known = set().union(*(fields_of(path, name, "peft") for path, name in LORA_CONFIG))
+    for option in options:
+        if known and option not in known:
+            fix = nearest(str(option), known) or "Leave it out."
+            path = f"train_parameters.lora_peft_config.{option}"
+            yield refuse(config, path, "is not an argument of peft.LoraConfig", fix, options[option])
+    if sampler is None:
         return
     for option, value, rule, fix in refused_options(options, sampler.engine.lora_mode):
         yield refuse(config, f"train_parameters.lora_peft_config.{option}", rule, fix, value)

@@ -94,9 +94,10 @@ def _is_one_of(value: Any, kinds: Collection[str]) -> bool:
 
 
 @cache
-def fields_of(path: str, name: str) -> Mapping[str, str]:
-    """Return the annotations of a class in vLLM's source, by the names of its public fields."""
-    classes = (each for each in ast.parse(_source(path)).body if isinstance(each, ast.ClassDef))
+def fields_of(path: str, name: str, package: str = "vllm") -> Mapping[str, str]:
+    """Return the annotations of a class in a package's source, by the names of its public fields."""
+    source = _source(path, package)
+    classes = (each for each in ast.parse(source).body if isinstance(each, ast.ClassDef))
     body = next((each.body for each in classes if each.name == name), [])
     found = [each for each in body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
     names = {each.target.id: ast.unparse(each.annotation) for each in found}  # type: ignore[union-attr]
@@ -104,9 +105,9 @@ def fields_of(path: str, name: str) -> Mapping[str, str]:
 
 
 @cache
-def _source(path: str) -> str:
-    """Return a file of the installed vLLM, empty where there is none; finding a package does not import it."""
-    found = find_spec("vllm")
+def _source(path: str, package: str = "vllm") -> str:
+    """Return a file of an installed package, empty where there is none; finding a package does not import it."""
+    found = find_spec(package)
     folders = [] if found is None else found.submodule_search_locations or []
     files = [file for file in (Path(folder) / path for folder in folders) if file.is_file()]
     return files[0].read_text(encoding="utf-8") if files else ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import ConfigError
-from vectorlm.train.packing import PACKED
 from vectorlm.weights.plan import dtype_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,13 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     directory = _model_directory(path)
-    load = partial(load_pretrained, AutoModelForCausalLM, directory, dtype, flash_attention=flash_attention)
+    load = partial(
+        load_pretrained,
+        AutoModelForCausalLM,
+        directory,
+        dtype,
+        attn_implementation=_attention(directory, flash_attention),
+    )
     if is_empty:
         return load(is_empty=True).train()
     model, info = load(output_loading_info=True)
@@ -44,38 +50,20 @@ def load_model(
     return model.train()
 
 
-def load_pretrained(
-    auto: Any,
-    path: str | Path,
-    dtype: str,
-    is_empty: bool = False,
-    flash_attention: bool = False,
-    **arguments: Any,
-) -> Any:
-    """Read a model through the class `auto` of transformers; if `is_empty`, without memory for its parameters.
-
-    Its attention is `packed_attention` where it can be another's, so that rows may be laid end to end.
-    """
+def load_pretrained(auto: Any, path: str | Path, dtype: str, is_empty: bool = False, **arguments: Any) -> Any:
+    """Read a model through the class `auto` of transformers; if `is_empty`, without memory for its parameters."""
     arguments["dtype"] = dtype_of(dtype)
-    if flash_attention:
-        arguments["attn_implementation"] = _flash_attention()
-    if is_empty:
-        from accelerate import init_empty_weights
-        from transformers import AutoConfig
+    if not is_empty:
+        return auto.from_pretrained(path, **arguments)
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig
 
-        of_config = {name: arguments.pop(name) for name in ("num_labels",) if name in arguments}
-        config = AutoConfig.from_pretrained(path, **of_config)
-        with init_empty_weights(include_buffers=False):
-            model = auto.from_config(config, **arguments)
-        model.tie_weights()
-        found = model
-    else:
-        found = auto.from_pretrained(path, **arguments)
-        model = found[0] if arguments.get("output_loading_info") else found
-    # A model that torch's own kernel does not suit, as one with attention sinks, keeps its own.
-    if model._supports_attention_backend and model._supports_sdpa and not flash_attention:
-        model.set_attn_implementation(PACKED)
-    return found
+    of_config = {name: arguments.pop(name) for name in ("num_labels",) if name in arguments}
+    config = AutoConfig.from_pretrained(path, **of_config)
+    with init_empty_weights(include_buffers=False):
+        model = auto.from_config(config, **arguments)
+    model.tie_weights()
+    return model
 
 
 def _model_directory(path: str | Path) -> Path:
@@ -88,12 +76,17 @@ def _model_directory(path: str | Path) -> Path:
     return Path(path)
 
 
-def _flash_attention() -> str:
+def _attention(directory: Path, flash_attention: bool) -> str:
     from transformers.utils import is_flash_attn_2_available
 
-    if not is_flash_attn_2_available():
+    if flash_attention and not is_flash_attn_2_available():
         raise ConfigError(
             "train_parameters.use_flash_attention=True needs the flash-attn package and a CUDA device, and "
             "one of them is missing here. Install it, or set use_flash_attention: False."
         )
-    return "flash_attention_2"
+    if flash_attention:
+        return "flash_attention_2"
+    # transformers 5.19: torch's kernel silently leaves out the cap on Gemma 2's attention scores, and the trainer's
+    # log-probabilities would differ from the engine's.
+    capped = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("attn_logit_softcapping")
+    return "eager" if capped else "sdpa"
