@@ -146,11 +146,13 @@ def run(command: list[str], environment: dict[str, str]) -> tuple[str, float]:
     child = os.fork()
     if child == 0:
         os.close(reader)
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
-        with os.fdopen(writer, "w") as pipe:
-            json.dump([done.returncode, done.stdout, done.stderr, peak], pipe)
-        os._exit(0)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+            peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
+            with os.fdopen(writer, "w") as pipe:
+                json.dump([done.returncode, done.stdout, done.stderr, peak], pipe)
+        finally:
+            os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
         code, output, errors, peak = json.load(pipe)

@@ -75,7 +75,7 @@ def _build(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLLoop:
     turn = run.make_turn(models.policy.model, models.policy_step.optimizer)
     assert turn is not None
     recorder = run.make_recorder(turn, num_steps=rl.max_steps, save_every=rl.save_every)
-    recorder.say_padded(models.policy.why_padded)
+    recorder.say_padded(models.why_padded)
     rollout_log = RolloutLogger(
         run.output if run.topology.is_main else None,
         resume_step=recorder.resume_step,
@@ -110,9 +110,8 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         return OptimizerStep(model, optimizer, schedule, max_norm, run.topology, name)
 
     packs = settings.model.pack_rows
-    policy = LanguageModel(
-        disable_dropout(run.load_model()), float(rl.collect.sampling["temperature"]), packs=packs
-    )
+    temperature, device = float(rl.collect.sampling["temperature"]), run.topology.device
+    policy = LanguageModel(disable_dropout(run.load_model()), temperature, packs=packs, device=device)
     num_batches = max(rl.max_steps - warmup_steps, 1)
     policy_step = optimizer_step(policy.model, num_batches, settings.loop.max_grad_norm, "policy", None)
     reference = critic = critic_step = None
@@ -121,10 +120,10 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         is_copy = settings.lora_peft_config is None
         how = settings.model.use_flash_attention, settings.model.dtype
         copy = load_reference(path, run.load_sharded, *how) if is_copy else None
-        reference = Reference(policy, copy, packs=packs)
+        reference = Reference(policy, copy)
     if spec.needs_critic:
         critic_model = load_critic(rl.critic.model or path, run.load_sharded, settings.model.dtype)
-        critic = Critic(critic_model, packs=packs)
+        critic = Critic(critic_model, policy)
         critic_step = optimizer_step(
             critic.model, rl.max_steps, rl.critic.max_grad_norm, "critic", rl.critic.lr
         )

@@ -21,7 +21,7 @@ from vectorlm.memory.plan import (
 )
 from vectorlm.memory.report import memory_table
 from vectorlm.train.language_model import LanguageModel
-from vectorlm.train.packing import PACKED, Rows
+from vectorlm.train.packing import Rows
 from vectorlm.weights.model_size import ModelSize, count_adapter_parameters, read_model_size
 
 
@@ -269,7 +269,6 @@ def saved_bytes(num_layers, dtype):
     # The last token of a row is not computed.
     ids = torch.ones(2, 65, dtype=torch.int64)
     rows = Rows(ids, ids, ids.bool() & (torch.arange(65) > 0), (0, 1))
-    model.set_attn_implementation(PACKED)
     computes = LanguageModel(model)
     assert computes.packs
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -298,9 +297,8 @@ def test_the_activation_formula_is_what_autograd_keeps(dtype):
     two, four = saved_bytes(2, dtype), saved_bytes(4, dtype)
     # The norms' row of factors and the attention's log-sums are left out of the formula.
     assert formula(4) - formula(2) == pytest.approx(four - two, rel=0.01)
-    # Autograd keeps no logits; the formula counts those of one chunk, and leaves out the last norm.
-    number = 2 if dtype == torch.bfloat16 else 4
-    assert formula(4) == pytest.approx(four + 2 * 64 * 256 * (12 + number), rel=0.05)
+    # Of the logits, of which there is one chunk here, autograd keeps less than exists at a time.
+    assert four < formula(4) < 1.1 * four
 
 
 def test_the_kv_cache_of_a_sequence_is_that_of_transformers(folder, loaded):

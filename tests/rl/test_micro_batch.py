@@ -126,8 +126,10 @@ def test_a_packed_group_is_cut_up_where_a_rank_would_wait_and_only_then():
 
 
 def test_a_group_beyond_the_budget_is_cut_into_the_fewest_pieces_that_fit():
-    (share,) = plan_micro_batches([group_of([60] * 4, 50)], 1, 75, packs=True)
+    (share,) = plan_micro_batches([group_of([60] * 4, 50)], 1, 80, packs=True)
     assert [[piece.num_tokens for piece in part] for part in share] == [[70], [70]]
+    # Each of two rows has its own copy of the 50 shared keys and values, about 8 tokens more.
+    assert [[piece.num_kept for piece in part] for part in share] == [[78], [78]]
 
 
 def test_rows_without_tokens_count_nothing():

@@ -112,8 +112,8 @@ def test_what_is_no_reward_model_is_refused(folder, tmp_path):
 @pytest.mark.parametrize("packs", [True, False])
 def test_a_new_critic_says_nothing_and_its_value_is_that_of_the_state_before_the_token(folder, packs):
     model = load_critic(str(folder), lambda load: load(False))
-    critic = Critic(model, packs=packs)
-    assert critic.packs is packs
+    critic = Critic(model, LanguageModel(disable_dropout(load_model(folder)), packs=packs))
+    assert (critic.why_padded is None) is packs
     assert critic(ROWS).eq(0).all()
     with torch.no_grad():
         model.score.weight.normal_()

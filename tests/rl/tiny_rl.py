@@ -138,8 +138,8 @@ def build(
     model = load(lambda is_empty: disable_dropout(load_model(folder, is_empty=is_empty)))
     policy = LanguageModel(model, packs=packs)
     has_reference = has_reference or spec.needs_reference
-    reference = Reference(policy, load_reference(folder, load), packs=packs) if has_reference else None
-    critic = Critic(load_critic(folder, load), packs=packs) if spec.needs_critic else None
+    reference = Reference(policy, load_reference(folder, load)) if has_reference else None
+    critic = Critic(load_critic(folder, load), policy) if spec.needs_critic else None
     critic_step = None if critic is None else descent(critic.model, "critic")
     models = RLModels(policy, descent(policy.model, "policy"), reference, critic, critic_step)
     return TinyRun(models, spec, settings, topology)
@@ -152,4 +152,5 @@ def whole(model):
 
 def same(metrics):
     """Return the metrics that do not depend on how rows are shared out."""
-    return {name: value for name, value in metrics.items() if not name.startswith("balance/")}
+    shared_out = ("balance/", "perf/trained_tokens")
+    return {name: value for name, value in metrics.items() if not name.startswith(shared_out)}

@@ -1,5 +1,7 @@
 """Rows laid end to end: the layout by hand, values and gradients beside rows computed one by one in float64."""
 
+import inspect
+
 import pytest
 import torch
 from families import FAMILIES, save_family
@@ -15,6 +17,7 @@ from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded
 
 TEMPERATURE = 0.8
+INSPECT = inspect.signature
 
 
 def make_rows(input_ids, lengths, asked, groups):
@@ -149,6 +152,19 @@ def test_every_family_is_packed_and_says_what_its_rows_say_one_by_one(name, tmp_
         ),
         ("MambaConfig", {"state_size": 8}, "its attention is"),
         (
+            "Qwen2MoeConfig",
+            {
+                "num_experts": 2,
+                "num_experts_per_tok": 1,
+                "moe_intermediate_size": 32,
+                "use_sliding_window": True,
+                "sliding_window": 12,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "shared_expert_intermediate_size": 32,
+            },
+            "its attention does not say how far it sees",
+        ),
+        (
             "GptOssConfig",
             {"num_local_experts": 4, "head_dim": 32, "sliding_window": 8},
             "its attention is eager",
@@ -180,6 +196,7 @@ def test_a_model_whose_attention_cannot_take_it_is_padded_and_named(config, sett
     computes = LanguageModel(disable_dropout(loaded), TEMPERATURE)
     assert computes.why_padded is not None
     assert computes.why_padded.startswith(reason)
+    assert loaded.config._attn_implementation != "packed"
     rows = random_rows()
     logprobs, entropies = computes(rows, "value")
     expected, spread = one_by_one(loaded)(rows)
@@ -194,6 +211,35 @@ def test_a_model_that_packing_would_change_is_padded_and_says_how_far_it_would_b
     assert computes.why_padded is not None
     assert "log-probabilities would be" in computes.why_padded
     assert model.training
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_attention_that_is_given_more_than_it_would_follow_is_left_alone(folder, monkeypatch):
+    model = disable_dropout(load_model(folder))
+    forward = model.model.forward
+    monkeypatch.setattr(
+        model.model, "forward", lambda **given: forward(**given, position_bias=torch.zeros(1))
+    )
+    monkeypatch.setattr(language_model.inspect, "signature", lambda f: INSPECT(type(model.model).forward))
+    assert LanguageModel(model).why_padded == "its attention follows position_bias"
+
+
+def test_padded_rows_keep_the_cap_of_a_model_whose_attention_is_packed(tmp_path):
+    """Someone may call the model itself."""
+    folder = save_family(FAMILIES["Gemma 2"], tmp_path)
+    model, plain = load_model(folder).eval(), load_model(folder).eval()
+    for each in (model, plain):
+        for name, parameter in each.named_parameters():
+            parameter.data.mul_(30 if "q_proj" in name or "k_proj" in name else 1)
+    assert LanguageModel(model).packs
+    assert (model.config._attn_implementation, plain.config._attn_implementation) == ("packed", "eager")
+    rows = random_rows()
+    inputs = {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask}
+    for given in (inputs, {"input_ids": rows.input_ids[:, :5]}):
+        is_token = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
+        torch.testing.assert_close(
+            model(**given).logits[is_token], plain(**given).logits[is_token], rtol=1e-4, atol=1e-4
+        )
 
 
 def both_ways(topology, folder, settings, lora):

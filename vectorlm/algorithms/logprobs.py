@@ -58,6 +58,7 @@ def token_values(
     temperature: float = 1.0,
     chunk_tokens: int = 2048,
     *,
+    places: torch.Tensor | None = None,
     head: Head | None = None,
     entropy: EntropyKind = "none",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,6 +69,7 @@ def token_values(
         targets: int64 [N].
         temperature: ValueError unless it is above 0.
         chunk_tokens: States computed at a time, as for `token_logprobs`.
+        places: int64 [N], which of more states are meant; None for all, in their order.
         head: The model's output layer.
         entropy: Whether the entropies are computed, else 0, and whether with gradient.
 
@@ -79,23 +81,26 @@ def token_values(
             f"temperature={temperature} must be above 0: greedy decoding has no probabilities. Use 1.0."
         )
 
-    def of_chunk(chunk: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = chunk if head is None else head(chunk)
+    def of_chunk(start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        chunk = slice(start, start + chunk_tokens)
+        picked = states[chunk] if places is None else states[places[chunk]]
+        scores = picked if head is None else head(picked)
         # Half precision loses digits of log-probabilities that losses need; float64 is kept.
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         logprobs = torch.log_softmax(scores if temperature == 1.0 else scores / temperature, dim=-1)
-        picked = logprobs.gather(-1, wanted[:, None])[:, 0]
+        chosen = logprobs.gather(-1, targets[chunk, None])[:, 0]
         # Last, because a backward pass stops computing a chunk again once it has what it needs.
-        return picked, _entropy(logprobs, entropy)
+        return chosen, _entropy(logprobs, entropy)
 
-    parts = []
-    for chunk, wanted in zip(states.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-        if torch.is_grad_enabled() and chunk.requires_grad:
-            parts.append(checkpoint(of_chunk, chunk, wanted, use_reentrant=False))
-        else:
-            parts.append(of_chunk(chunk, wanted))
-    picked, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
-    return picked, entropies
+    starts = range(0, max(len(targets), 1), chunk_tokens)
+    # The backward pass begins with the last chunk, which need not be computed again.
+    *again, last = starts
+    parts = [
+        checkpoint(of_chunk, start, use_reentrant=False) if torch.is_grad_enabled() else of_chunk(start)
+        for start in again
+    ]
+    chosen, entropies = (torch.cat(each) for each in zip(*parts, of_chunk(last), strict=True))
+    return chosen, entropies
 
 
 def _entropy(logprobs: torch.Tensor, kind: EntropyKind) -> torch.Tensor:

@@ -19,6 +19,8 @@ from vectorlm.train.packing import Rows, num_needed, num_shared
 
 PASS_TOKENS = 1024
 """The fixed cost of a forward pass, in tokens: a micro-batch that would hold more padding is split."""
+ROWS_PER_TOKEN = 12
+"""Tokens of which a layer keeps as much as of the keys and values of one token for one more row, about."""
 BALANCED = 1.02
 """Groups are not cut up where the busiest rank has at most this many times its fair share of tokens."""
 RowFunction = Callable[[Rows], torch.Tensor]
@@ -45,6 +47,11 @@ class Piece:
         """Tokens that are computed where rows are laid end to end."""
         own = sum(length - self.num_shared for length in self.lengths if length)
         return own + (self.num_shared if any(self.lengths) else 0)
+
+    @property
+    def num_kept(self) -> int:
+        """What its activations take, in tokens: each row has its own copy of the shared keys and values."""
+        return self.num_tokens + len(self.rows) * self.num_shared // ROWS_PER_TOKEN
 
     def split(self, count: int) -> list[Piece]:
         """Cut into `count` pieces of about as many rows each."""
@@ -80,11 +87,12 @@ class MicroBatch:
         return torch.zeros_like(mask) if self.is_filler else mask
 
     def inputs_of(self, batch: RolloutBatch) -> Rows:
-        """Return what the forward pass reads; a filler computes its rows too."""
+        """Return what the forward pass reads; a filler asks for nothing, so that it computes one token if it can."""
         input_ids, attention_mask, mask = map(
             self._rows_of, (batch.input_ids, batch.attention_mask, batch.mask)
         )
-        return Rows(input_ids, attention_mask, mask, (self.rows // batch.rows_per_group).tolist())
+        is_asked = mask & (not self.is_filler)
+        return Rows(input_ids, attention_mask, is_asked, (self.rows // batch.rows_per_group).tolist())
 
     def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
         return x[self.rows, : self.length]
@@ -182,16 +190,16 @@ def plan_micro_batches(
     if keep_groups_whole:
         counts: Sequence[int] = (1,)
     else:
-        counts = range(1, (largest if num_ranks > 1 else 1) + 1) if packs else (largest,)
-    fewest = sum(group.num_tokens for group in groups) / num_ranks
+        counts = _powers_of_two(largest if num_ranks > 1 else 1) if packs else (largest,)
     shares, busiest = [], math.inf
     for number in counts:
         cut = [_fitting(group, number, max_tokens, packs, keep_groups_whole) for group in groups]
         found = _share_out(cut, num_ranks)
-        most = max(sum(piece.num_tokens for piece in share) for share in found)
-        if most < busiest:
-            shares, busiest = found, most
-        if busiest <= BALANCED * fewest:
+        tokens = [sum(piece.num_tokens for piece in share) for share in found]
+        if max(tokens) < busiest:
+            shares, busiest = found, max(tokens)
+        # Smaller pieces only add to the sum.
+        if max(tokens) <= BALANCED * sum(tokens) / num_ranks:
             break
     plan = [_within_budget(share, max_tokens, packs) for share in shares]
     num_micro_batches = max(map(len, plan))
@@ -243,7 +251,7 @@ def _fitting(group: Piece, count: int, max_tokens: int, packs: bool, keep_groups
     most = len(group.rows)
     for number in range(min(count, most), most + 1):
         pieces = group.split(number)
-        largest = max(_num_tokens([piece], packs) for piece in pieces)
+        largest = max(_num_kept(piece, packs) for piece in pieces)
         if largest <= max_tokens:
             return pieces
         if keep_groups_whole:
@@ -264,25 +272,27 @@ def _share_out(groups: Sequence[Sequence[Piece]], num_ranks: int) -> list[list[P
 def _within_budget(pieces: Sequence[Piece], max_tokens: int, packs: bool) -> list[list[Piece]]:
     """Fill micro-batches, with rows of similar length where they are padded; the longest first."""
     found: list[list[Piece]] = []
-    padding = 0
-    for piece in sorted(pieces, key=lambda each: (-(each.num_tokens if packs else each.longest), each.rows)):
-        joined = [*found[-1], piece] if found else [piece]
-        if not packs:
-            # The first piece of a micro-batch has its longest row.
-            padding += joined[0].longest * len(piece.rows) - piece.num_tokens
-        if found and _num_tokens(joined, packs) <= max_tokens and padding <= PASS_TOKENS:
-            found[-1] = joined
+    num_rows = num_tokens = 0
+    for piece in sorted(pieces, key=lambda each: (-(each.num_kept if packs else each.longest), each.rows)):
+        num_rows, num_tokens = num_rows + len(piece.rows), num_tokens + piece.num_tokens
+        # The first piece of a micro-batch has its longest row.
+        padded = num_rows * found[-1][0].longest if found else 0
+        kept = sum(each.num_kept for each in found[-1]) + piece.num_kept if found and packs else padded
+        if found and kept <= max_tokens and (packs or padded - num_tokens <= PASS_TOKENS):
+            found[-1].append(piece)
         else:
             found.append([piece])
-            padding = _num_tokens([piece], packs) - piece.num_tokens
+            num_rows, num_tokens = len(piece.rows), piece.num_tokens
     return found
 
 
-def _num_tokens(pieces: Sequence[Piece], packs: bool) -> int:
-    """Return the tokens of a forward pass over some pieces, padding included."""
-    if packs:
-        return sum(piece.num_tokens for piece in pieces)
-    return max(piece.longest for piece in pieces) * sum(len(piece.rows) for piece in pieces)
+def _powers_of_two(largest: int) -> list[int]:
+    return [*(1 << power for power in range((largest - 1).bit_length())), largest]
+
+
+def _num_kept(piece: Piece, packs: bool) -> int:
+    """Return the tokens that a piece takes of the budget, padding included."""
+    return piece.num_kept if packs else piece.longest * len(piece.rows)
 
 
 def _micro_batch(
@@ -290,4 +300,5 @@ def _micro_batch(
 ) -> MicroBatch:
     rows = [row for piece in pieces for row in piece.rows]
     length = max(batch.num_tokens[row] for row in rows)
-    return MicroBatch(torch.tensor(rows), length, _num_tokens(pieces, packs), is_filler, device)
+    num_tokens = sum(piece.num_tokens for piece in pieces) if packs else length * len(rows)
+    return MicroBatch(torch.tensor(rows), length, num_tokens, is_filler, device)

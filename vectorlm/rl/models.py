@@ -13,10 +13,10 @@ from torch import nn
 
 from vectorlm.algorithms.logprobs import align
 from vectorlm.errors import ConfigError
-from vectorlm.train.language_model import LanguageModel, why_not_packed
+from vectorlm.train.language_model import LanguageModel, inner_model
 from vectorlm.train.load import load_model, load_pretrained
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
-from vectorlm.train.packing import Rows, pack
+from vectorlm.train.packing import PACKED, Rows, pack
 from vectorlm.types import TrainedModel
 from vectorlm.weights.plan import reshard
 
@@ -27,11 +27,13 @@ LoadSharded = Callable[[Callable[[bool], nn.Module]], nn.Module]
 class Reference:
     """The frozen policy that the KL penalty compares with: another model, or the policy with its adapters off."""
 
-    def __init__(self, policy: LanguageModel, model: nn.Module | None, *, packs: bool = True) -> None:
+    def __init__(self, policy: LanguageModel, model: nn.Module | None) -> None:
         """Take a sharded copy of the policy's starting point; None switches the policy's LoRA adapters off instead."""
         self._policy = policy
         self.model = model
-        self._frozen = policy if model is None else LanguageModel(model, policy.temperature, packs=packs)
+        self._frozen = policy
+        if model is not None:
+            self._frozen = LanguageModel(model, policy.temperature, packs=policy.packs, device=policy.device)
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         """Return float32 [B, T] as `LanguageModel.logprobs` does, without gradient."""
@@ -39,9 +41,9 @@ class Reference:
             return self._frozen.logprobs(rows)
 
     @property
-    def packs(self) -> bool:
-        """Whether it computes rows laid end to end."""
-        return self._frozen.packs
+    def why_padded(self) -> str | None:
+        """Why its rows are padded; None where they are not."""
+        return self._frozen.why_padded
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -64,15 +66,21 @@ class Reference:
 class Critic:
     """A model with a value head: the expected reward of the rest of a completion, at each token."""
 
-    def __init__(self, model: nn.Module, *, packs: bool = True) -> None:
-        """Take a sharded token-classification model with one label, and whether to lay rows end to end."""
-        self.model, self.packs = model, packs and why_not_packed(model) is None
+    def __init__(self, model: nn.Module, policy: LanguageModel) -> None:
+        """Take a sharded token-classification model with one label; rows are packed as the policy's, if it is alike."""
+        self.model, self._device = model, policy.device
+        mine, its = inner_model(model), inner_model(policy.model)
+        is_alike = type(mine.base_model) is type(its.base_model)
+        self.why_padded = policy.why_padded if is_alike else "it is of another family than the policy"
+        """Why its rows are padded; None where they are not."""
+        if self.why_padded is None:
+            mine.set_attn_implementation(PACKED)
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         """Return float32 [B, T]: the value of the state in which each token that is asked for was chosen."""
-        device = next(self.model.parameters()).device
+        device = self._device
         is_asked = rows.is_asked.to(device)
-        if self.packs:
+        if self.why_padded is None:
             packing = pack(rows)
             logits = self.model(**packing.arguments(device)).logits[0, packing.places.to(device)]
             return torch.zeros(is_asked.shape, device=device).masked_scatter(is_asked, logits[:, 0].float())
@@ -92,10 +100,11 @@ class RLModels:
     critic_step: OptimizerStep | None = None
 
     @property
-    def packs(self) -> bool:
-        """Whether all models compute rows laid end to end; they share their micro-batches."""
-        reference = self.reference is None or self.reference.packs
-        return self.policy.packs and reference and (self.critic is None or self.critic.packs)
+    def why_padded(self) -> str | None:
+        """Why rows are padded; None where all models, which share their micro-batches, compute rows laid end to end."""
+        roles = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
+        reasons = ((name, role.why_padded) for name, role in roles.items() if role is not None)
+        return next((f"{name}: {reason}" for name, reason in reasons if reason is not None), None)
 
     @property
     def schedules(self) -> list[Schedule]:

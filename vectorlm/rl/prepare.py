@@ -35,7 +35,7 @@ def prepare_batch(
 
     def all_rows(batch: RolloutBatch, function: RowFunction) -> torch.Tensor:
         max_tokens = settings.update.max_tokens_per_micro_batch
-        return map_rows(batch, function, topology, max_tokens=max_tokens, packs=models.packs)
+        return map_rows(batch, function, topology, max_tokens=max_tokens, packs=models.why_padded is None)
 
     correction, mismatch = settings.correction, settings.mismatch
     in_reward = models.reference is not None and settings.kl.kl_in == "reward"

@@ -99,7 +99,7 @@ class Updater:
                         groups,
                         self.topology,
                         max_tokens=settings.max_tokens_per_micro_batch,
-                        packs=self.models.packs,
+                        packs=self.models.why_padded is None,
                         keep_groups_whole=self.spec.level == "group",
                     )
                     yield MiniBatch(micro_batches, *self._count(batch, groups), num_computed)

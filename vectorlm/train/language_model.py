@@ -16,6 +16,15 @@ from vectorlm.train.packing import PACKED, Packing, Rows, pack
 from vectorlm.weights.plan import reshard
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+HARMLESS = {
+    "sliding_window",
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "output_attentions",
+    "position_embeddings",
+}
+"""What attention is given besides queries, keys and values, and a packed pass follows or need not."""
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.25
 """How far log-probabilities of the same tokens may lie apart; the second for a model that computes in 16 bits."""
 Values = tuple[torch.Tensor, torch.Tensor]
@@ -24,18 +33,29 @@ Values = tuple[torch.Tensor, torch.Tensor]
 class LanguageModel:
     """Computes log-probabilities of rows: laid end to end where the model's attention allows it, else padded."""
 
-    def __init__(self, model: nn.Module, temperature: float = 1.0, *, packs: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        temperature: float = 1.0,
+        *,
+        packs: bool = True,
+        device: str | torch.device = "cpu",
+    ) -> None:
         """Take a causal language model; called on all ranks.
 
         Args:
             model: Plain, or sharded with FSDP2.
             temperature: Divides the logits.
             packs: False pads rows in any case.
+            device: Where it computes.
         """
-        self.model, self.temperature = model, temperature
+        self.model, self.temperature, self.device = model, temperature, torch.device(device)
         causal = inner_model(model)
         self._can_skip_logits = "logits_to_keep" in inspect.signature(causal.forward).parameters
-        prepare_packing(model, _packed_values)
+        if "packed_values" not in vars(model):
+            # FSDP2 gathers weights for it as for the forward pass.
+            model.packed_values = partial(_packed_values, causal)  # type: ignore[assignment]
+            register_fsdp_forward_method(model, "packed_values")
         self.why_padded = why_not_packed(model) if packs else "pack_rows is False"
         """Why rows are padded; None where they are not."""
         if self.why_padded is None:
@@ -56,10 +76,9 @@ class LanguageModel:
         Returns:
             float32 [B, T] each, on the model's device; 0 for tokens that are not asked for.
         """
-        device = next(self.model.parameters()).device
-        compute = self._packed if self.packs else self._padded
-        is_asked, values = rows.is_asked.to(device), compute(rows, entropy, device)
-        empty = torch.zeros(is_asked.shape, device=device)
+        is_asked = rows.is_asked.to(self.device)
+        values = self._packed(rows, pack(rows), entropy) if self.packs else self._padded(rows, entropy)
+        empty = torch.zeros(is_asked.shape, device=self.device)
         logprobs, entropies = (empty.masked_scatter(is_asked, each.float()) for each in values)
         return logprobs, entropies
 
@@ -67,40 +86,56 @@ class LanguageModel:
         """Return the log-probabilities alone, float32 [B, T]."""
         return self(rows)[0]
 
-    def _packed(self, rows: Rows, entropy: EntropyKind, device: torch.device) -> Values:
+    def _packed(self, rows: Rows, packing: Packing, entropy: EntropyKind) -> Values:
         model: Any = self.model
-        return model.packed_values(pack(rows), rows.targets.to(device), self.temperature, entropy)
+        return model.packed_values(packing, rows.targets.to(self.device), self.temperature, entropy)
 
-    def _padded(self, rows: Rows, entropy: EntropyKind, device: torch.device) -> Values:
-        """As `_packed`, without logits of positions before any that is asked for."""
-        first = rows.is_asked.any(dim=0).int().argmax().item() if rows.is_asked.any() else 1
-        skipped = max(int(first) - 1, 0) if self._can_skip_logits else 0
+    def _padded(self, rows: Rows, entropy: EntropyKind) -> Values:
+        return self._picked(rows, *self._logits(rows), entropy)
+
+    def _logits(self, rows: Rows) -> tuple[torch.Tensor, int]:
+        """Return the logits of padded rows, and how many positions before any that is asked for they leave out."""
+        first = int(rows.is_asked.any(dim=0).int().argmax())
+        skipped = max(first - 1, 0) if self._can_skip_logits else 0
         options = {"logits_to_keep": rows.input_ids.shape[1] - skipped} if skipped else {}
-        inputs = {"input_ids": rows.input_ids.to(device), "attention_mask": rows.attention_mask.to(device)}
-        logits = self.model(**inputs, use_cache=False, **options).logits
-        is_before = rows.is_asked.roll(-1, dims=1)[:, skipped:].to(device)
-        return token_values(logits[is_before], rows.targets.to(device), self.temperature, entropy=entropy)
+        inputs = {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask}
+        inputs = {name: each.to(self.device) for name, each in inputs.items()}
+        return self.model(**inputs, use_cache=False, **options).logits, skipped
+
+    def _picked(self, rows: Rows, logits: torch.Tensor, skipped: int, entropy: EntropyKind) -> Values:
+        is_before = rows.is_asked.roll(-1, dims=1)[:, skipped:].flatten()
+        places = torch.nonzero(is_before)[:, 0].to(self.device)
+        targets = rows.targets.to(self.device)
+        return token_values(logits.flatten(0, 1), targets, self.temperature, places=places, entropy=entropy)
 
     @torch.no_grad()
     def _compared(self) -> str | None:
-        """Compute a few rows both ways; say how far they lie apart where that is too far."""
-        input_ids = torch.arange(40).view(4, 10) % 37 % inner_model(self.model).config.vocab_size
+        """Compute a few rows padded, then packed; where they differ, go back to padding and say why."""
+        causal, was_training = inner_model(self.model), self.model.training
+        input_ids = torch.arange(40).view(4, 10) % causal.get_input_embeddings().num_embeddings
         input_ids[1:3, :5] = input_ids[0, :5]
         lengths = torch.tensor([7, 10, 6, 9])[:, None]
         attention_mask = (torch.arange(10) < lengths).long()
         is_asked = attention_mask.bool() & (torch.arange(10) > 4)
         rows = Rows(input_ids, attention_mask, is_asked, (0, 0, 0, 1))
-        was_training, device = self.model.training, next(self.model.parameters()).device
+        packing, before = pack(rows), causal.config._attn_implementation
         self.model.eval()
-        (packed, _), (padded, _) = (each(rows, "none", device) for each in (self._packed, self._padded))
-        dtype = self.model(input_ids=input_ids[:1].to(device), use_cache=False).logits.dtype
+        logits, skipped = self._logits(rows)
+        padded, _ = self._picked(rows, logits, skipped, "none")
+        causal.set_attn_implementation(PACKED)
+        packed, _ = self._packed(rows, packing, "none")
         reshard(self.model)
         self.model.train(was_training)
         gap = (packed - padded).abs().max()
         if dist.is_initialized():
             dist.all_reduce(gap, dist.ReduceOp.MAX)
-        limit = TOLERANCE if dtype.itemsize > 2 else HALF_TOLERANCE
-        return None if gap <= limit else f"its log-probabilities would be {gap.item():.2g} off"
+        limit = HALF_TOLERANCE if logits.dtype.itemsize == 2 else TOLERANCE
+        reason = _unread(causal, packing)
+        if reason is None and not gap <= limit:
+            reason = f"its log-probabilities would be {gap.item():.2g} off"
+        if reason is not None:
+            causal.set_attn_implementation(before)
+        return reason
 
 
 def inner_model(model: nn.Module) -> Any:
@@ -109,26 +144,35 @@ def inner_model(model: nn.Module) -> Any:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
-def prepare_packing(model: Any, compute: Any) -> None:
-    """Give the model a method `packed_values`, for which FSDP gathers weights as for its forward pass."""
-    if not hasattr(model, "packed_values"):
-        model.packed_values = partial(compute, inner_model(model))
-        register_fsdp_forward_method(model, "packed_values")
-
-
 def why_not_packed(model: nn.Module) -> str | None:
-    """Say what keeps rows of a model from being packed, as far as its config tells; None for nothing."""
+    """Say what keeps rows of a model from being packed, as far as it tells without a forward pass; None for nothing."""
     causal = inner_model(model)
-    implementation = causal.config._attn_implementation
-    if implementation != PACKED:
-        return f"its attention is {implementation}"
-    others = set(getattr(causal.config, "layer_types", None) or ()) - KNOWN_LAYERS
+    implementation, config = causal.config._attn_implementation, causal.config.get_text_config()
+    # What torch's own kernel does not suit, as attention sinks, `packed_attention` does not know either.
+    is_known = causal._supports_attention_backend and causal._supports_sdpa
+    if not is_known or implementation not in ("sdpa", "eager", PACKED):
+        return f"its attention is {implementation}" + ("" if is_known else ", of its own kind")
+    others = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
     if others:
         return f"it has layers of {', '.join(sorted(others))}"
     parameters = inspect.signature(causal.base_model.forward).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return "its forward pass does not hand arguments on to its attention"
     return None
+
+
+def _unread(causal: Any, packing: Packing) -> str | None:
+    """Say what the attention of a pass was given, or should have been given, that a packed pass does not follow."""
+    config = causal.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    slides = "sliding_attention" in kinds if kinds else bool(getattr(config, "sliding_window", None))
+    windows = {each for each in packing.seen.get("sliding_window", ()) if isinstance(each, int)}
+    if slides and not windows:
+        return "its attention does not say how far it sees"
+    unknown = sorted(
+        name for name, given in packing.seen.items() if name not in HARMLESS and given != {type(None)}
+    )
+    return f"its attention follows {', '.join(unknown)}" if unknown else None
 
 
 def _packed_values(

@@ -76,7 +76,8 @@ def _model_directory(path: str | Path) -> Path:
     return Path(path)
 
 
-def _attention(directory: Path, flash_attention: bool) -> str:
+def _attention(directory: Path, flash_attention: bool) -> str | None:
+    """Return the attention to ask for; None for the best that transformers has for the model."""
     from transformers.utils import is_flash_attn_2_available
 
     if flash_attention and not is_flash_attn_2_available():
@@ -89,4 +90,4 @@ def _attention(directory: Path, flash_attention: bool) -> str:
     # transformers 5.19: torch's kernel silently leaves out the cap on Gemma 2's attention scores, and the trainer's
     # log-probabilities would differ from the engine's.
     capped = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("attn_logit_softcapping")
-    return "eager" if capped else "sdpa"
+    return "eager" if capped else None

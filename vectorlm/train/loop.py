@@ -52,7 +52,7 @@ class FineTuningLoop:
     """Optimizer steps done."""
 
     def __post_init__(self) -> None:
-        self.language_model = LanguageModel(self.optimizer_step.model, packs=self.packs)
+        self.language_model = LanguageModel(self.optimizer_step.model, packs=self.packs, device=self._device)
 
     def run(self) -> None:
         """Train to the end of the last epoch, from the start or from the recorder's checkpoint."""

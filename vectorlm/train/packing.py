@@ -5,9 +5,8 @@ Source of the common beginning: Liu et al. 2025, arXiv:2506.05433 (prefix groupe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -20,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 PACKED = "packed"
 """The name of the attention function below among those of transformers."""
 MOST_PADDED, SPARE = 1.25, 64
-"""Stretches attend together while padding makes them at most so many times as long, and so many tokens longer."""
+"""Stretches attend together while, padded, they have at most `MOST_PADDED` times as many tokens, plus `SPARE`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,17 +58,32 @@ class Bundle:
         return self.start + sum(self.lengths)
 
 
-@dataclass(frozen=True, eq=False)
 class Packing:
-    """Rows laid end to end; N tokens are computed, and M are asked for."""
+    """Rows laid end to end; N tokens are computed, and M are asked for.
 
-    input_ids: torch.Tensor
-    """int64 [1, N]."""
-    position_ids: torch.Tensor
-    """int64 [1, N], the place of each token in its row."""
-    places: torch.Tensor
-    """int64 [M], where the token before each one that is asked for lies, row by row."""
-    bundles: tuple[Bundle, ...]
+    No dataclass: FSDP2 would build one again at every block, looking for tensors to cast.
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        places: torch.Tensor,
+        bundles: Sequence[Bundle],
+    ) -> None:
+        """Take the layout.
+
+        Args:
+            input_ids: int64 [1, N].
+            position_ids: int64 [1, N], the place of each token in its row.
+            places: int64 [M], where the token before each one that is asked for lies, row by row.
+            bundles: All tokens, in their order.
+        """
+        self.input_ids, self.position_ids, self.places = input_ids, position_ids, places
+        self.bundles = tuple(bundles)
+        self.seen: dict[str, set[Any]] = {}
+        """What attention layers were given besides queries, keys and values, by name."""
+        self._made: dict[Any, torch.Tensor] = {}
 
     def arguments(self, device: str | torch.device) -> dict[str, Any]:
         """Return what a model of transformers takes for this pass."""
@@ -81,6 +95,13 @@ class Packing:
             "use_cache": False,
             "packing": self,
         }
+
+    def once(self, make: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        """Return what `make` makes of the arguments, made once for all layers of the pass."""
+        key = (make, *arguments)
+        if key not in self._made:
+            self._made[key] = make(*arguments)
+        return self._made[key]
 
 
 def num_needed(is_asked: torch.Tensor) -> list[int]:
@@ -135,7 +156,7 @@ def pack(rows: Rows) -> Packing:
     input_ids = torch.cat([rows.input_ids[row, first:last] for row, first, last in order])
     position_ids = torch.cat([torch.arange(first, last) for _, first, last in order])
     before = places.roll(1, dims=1)[rows.is_asked]
-    return Packing(input_ids[None], position_ids[None], before, tuple(bundles))
+    return Packing(input_ids[None], position_ids[None], before, bundles)
 
 
 def _alike(lengths: Sequence[int]) -> list[tuple[int, ...]]:
@@ -181,31 +202,29 @@ def packed_attention(
     Returns:
         float [1, N, H, E] in the order of the pass, and None.
     """
+    how = (scaling, dropout, softcap)
     if packing is None:
         if softcap is None:
             options: Any = {"scaling": scaling, "dropout": dropout, **kwargs}
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        mask = None if attention_mask is None else _additive(attention_mask, query.dtype)
         # transformers leaves the mask out where every token sees all before it.
-        answer = _attend(query, key, value, attention_mask, scaling, dropout, softcap)
-        return answer.transpose(1, 2).contiguous(), None
-
-    def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shared: int) -> torch.Tensor:
-        length = queries.shape[2]
-        is_causal = not shared and (sliding_window is None or sliding_window >= length)
-        mask = None if is_causal else _mask(shared, length, sliding_window, query.device)
-        return _attend(queries, keys, values, mask, scaling, dropout, softcap)
-
+        return _attend(query, key, value, mask, *how).transpose(1, 2).contiguous(), None
+    for name, given in {**kwargs, "sliding_window": sliding_window}.items():
+        packing.seen.setdefault(name, set()).add(given if isinstance(given, int) else type(given))
     parts = []
     for bundle in packing.bundles:
-        own = slice(bundle.start, bundle.end)
-        q, k, v = (_as_rows(x[0, :, own], bundle.lengths) for x in (query, key, value))
-        first, last = bundle.shared
+        own, (first, last), length = slice(bundle.start, bundle.end), bundle.shared, bundle.lengths[0]
+        q, k, v = (_as_rows(x[0, :, own], bundle.lengths, packing) for x in (query, key, value))
         if last > first:
             k, v = (
                 torch.cat([x[:, :, first:last].expand(len(mine), -1, -1, -1), mine], dim=2)
                 for x, mine in ((key, k), (value, v))
             )
-        parts.append(_end_to_end(attend(q, k, v, last - first), bundle.lengths)[None])
+        mask = None
+        if last > first or (sliding_window is not None and sliding_window < length):
+            mask = packing.once(_mask, last - first, length, sliding_window, query.dtype, query.device)
+        parts.append(_end_to_end(_attend(q, k, v, mask, *how), bundle.lengths, packing)[None])
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 
@@ -218,49 +237,55 @@ def _attend(
     dropout: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Return float [B, H, T, E]; bool `mask` says what each query sees, and None that it sees all before it."""
+    """Return float [B, H, T, E]; `mask` is added to the scores, and None lets each query see all before it."""
     repeats = query.shape[1] // key.shape[1]
-    if softcap is None and mask is None:
-        more: Any = {"dropout_p": dropout, "scale": scaling, "enable_gqa": repeats > 1}
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **more)
-    if repeats > 1:
-        # Kernels with a mask want as many keys as queries.
+    # Of torch's kernels for CUDA one takes fewer keys than queries: without mask, in 16 bits, heads of at most 256.
+    is_narrow = query.dtype.itemsize < 4 and key.shape[-1] == value.shape[-1] <= 256
+    takes_fewer = softcap is None and mask is None and (is_narrow or not query.is_cuda)
+    if repeats > 1 and not takes_fewer:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     if softcap is None:
+        more: Any = {"attn_mask": mask, "is_causal": mask is None, "dropout_p": dropout, "scale": scaling}
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+            query, key, value, enable_gqa=repeats > 1 and takes_fewer, **more
         )
     if mask is None:
-        mask = _mask(0, query.shape[2], None, query.device)
+        mask = _mask(0, query.shape[2], None, query.dtype, query.device)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    scores = softcap * torch.tanh(scores / softcap) + mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     return F.dropout(weights, dropout) @ value
 
 
-@lru_cache(maxsize=64)
-def _mask(shared: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return bool [length, shared + length]: which tokens each one behind a common beginning sees."""
+def _mask(
+    shared: int, length: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return float [length, shared + length]: 0 where a token behind a common beginning sees another, else very low."""
     seen = torch.ones(length, shared + length, dtype=torch.bool, device=device).tril(shared)
-    return seen if window is None else seen.triu(shared - window + 1)
+    return _additive(seen if window is None else seen.triu(shared - window + 1), dtype)
 
 
-def _as_rows(x: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what is added to scores: one tensor of their dtype, which all layers can keep."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def _as_rows(x: torch.Tensor, lengths: tuple[int, ...], packing: Packing) -> torch.Tensor:
     """Cut [H, sum of lengths, D] into rows [len(lengths), H, longest, D]; what fills them up is arbitrary."""
     longest = max(lengths)
     if min(lengths) < longest:
-        x = x.index_select(1, _to_rows(lengths, x.device))
+        x = x.index_select(1, packing.once(_to_rows, lengths, x.device))
     return x.unflatten(1, (len(lengths), longest)).transpose(0, 1)
 
 
-def _end_to_end(x: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+def _end_to_end(x: torch.Tensor, lengths: tuple[int, ...], packing: Packing) -> torch.Tensor:
     """Undo `_as_rows`: from [len(lengths), H, longest, D] to [H, sum of lengths, D]."""
     flat = x.transpose(0, 1).flatten(1, 2)
-    return flat if min(lengths) == max(lengths) else flat.index_select(1, _from_rows(lengths, x.device))
+    if min(lengths) == max(lengths):
+        return flat
+    return flat.index_select(1, packing.once(_from_rows, lengths, x.device))
 
 
-@lru_cache(maxsize=64)
 def _to_rows(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     ends = torch.tensor(lengths).cumsum(0)
     starts = ends - torch.tensor(lengths)
@@ -268,7 +293,6 @@ def _to_rows(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.minimum(places, ends[-1] - 1).flatten().to(device)
 
 
-@lru_cache(maxsize=64)
 def _from_rows(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     longest = max(lengths)
     return torch.cat([row * longest + torch.arange(n) for row, n in enumerate(lengths)]).to(device)

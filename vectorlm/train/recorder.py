@@ -78,9 +78,7 @@ class Recorder:
     def say_padded(self, reason: str | None) -> None:
         """Say why rows are padded, if they are."""
         if reason is not None:
-            self.say(
-                f"rows are padded, and what a group begins with is computed for each of its rows: {reason}"
-            )
+            self.say(f"rows are padded ({reason})")
 
     def save_if_due(
         self, step: int, models: Mapping[str, TrainedModel], state: Callable[[], dict[str, Any]]

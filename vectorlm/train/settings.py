@@ -61,7 +61,7 @@ class ModelSettings:
     pack_rows: bool = True
     """Lay rows end to end, without padding, and compute what a group's rows begin with once, where attention allows."""
     use_flash_attention: bool = False
-    """Use Flash Attention where the model supports it."""
+    """Use Flash Attention where the model supports it; rows are padded then."""
     low_cpu_mem_usage: bool | None = None
     """Load the weights on rank 0 alone; other ranks receive their shards from it. null means where there are any."""
     cpu_offload: bool = False
