@@ -458,7 +458,9 @@ def checkpoints(output: Path) -> list[Path]:
 
 def message(run: Run) -> str:
     """Return the error that a run ended with, without its tracebacks and without the folders of this machine."""
-    text = run.error().replace(f"{ROOT}/", "").replace(f"{sysconfig.get_path('stdlib')}/", "")
+    text = run.error()
+    for folder in (ROOT, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
+        text = text.replace(f"{folder}/", "")
     for name in ("RankFailed", r"\w+Error"):
         if found := re.findall(rf"^{name}: .*?(?=^Traceback|\Z)", text, re.DOTALL | re.MULTILINE):
             return found[-1].strip()[:600]
