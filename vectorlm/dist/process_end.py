@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.25
 REMOVE_WITHIN_S = 3.0
+LOST_PEER = re.compile("(?i)connection (reset|closed) by peer")
 
 
 def follow_parent(
@@ -92,13 +94,17 @@ def absent_ranks(folder: str | Path, world_size: int) -> str:
 
 
 def first_fault(folder: str | Path) -> tuple[int, str, str] | None:
-    """Return rank, message and traceback of the earliest error in the error files below `folder`."""
+    """Return rank, message and traceback of the earliest error in the error files below `folder`.
+
+    A lost connection comes after every other error: a peer that runs out of memory loses it before it can say why.
+    """
     faults = []
     for note in _error_notes(folder):
-        details = note["extraInfo"]
+        message, details = note["message"], note["extraInfo"]
         if "time_s" in details:
-            faults.append((details["time_s"], details["rank"], note["message"], details["py_callstack"]))
-    return min(faults)[1:] if faults else None
+            is_lost = LOST_PEER.search(message) is not None
+            faults.append((is_lost, details["time_s"], details["rank"], message, details["py_callstack"]))
+    return min(faults)[2:] if faults else None
 
 
 def _error_notes(folder: str | Path) -> list[dict[str, Any]]:
