@@ -31,6 +31,7 @@ OLD, SAMPLER, MASK = rows([2.0, 0.5, 4.0], [None, 0.25, 1.0])
         ("token", "truncate", None, None, [[2, 0.5, 4], [0, 0.25, 1]]),
         ("token", "truncate", 0.5, 2.0, [[2, 0.5, 2], [0, 0.5, 1]]),
         ("token", "mask", 0.4, 3.0, [[2, 0.5, 0], [0, 0, 1]]),
+        ("token", "mask", None, 3.0, [[2, 0.5, 0], [0, 0.25, 1]]),
         ("sequence", "truncate", None, None, [[4, 4, 4], [0, 0.25, 0.25]]),
         ("sequence", "truncate", 0.5, 3.0, [[3, 3, 3], [0, 0.5, 0.5]]),
         ("sequence", "mask", 0.5, 5.0, [[4, 4, 4], [0, 0, 0]]),
@@ -367,3 +368,22 @@ def test_wrong_arguments_of_weights(arguments, words):
 def test_wrong_arguments_of_gates(arguments, words):
     with pytest.raises(ValueError, match=words):
         rejection_mask(OLD, SAMPLER, MASK, **arguments)
+
+
+def test_the_sum_that_rejects_a_row_is_its_own():
+    old, sampler, mask = rows([1.0, 1.0], [4.0, 4.0])
+    kept = rejection_mask(old, sampler, mask, divergence="k2", level="sum", bound=1.0)
+    assert kept.tolist() == [[True, True], [False, False]]
+
+
+def test_a_veto_lets_its_own_bound_pass():
+    old, sampler, mask = rows([1.0, 2.0], [0.5, 2.0])
+    assert rejection_mask(old, sampler, mask, veto=1.0).tolist() == [[True, True], [False, False]]
+
+
+def test_two_tokens_have_a_correlation_and_the_default_band_is_from_a_half_to_two():
+    _, sampler, mask = rows([2.5, 1.0])
+    sampler = sampler + torch.tensor([[0.0, 1.0]])
+    found = correction_metrics(sampler + torch.tensor([[2.5, 1.0]]).log(), sampler, mask)
+    assert found["correction/out_of_band"] == 0.5
+    assert found["correction/pearson"] == pytest.approx(1.0)

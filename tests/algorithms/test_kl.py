@@ -7,6 +7,7 @@ import torch
 from random_batch import random_batch
 
 from vectorlm.algorithms import AdaptiveKL, kl_estimate
+from vectorlm.algorithms.kl import exp_clamped
 
 SLOW = {
     "k1": lambda d: d,
@@ -99,3 +100,11 @@ def test_the_controller_keeps_its_place():
 def test_the_controller_refuses_numbers_out_of_range(numbers):
     with pytest.raises(ValueError, match="above 0"):
         AdaptiveKL(*numbers)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_large_log_ratios_are_those_of_20(sign):
+    far, near = (torch.tensor([sign * d], dtype=torch.float64) for d in (1000.0, 20.0))
+    zero = torch.zeros(1, dtype=torch.float64)
+    assert torch.equal(kl_estimate(far, zero, "k3"), kl_estimate(near, zero, "k3"))
+    assert torch.equal(exp_clamped(far), near.exp())
