@@ -33,7 +33,10 @@ SLOWER = {
         *("tests/rl/test_prepare.py", "tests/rl/test_rl_correction.py", "tests/rl/test_rl_metrics.py"),
         *("tests/rl/test_micro_batch.py", "tests/rl/test_replay.py", "tests/config/test_unread.py"),
     ),
-    "weights": ("tests/weights", "tests/engine/test_hf_engine.py", "tests/engine/test_hot_swap.py"),
+    "weights": (
+        *("tests/weights", "tests/memory"),
+        *("tests/engine/test_hf_engine.py", "tests/engine/test_hot_swap.py"),
+    ),
     "engine": (
         "tests/testing/test_contract.py",
         "tests/engine/test_hf_engine.py",

@@ -284,6 +284,8 @@ def test_slots_share_an_arena_in_rounds_and_a_tensor_larger_than_it_has_one_of_i
     assert [(slot.round, slot.offset_bytes) for slot in placed] == [(0, 0), (0, 64), (1, 0), (2, 0)]
     rounds = Layout("", num_bytes, placed).rounds()
     assert [[slot.name for slot in each.slots] for each in rounds] == [["a", "b"], ["c"], ["d"]]
+    two = Layout("", num_bytes, placed[:3]).rounds()
+    assert [[slot.name for slot in each.slots] for each in two] == [["a", "b"], ["c"]]
 
 
 def test_the_arena_of_rounds_is_as_small_as_it_says(monkeypatch):
