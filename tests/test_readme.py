@@ -145,12 +145,14 @@ def test_every_config_is_sound(checkout, name):
         "train_parameters.use_flash_attention": "False",
     }
     text = (ROOT / "configs" / name).read_text()
+    if "enable_wandb_logging: True" in text:
+        stand_ins["wandb_config.mode"] = "offline"
     if "max_model_len:" in text:
         stand_ins["train_parameters.sampler.engine.max_model_len"] = 64
     settings = [
         word
         for key, value in stand_ins.items()
-        if key.split(".")[0] in ("model", "train_parameters") or "rl:" in text
+        if key.split(".")[0] in ("model", "train_parameters", "wandb_config") or "rl:" in text
         for word in ("--set", f"{key}={value}")
     ]
     command = ["-m", "vectorlm", "check", f"configs/{name}", "--world_size", "2", *settings]
