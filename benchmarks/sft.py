@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -142,24 +141,19 @@ def theirs(model: Path, data: Path, rows: int, num_steps: int) -> list[dict[str,
 
 def run(command: list[str], environment: dict[str, str]) -> tuple[str, float]:
     """Run a command; return what it printed, and the most memory that a process of it had."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-            peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
-            with os.fdopen(writer, "w") as pipe:
-                json.dump([done.returncode, done.stdout, done.stderr, peak], pipe)
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        code, output, errors, peak = json.load(pipe)
-    os.waitpid(child, 0)
-    if code:
-        raise RuntimeError(errors)
-    return output, peak
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, cwd=ROOT
+        )
+        assert process.stdout is not None
+        output = process.stdout.read()
+        # Of the process and of those that it has waited for.
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        errors.seek(0)
+        if process.returncode:
+            raise RuntimeError(errors.read())
+    return output, usage.ru_maxrss << 10
 
 
 if __name__ == "__main__":
