@@ -83,16 +83,16 @@ class MicroBatch:
 
     def mask_of(self, batch: RolloutBatch) -> torch.Tensor:
         """Return bool [b, t], the tokens that are trained on."""
-        mask = self.cut(batch.mask)
-        return torch.zeros_like(mask) if self.is_filler else mask
+        return self._trained(batch).to(self.device)
 
     def inputs_of(self, batch: RolloutBatch) -> Rows:
         """Return what the forward pass reads; a filler asks for nothing, so that it computes one token if it can."""
-        input_ids, attention_mask, mask = map(
-            self._rows_of, (batch.input_ids, batch.attention_mask, batch.mask)
-        )
-        is_asked = mask & (not self.is_filler)
-        return Rows(input_ids, attention_mask, is_asked, (self.rows // batch.rows_per_group).tolist())
+        input_ids, attention_mask = map(self._rows_of, (batch.input_ids, batch.attention_mask))
+        groups = (self.rows // batch.rows_per_group).tolist()
+        return Rows(input_ids, attention_mask, self._trained(batch), groups)
+
+    def _trained(self, batch: RolloutBatch) -> torch.Tensor:
+        return self._rows_of(batch.mask) & (not self.is_filler)
 
     def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
         return x[self.rows, : self.length]
