@@ -3,8 +3,10 @@
 Both train the same 36 M parameter Llama in fp32 on the same prompts, one optimizer step a batch, no reference model.
 TRL is first tried with several batch sizes, and measured with the fastest; the library keeps its defaults. Then both
 take turns, each run a process of its own. The reward function is the moment between sampling and the update, where
-both write down the time and start to watch their memory. Needs TRL: pip install --no-deps -r requirements/bench.txt
+both write down the time and start to watch their memory. What two ranks say to each other is measured alone: as many
+forward and backward passes of one token, less what they take on one rank. Needs TRL:
 
+    pip install --no-deps -r requirements/bench.txt
     python benchmarks/rl_step.py --only "32 + 64" --rounds 1
 """
 
@@ -24,11 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from bench_model import save_bench_model
 from report import ROOT, write_result
 
-STEPS, SKIPPED, TRIAL_STEPS = 6, 1, 2
-TRL_ROWS = (8, 16, 32)
+STEPS, SKIPPED, TRIAL_STEPS = 3, 1, 1
+TRL_ROWS = (8, 16)
 """Rows of one forward pass that TRL is tried with."""
 IN_LAYERS, IN_HEAD = 31_457_280, 4_096_000
 """Weights that a token is multiplied with, in the layers and in the output layer."""
@@ -71,6 +75,8 @@ def main() -> None:
     args = parser.parse_args()
     peak, rows, runs = matmul_peak(), [], []
     with tempfile.TemporaryDirectory() as scratch:
+        bare = save_bench_model(Path(scratch) / "bare")
+        said = pass_of_one_token_s(bare, 2) - pass_of_one_token_s(bare, 1)
         for name in args.only or SETTINGS:
             setting = SETTINGS[name]
             model, prompts = save_prompts(Path(scratch) / name, setting)
@@ -89,10 +95,15 @@ def main() -> None:
                         steps = ours(model, prompts, output, setting, 1 if who == "one rank" else 2)
                     found.setdefault(who, []).extend(steps)
                     print(name, who, [round(step["step_s"], 2) for step in steps], flush=True)
-            rows += [_row(name, who, steps, found["TRL"], best, peak) for who, steps in found.items()]
+            rows += [_row(name, who, steps, found["TRL"], best, peak, said) for who, steps in found.items()]
             runs.append({"setting": name, **asdict(setting), "trl_rows_tried_s": tried, "steps": found})
-    machine = {"steps": STEPS - SKIPPED, "rounds": args.rounds, "matmul_gflops": round(peak / 1e9)}
-    write_result("rl_step", machine, rows, {"runs": runs})
+            machine = {
+                "steps": STEPS - SKIPPED,
+                "rounds": args.rounds,
+                "matmul_gflops": round(peak / 1e9),
+                "communication_of_a_pass_s": said,
+            }
+            write_result("rl_step", machine, rows, {"runs": runs})
 
 
 def save_prompts(folder: Path, setting: Setting) -> tuple[Path, Path]:
@@ -163,6 +174,7 @@ def ours(
             "update_s": line["time/update_s"] + line["time/assess_s"],
             "generate_s": line["time/generate_s"],
             "tokens": line["completion/length_mean"],
+            "passes": line["balance/micro_batches"],
             "peak_bytes": statistics.median(peaks),
         }
         for line in lines[SKIPPED:]
@@ -178,6 +190,36 @@ def theirs(model: Path, prompts: Path, setting: Setting, rows: int, num_steps: i
     environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())}
     run = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     return json.loads(run.stdout.strip().splitlines()[-1])[SKIPPED:]
+
+
+def pass_of_one_token_s(model: Path, world_size: int, count: int = 12) -> float:
+    """Return the seconds of a forward and backward pass of one token on each of `world_size` ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_pass_one_token, (world_size, model, folder, count), nprocs=world_size)
+        return statistics.median(json.loads((Path(folder) / "seconds").read_text()))
+
+
+def _pass_one_token(rank: int, world_size: int, model_path: Path, folder: str, count: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from vectorlm.dist.topology import Topology
+    from vectorlm.train.shard import shard_model
+
+    torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    shard_model(model, Topology(rank, rank, world_size, world_size))
+    seconds = []
+    for _ in range(count):
+        dist.barrier()
+        start = time.perf_counter()
+        model(torch.zeros(1, 1, dtype=torch.int64)).logits.sum().backward()
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    if rank == 0:
+        (Path(folder) / "seconds").write_text(json.dumps(seconds[2:]))
+    dist.destroy_process_group()
 
 
 def matmul_peak(size: int = 2048, seconds: float = 5.0) -> float:
@@ -198,6 +240,7 @@ def _row(
     baseline: list[dict[str, float]],
     trl_rows: int,
     peak: float,
+    said: float,
 ) -> dict[str, Any]:
     setting = SETTINGS[name]
     middle = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
@@ -213,6 +256,7 @@ def _row(
         "s a step": f"{middle['step_s']:.2f}",
         "sampling, s": f"{middle['generate_s']:.2f}",
         "update, s": f"{middle['update_s']:.2f}",
+        "communication, s": f"{said * middle['passes']:.2f}" if who == "two ranks" else "",
         "times as fast": f"{trl_s / middle['step_s']:.2f}",
         "memory of an update, MB": f"{middle['peak_bytes'] / 1e6:.0f}",
         "share of the matmul peak, %": f"{100 * share:.0f}",

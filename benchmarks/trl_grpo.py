@@ -1,8 +1,9 @@
 """TRL's GRPOTrainer with vLLM in its process, for rl_step.py: prints the seconds of each step, its tokens
 and its memory.
 
-TRL writes each tensor into the running vLLM by `load_weights`. On CPU vLLM gives linear weights to oneDNN when it loads
-and could not take new ones; with plain weights it can, so that is what it gets here.
+TRL has no setting for some of what vLLM needs on CPU, and gets it here, so that both sample alike: fp32 (vLLM would
+take 16 bits, which most processors only emulate), eager execution, and weights that can be written to. vLLM gives
+linear weights to oneDNN when it loads and would not notice new ones; here they are given to it after each update.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from even_reward import even, peak_bytes, watch_memory
 
 def main() -> None:
     """Train, and print."""
-    from vectorlm.backends.vllm.pack import keep_plain_weights
+    from vectorlm.backends.vllm.pack import keep_plain_weights, pack
 
     keep_plain_weights()
     import trl.generation.vllm_generation as generation
@@ -36,8 +37,8 @@ def main() -> None:
     from trl import GRPOConfig, GRPOTrainer
     from vllm import LLM
 
-    # TRL has no setting for it; compiled, vLLM would need a C++ compiler. The library's engine runs eagerly too.
-    generation.LLM = partial(LLM, enforce_eager=True)
+    # Compiled, vLLM would need a C++ compiler. The library's engine runs eagerly too.
+    generation.LLM = partial(LLM, enforce_eager=True, dtype="float32")
 
     model, prompts, arguments = sys.argv[1:]
     asked = json.loads(arguments)
@@ -90,6 +91,14 @@ def main() -> None:
         train_dataset=Dataset.from_list(rows),
         callbacks=[Clock()],
     )
+    engine = trainer.vllm_generation
+    write = engine.sync_weights
+
+    def write_and_pack() -> None:
+        write()
+        pack(engine.llm.llm_engine.model_executor.driver_worker.model_runner.model)
+
+    engine.sync_weights = write_and_pack
     trainer.train()
     tokens = [line["completions/mean_length"] for line in trainer.state.log_history if "reward" in line]
     lines = [

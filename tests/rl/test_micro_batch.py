@@ -146,3 +146,13 @@ def test_a_row_beyond_the_budget_is_refused_with_numbers(keep, words, packs):
     groups = [group_of([10, 10]), group_of([30, 30], start=2)]
     with pytest.raises(ConfigError, match=words):
         plan_micro_batches(groups, 2, 29, packs=packs, keep_groups_whole=keep)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_pass_that_is_large_enough_takes_up_no_more_and_no_row_is_cut_for_it(packs):
+    groups = [group_of([60] * 4, 20, start) for start in range(0, 16, 4)]
+    (share,) = plan_micro_batches(groups, 1, 1000, enough=100, packs=packs)
+    # A packed group takes 20 + 4 * 40 tokens and stays whole; of padded rows of 60 one is all that fits.
+    assert [len(part) for part in share] == ([1] * 4 if packs else [1] * 16)
+    (share,) = plan_micro_batches(groups, 1, 200, enough=500, packs=packs)
+    assert max(computed(part, packs) for part in share) <= 200

@@ -10,6 +10,7 @@ from vectorlm.dist.placement import tensor_parallel_size
 from vectorlm.engine.settings import BUCKET_BYTES
 from vectorlm.memory.plan import Demand, EngineDemand, MemoryPlan, plan_memory
 from vectorlm.memory.report import check_memory, memory_table
+from vectorlm.rl.settings import CPU_PASS_TOKENS
 from vectorlm.weights.model_size import ModelSize, count_adapter_parameters, read_model_size
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -46,7 +47,7 @@ def plan_of_config(
     model = read_model_size(config.model)
     lora = train.lora_peft_config
     shards = {"NO_SHARD": 1, "HYBRID_SHARD": near}.get(train.model.sharding_strategy, world_size)
-    micro_batch_size, trained_copies, frozen_copies = _other_models(config)
+    micro_batch_size, trained_copies, frozen_copies = _other_models(config, is_cpu)
     overlap = config.overlap
     # An engine on separate CUDA devices does not share their memory; on CPU there is only one memory.
     is_shared = is_cpu or overlap is None or overlap.placement == "shared"
@@ -76,7 +77,7 @@ def plan_of_config(
     return plan_memory(demand)
 
 
-def _other_models(config: Config) -> tuple[int, int, int]:
+def _other_models(config: Config, is_cpu: bool) -> tuple[int, int, int]:
     """Return the sequences of a micro-batch, and the numbers of other trained and of frozen models."""
     train, rl = config.train_parameters, config.rl
     if rl is None:
@@ -86,7 +87,11 @@ def _other_models(config: Config) -> tuple[int, int, int]:
 
     spec = get_algorithm(rl.algorithm)
     has_reference = (spec.needs_reference or rl.kl.kl_coef > 0) and train.lora_peft_config is None
-    micro_batch_size = max(rl.update.max_tokens_per_micro_batch // train.max_seq_len, 1)
+    tokens = rl.update.max_tokens_per_micro_batch
+    if is_cpu:
+        # A group that is packed, and any that is compared as one, shares one forward pass.
+        tokens = min(tokens, max(CPU_PASS_TOKENS, rl.collect.group_size * train.max_seq_len))
+    micro_batch_size = max(tokens // train.max_seq_len, 1)
     return micro_batch_size, int(spec.needs_critic), int(has_reference) + len(rl.reward.reward_models)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from vectorlm.algorithms.batch import RolloutBatch
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError
+from vectorlm.rl.settings import CPU_PASS_TOKENS
 from vectorlm.train.packing import Rows, num_needed, num_shared
 
 PASS_TOKENS = 1024
@@ -125,7 +126,12 @@ def micro_batches_of(
         shared = num_shared(batch.input_ids[rows][is_used], [n for n in lengths if n]) if packs else 0
         pieces.append(Piece(tuple(range(rows.start, rows.stop)), tuple(lengths), shared))
     plan = plan_micro_batches(
-        pieces, topology.world_size, max_tokens, packs=packs, keep_groups_whole=keep_groups_whole
+        pieces,
+        topology.world_size,
+        max_tokens,
+        enough=None if topology.is_cuda else CPU_PASS_TOKENS,
+        packs=packs,
+        keep_groups_whole=keep_groups_whole,
     )
     # A rank with nothing to do repeats the least that there is.
     spare = min(
@@ -164,6 +170,7 @@ def plan_micro_batches(
     num_ranks: int,
     max_tokens: int,
     *,
+    enough: int | None = None,
     packs: bool = False,
     keep_groups_whole: bool = False,
 ) -> list[list[list[Piece]]]:
@@ -177,6 +184,7 @@ def plan_micro_batches(
         groups: The rows of each group.
         num_ranks: Number of ranks.
         max_tokens: Largest micro-batch.
+        enough: Where a micro-batch takes up no further piece, if that is less.
         packs: Whether rows are laid end to end.
         keep_groups_whole: Whether a loss reads all rows of a group together.
 
@@ -201,7 +209,7 @@ def plan_micro_batches(
         # Smaller pieces only add to the sum.
         if max(tokens) <= BALANCED * sum(tokens) / num_ranks:
             break
-    plan = [_within_budget(share, max_tokens, packs) for share in shares]
+    plan = [_within_budget(share, min(max_tokens, enough or max_tokens), packs) for share in shares]
     num_micro_batches = max(map(len, plan))
     for micro_batches in plan:
         # All ranks make the same number of forward passes: split micro-batches before adding empty ones.
@@ -270,7 +278,7 @@ def _share_out(groups: Sequence[Sequence[Piece]], num_ranks: int) -> list[list[P
 
 
 def _within_budget(pieces: Sequence[Piece], max_tokens: int, packs: bool) -> list[list[Piece]]:
-    """Fill micro-batches, with rows of similar length where they are padded; the longest first."""
+    """Fill micro-batches, with rows of similar length where they are padded; the longest first, alone if need be."""
     found: list[list[Piece]] = []
     num_rows = num_tokens = 0
     for piece in sorted(pieces, key=lambda each: (-(each.num_kept if packs else each.longest), each.rows)):

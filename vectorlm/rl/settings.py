@@ -27,6 +27,9 @@ from vectorlm.settings import (
 SAMPLING_DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "max_tokens": 16}
 """Sampling parameters of rollouts where `sampling_params` names none; `max_tokens` is vLLM's own default."""
 
+CPU_PASS_TOKENS = 1024
+"""Where a forward pass on CPU takes up no further rows: larger ones are slower there, and take more memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CollectSettings:
@@ -70,7 +73,7 @@ class UpdateSettings:
     """Optimizer steps of each pass."""
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Tokens that one forward pass computes on one rank: never exceeded. A prompt counts once for its group, padding
-    counts where there is any."""
+    counts where there is any. On CPU a pass takes up no further group beyond 1,024."""
     max_kl: PositiveFloat | None = None
     """KL divergence from the rollout's policy, per token, above which the rest of a batch is skipped; null never
     skips."""

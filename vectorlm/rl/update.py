@@ -66,7 +66,8 @@ class Updater:
             NonFiniteLoss: A loss or a gradient norm is NaN or infinite; that step changed no weights.
             ConfigError: A row exceeds the micro-batch budget.
         """
-        accumulator, num_steps, num_tokens, is_stopped = MetricAccumulator(self.topology), 0, 0, False
+        accumulator, is_stopped = MetricAccumulator(self.topology), False
+        num_steps = num_tokens = num_passes = 0
         for mini_batch in self._mini_batches(batch, step):
             if trains_policy:
                 kl = self._train_policy(batch, mini_batch, step, kl_coef, accumulator)
@@ -75,12 +76,14 @@ class Updater:
                 self._train_critic(batch, mini_batch, step, accumulator)
             num_steps += trains_policy
             num_tokens += mini_batch.num_computed
+            num_passes += len(mini_batch.micro_batches)
             if is_stopped:
                 break
         return accumulator.averages() | {
             "policy/optimizer_steps": float(num_steps),
             "policy/stopped_early": float(is_stopped),
             "perf/trained_tokens": float(num_tokens),
+            "balance/micro_batches": float(num_passes),
         }
 
     def _mini_batches(self, batch: TrainBatch, step: int) -> Iterator[MiniBatch]:
