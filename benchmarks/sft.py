@@ -21,10 +21,12 @@ from pathlib import Path
 from report import ROOT, write_result
 from rl_step import IN_HEAD, IN_LAYERS, Setting, matmul_peak, save_prompts
 
-STEPS, SKIPPED, TRIAL_STEPS = 6, 1, 2
+STEPS, SKIPPED, TRIAL_STEPS = 4, 1, 1
 MAX_TOKENS, STEP_TOKENS, MEAN_TOKENS = 1024, 8192, 256
-TRL_ROWS = (1, 2, 4, 8)
+TRL_ROWS = (1, 2, 4)
 """Packed rows of one forward pass that TRL is tried with."""
+TEXTS = 4
+"""Texts of one forward pass of the library, about 1,024 tokens."""
 
 
 def main() -> None:
@@ -101,9 +103,10 @@ def ours(model: Path, data: Path, output: Path, world_size: int) -> list[dict[st
             "optimizer": {"lr": 1e-6, "weight_decay": 0.0},
             "lr_scheduler_type": "constant",
             "logging_steps": 1000,
+            "gradient_accumulation_steps": STEP_TOKENS // MEAN_TOKENS // TEXTS // world_size,
         },
         "dataset": {
-            "train_bs": STEP_TOKENS // MEAN_TOKENS // world_size,
+            "train_bs": TEXTS,
             "eval_bs": 1,
             "train_ds": str(data),
             "eval_ds": str(save_one_text(output.with_suffix(".eval"))),

@@ -88,6 +88,18 @@ def test_full_packing_joins_texts_and_leaves_no_room_but_at_the_very_end():
     ]
 
 
+def test_a_row_says_how_long_each_of_its_texts_is():
+    def lengths(texts, **options):
+        dataset = Dataset.from_dict({"text": texts})
+        return preprocess(dataset, letter_tokenizer(), settings(**options), 8)["seq_lengths"][:]
+
+    assert lengths(TEXTS, packing_type="full") == [[5, 3], [5, 3], [8], [3, 2]]
+    assert lengths(TEXTS, packing_type="full", add_bos_eos_tokens=False) == [[3, 5], [8], [1, 1]]
+    assert lengths(["abcdefg", "hij"], packing_type="full", overlap=2) == [[8], [5, 3], [5]]
+    assert lengths(TEXTS, packing_type="partial") == [[5], [7], [8], [5], [3]]
+    assert lengths(TEXTS[:2]) == [[5], [7]]
+
+
 def test_an_overlap_is_shown_again_but_counts_once():
     assert rows_of(["abcdefgh", "xy"], packing_type="partial", overlap=2) == [
         ("^abcd$", ".abcd."),
@@ -198,6 +210,11 @@ def test_what_is_saved_can_be_trained_on(tmp_path):
         length = len(row["input_ids"])
         assert (input_ids[:length], labels[:length]) == (row["input_ids"], row["labels"])
     assert batch.ids.tolist() == [0, 1, 2, 3]
+    lengths = [
+        ids[mask.bool()].bincount().tolist()
+        for ids, mask in zip(batch.text_ids, batch.attention_mask, strict=True)
+    ]
+    assert lengths == dataset["seq_lengths"][:4]
 
 
 def test_text_is_loaded_from_disk_with_its_split(tmp_path):

@@ -1,10 +1,12 @@
 """The loss of fine-tuning: of a batch as the sum of its examples', packed and padded."""
 
+from itertools import chain
+
 import pytest
 import torch
 import torch.nn.functional as F
 from rank_processes import on_ranks
-from tiny_runs import build_loop
+from tiny_runs import build_loop, loader
 
 from vectorlm.types import Batch
 
@@ -17,7 +19,7 @@ def random_batch():
     labels[0, :6], labels[2, 4] = -100, -100
     # Labels need not be the tokens themselves.
     labels[4, 7] = 11
-    return Batch(input_ids, attention_mask, labels, torch.arange(5))
+    return Batch(input_ids, attention_mask, labels, torch.arange(5), torch.zeros_like(input_ids))
 
 
 def loss_and_gradient(model, loss):
@@ -53,3 +55,39 @@ def test_the_loss_of_a_batch_is_the_sum_of_its_examples_by_themselves(folder, pa
     # All ranks make the same backward passes, so that a batch without targets has one too.
     assert nothing[0] == 0
     assert all(gradient.eq(0).all() for gradient in nothing[1])
+
+
+TEXTS = [[5, 6, 7, 8, 9], [10, 11, 12], [13], [14, 15, 16, 17], [18, 19, 20, 21, 22, 23, 24], [5, 6, 30, 31]]
+
+
+def packed_losses(topology, folder, packs):
+    """Return the loss and gradient of packed rows, of their texts by themselves, and of texts that see each other."""
+    rows = [list(chain(*some)) for some in (TEXTS[:3], TEXTS[3:5], TEXTS[5:])]
+    lengths = [[len(text) for text in some] for some in (TEXTS[:3], TEXTS[3:5], TEXTS[5:])]
+    examples = [
+        {"input_ids": row, "labels": row, "seq_lengths": each}
+        for row, each in zip(rows, lengths, strict=True)
+    ]
+    loop = build_loop(topology, folder, packs=packs)
+    loop.train_loader = loader(topology, examples, shuffle=False)
+    model = loop.optimizer_step.model
+
+    def expected(texts):
+        loss = torch.zeros(())
+        for text in map(torch.tensor, texts):
+            logits = model(input_ids=text[None], use_cache=False).logits[0, :-1]
+            loss = loss + F.cross_entropy(logits, text[1:], reduction="sum")
+        return loss_and_gradient(model, loss)
+
+    (batch,) = next(loop.remaining_steps())
+    return loss_and_gradient(model, loop.sum_loss(batch)), expected(TEXTS), expected(rows)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_text_does_not_see_the_one_before_it_in_its_row_unless_rows_are_padded(folder, packs):
+    ((found, apart, together),) = on_ranks(1, packed_losses, folder, packs)
+    right, wrong = (apart, together) if packs else (together, apart)
+    torch.testing.assert_close(found[0], right[0], rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(found[1], right[1], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert abs(found[0] - wrong[0]) > 1e-2

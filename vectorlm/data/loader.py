@@ -41,14 +41,14 @@ class Collator:
         attention is defined, and no label that counts.
         """
         filler = {"input_ids": [self.pad_token_id], "labels": [self.ignore_index], "id": FILLER_ID}
-        full = [*rows, *[filler] * (num_rows - len(rows))]
+        full = [{**row, "text_ids": _text_ids(row)} for row in (*rows, *[filler] * (num_rows - len(rows)))]
         masks = [_checked_mask(row) for row in full]
-        input_ids, labels = (
+        input_ids, labels, text_ids = (
             [
                 [value for value, is_kept in zip(row[name], mask, strict=True) if is_kept][: self.max_seq_len]
                 for row, mask in zip(full, masks, strict=True)
             ]
-            for name in ("input_ids", "labels")
+            for name in ("input_ids", "labels", "text_ids")
         )
         length = max(map(len, input_ids))
         return Batch(
@@ -56,6 +56,7 @@ class Collator:
             _pad([[1] * len(row) for row in input_ids], length, 0),
             _pad(labels, length, self.ignore_index),
             torch.tensor([row["id"] for row in full], dtype=torch.int64),
+            _pad(text_ids, length, 0),
         )
 
 
@@ -66,14 +67,20 @@ def _pad(values: Sequence[Sequence[int]], length: int, padding: int) -> torch.Te
     return padded
 
 
+def _text_ids(row: Mapping[str, Any]) -> list[int]:
+    lengths = row.get("seq_lengths") or [len(row["input_ids"])]
+    return [text for text, length in enumerate(lengths) for _ in range(length)]
+
+
 def _checked_mask(row: Mapping[str, Any]) -> Sequence[int]:
     """Return the attention mask of a row, after checking that its columns have equal lengths."""
     length = len(row["input_ids"])
     mask = row.get("attention_mask") or [1] * length
-    if not length == len(row["labels"]) == len(mask) or not any(mask):
+    if not length == len(row["labels"]) == len(mask) == len(row["text_ids"]) or not any(mask):
         raise DatasetError(
-            f"the row with id {row['id']} has {length} input_ids, {len(row['labels'])} labels and {len(mask)} "
-            "attention_mask values: these numbers must be equal, and at least 1. Preprocess the dataset again."
+            f"the row with id {row['id']} has {length} input_ids, {len(row['labels'])} labels, {len(mask)} "
+            f"attention_mask values, and texts of {len(row['text_ids'])} tokens by seq_lengths: these numbers must be "
+            "equal, and at least 1. Preprocess the dataset again."
         )
     return mask
 
@@ -87,7 +94,8 @@ class StepLoader:
     of forward passes. There is no state to save: the loader can start from any step of any epoch.
 
     Args:
-        dataset: Rows with `input_ids` and `labels`, optionally `attention_mask` and `id` (else the row's index).
+        dataset: Rows with `input_ids` and `labels`, optionally `attention_mask`, `seq_lengths` (of a row's texts) and
+            `id` (else the row's index).
         collator: Turns rows into batches.
         topology: This rank's place.
         micro_batch_size: Rows of one forward pass on one rank.
@@ -111,9 +119,8 @@ class StepLoader:
         shuffle: bool,
     ) -> None:
         _check_columns(dataset)
-        columns = [
-            name for name in (*_REQUIRED_COLUMNS, "attention_mask", "id") if name in dataset.column_names
-        ]
+        optional = ("attention_mask", "seq_lengths", "id")
+        columns = [name for name in (*_REQUIRED_COLUMNS, *optional) if name in dataset.column_names]
         self._dataset = dataset.select_columns(columns).with_format(None)
         _require_target(self._dataset, collator)
         self._collator, self._topology = collator, topology

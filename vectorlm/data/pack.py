@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from vectorlm.errors import ConfigError
@@ -16,6 +17,8 @@ class TokenisedText:
     input_ids: list[int]
     labels: list[int]
     """The same tokens where they count in the loss, the ignore index elsewhere; not shifted."""
+    seq_lengths: Sequence[int] = ()
+    """Tokens of each text in a packed row."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -114,14 +117,14 @@ class _Stretch:
 
     text: TokenisedText
     ends: list[bool]
-    """Whether a token is the EOS of a text."""
+    """Whether a token is the last one of a text."""
     num_repeated: int
     """How many of the first tokens the previous chunk already held."""
 
     def followed_by(self, text: TokenisedText, frame: Frame) -> _Stretch:
         """Append one more text and its EOS."""
-        ends = [False] * len(text) + [True] * len(frame.ending)
-        return _Stretch(self.text + text + frame.ending, self.ends + ends, self.num_repeated)
+        text = text + frame.ending
+        return _Stretch(self.text + text, [*self.ends, *[False] * (len(text) - 1), True], self.num_repeated)
 
 
 _NOTHING = _Stretch(TokenisedText([], []), [], 0)
@@ -134,11 +137,14 @@ def _cut(stretch: _Stretch, frame: Frame, *, is_last: bool) -> tuple[list[Tokeni
     # A chunk waits for the token behind it, which may be the EOS that belongs to the chunk.
     while fresh < length and (is_last or start + frame.capacity < length):
         end = min(start + frame.capacity, length)
-        if end < length and stretch.ends[end]:
+        if end < length and stretch.ends[end] and frame.ending:
             end += 1
         repeated = TokenisedText.ignored(stretch.text[start:fresh].input_ids, frame.ignore_index)
         closing = TokenisedText([], []) if stretch.ends[end - 1] else frame.closing
-        rows.append(frame.opening + repeated + stretch.text[fresh:end] + closing)
+        row = frame.opening + repeated + stretch.text[fresh:end] + closing
+        inner = [place + 1 for place in range(start, end - 1) if stretch.ends[place]]
+        bounds = [0, *(len(frame.opening) + place - start for place in inner), len(row)]
+        rows.append(replace(row, seq_lengths=[after - before for before, after in pairwise(bounds)]))
         start, fresh = end - frame.overlap, end
     if is_last:
         return rows, _NOTHING

@@ -19,7 +19,7 @@ _ROWS_PER_TABLE = 1000
 
 
 def preprocess(dataset: Dataset, tokenizer: Any, settings: PreprocessSettings, max_seq_len: int) -> Dataset:
-    """Turn text into rows of `input_ids`, `labels`, `attention_mask` and `id`; save them with `save_to_disk`.
+    """Turn text into rows of `input_ids`, `labels`, `attention_mask`, `id` and `seq_lengths`; save with `save_to_disk`.
 
     Args:
         dataset: Rows of text.
@@ -119,7 +119,9 @@ def _as_dataset(rows: Iterator[TokenisedText]) -> Dataset:
 
     token = Sequence(Value("int64"))
     mask = Sequence(Value("int8"))
-    features = Features(input_ids=token, labels=token, attention_mask=mask, id=Value("int64"))
+    features = Features(
+        input_ids=token, labels=token, attention_mask=mask, id=Value("int64"), seq_lengths=token
+    )
     tables: list[Dataset] = []
     num_rows = 0
     while some := list(islice(rows, _ROWS_PER_TABLE)):
@@ -128,6 +130,7 @@ def _as_dataset(rows: Iterator[TokenisedText]) -> Dataset:
             "labels": [row.labels for row in some],
             "attention_mask": [[1] * len(row) for row in some],
             "id": list(range(num_rows, num_rows + len(some))),
+            "seq_lengths": [row.seq_lengths or [len(row)] for row in some],
         }
         tables.append(Dataset.from_dict(columns, features=features))
         num_rows += len(some)

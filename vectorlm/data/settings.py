@@ -41,7 +41,8 @@ class PreprocessSettings:
     dataset_type: str | None = None
     """Not read; accepted so that existing files load."""
     packing_type: Literal["full", "partial"] | None = None
-    """Pack the whole dataset (`full`) or cut each long text (`partial`) into chunks of `max_seq_len`."""
+    """Pack the whole dataset (`full`) or cut each long text (`partial`) into chunks of `max_seq_len`. No text of a
+    chunk sees the one before it, unless rows are padded (`pack_rows`)."""
     overlap: NonNegativeInt = 0
     """Tokens that one chunk shares with the next while packing; they count in the loss once."""
     add_bos_eos_tokens: bool = True

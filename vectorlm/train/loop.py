@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
 from vectorlm.errors import DatasetError
 from vectorlm.train.language_model import LanguageModel
@@ -74,7 +75,8 @@ class FineTuningLoop:
     def remaining_steps(self) -> Iterator[list[Batch]]:
         """Yield this rank's micro-batches of each remaining optimizer step."""
         for epoch in range(self.step // len(self.train_loader), self.settings.epochs):
-            yield from self.train_loader.steps(epoch, start_step=self.step % len(self.train_loader))
+            for step in self.train_loader.steps(epoch, start_step=self.step % len(self.train_loader)):
+                yield [self._apart(batch) for batch in step]
 
     def optimize(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
         """Make one optimizer step, and return its metrics."""
@@ -112,7 +114,7 @@ class FineTuningLoop:
         model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         for micro_batches in self.eval_loader.steps(0):
-            for batch in micro_batches:
+            for batch in map(self._apart, micro_batches):
                 totals[0] += self.sum_loss(batch)
                 totals[1] += self._is_target(batch).sum()
         model.train()
@@ -143,6 +145,29 @@ class FineTuningLoop:
                 f"row {name} of the dataset holds the token {token}, and the model has {num_tokens} tokens. Preprocess "
                 "the dataset with the model's own tokenizer."
             )
+
+    def _apart(self, batch: Batch) -> Batch:
+        """Make each text a row of its own where that takes no padding, so that no text sees the one before it."""
+        if not (self.language_model.packs and batch.text_ids.any()):
+            return batch
+        lengths = [
+            ids[mask.bool()].bincount().tolist()
+            for ids, mask in zip(batch.text_ids, batch.attention_mask, strict=True)
+        ]
+
+        def cut(x: torch.Tensor, fill: int) -> torch.Tensor:
+            texts = [
+                text for row, each in zip(x, lengths, strict=True) for text in row[: sum(each)].split(each)
+            ]
+            return pad_sequence(texts, batch_first=True, padding_value=fill)
+
+        input_ids, mask, labels = (
+            cut(batch.input_ids, 0),
+            cut(batch.attention_mask, 0),
+            cut(batch.labels, self.ignore_index),
+        )
+        ids = batch.ids.repeat_interleave(torch.tensor([len(each) for each in lengths]))
+        return Batch(input_ids, mask, labels, ids, torch.zeros_like(input_ids))
 
     @property
     def _device(self) -> str:
