@@ -1,18 +1,23 @@
 import math
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from rank_processes import on_ranks, save_tiny_llama
 from tiny_runs import GLOBAL_BATCH, LEARNING_RATE, NUM_STEPS, build_loop, loader, rows, whole_weights
+from torch.distributed.tensor import DTensor
 
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import DatasetError, NonFiniteLoss
+from vectorlm.train import settings
 
 SPLITS = {
     1: [("FULL_SHARD", 1), ("FULL_SHARD", 4)],
     2: [("FULL_SHARD", 1), ("FULL_SHARD", 4), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 4), ("HYBRID_SHARD", 2)],
 }
+
+LIMITS = (0, settings.GATHER_ONCE_BYTES)
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +65,12 @@ def reference(model_dir):
 
 def train_every_split(topology, model_dir):
     found = {}
-    for strategy, num_micro_batches in SPLITS[topology.world_size]:
+    for limit, split in product(LIMITS, SPLITS[topology.world_size]):
+        settings.GATHER_ONCE_BYTES = limit
+        strategy, num_micro_batches = split
         training = build_loop(topology, model_dir, strategy=strategy, num_micro_batches=num_micro_batches)
         training.run()
-        found[strategy, num_micro_batches] = (
-            list(training.recorder.sink),
-            whole_weights(training.optimizer_step.model),
-        )
+        found[limit, *split] = list(training.recorder.sink), whole_weights(training.optimizer_step.model)
     return found
 
 
@@ -74,7 +78,7 @@ def train_every_split(topology, model_dir):
 def test_every_split_of_the_global_batch_trains_like_one_plain_process(world_size, model_dir, reference):
     losses, norms, evals, expected = reference
     for found in on_ranks(world_size, train_every_split, model_dir):
-        assert list(found) == SPLITS[world_size]
+        assert list(found) == [(limit, *split) for limit, split in product(LIMITS, SPLITS[world_size])]
         for split, (lines, weights) in found.items():
             assert [line["step"] for line in lines] == list(range(NUM_STEPS + 1)), split
             assert [line["train/loss"] for line in lines[1:]] == pytest.approx(losses, rel=1e-5), split
@@ -86,6 +90,24 @@ def test_every_split_of_the_global_batch_trains_like_one_plain_process(world_siz
                 torch.testing.assert_close(
                     weight, expected[name], rtol=1e-3, atol=1e-5, msg=f"{split} {name}"
                 )
+
+
+def gather_twice(topology, model_dir):
+    found = []
+    for limit in LIMITS:
+        settings.GATHER_ONCE_BYTES = limit
+        training = build_loop(topology, model_dir, num_micro_batches=2)
+        model, batches = training.optimizer_step.model, next(training.remaining_steps())
+        for index, batch in enumerate(batches):
+            training.optimizer_step.backward(training.sum_loss(batch), is_last=index == len(batches) - 1)
+            found.append(not isinstance(model.get_input_embeddings().weight, DTensor))
+            found.append(not isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor))
+    return found
+
+
+def test_a_small_model_stays_whole_between_the_micro_batches_of_a_step(model_dir):
+    for found in on_ranks(2, gather_twice, model_dir):
+        assert found == [False] * 4 + [True, True, False, False]
 
 
 def test_the_reference_clips_and_learns(reference):

@@ -52,6 +52,13 @@ def test_the_strategy_says_how_often_the_model_is_held(path, strategy, num_shard
     assert (found.num_ranks, found.num_shards, found.keeps_gathered) == (2, num_shards, keeps_gathered)
 
 
+def test_a_small_model_is_gathered_once(path, monkeypatch):
+    whole = 8 * demand(path).model.num_parameters
+    for limit, is_small in ((whole, True), (whole - 1, False)):
+        monkeypatch.setattr("vectorlm.train.settings.GATHER_ONCE_BYTES", limit)
+        assert demand(path).gathers_once is is_small
+
+
 def test_the_training_settings_arrive(path):
     found = demand(path, "use_mp=true", "use_activation_checkpointing=true")
     assert found.is_mixed

@@ -94,6 +94,12 @@ def test_replicas_hold_everything_and_adapters_little():
     assert adapted["gathered weights"] == (4 * 1000 + 160, 0)
 
 
+def test_a_model_that_is_gathered_once_is_whole_with_its_gradients():
+    once = replace(DEMAND, gathers_once=True)
+    assert gathered_bytes(once) == 4 * 1000 + 4 * 1000
+    assert gathered_bytes(replace(once, is_mixed=True, num_trainable=100)) == 2 * 1000 + 4 * 100
+
+
 def test_weights_in_bf16_are_half_as_large_and_adapters_on_them_are_not():
     half = replace(DEMAND, bytes_per_weight=2, is_mixed=True)
     names = ("weights", "gradients", "optimizer state")

@@ -22,10 +22,11 @@ def random_batch():
     return Batch(input_ids, attention_mask, labels, torch.arange(5), torch.zeros_like(input_ids))
 
 
-def loss_and_gradient(model, loss):
-    model.zero_grad()
+def loss_and_gradient(optimizer_step, loss):
+    # Between forward and backward the model has whole weights, the optimizer their shards.
+    optimizer_step.optimizer.zero_grad()
     loss.backward()
-    return loss.detach(), [each.grad.full_tensor().clone() for each in model.parameters()]
+    return loss.detach(), [each.grad.full_tensor().clone() for each in optimizer_step.model.parameters()]
 
 
 def losses(topology, folder, packs):
@@ -33,7 +34,7 @@ def losses(topology, folder, packs):
     loop, batch = build_loop(topology, folder, packs=packs), random_batch()
     assert loop.language_model.packs is packs
     model = loop.optimizer_step.model
-    found = loss_and_gradient(model, loop.sum_loss(batch))
+    found = loss_and_gradient(loop.optimizer_step, loop.sum_loss(batch))
     one_by_one = torch.zeros(())
     for ids, mask, labels in zip(batch.input_ids, batch.attention_mask, batch.labels, strict=True):
         length = int(mask.sum())
@@ -41,9 +42,9 @@ def losses(topology, folder, packs):
         one_by_one = one_by_one + F.cross_entropy(
             logits, labels[1:length], ignore_index=-100, reduction="sum"
         )
-    expected = loss_and_gradient(model, one_by_one)
+    expected = loss_and_gradient(loop.optimizer_step, one_by_one)
     batch.labels.fill_(-100)
-    return found, expected, loss_and_gradient(model, loop.sum_loss(batch))
+    return found, expected, loss_and_gradient(loop.optimizer_step, loop.sum_loss(batch))
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -77,10 +78,10 @@ def packed_losses(topology, folder, packs):
         for text in map(torch.tensor, texts):
             logits = model(input_ids=text[None], use_cache=False).logits[0, :-1]
             loss = loss + F.cross_entropy(logits, text[1:], reduction="sum")
-        return loss_and_gradient(model, loss)
+        return loss_and_gradient(loop.optimizer_step, loss)
 
     (batch,) = next(loop.remaining_steps())
-    return loss_and_gradient(model, loop.sum_loss(batch)), expected(TEXTS), expected(rows)
+    return loss_and_gradient(loop.optimizer_step, loop.sum_loss(batch)), expected(TEXTS), expected(rows)
 
 
 @pytest.mark.parametrize("packs", [True, False])

@@ -1,6 +1,7 @@
 """Rows laid end to end: the layout by hand, values and gradients beside rows computed one by one in float64."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -272,12 +273,25 @@ def both_ways(topology, folder, settings, lora):
 )
 def test_sharded_models_say_the_same_packed_and_padded(folder, world_size, settings, lora, tolerance):
     for packed, padded in on_ranks(world_size, both_ways, folder, settings, lora):
-        for mine, theirs in zip(packed[:2], padded[:2], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
-        largest = max(each.abs().max() for each in padded[2].values())
-        assert packed[2].keys() == padded[2].keys()
-        for name, gradient in padded[2].items():
-            assert (packed[2][name] - gradient).abs().max() <= tolerance * largest, name
+        assert_alike(packed, padded, tolerance)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_say_the_same(folder):
+    settings = ModelSettings(use_activation_checkpointing=True)
+    plain, _ = on_ranks(2, both_ways, folder, settings, True)[0]
+    for packed, padded in on_ranks(2, both_ways, folder, replace(settings, compile=True), True):
+        assert_alike(packed, plain, 1e-5)
+        assert_alike(padded, plain, 1e-5)
+
+
+def assert_alike(found, expected, tolerance):
+    for mine, theirs in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    largest = max(each.abs().max() for each in expected[2].values())
+    assert found[2].keys() == expected[2].keys()
+    for name, gradient in expected[2].items():
+        assert (found[2][name] - gradient).abs().max() <= tolerance * largest, name
 
 
 def test_logits_are_made_in_chunks_and_only_for_tokens_that_are_asked_for(folder, monkeypatch):

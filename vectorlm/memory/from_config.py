@@ -11,6 +11,7 @@ from vectorlm.engine.settings import BUCKET_BYTES
 from vectorlm.memory.plan import Demand, EngineDemand, MemoryPlan, plan_memory
 from vectorlm.memory.report import check_memory, memory_table
 from vectorlm.rl.settings import CPU_PASS_TOKENS
+from vectorlm.train.settings import gathers_once
 from vectorlm.weights.model_size import ModelSize, count_adapter_parameters, read_model_size
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -51,9 +52,11 @@ def plan_of_config(
     overlap = config.overlap
     # An engine on separate CUDA devices does not share their memory; on CPU there is only one memory.
     is_shared = is_cpu or overlap is None or overlap.placement == "shared"
+    num_trainable = model.num_parameters if lora is None else count_adapter_parameters(config.model, lora)
     demand = Demand(
         model=model,
-        num_trainable=model.num_parameters if lora is None else count_adapter_parameters(config.model, lora),
+        num_trainable=num_trainable,
+        gathers_once=gathers_once(model.num_parameters, num_trainable),
         num_ranks=near,
         num_shards=shards,
         keeps_gathered=train.model.sharding_strategy in ("SHARD_GRAD_OP", "NO_SHARD"),

@@ -58,6 +58,8 @@ class Demand:
     """Ranks that share one copy of weights, gradients and optimizer state."""
     keeps_gathered: bool
     """Whether a block's gathered weights stay between forward and backward (``SHARD_GRAD_OP``, ``NO_SHARD``)."""
+    gathers_once: bool = False
+    """Whether whole weights and gradients stay on every rank during an optimizer step (`train.settings`)."""
     is_mixed: bool
     """Whether the model computes in bfloat16."""
     packs: bool = True
@@ -143,7 +145,8 @@ def plan_memory(demand: Demand) -> MemoryPlan:
 
         weights w P / S     gradients t T / S     optimizer 2 t T / S (two averages)
         gathered: c (everything outside the blocks + 2 blocks), or c P where blocks stay gathered;
-                  and 4 (everything outside the blocks, or one block) for the gradients of the largest group
+                  and 4 (everything outside the blocks, or one block) for the gradients of the largest group;
+                  c P + 4 T of a small model (`train.settings.gathers_once`)
         critic: 4 w P / S   reference and reward models: w P / S each, assumed as large as the policy
         engine: its bytes per weight x P / tensor_parallel
 
@@ -215,6 +218,8 @@ def host_memory(demand: Demand) -> tuple[HostUse, ...]:
 def gathered_bytes(demand: Demand) -> int:
     """Estimate the whole weights and gradients that FSDP2 holds at a time on one rank."""
     model = demand.model
+    if demand.gathers_once:
+        return (2 if demand.is_mixed else 4) * model.num_parameters + 4 * demand.num_trainable
     outside = model.num_parameters - model.num_layers * model.num_block_parameters
     held = model.num_parameters if demand.keeps_gathered else outside + 2 * model.num_block_parameters
     trained_share = demand.num_trainable / model.num_parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from vectorlm.errors import ConfigError, NonFiniteLoss
+from vectorlm.train.settings import gathers_once
 
 if TYPE_CHECKING:
     from vectorlm.dist.topology import Topology
@@ -41,11 +43,25 @@ class OptimizerStep:
     name: str = "policy"
     """What errors call the model."""
 
+    def __post_init__(self) -> None:
+        if self._gathers_once:
+            self.model.set_reshard_after_forward(False)
+
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         """Add the gradient of this rank's share of the step's loss; replicas exchange gradients after the last."""
         self.model.set_requires_all_reduce(is_last)
+        if self._gathers_once:
+            self.model.set_requires_gradient_sync(is_last)
+            self.model.set_reshard_after_backward(is_last)
         # FSDP averages gradients over ranks; the loss is already a share of the whole step's loss.
         (loss * self.topology.world_size).backward()
+
+    @cached_property
+    def _gathers_once(self) -> bool:
+        sizes = [(each.numel(), each.requires_grad) for each in self.model.parameters()]
+        return gathers_once(
+            sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+        )
 
     def require_finite(
         self,

@@ -298,5 +298,6 @@ def _from_rows(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.cat([row * longest + torch.arange(n) for row, n in enumerate(lengths)]).to(device)
 
 
-AttentionInterface.register(PACKED, packed_attention)
+# Each pass has another layout: compiled, every one of them would be compiled again.
+AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
 AttentionMaskInterface.register(PACKED, sdpa_mask)

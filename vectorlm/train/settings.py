@@ -45,6 +45,14 @@ WARMS_UP = ReadIf(
 WITH_CHECKPOINTS = ReadIf("train_parameters.checkpointing_enabled")
 BY_TOKENS = "Micro-batches follow from rl.max_tokens_per_micro_batch."
 
+GATHER_ONCE_BYTES = 2 << 30
+"""Up to here whole weights and gradients, in fp32, stay on every rank for all micro-batches of an optimizer step."""
+
+
+def gathers_once(num_parameters: int, num_trainable: int) -> bool:
+    """Whether a model is so small that an optimizer step gathers its weights once, and sums its gradients once."""
+    return 4 * (num_parameters + num_trainable) <= GATHER_ONCE_BYTES
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
@@ -60,6 +68,8 @@ class ModelSettings:
     """Recompute activations in the backward pass instead of keeping them."""
     pack_rows: bool = True
     """Lay rows end to end, without padding, and compute what a group's rows begin with once, where attention allows."""
+    compile: bool = False
+    """Compile the transformer blocks (torch.compile): the first steps take minutes. Needs a C++ compiler on CPU."""
     use_flash_attention: bool = False
     """Use Flash Attention where the model supports it; rows are padded then."""
     low_cpu_mem_usage: bool | None = None

@@ -60,7 +60,12 @@ def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAUL
     if settings.use_activation_checkpointing:
         # Inside the blocks, so that no wrapper changes a parameter's name.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for module in (*reversed(transformer_blocks(model)), model):
+    blocks = transformer_blocks(model)
+    if settings.compile:
+        for block in blocks:
+            # The method, not the module: names of parameters stay, and FSDP's hooks stay outside.
+            block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
+    for module in (*reversed(blocks), model):
         fully_shard(
             module,
             mesh=mesh,
