@@ -16,9 +16,12 @@ from vectorlm.rl.models import Critic, Reference, disable_dropout, load_critic
 from vectorlm.rl.rollout import Rollout
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
+from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.packing import Rows
-from vectorlm.train.shard import load_sharded
+from vectorlm.train.settings import ModelSettings
+from vectorlm.train.shard import load_sharded, shard_model
 from vectorlm.types import PromptRecord
+from vectorlm.weights.plan import reshard
 
 TEXTS = [("abc", "de"), ("a", "bcdefgh"), ("xyz", "")]
 IDS, ATTENTION = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
@@ -188,3 +191,23 @@ def test_with_adapters_the_reference_is_the_base(folder):
     reference = Reference(policy, None)
     torch.testing.assert_close(reference(ROWS), expected)
     assert not torch.allclose(policy.logprobs(ROWS), expected), "the adapters stayed off"
+
+
+def adapters_after_a_reference_pass(topology, folder, strategy):
+    from vectorlm.lora.load import add_lora
+
+    model = disable_dropout(add_lora(load_model(folder), {"r": 4, "target_modules": ["q_proj"]}))
+    shard_model(model, topology, ModelSettings(sharding_strategy=strategy))
+    OptimizerStep(model, torch.optim.AdamW(model.parameters()), None, 1.0, topology)
+    policy = LanguageModel(model, 1.0)
+    Reference(policy, None)(ROWS)
+    reshard(model)
+    policy.logprobs(ROWS).sum().backward()
+    return {name: each.grad is not None for name, each in model.named_parameters() if "lora_" in name}
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_adapters_learn_after_they_were_off(folder, strategy):
+    for has_gradient in on_ranks(2, adapters_after_a_reference_pass, folder, strategy):
+        assert has_gradient
+        assert all(has_gradient.values())

@@ -294,10 +294,7 @@ def _model_problems(config: Config) -> Iterator[str]:
     if config.train_parameters.model.use_flash_attention and not (_has_cuda() and find_spec("flash_attn")):
         rule = "needs the flash-attn package and a CUDA device, and one of them is missing here"
         yield refuse(config, path, rule, "Install it, or set it to false.")
-    compilers = (os.environ.get("CXX"), "g++", "clang++")
-    if config.train_parameters.model.compile and not (
-        _has_cuda() or any(map(which, filter(None, compilers)))
-    ):
+    if config.train_parameters.model.compile and not (_has_cuda() or which(os.environ.get("CXX", "g++"))):
         rule = "needs a C++ compiler on CPU, and none is found here"
         yield refuse(config, "train_parameters.compile", rule, "Install g++, or set it to false.")
 

@@ -59,8 +59,11 @@ class Reference:
         if self.model is not None:
             yield
             return
+        # PEFT writes `requires_grad` of the parameters that it finds: they must be the same, the shards, both times.
+        reshard(self._policy.model)
         with self._policy.model.disable_adapter():  # type: ignore[operator]
             yield
+            reshard(self._policy.model)
 
 
 class Critic:
