@@ -217,15 +217,15 @@ def host_memory(demand: Demand) -> tuple[HostUse, ...]:
 
 def gathered_bytes(demand: Demand) -> int:
     """Estimate the whole weights and gradients that FSDP2 holds at a time on one rank."""
-    model = demand.model
+    model, number = demand.model, 2 if demand.is_mixed else 4
     if demand.gathers_once:
-        return (2 if demand.is_mixed else 4) * model.num_parameters + 4 * demand.num_trainable
+        return number * model.num_parameters + 4 * demand.num_trainable
     outside = model.num_parameters - model.num_layers * model.num_block_parameters
     held = model.num_parameters if demand.keeps_gathered else outside + 2 * model.num_block_parameters
     trained_share = demand.num_trainable / model.num_parameters
     # In the dtype that they are summed in.
     gradients = 4 * max(outside, model.num_block_parameters) * trained_share
-    return (2 if demand.is_mixed else 4) * held + int(gradients)
+    return number * held + int(gradients)
 
 
 def activation_bytes(demand: Demand) -> int:

@@ -161,13 +161,13 @@ class FineTuningLoop:
             ]
             return pad_sequence(texts, batch_first=True, padding_value=fill)
 
-        input_ids, mask, labels = (
+        return Batch(
             cut(batch.input_ids, 0),
             cut(batch.attention_mask, 0),
             cut(batch.labels, self.ignore_index),
+            batch.ids.repeat_interleave(torch.tensor([len(each) for each in lengths])),
+            cut(torch.zeros_like(batch.text_ids), 0),
         )
-        ids = batch.ids.repeat_interleave(torch.tensor([len(each) for each in lengths]))
-        return Batch(input_ids, mask, labels, ids, torch.zeros_like(input_ids))
 
     @property
     def _device(self) -> str:

@@ -49,7 +49,8 @@ def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAUL
 
     ``FULL_SHARD`` gathers a block's weights for its forward and again for its backward; ``SHARD_GRAD_OP`` keeps them in
     between; ``NO_SHARD`` replicates them on every rank; ``HYBRID_SHARD`` shards within each node and replicates over
-    nodes. Gradients are summed in fp32, also those of bf16 weights. Names of parameters do not change.
+    nodes. Gradients are summed in fp32, also those of bf16 weights. Names of parameters do not change. `OptimizerStep`
+    keeps a small model whole for all micro-batches of a step, whatever the strategy.
     """
     strategy = settings.sharding_strategy
     mesh = _mesh(strategy, topology)
