@@ -2,12 +2,11 @@
 
 import os
 import pickle
-import signal
-import threading
 from pathlib import Path
 
 import pytest
 import torch
+from interrupt import interrupted
 from swap_cases import GREEDY, compare, miscounted, perturb, publishing, reference_greedy
 from tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM
@@ -263,8 +262,7 @@ def test_seeded_prompts_that_do_not_fit_into_one_step_are_sampled_alike_each_tim
 def test_an_interrupted_generate_leaves_the_engine_usable(engine, models, next_step):
     engine.update(models[0], next_step)
     endless = {"max_tokens": 250, "ignore_eos": True, "n": 64}
-    threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(after_s=0.3):
         engine.sample([[2, 3]] * 4, endless)
     assert all(compare(engine, models[0])[0])
     perturb(*models, seed=3)

@@ -1,10 +1,8 @@
 """HFEngine where the contract does not look: its own limits, and vLLM as its reference."""
 
-import signal
-import threading
-
 import pytest
 import torch
+from interrupt import interrupted
 from peft import LoraConfig, get_peft_model
 from rank_processes import save_tiny_llama
 from tiny_engine import TINY_ENGINE
@@ -201,17 +199,10 @@ def test_adapters_are_merged_on_the_way(engine, model_path):
         assert completion.sampler_logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def sample_and_interrupt(engine):
-    # Python drops an interrupt that meets a callback of the garbage collector: then it is pressed again.
-    for _ in range(3):
-        threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
-        engine.sample(PROMPTS, {**SAMPLED, "n": 2000})
-
-
 def test_an_interrupted_call_leaves_nothing_under_way(engine):
     expected = engine.sample(PROMPTS, GREEDY)
-    with pytest.raises(KeyboardInterrupt):
-        sample_and_interrupt(engine)
+    with interrupted(after_s=0.1):
+        engine.sample(PROMPTS, {**SAMPLED, "n": 2000})
     assert engine.sample(PROMPTS, GREEDY) == expected
     assert engine.poll() == []
 

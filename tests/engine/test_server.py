@@ -201,13 +201,13 @@ def test_the_engine_keeps_the_contract_on_two_ranks(server, folder):
 @pytest.mark.slow
 def test_a_server_that_freezes_is_an_error_within_the_deadline(server, folder):
     process, url = server
-    with engine_of(server, folder, timeout_s=10.0) as engine:
+    with engine_of(server, folder, timeout_s=20.0) as engine:
         engine.wait_until_ready()
         handle = engine.submit([[2, 3]], {"max_tokens": 1000, "ignore_eos": True})
         os.killpg(process.pid, signal.SIGSTOP)
         try:
             with pytest.raises(
-                EngineTimeout, match=f"the server at {url} said nothing for 9 s while generating"
+                EngineTimeout, match=f"the server at {url} said nothing for 18 s while generating"
             ):
                 handle.result()
         finally:
