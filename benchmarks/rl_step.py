@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from bench_model import save_bench_model
-from report import ROOT, write_result
+from report import RESULTS, ROOT, circumstances, write_result
 
 STEPS, SKIPPED, TRIAL_STEPS = 3, 1, 1
 TRL_ROWS = (8, 16)
@@ -71,14 +72,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=SETTINGS, action="append", help="one setting; may be given again")
+    parser.add_argument(
+        "--only",
+        choices=SETTINGS,
+        action="append",
+        help="one setting, beside those saved; may be given again",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind, taken in turn")
     args = parser.parse_args()
-    peak, rows, runs = matmul_peak(), [], []
+    asked = args.only or list(SETTINGS)
+    rows, runs = _saved_but(asked)
+    peak = matmul_peak()
     with tempfile.TemporaryDirectory() as scratch:
         bare = save_bench_model(Path(scratch) / "bare")
         said = pass_of_one_token_s(bare, 2) - pass_of_one_token_s(bare, 1)
-        for name in args.only or SETTINGS:
+        for name in asked:
             setting = SETTINGS[name]
             model, prompts = save_prompts(Path(scratch) / name, setting)
             tried = {}
@@ -97,14 +105,21 @@ def main() -> None:
                     found.setdefault(who, []).extend(steps)
                     print(name, who, [round(step["step_s"], 2) for step in steps], flush=True)
             rows += [_row(name, who, steps, found["TRL"], best, peak, said) for who, steps in found.items()]
-            runs.append({"setting": name, **asdict(setting), "trl_rows_tried_s": tried, "steps": found})
-            machine = {
-                "steps": STEPS - SKIPPED,
-                "rounds": args.rounds,
+            measured = {
                 "matmul_gflops": round(peak / 1e9),
                 "communication_s": said,
+                "trl_rows_tried_s": tried,
             }
-            write_result("rl_step", machine, rows, {"runs": runs})
+            runs.append({"setting": name, **asdict(setting), **measured, "steps": found})
+            write_result("rl_step", {"steps": STEPS - SKIPPED, "rounds": args.rounds}, rows, {"runs": runs})
+
+
+def _saved_but(asked: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the saved rows and runs of the other settings."""
+    path = RESULTS / "rl_step.json"
+    saved = json.loads(path.read_text()) if path.exists() else {"rows": [], "runs": []}
+    rows = [row for row in saved["rows"] if row["prompt + completion"].split(",")[0] not in asked]
+    return rows, [run for run in saved["runs"] if run["setting"] not in asked]
 
 
 def save_prompts(folder: Path, setting: Setting) -> tuple[Path, Path]:
@@ -263,6 +278,7 @@ def _row(
         "times as fast": f"{trl_s / middle['step_s']:.2f}",
         "memory of an update, MB": f"{middle['peak_bytes'] / 1e6:.0f}",
         "share of the matmul peak, %": f"{100 * share:.0f}",
+        "commit": circumstances()["commit"],
     }
 
 

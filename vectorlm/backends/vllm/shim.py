@@ -75,7 +75,9 @@ def default_arguments(model: str, on_cpu: bool) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     if on_cpu:
-        defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+        # Completions share the whole blocks of their prompt: vLLM's own, of 128 tokens, are longer than many prompts.
+        # Its attention on CPU takes multiples of 32.
+        defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "block_size": 32}
     else:
         # vLLM's own share is that of an engine which has the device to itself.
         defaults |= {"gpu_memory_utilization": DEVICE_SHARE}
