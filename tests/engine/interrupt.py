@@ -1,6 +1,5 @@
 """Ctrl-C in the midst of a call."""
 
-import contextlib
 import signal
 import threading
 
@@ -9,12 +8,11 @@ import pytest
 PRESS_AGAIN_S = 3.0
 
 
-@contextlib.contextmanager
-def interrupted(after_s):
-    """Interrupt the block after `after_s` seconds, and expect that it raises `KeyboardInterrupt`.
+def interrupt(call, after_s):
+    """Make a call, interrupt it after `after_s` seconds, and expect that it raises `KeyboardInterrupt`.
 
-    An interrupt that meets a callback of the garbage collector is dropped by Python: it is pressed again. One that
-    comes before or behind the block's call, on a machine that was busy, ends the block too, and never the tests.
+    An interrupt that meets a callback of the garbage collector is dropped by Python: it is pressed again. On a machine
+    that is busy it may come before the call or behind it, and must not end the tests then.
     """
     is_over = threading.Event()
 
@@ -28,7 +26,7 @@ def interrupted(after_s):
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (an interrupt may come anywhere in here)
         try:
             presser.start()
-            yield
+            call()
         finally:
             is_over.set()
             presser.join()

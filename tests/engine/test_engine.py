@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interrupt import interrupted
+from interrupt import interrupt
 from swap_cases import GREEDY, compare, miscounted, perturb, publishing, reference_greedy
 from tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM
@@ -262,8 +262,7 @@ def test_seeded_prompts_that_do_not_fit_into_one_step_are_sampled_alike_each_tim
 def test_an_interrupted_generate_leaves_the_engine_usable(engine, models, next_step):
     engine.update(models[0], next_step)
     endless = {"max_tokens": 250, "ignore_eos": True, "n": 64}
-    with interrupted(after_s=0.3):
-        engine.sample([[2, 3]] * 4, endless)
+    interrupt(lambda: engine.sample([[2, 3]] * 4, endless), after_s=0.3)
     assert all(compare(engine, models[0])[0])
     perturb(*models, seed=3)
     engine.update(models[0], next_step + 1)

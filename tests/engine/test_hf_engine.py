@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from interrupt import interrupted
+from interrupt import interrupt
 from peft import LoraConfig, get_peft_model
 from rank_processes import save_tiny_llama
 from tiny_engine import TINY_ENGINE
@@ -201,8 +201,7 @@ def test_adapters_are_merged_on_the_way(engine, model_path):
 
 def test_an_interrupted_call_leaves_nothing_under_way(engine):
     expected = engine.sample(PROMPTS, GREEDY)
-    with interrupted(after_s=0.1):
-        engine.sample(PROMPTS, {**SAMPLED, "n": 2000})
+    interrupt(lambda: engine.sample(PROMPTS, {**SAMPLED, "n": 2000}), after_s=0.1)
     assert engine.sample(PROMPTS, GREEDY) == expected
     assert engine.poll() == []
 

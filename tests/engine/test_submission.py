@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from interrupt import interrupted
+from interrupt import interrupt
 from rank_processes import on_ranks
 from swap_cases import GREEDY, compare, perturb
 from torch.distributed.distributed_c10d import _get_default_store
@@ -122,15 +122,13 @@ def test_weights_do_not_change_under_a_running_batch(engine, folder):
 
 def test_an_interrupted_result_can_be_asked_for_again(engine):
     handle = engine.submit([[2, 3]] * 16, LONG)
-    with interrupted(after_s=0.1):
-        handle.result()
+    interrupt(handle.result, after_s=0.1)
     assert [len(answers[0].token_ids) for answers in handle.result()] == [250] * 16
 
 
 def test_an_interrupt_while_a_large_batch_is_being_sent_leaves_the_line_whole(engine):
     prompts = [list(range(2, 44)) * 5] * 300
-    with interrupted(after_s=0.05):
-        submit_for_ever(engine, prompts)
+    interrupt(lambda: submit_for_ever(engine, prompts), after_s=0.05)
     assert len(engine.sample([[2]], GREEDY)) == 1
 
 
