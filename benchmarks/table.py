@@ -41,11 +41,19 @@ PAGES = {
             "countdown",
             "Right answers to held-out Countdown questions, in percent: mean (range) of three seeds",
         ),
-        Table("rl_step", "A step of GRPO beside TRL with vLLM in its process (medians of steps)"),
+        Table(
+            "rl_step",
+            "A step of GRPO of 36 M parameters beside TRL with vLLM in its process (medians of six steps in three runs, "
+            "taken in turn; [docs/speed.md](docs/speed.md))",
+            ("", "prompt + completion", "s a step", "times as fast", "memory of an update, MB", "commit"),
+        ),
         Table(
             "faults",
             "Runs that were broken on purpose, by kind of fault ([docs/reliability.md](docs/reliability.md))",
         ),
+    ],
+    "docs/speed.md": [
+        Table("rl_step", "A step of GRPO: tokens, completions of a group and groups (medians of six steps)"),
     ],
     "docs/engines.md": [
         Table(
