@@ -43,8 +43,8 @@ PAGES = {
         ),
         Table(
             "rl_step",
-            "A step of GRPO of 36 M parameters beside TRL with vLLM in its process (medians of six steps in three runs, "
-            "taken in turn; [docs/speed.md](docs/speed.md))",
+            "A step of GRPO of 36 M parameters beside TRL with vLLM in its process (medians of six steps in three "
+            "runs, taken in turn; [docs/speed.md](docs/speed.md))",
             ("", "prompt + completion", "s a step", "times as fast", "memory of an update, MB", "commit"),
         ),
         Table(
