@@ -1,9 +1,9 @@
 """Fine-tuning beside TRL's SFTTrainer with packing. Run: python benchmarks/sft.py
 
 Both train the same 36 M parameter Llama in fp32 on the same texts of random tokens, whose lengths have a long tail, and
-make an optimizer step of about 8,192 tokens. TRL packs them into rows of 1,024 tokens (`packing: bfd`), and is first
-tried with several rows in a pass; the library is given whole texts. Then both take turns, each run a process of its
-own. Needs TRL: pip install --no-deps -r requirements/bench.txt
+make an optimizer step of eight rows of 1,024 tokens, into which each packs them itself (TRL: `bfd`, the library:
+`packing_type: full`). TRL is first tried with several rows in a pass; the library takes one. Then both take turns, each
+run a process of its own. Needs TRL: pip install --no-deps -r requirements/bench.txt
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from report import ROOT, write_result
 from rl_step import IN_HEAD, IN_LAYERS, Setting, matmul_peak, save_prompts
 
 STEPS, SKIPPED, TRIAL_STEPS = 4, 1, 1
-MAX_TOKENS, STEP_TOKENS, MEAN_TOKENS = 1024, 8192, 256
+MAX_TOKENS, STEP_ROWS, MEAN_TOKENS = 1024, 8, 256
 TRL_ROWS = (1, 2, 4)
 """Packed rows of one forward pass that TRL is tried with."""
-TEXTS = 4
-"""Texts of one forward pass of the library, about 1,024 tokens."""
 
 
 def main() -> None:
@@ -70,7 +69,7 @@ def main() -> None:
     setting = {
         "steps": STEPS - SKIPPED,
         "rounds": args.rounds,
-        "tokens_a_step": STEP_TOKENS,
+        "tokens_a_step": STEP_ROWS * MAX_TOKENS,
         "matmul_gflops": round(peak / 1e9),
         "trl_rows_tried_tokens_per_s": tried,
     }
@@ -78,17 +77,19 @@ def main() -> None:
 
 
 def save_texts(folder: Path) -> Path:
-    """Save texts of random tokens; all of them count in the loss."""
+    """Save texts of random tokens for TRL, and beside them the rows that the library packs them into."""
     from datasets import Dataset
 
+    from vectorlm.data.pack import Frame, TokenisedText, pack_texts
+
     generator = random.Random(0)
-    rows, num_tokens = [], 0
-    while num_tokens < (STEPS + 2) * STEP_TOKENS:
+    texts: list[TokenisedText] = []
+    while sum(map(len, texts)) < (STEPS + 1) * STEP_ROWS * MAX_TOKENS:
         length = min(max(int(generator.expovariate(1 / MEAN_TOKENS)), 16), MAX_TOKENS)
-        tokens = [generator.randrange(3, 8000) for _ in range(length)]
-        rows.append({"input_ids": tokens, "labels": tokens})
-        num_tokens += length
-    Dataset.from_list(rows).save_to_disk(folder)
+        texts.append(TokenisedText.counted([generator.randrange(3, 8000) for _ in range(length)]))
+    Dataset.from_list([{"input_ids": text.input_ids} for text in texts]).save_to_disk(folder)
+    rows = [asdict(row) for row in pack_texts(texts, Frame(MAX_TOKENS), "full")]
+    Dataset.from_list(rows[: STEPS * STEP_ROWS]).save_to_disk(folder.with_suffix(".packed"))
     return folder
 
 
@@ -103,12 +104,12 @@ def ours(model: Path, data: Path, output: Path, world_size: int) -> list[dict[st
             "optimizer": {"lr": 1e-6, "weight_decay": 0.0},
             "lr_scheduler_type": "constant",
             "logging_steps": 1000,
-            "gradient_accumulation_steps": STEP_TOKENS // MEAN_TOKENS // TEXTS // world_size,
+            "gradient_accumulation_steps": STEP_ROWS // world_size,
         },
         "dataset": {
-            "train_bs": TEXTS,
+            "train_bs": 1,
             "eval_bs": 1,
-            "train_ds": str(data),
+            "train_ds": str(data.with_suffix(".packed")),
             "eval_ds": str(save_one_text(output.with_suffix(".eval"))),
         },
     }
@@ -120,7 +121,7 @@ def ours(model: Path, data: Path, output: Path, world_size: int) -> list[dict[st
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][1:]
     return [
         {"tokens_per_s": line["train/tokens_per_s"], "peak_bytes": peak_bytes}
-        for line in lines[SKIPPED:STEPS]
+        for line in lines[SKIPPED:]
     ]
 
 

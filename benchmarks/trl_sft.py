@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 
-from sft import MAX_TOKENS, STEP_TOKENS
+from sft import MAX_TOKENS, STEP_ROWS
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
         packing=True,
         max_length=MAX_TOKENS,
         per_device_train_batch_size=int(rows),
-        gradient_accumulation_steps=STEP_TOKENS // MAX_TOKENS // int(rows),
+        gradient_accumulation_steps=STEP_ROWS // int(rows),
         max_steps=int(num_steps),
         learning_rate=1e-6,
         lr_scheduler_type="constant",
