@@ -120,8 +120,7 @@ def ours(model: Path, data: Path, output: Path, world_size: int) -> list[dict[st
     peak_bytes = run(command, os.environ.copy())[1]
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][1:]
     return [
-        {"tokens_per_s": line["train/tokens_per_s"], "peak_bytes": peak_bytes}
-        for line in lines[SKIPPED:]
+        {"tokens_per_s": line["train/tokens_per_s"], "peak_bytes": peak_bytes} for line in lines[SKIPPED:]
     ]
 
 

@@ -13,7 +13,7 @@ from vectorlm.rl.models import disable_dropout
 from vectorlm.train import language_model
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
-from vectorlm.train.packing import Bundle, Rows, num_shared, pack
+from vectorlm.train.packing import Bundle, Rows, num_shared, pack, packed_attention
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded
 
@@ -75,6 +75,25 @@ def test_stretches_of_like_length_attend_together():
     ids = torch.arange(7)[:, None].expand(7, 1001)
     rows = make_rows(ids.tolist(), [n + 1 for n in lengths], list(enumerate(lengths)), range(7))
     assert [bundle.lengths for bundle in pack(rows).bundles] == [(1000, 900), (300, 290), (20, 10, 5)]
+
+
+def test_attention_keeps_for_the_backward_pass_no_more_than_what_it_read():
+    lengths = [600, 40, 20]
+    ids = torch.arange(3)[:, None].expand(3, 601).tolist()
+    packing = pack(make_rows(ids, [n + 1 for n in lengths], list(enumerate(lengths)), range(3)))
+    assert [bundle.lengths for bundle in packing.bundles] == [(600,), (40, 20)]
+    kept = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    query, key, value = (torch.randn(1, 2, 660, 8, requires_grad=True) * 1 for _ in range(3))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        found, _ = packed_attention(torch.nn.Module(), query, key, value, None, packing=packing)
+    found.sum().backward()
+    # Queries, keys, values and what was attended to, of 600 and twice 40 tokens; log-sums; places.
+    assert sum(kept.values()) <= 4 * (4 * 2 * 680 * 8) + 4 * 2 * 680 + 8 * 2 * 680
 
 
 def test_what_rows_share_ends_at_the_shortest_and_at_the_first_difference():

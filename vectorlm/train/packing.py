@@ -275,6 +275,8 @@ def _as_rows(x: torch.Tensor, lengths: tuple[int, ...], packing: Packing) -> tor
     longest = max(lengths)
     if min(lengths) < longest:
         x = x.index_select(1, packing.once(_to_rows, lengths, x.device))
+    elif len(packing.bundles) > 1:
+        x = x.clone()  # Of a view, attention would keep for the backward pass all that it is a part of.
     return x.unflatten(1, (len(lengths), longest)).transpose(0, 1)
 
 
@@ -289,8 +291,7 @@ def _end_to_end(x: torch.Tensor, lengths: tuple[int, ...], packing: Packing) -> 
 def _to_rows(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     ends = torch.tensor(lengths).cumsum(0)
     starts = ends - torch.tensor(lengths)
-    places = starts[:, None] + torch.arange(max(lengths))
-    return torch.minimum(places, ends[-1] - 1).flatten().to(device)
+    return torch.minimum(starts[:, None] + torch.arange(max(lengths)), ends[-1] - 1).flatten().to(device)
 
 
 def _from_rows(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
