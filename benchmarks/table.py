@@ -54,6 +54,10 @@ PAGES = {
     ],
     "docs/speed.md": [
         Table("rl_step", "A step of GRPO: tokens, completions of a group and groups (medians of six steps)"),
+        Table(
+            "sft",
+            "Fine-tuning on texts of a long tail of lengths, packed into rows of 1,024 tokens (medians of nine steps)",
+        ),
     ],
     "docs/engines.md": [
         Table(
