@@ -68,13 +68,14 @@ def share_cores(topology: Topology) -> None:
 
 
 def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that lets OpenMP's threads wait in a loop for microseconds, not milliseconds, before they sleep.
+    """Return the variable that bounds how long OpenMP's threads wait in a loop before they sleep.
 
     libgomp's own limit of 300000 rounds is for machines without other work: a thread that waits for one that another
-    process has displaced keeps the core that this one needs, and a step beside one busy process takes eight to eleven
-    times as long (benchmarks/results/busy.json). Only processes that start with the variable read it. What the user has set wins.
+    process has displaced keeps the core that this one needs. With few rounds, threads that have nothing to do for a
+    moment sleep and must be woken. benchmarks/results/busy.json has a step by the limit, alone and beside a busy process.
+    Only processes that start with the variable read it. What the user has set wins.
     """
-    return {} if "OMP_WAIT_POLICY" in environment else {"GOMP_SPINCOUNT": environment.get("GOMP_SPINCOUNT", "1000")}
+    return {} if "OMP_WAIT_POLICY" in environment else {"GOMP_SPINCOUNT": environment.get("GOMP_SPINCOUNT", "10000")}
 
 
 def tensor_parallel_size(num_devices: int, num_heads: int, weight_bytes: int, room_bytes: float) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vectorlm.backends.vllm import packs_by_itself
+from vectorlm.backends.vllm.norms import use_norm_kernel
 from vectorlm.backends.vllm.pack import CpuPacking, require_plain_layers
 from vectorlm.dist.engine_ranks import CallResult
 from vectorlm.errors import EngineError, VectorLMError
@@ -46,6 +47,8 @@ class WeightExtension:
         """Make the receivers for the loaded model; answer with the kind that was chosen."""
         model = self.model_runner.get_model()
         chosen = choose_receiver(kind, model)
+        if is_on_cpu(model):
+            use_norm_kernel()
         require_plain_layers(model)
         packing = CpuPacking(model) if chosen == "packed" else None
         self._vectorlm_receivers: dict[str, Any] = {BASE: Receiver(model, packing)}
@@ -81,11 +84,15 @@ class WeightExtension:
 
 def choose_receiver(kind: str, model: Any) -> str:
     """Resolve `auto`: `packed` for models on CPU of some size, `live` otherwise."""
-    parameters = list(model.parameters())
-    on_host = all(parameter.device.type == "cpu" for parameter in parameters)
+    on_host = is_on_cpu(model)
     if kind == "auto":
-        is_large = packs_by_itself(sum(parameter.numel() for parameter in parameters))
+        is_large = packs_by_itself(sum(parameter.numel() for parameter in model.parameters()))
         return "packed" if on_host and is_large else "live"
     if kind == "packed" and not on_host:
         raise ValueError("receiver='packed' is for models on CPU; on CUDA there is only 'live'.")
     return kind
+
+
+def is_on_cpu(model: Any) -> bool:
+    """Whether the whole model lies in the host's memory."""
+    return all(parameter.device.type == "cpu" for parameter in model.parameters())

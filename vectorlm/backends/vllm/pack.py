@@ -96,10 +96,12 @@ def pack(model: torch.nn.Module) -> None:
     from vllm import _custom_ops as ops
 
     for _, layer in packable_layers(model):
+        # The old product first: its memory is there for the new one, and need not be asked of the kernel.
+        layer.cpu_linear = functional.linear
         try:
             layer.cpu_linear = _product(ops.create_onednn_mm(layer.weight.t(), ONEDNN_CACHE_SIZE))
         except RuntimeError:
-            layer.cpu_linear = functional.linear
+            continue
     pack_experts(model)
 
 
@@ -119,10 +121,14 @@ def check_packed(model: torch.nn.Module, seed: int = 0) -> None:
     stale = []
     for name, layer in packable_layers(model):
         width = layer.weight.shape[1]
-        columns = torch.randint(width, (PROBED_COLUMNS,), generator=generator)
-        probe = functional.one_hot(columns, width).to(layer.weight.dtype)
+        count = min(PROBED_COLUMNS, width)
+        # Neighbours, which lie in one line of the cache in each row.
+        block = int(torch.randint(-(-width // count), (), generator=generator))
+        columns = slice(start := min(block * count, width - count), start + count)
+        probe = layer.weight.new_zeros(count, width)
+        probe[:, columns].fill_diagonal_(1.0)
         packed = layer.cpu_linear(probe, layer.weight, None)
-        if not torch.equal(packed, layer.weight[:, columns].t()):
+        if not torch.equal(packed.t(), layer.weight[:, columns]):
             stale.append(name)
     stale += stale_experts(model, generator)
     if stale:
