@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vectorlm.weights.checksum import checksum, widest_word
+from vectorlm.weights.checksum import checksum, checksums, row_sums, widest_word
 
 
 def test_a_hand_worked_sum():
@@ -57,3 +57,19 @@ def test_scalars_and_strided_pieces_count_by_value():
     whole = torch.randn(4, 6)
     assert checksum(whole[:, 2:4]) == checksum(whole[:, 2:4].clone())
     assert checksum(torch.tensor(1.5)) == checksum(torch.tensor([1.5]))
+
+
+def test_checksums_of_many_tensors_are_those_of_each():
+    parts = [(torch.randn(7, 5), 0), (torch.randn(3), 4), (torch.randn(0, 2), 9), (torch.randn(2, 3, 4), 1)]
+    found = checksums([(row_sums(rows), first_row) for rows, first_row in parts])
+    assert found == [checksum(rows, first_row) for rows, first_row in parts]
+    assert (
+        found[1]
+        == sum(
+            (2 * place + 1) * word
+            for place, word in enumerate(parts[1][0].view(torch.int32).tolist(), start=4)
+        )
+        % 2**64
+    )
+    assert found[2] == 0
+    assert checksums([]) == []

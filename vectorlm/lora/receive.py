@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
-from vectorlm.weights.checksum import checksum
+from vectorlm.weights.checksum import checksums, row_sums
 from vectorlm.weights.exports import Export
 from vectorlm.weights.inlet import Inlet
 from vectorlm.weights.plan import Layout, TensorSpec, dtype_name, dtype_of
@@ -155,13 +155,13 @@ class AdapterReceiver:
             buffer = self._lora_slots[name].buffers(slot)[not name.endswith(".lora_A")]
             rows = buffer[: view.shape[0], : view.shape[1]]
             filled += int(rows.count_nonzero())
-            sums.append(checksum(rows, view.offset // view.stride[0], self._word_bytes[name]))
+            sums.append((row_sums(rows, self._word_bytes[name]), view.offset // view.stride[0]))
         held = sum(int(each.count_nonzero()) for _, where in self._places() for each in where.buffers(slot))
         if held != filled:
             raise ChecksumMismatch(
                 f"after the update the engine's LoRA layers hold {held - filled} numbers that belong to no adapter."
             )
-        return sums
+        return checksums(sums)
 
 
 def adapter_request() -> Any:

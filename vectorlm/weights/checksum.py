@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -26,14 +27,35 @@ def checksum(rows: torch.Tensor, first_row: int = 0, word_bytes: int = 0) -> int
     Returns:
         A number in [0, 2**64).
     """
+    return checksums([(row_sums(rows, word_bytes), first_row)])[0]
+
+
+def row_sums(rows: torch.Tensor, word_bytes: int = 0) -> torch.Tensor:
+    """Return the sum of the words of each row of `rows`, int64; `checksums` makes checksums of them."""
     if rows.numel() == 0:
-        return 0
+        return torch.empty(0, dtype=torch.int64, device=rows.device)
     table = rows.detach().contiguous().reshape(rows.shape[0] if rows.ndim else 1, -1)
     word = _WORDS[word_bytes or widest_word(table.shape[1] * table.element_size())]
     # Torch adds integers of any width in 64 bits.
-    sums = table.view(word).sum(dim=1)
-    weights = 2 * torch.arange(first_row, first_row + len(sums), device=sums.device) + 1
-    return int((sums * weights).sum().item()) % 2**64
+    return table.view(word).sum(dim=1)
+
+
+def checksums(sums: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
+    """Return the checksum of each tensor, given its `row_sums` and where its rows start in the whole tensor.
+
+    All at once: a call for each of a model's tensors would take as long as reading their memory.
+    """
+    if not sums:
+        return []
+    together = torch.cat([each for each, _ in sums])
+    lengths = torch.tensor([len(each) for each, _ in sums])
+    # What to add to a row's place among all rows, to have its place in its whole tensor.
+    shifts = torch.tensor([first_row for _, first_row in sums]) - (lengths.cumsum(0) - lengths)
+    owners = torch.repeat_interleave(torch.arange(len(sums)), lengths)
+    weights = 2 * (torch.arange(len(together)) + shifts[owners]) + 1
+    totals = together.new_zeros(len(sums))
+    totals.index_add_(0, owners.to(together.device), together * weights.to(together.device))
+    return [total % 2**64 for total in totals.tolist()]
 
 
 def widest_word(*lengths_bytes: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vectorlm.weights.checksum import checksum
+from vectorlm.weights.checksum import checksums, row_sums
 from vectorlm.weights.handles import Handle, handle_of
 from vectorlm.weights.module_source import ShardWrite
 from vectorlm.weights.plan import Layout, dtype_of
@@ -66,8 +66,8 @@ class ExportedRows:
             if staged is not None:
                 rows = staged.copy_(rows if write.change is None else write.change(rows))
             if with_checksums:
-                sums.append(checksum(rows.to(dtype_of(slot.dtype)), write.first_row, slot.word_bytes))
-        return sums
+                sums.append((row_sums(rows.to(dtype_of(slot.dtype)), slot.word_bytes), write.first_row))
+        return checksums(sums)
 
 
 def _is_staged(write: ShardWrite) -> bool:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import WeightMismatch
 from vectorlm.weights.arena import MappedArenas
-from vectorlm.weights.checksum import checksum
+from vectorlm.weights.checksum import checksums, row_sums
 from vectorlm.weights.plan import Layout, Piece, TensorSpec, trainer_tensors
 
 _MANIFESTS: WeakKeyDictionary[torch.nn.Module, tuple[TensorSpec, ...]] = WeakKeyDictionary()
@@ -97,7 +97,7 @@ class ModuleSource:
         }
 
     def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
-        """Write this rank's rows, cast to each slot's dtype; sum them while they are in the cache."""
+        """Write this rank's rows, cast to each slot's dtype."""
         places, (_, writes) = self._arenas.slots_of(layout), self._plan
         sums = []
         for slot in layout.slots:
@@ -108,10 +108,11 @@ class ModuleSource:
             rows = rows.to(target.dtype)
             target.copy_(rows, non_blocking=True)
             if with_checksums:
-                sums.append(checksum(rows, write.first_row, slot.word_bytes))
+                # While they are in the cache.
+                sums.append((row_sums(rows, slot.word_bytes), write.first_row))
         if self._topology.is_cuda:
             torch.cuda.synchronize(self._topology.device)
-        return sums
+        return checksums(sums)
 
 
 def owned_rows(parameter: torch.Tensor, topology: Topology) -> tuple[torch.Tensor, int]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from vectorlm.errors import WeightMismatch
-from vectorlm.weights.checksum import checksum
+from vectorlm.weights.checksum import checksums, row_sums
 from vectorlm.weights.exports import Export
 from vectorlm.weights.inlet import Inlet
 from vectorlm.weights.plan import Layout, Slot, TensorSpec, dtype_name
@@ -90,8 +90,8 @@ class Receiver:
         for copy in self._load_plan.copies:
             slot = self._slots[copy.source]
             rows, first_row = _as_source_rows(copy, parameters[copy.parameter].data, slot)
-            sums.append(checksum(rows, first_row, slot.word_bytes))
-        return sums
+            sums.append((row_sums(rows, slot.word_bytes), first_row))
+        return checksums(sums)
 
 
 def _as_source_rows(copy: Copy, parameter: torch.Tensor, source: Slot) -> tuple[torch.Tensor, int]:
