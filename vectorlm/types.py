@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """What an engine continues: text, token ids, or chat messages (``{"role", "content"}``)."""
 
+SamplingRequest = tuple[Sequence[Prompt] | str, Any]
+"""Prompts, and their sampling parameters: the arguments of `Engine.sample` and `Engine.submit`."""
+
 InFlight = Literal["refuse", "keep", "recompute", "drain"]
 """What an update does with requests in flight: it raises; they keep their KV cache of the old weights; their cache is
 recomputed with the new weights; or it waits until they end."""
@@ -101,10 +104,14 @@ class Engine(Protocol):
     def submit(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> Handle:
         """Start sampling and return at once."""
 
-    def poll(self) -> Sequence[Handle]:
+    def submit_many(self, requests: Sequence[SamplingRequest]) -> Sequence[Handle]:
+        """Do what `submit` does, for several requests."""
+
+    def poll(self, timeout_s: float = 0.0) -> Sequence[Handle]:
         """Return the handles that have finished, each once, in the order of their submission.
 
-        Handles that were cancelled or asked for their result are left out.
+        Handles that were cancelled or asked for their result are left out. Where none has finished, it may wait for
+        `timeout_s` seconds.
         """
 
     def update(self, model: torch.nn.Module, train_step: int, in_flight: InFlight = "refuse") -> UpdateReport:

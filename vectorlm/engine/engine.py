@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vectorlm.dist.collectives import Collectives
-from vectorlm.dist.engine_ranks import EngineRanks
+from vectorlm.dist.engine_ranks import EngineRanks, capture
 from vectorlm.dist.placement import devices_of_engine
 from vectorlm.dist.topology import Topology
 from vectorlm.engine import arguments, messages
-from vectorlm.engine.handle import BatchHandle
+from vectorlm.engine.handle import BatchHandle, exchange_results
 from vectorlm.engine.hot_swap import HotSwap
 from vectorlm.engine.last_error import let_go_of_last_error
 from vectorlm.engine.process_channel import ProcessChannel
 from vectorlm.engine.scheduler import InlineChannel
 from vectorlm.errors import EngineError, EngineTimeout
-from vectorlm.types import Completion, InFlight, Prompt, UpdateReport
+from vectorlm.types import Completion, InFlight, Prompt, SamplingRequest, UpdateReport
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from vectorlm.contracts import WeightSource
 
-DRAIN_POLL_S = 0.005
-"""How often an update with ``in_flight="drain"`` looks whether the requests have ended."""
+WAIT_S = 0.05
+"""Longest wait of a rank for its own engine before it looks at the other ranks again."""
 
 
 class SamplingEngine:
@@ -105,15 +105,14 @@ class SamplingEngine:
         devices = devices_of_engine(devices, data_parallel_size, topology)
         num_devices = topology.local_world_size // data_parallel_size if devices is None else len(devices)
         arguments.require_devices(engine_args.get("tensor_parallel_size", 1), num_devices, topology)
-        self._sampling_params = sampling_params
-        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self._sampling_params, self._timeout_s, self._start_timeout_s = sampling_params, timeout_s, start_timeout_s
         self._collectives = Collectives(topology, timeout_s)
         self._engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
         self._ready: messages.Ready | None = None
         self._start_error: EngineError | None = None
         self._closed, self._names = False, itertools.count()
         self._open: list[BatchHandle] = []
-        self._channel: messages.Channel | None = None
+        self._channel: Any = None  # A `messages.Channel` on the engine ranks.
         if self._engine_ranks.owns_an_engine:
             more = arguments.with_deadlines(engine_args, inference, timeout_s, start_timeout_s)
             start = messages.Start(str(model), more, receiver, inference)
@@ -161,7 +160,8 @@ class SamplingEngine:
             raise self._start_error or EngineError("the engine is closed.")
         if self._ready is None:
             try:
-                self._ready = self._engine_ranks.on_engine_ranks("load the engine", self._loaded)[0]
+                load = lambda: self._channel.answer(0, self._start_timeout_s, "loading the model")  # noqa: E731
+                self._ready = self._engine_ranks.on_engine_ranks("load the engine", load)[0]
             except EngineTimeout:
                 raise
             except EngineError as error:
@@ -183,7 +183,7 @@ class SamplingEngine:
             EngineError: The engine raised (the text holds its traceback), died, or fell silent.
             HandoffTimeout: A rank did not make this call within the deadline.
         """
-        return self._submit("sample", prompts, sampling_params).complete()
+        return self._submit("sample", [(prompts, sampling_params)])[0].complete()
 
     def sample_sharded(
         self, local_prompts: Sequence[Prompt], sampling_params: Any = None
@@ -205,14 +205,14 @@ class SamplingEngine:
         """Do what ``vllm.LLM.generate`` does, on every rank; takes what `sample` takes and raises as it does.
 
         Args:
-            prompts, sampling_params: As for `sample`.
             use_tqdm: Print on rank 0 how long it took; there is no bar, because the engine is another process.
 
         Returns:
             vLLM's own objects, equal on all ranks. They cost a vLLM import in each rank; `sample` does not.
         """
         start = time.perf_counter()
-        outputs = self._submit("generate", prompts, sampling_params, as_request_outputs=True).complete()
+        (batch,) = self._submit("generate", [(prompts, sampling_params)], as_request_outputs=True)
+        outputs = batch.complete()
         if use_tqdm and self._topology.is_main:
             print(f"generated in {time.perf_counter() - start:.1f} s", flush=True)
         return outputs
@@ -230,27 +230,32 @@ class SamplingEngine:
     def submit(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> BatchHandle:
         """Start sampling and return at once; the engine samples while the ranks do something else.
 
-        Takes what `sample` takes. Until the batch is done, `update` must be told what to do with it (`in_flight`).
-
-        Returns:
-            The batch: `done()`, `result(timeout_s)` and `cancel()`.
+        Takes what `sample` takes, and returns the batch: `done()`, `result(timeout_s)` and `cancel()`. `update` must be
+        told what to do with a batch that is not done (`in_flight`).
 
         Raises:
             RankMismatch, HandoffTimeout: As for `sample`. Errors of the engine are raised by `result`.
         """
-        batch = self._submit("submit", prompts, sampling_params)
-        self._open = [each for each in self._open if not each.is_settled] + [batch]
-        return batch
+        return self.submit_many([(prompts, sampling_params)])[0]
 
-    def poll(self) -> list[BatchHandle]:
-        """Return the batches that have finished, each once, in the order of their submission.
+    def submit_many(self, requests: Sequence[SamplingRequest]) -> list[BatchHandle]:
+        """Do what `submit` does for several pairs of prompts and sampling parameters, in one exchange between ranks."""
+        batches = self._submit("submit", requests)
+        self._open = [each for each in self._open if not each.is_settled] + batches
+        return batches
 
-        Batches that were cancelled or asked for their result are left out.
+    def poll(self, timeout_s: float = 0.0) -> list[BatchHandle]:
+        """Return the batches that have finished, each once, in the order of their submission, with their results.
+
+        Batches that were cancelled or asked for their result are left out. Where none has finished, wait for one,
+        `timeout_s` seconds at most; it may be less.
         """
         self.wait_until_ready()
         self._open = [each for each in self._open if not each.is_settled]
-        flags = self._look("poll", lambda: [batch.is_finished_here() for batch in self._open])
-        finished = [batch for batch, *here in zip(self._open, *flags, strict=True) if all(here)]
+        here = lambda: [batch.is_finished_here() for batch in self._open]  # noqa: E731
+        flags = self._look("poll", here, lambda: any(here()), timeout_s if self._open else 0.0)
+        finished = [batch for batch, *each in zip(self._open, *flags, strict=True) if all(each)]
+        exchange_results(finished)
         self._open = [batch for batch in self._open if batch not in finished]
         return finished
 
@@ -280,8 +285,9 @@ class SamplingEngine:
         arguments.require_update(model, train_step, in_flight)
         ready = self.wait_until_ready()
         if in_flight == "drain":
-            while not all(self._look("drain", lambda: all(batch.look() for batch in self._open))):
-                time.sleep(DRAIN_POLL_S)
+            ended = lambda: all(batch.look() for batch in self._open)  # noqa: E731
+            while not all(self._look("drain", ended, lambda: capture(ended) != (False, None), WAIT_S)):
+                pass
         return self._swap.update(model, train_step, in_flight, ready.transports)
 
     def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> None:
@@ -293,7 +299,6 @@ class SamplingEngine:
 
         Raises:
             EngineError: Requests are running, or the engine was built without sleep mode; nothing sleeps then.
-            RankMismatch, HandoffTimeout: As for `sample`.
         """
         self._rest(messages.Sleep(weights, kv_cache))
         if weights:
@@ -307,7 +312,6 @@ class SamplingEngine:
 
         Raises:
             EngineError: The device has too little free memory; what could not be woken sleeps on.
-            RankMismatch, HandoffTimeout: As for `sample`.
         """
         self._rest(messages.WakeUp(weights, kv_cache))
 
@@ -326,33 +330,35 @@ class SamplingEngine:
         self.close()
 
     def __del__(self) -> None:
-        # A notebook cell that runs again drops the old engine without closing it. Not `contextlib.suppress`, which may
-        # be gone already when the interpreter ends.
-        try:  # noqa: SIM105
+        # A notebook cell that runs again drops the old engine without closing it.
+        try:  # noqa: SIM105 (`contextlib.suppress` may be gone already when the interpreter ends)
             self.close()
         except Exception:
             pass
 
     def _submit(
-        self, place: str, prompts: Sequence[Prompt] | str, params: Any, as_request_outputs: bool = False
-    ) -> BatchHandle:
-        """Queue prompts that are the same on every rank."""
-        listed = arguments.as_list(prompts)
-        params = self._sampling_params if params is None else params
+        self, place: str, requests: Sequence[SamplingRequest], as_request_outputs: bool = False
+    ) -> list[BatchHandle]:
+        """Queue prompts that are the same on every rank, a batch for each request."""
+        pairs = [
+            (arguments.as_list(prompts), self._sampling_params if params is None else params)
+            for prompts, params in requests
+        ]
         self.wait_until_ready()
-        self._engine_ranks.check_same_args(place, (listed, params), arguments.summary(listed))
-        return self._begin(listed, params, as_request_outputs)
+        asked = [prompt for prompts, _ in pairs for prompt in prompts]
+        self._engine_ranks.check_same_args(place, pairs, arguments.summary(asked))
+        return [self._begin(prompts, params, as_request_outputs) for prompts, params in pairs]
 
     def _submit_sharded(
         self, local_prompts: Sequence[Prompt], params: Any, as_request_outputs: bool = False
     ) -> BatchHandle:
         """Queue one batch of all ranks' prompts; its result holds this rank's."""
-        params = self._sampling_params if params is None else params
         self.wait_until_ready()
 
         def mine() -> tuple[list[Prompt], list[Any]]:
             prompts = arguments.as_list(local_prompts)
-            return prompts, arguments.one_each(params, len(prompts))
+            each = self._sampling_params if params is None else params
+            return prompts, arguments.one_each(each, len(prompts))
 
         of_ranks = self._engine_ranks.on_all_ranks("sample sharded", mine)
         first = sum(len(prompts) for prompts, _ in of_ranks[: self._topology.rank])
@@ -363,17 +369,19 @@ class SamplingEngine:
             range(first, first + len(of_ranks[self._topology.rank][0])),
         )
 
-    def _look(self, place: str, look: Callable[[], Any]) -> list[Any]:
-        """Look at the batches in flight on every rank."""
+    def _look(
+        self, place: str, look: Callable[[], Any], until: Callable[[], bool], wait_s: float
+    ) -> list[Any]:
+        """Look at the batches in flight on every rank, once this rank's engine has something to tell."""
         if self._channel is not None:
-            self._channel.advance()
+            self._channel.advance(until, min(wait_s, WAIT_S))
         return self._engine_ranks.on_all_ranks(place, look)
 
     def _rest(self, command: messages.Sleep | messages.WakeUp) -> None:
         self.wait_until_ready()
         place = "put the engine to sleep" if isinstance(command, messages.Sleep) else "wake the engine up"
         self._engine_ranks.check_same_args(place, command, str(command))
-        self._engine_ranks.on_engine_ranks(place, lambda: self._call(command))
+        self._engine_ranks.on_engine_ranks(place, lambda: self._channel.call(command, self._timeout_s))
 
     def _begin(
         self, prompts: list[Prompt], params: Any, as_request_outputs: bool, places: range | None = None
@@ -390,11 +398,3 @@ class SamplingEngine:
             max_num_seqs=self.wait_until_ready().max_num_seqs,
             silence_s=self._timeout_s,
         )
-
-    def _call(self, command: Any) -> Any:
-        assert self._channel is not None
-        return self._channel.call(command, self._timeout_s)
-
-    def _loaded(self) -> messages.Ready:
-        assert self._channel is not None
-        return self._channel.answer(0, self._start_timeout_s, "loading the model")

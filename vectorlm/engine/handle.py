@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -118,7 +120,8 @@ class BatchHandle:
             self._result = ({}, None)
         elif channel is not None:
             chunks = _split(messages.Generate(prompts, sampling_params, as_request_outputs), self._chunk_size)
-            draw = lambda: collectives.ticket(name)  # noqa: E731
+            # A lone engine need not ask what others have drawn.
+            draw = itertools.count().__next__ if num_engines == 1 else lambda: collectives.ticket(name)
             self._queue, self._failure = capture(
                 lambda: WorkQueue(channel, draw, chunks, capacity, silence_s)
             )
@@ -192,38 +195,58 @@ class BatchHandle:
 
     def _all_answers(self, timeout_s: float | None) -> Answers:
         if self._result is None:
-            self._result = self._exchange(None if timeout_s is None else time.monotonic() + timeout_s)
+            late = exchange_results([self], None if timeout_s is None else time.monotonic() + timeout_s)
+            if late is not None:
+                raise late
+        assert self._result is not None
         answers, error = self._result
         if error is not None:
             raise error
         return answers
 
-    def _exchange(self, deadline_s: float | None) -> tuple[Answers, Exception | None]:
-        """Give every engine's answers to every rank; a time-out raises and leaves the batch in flight."""
-        mine, failure = capture(lambda: self._collect(deadline_s))
-        answers: Answers = {}
-        errors = []
-        for rank in self._engine_ranks.ranks:
-            counts = {place: len(arrays) for place, arrays in (mine or {}).items()}
-            flat = [array for arrays in (mine or {}).values() for array in arrays]
-            (sizes, error), shared = self._collectives.broadcast_object(
-                "sample", (counts, failure), flat, root=rank
-            )
-            rest = iter(shared)
-            answers |= {place: [next(rest) for _ in range(count)] for place, count in sizes.items()}
-            errors += [error] if error is not None else []
-        # An error that ends the batch comes before a time-out that does not.
-        errors.sort(key=lambda error: type(error) is EngineTimeout)
-        if errors and type(errors[0]) is EngineTimeout:
-            raise errors[0]
-        # Every engine has drawn its last chunk before it gave its answers.
-        self._collectives.forget_tickets(self._name)
-        return answers, errors[0] if errors else None
+    def _settle(self, answers: Answers, error: Exception | None) -> None:
+        self._result = answers, error
+        if len(self._engine_ranks.ranks) > 1:
+            # Every engine has drawn its last chunk before it gave its answers.
+            self._collectives.forget_tickets(self._name)
 
     def _collect(self, deadline_s: float | None) -> Answers:
         if self._failure is not None:
             raise self._failure
         return {} if self._queue is None else self._queue.collect(deadline_s)
+
+
+def exchange_results(batches: Sequence[BatchHandle], deadline_s: float | None = None) -> EngineTimeout | None:
+    """Give the answers of every engine to every rank, in one message of each engine.
+
+    Returns:
+        Why a batch has no result yet: `deadline_s` has passed, or an engine is silent. It goes on.
+    """
+    if not batches:
+        return None
+    engine_ranks, collectives = batches[0]._engine_ranks, batches[0]._collectives
+    mine = [capture(functools.partial(batch._collect, deadline_s)) for batch in batches]
+    counts = [
+        ({place: len(arrays) for place, arrays in (answers or {}).items()}, error) for answers, error in mine
+    ]
+    flat = [array for answers, _ in mine for arrays in (answers or {}).values() for array in arrays]
+    found: list[tuple[Answers, list[Exception]]] = [({}, []) for _ in batches]
+    for rank in engine_ranks.ranks:
+        notes, shared = collectives.broadcast_object("sample", counts, flat, root=rank)
+        rest = iter(shared)
+        for (answers, errors), (sizes, error) in zip(found, notes, strict=True):
+            answers |= {place: [next(rest) for _ in range(count)] for place, count in sizes.items()}
+            errors += [] if error is None else [error]
+    late = None
+    for batch, (answers, errors) in zip(batches, found, strict=True):
+        # An error that ends the batch comes before a time-out that does not.
+        errors.sort(key=lambda error: type(error) is EngineTimeout)
+        error = errors[0] if errors else None
+        if type(error) is EngineTimeout:
+            late = error
+        else:
+            batch._settle(answers, error)
+    return late
 
 
 def _split(command: messages.Generate, size: int) -> list[messages.Generate]:

@@ -7,7 +7,7 @@ works, is a sign of life.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -153,8 +153,8 @@ class Channel(Protocol):
     def send(self, command: Any) -> int:
         """Send a command and return its number, under which `answer` waits; raises `EngineDied`."""
 
-    def advance(self) -> None:
-        """Let an inline engine sample for a slice, one second at most; a process needs no help."""
+    def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:
+        """Wait until `until()` holds, `timeout_s` at most; an inline engine samples meanwhile, a slice at least."""
 
     def has_answer(self, number: int, silence_s: float) -> bool:
         """Return whether `answer` would not wait; raises as `answer` does where the answer will not come."""

@@ -119,8 +119,10 @@ class ProcessChannel:
         self._outbox.put(message)
         return number
 
-    def advance(self) -> None:
-        """Do nothing: the process works by itself."""
+    def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:
+        """Wait: the process works by itself."""
+        with self._news:
+            self._news.wait_for(until, timeout_s)
 
     def has_answer(self, number: int, silence_s: float) -> bool:
         """Return whether the answer is there; raise where the sampler is dead or silent."""

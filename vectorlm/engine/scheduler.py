@@ -339,11 +339,14 @@ class InlineChannel:
         self._answers.update(self._scheduler.carry_out(number, command))
         return number
 
-    def advance(self) -> None:
-        """Sample for a slice."""
-        if self._scheduler is not None and self._scheduler.busy:
+    def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:
+        """Sample for a slice, and go on while there is time and `until()` does not hold."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._scheduler is not None and self._scheduler.busy:
             self._answers.update(self._scheduler.step())
             self._while_waiting()
+            if time.monotonic() >= deadline_s or until():
+                return
 
     def has_answer(self, number: int, silence_s: float) -> bool:
         """Return whether the answer is there; raise where nothing would bring it."""
