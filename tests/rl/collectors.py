@@ -1,4 +1,4 @@
-"""A collector of scripted rollouts, for the tests of what samples and scores."""
+"""A collector of scripted rollouts and its engine, for the tests of what samples and scores."""
 
 from vectorlm.dist.topology import Topology
 from vectorlm.rewards.scorer import RewardScorer
@@ -6,7 +6,50 @@ from vectorlm.rl.collector import RolloutCollector
 from vectorlm.rl.conversation import GroupSampler
 from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.settings import CollectSettings
-from vectorlm.types import PromptRecord
+from vectorlm.types import Completion, PromptRecord
+
+
+class Answered:
+    """A handle whose answers are there."""
+
+    def __init__(self, prompts, answers):
+        self.prompts, self.answers = prompts, answers
+
+    def result(self):
+        return self.answers
+
+
+class Echo:
+    """Answers by script, and keeps what it was asked; tokens are letters.
+
+    `choose` gets the handles in flight at each poll and says which of them finish, all by default.
+    """
+
+    def __init__(self, script, choose=list):
+        self.script, self.choose, self.calls, self.in_flight = script, choose, [], []
+
+    def submit_many(self, requests):
+        handles = [Answered(request[0], self.answers(*request)) for request in requests]
+        self.in_flight += handles
+        return handles
+
+    def poll(self, timeout_s=0.0):
+        finished = self.choose(self.in_flight)
+        self.in_flight = [handle for handle in self.in_flight if handle not in finished]
+        return finished
+
+    def answers(self, prompts, params):
+        self.calls.append((list(prompts), list(params)))
+        return [
+            [self.completion(prompt, index) for index in range(options["n"])]
+            for prompt, options in zip(prompts, params, strict=True)
+        ]
+
+    def completion(self, prompt, index):
+        text = self.script(prompt, index)
+        ids = tuple(map(ord, prompt)) if isinstance(prompt, str) else tuple(prompt)
+        reason = "length" if text.endswith("…") else "stop"
+        return Completion(ids, tuple(map(ord, text)), (-0.5,) * len(text), (4,) * len(text), text, reason)
 
 
 def make_collector(

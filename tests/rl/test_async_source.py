@@ -46,28 +46,23 @@ class Engine:
     def __init__(self, choose=list):
         self.choose, self.version, self.in_flight, self.most = choose, 0, [], 0
 
-    def submit(self, prompts, params):
+    def submit_many(self, requests):
         self.forget_cancelled()
-        self.in_flight.append(Handle(prompts, params, self.version))
+        handles = [Handle(*request, self.version) for request in requests]
+        self.in_flight += handles
         self.most = max(self.most, len(self.in_flight))
-        return self.in_flight[-1]
+        return handles
 
     def forget_cancelled(self):
         self.in_flight = [handle for handle in self.in_flight if not handle.is_cancelled]
 
-    def poll(self):
+    def poll(self, timeout_s=0.0):
         self.forget_cancelled()
         finished = self.choose(self.in_flight)
         self.in_flight = [handle for handle in self.in_flight if handle not in finished]
         for handle in finished:
             handle.ended = self.version
         return finished
-
-    def sample(self, prompts, params):
-        handle = self.submit(prompts, params)
-        self.in_flight.remove(handle)
-        handle.ended = self.version
-        return handle.result()
 
 
 def collector_of(engine, reward=lambda text: float(text[0] == "a"), **more):
@@ -157,8 +152,7 @@ LET_GO: set[str] = set()
 
 
 @pytest.fixture(autouse=True)
-def hold(monkeypatch):
-    monkeypatch.setattr("vectorlm.rollouts.async_source.POLL_S", 0.0)
+def hold():
     LET_GO.clear()
 
 

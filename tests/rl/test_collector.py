@@ -1,42 +1,28 @@
 """Rollouts of a step: groups, seeds, dynamic sampling, penalties for length, turns with an environment."""
 
 import math
+import random
 import time
 
 import pytest
 import torch
-from collectors import make_collector
+from collectors import Echo, make_collector
 from rank_processes import on_ranks
 
 from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.errors import RolloutError
 from vectorlm.rl.batch import make_batch
 from vectorlm.rl.metrics import rollout_metrics
+from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.rollout import Rollout, kept_groups
 from vectorlm.rollouts.replay import replay_order
 from vectorlm.train.recorder import Timer
-from vectorlm.types import Completion, PromptRecord
+from vectorlm.types import PromptRecord
 
 
-class Echo:
-    """Answers by script, and keeps what it was asked; tokens are letters."""
-
-    def __init__(self, script):
-        self.script, self.calls = script, []
-
-    def sample(self, prompts, params):
-        self.calls.append((list(prompts), list(params) if isinstance(params, list) else params))
-        each = params if isinstance(params, list) else [params] * len(prompts)
-        return [
-            [self.completion(prompt, index) for index in range(options["n"])]
-            for prompt, options in zip(prompts, each, strict=True)
-        ]
-
-    def completion(self, prompt, index):
-        text = self.script(prompt, index)
-        ids = tuple(map(ord, prompt)) if isinstance(prompt, str) else tuple(prompt)
-        reason = "length" if text.endswith("…") else "stop"
-        return Completion(ids, tuple(map(ord, text)), (-0.5,) * len(text), (4,) * len(text), text, reason)
+def stored_rollout(index, text, name=None):
+    record = PromptRecord(name or f"old{index}", {"index": index})
+    return Rollout(record, (1,), (2,), (True,), (-1.0,), (0,), text, "stop", is_replayed=True)
 
 
 def prompts_of(groups):
@@ -97,6 +83,72 @@ def test_dynamic_sampling_gives_up_after_its_rounds():
     assert kept_groups(found) == []
     assert len(found) == 9
     assert make_batch(found, get_algorithm("dapo")) is None
+
+
+def groups_of_rounds(prompts, stored, num_groups, max_rounds, share, is_dropped):
+    """Return the prompts of rounds, one after the other, and how many of each kind they took."""
+    found, num_fresh, num_stored = [], 0, 0
+    for _ in range(max_rounds):
+        missing = num_groups - sum(not is_dropped(prompt) for prompt in found)
+        old = round(missing * share)
+        found += [prompts.at(num_fresh + index).prompt for index in range(missing - old)]
+        found += [stored.at(num_stored + index)[0].prompt_record.prompt for index in range(old)]
+        num_fresh, num_stored = num_fresh + missing - old, num_stored + old
+    return found, num_fresh, num_stored
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+@pytest.mark.parametrize("max_rounds", [1, 2, 5])
+def test_dynamic_sampling_returns_the_groups_of_rounds_in_whatever_order_they_finish(max_rounds, share):
+    shapes = set()
+    for seed in range(20):
+        dice = random.Random(seed)
+        dropped = {index for index in range(20) if dice.random() < 0.5}
+        mine = make_collector(
+            Echo(lambda prompt, index: f"{index}", choose=lambda handles: handles[dice.randrange(2) :: 3]),  # noqa: B023
+            lambda text, index: float(text == "0" or index in dropped),  # noqa: B023
+            num_groups=6,
+            drops_constant_groups=True,
+            settings={"max_sampling_rounds": max_rounds},
+            replay=replay_order([[stored_rollout(index, text) for text in "01"] for index in range(7)], 2, 0),
+            replayed_share=share,
+        )
+        prompts, stored = (PromptOrder(each._items, 0) for each in (mine.prompts, mine.replay))
+        expected = groups_of_rounds(
+            prompts,
+            stored,
+            6,
+            max_rounds,
+            share,
+            lambda prompt: int(prompt.strip("qold")) in dropped,  # noqa: B023
+        )
+        found = mine.collect(0, Timer())
+        assert (prompts_of(found), mine.prompts.position, mine.replay.position) == expected
+        assert mine.engine.in_flight == []
+        shapes.add(len(found))
+    assert len(shapes) > 3 or max_rounds == 1
+
+
+def test_dynamic_sampling_replaces_a_group_while_others_of_its_round_are_in_flight():
+    order = PromptOrder([PromptRecord(f"q{index}") for index in range(20)], 0)
+    first = order.at(0).prompt
+    in_flight = []
+
+    def all_but_the_first(handles):
+        in_flight.append(len(handles))
+        held = [handle for handle in handles if handle.prompts == [first]]
+        return [handle for handle in handles if handle not in held] or held
+
+    mine = make_collector(
+        Echo(lambda prompt, index: f"{index}", choose=all_but_the_first),
+        lambda text, index: float(text == "0" or index % 2),
+        num_groups=6,
+        drops_constant_groups=True,
+        settings={"max_sampling_rounds": 6},
+    )
+    found = mine.collect(0, Timer())
+    assert len(found) > 6
+    assert min(in_flight[:-1]) > 1, "a round waited for the one before"
 
 
 def test_long_completions_lose_more_the_longer_they_are():
@@ -270,23 +322,7 @@ def test_an_environment_that_fails_ends_the_run_on_all_ranks_with_its_prompt():
 
 
 def test_stored_groups_take_their_share_of_each_step():
-    stored = [
-        [
-            Rollout(
-                PromptRecord(f"old{group}", {"index": 0}),
-                (1,),
-                (2,),
-                (True,),
-                (-1.0,),
-                (0,),
-                "s",
-                "stop",
-                is_replayed=True,
-            )
-        ]
-        * 2
-        for group in range(3)
-    ]
+    stored = [[stored_rollout(0, "s", name=f"old{group}")] * 2 for group in range(3)]
     engine = Echo(lambda prompt, index: "ab"[index])
     mine = make_collector(
         engine,

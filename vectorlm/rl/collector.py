@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 
-from vectorlm.rl.conversation import GroupSampler
+from vectorlm.rl.conversation import Conversation, GroupSampler
 from vectorlm.rl.prompts import PromptOrder
-from vectorlm.rl.rollout import Rollout, RolloutGroup, kept_groups
+from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.train.recorder import Timer
-from vectorlm.types import Completion, Engine, PromptRecord
+from vectorlm.types import Completion, Engine, Handle, PromptRecord, SamplingRequest
+
+WAIT_S = 0.05
+"""Longest wait for the engine before the ranks look at what they have."""
 
 
 class RolloutSource(Protocol):
@@ -46,6 +50,36 @@ class Scorer(Protocol):
     def score(self, groups: Sequence[Sequence[Rollout]], greedy: Sequence[Rollout]) -> list[RolloutGroup]:
         """Score the rollouts of some prompts, and a greedy completion of each, or of none."""
         ...
+
+
+@dataclass(eq=False)
+class PendingGroups:
+    """Groups that are sampled and scored together, from their first request on."""
+
+    prompt_records: Sequence[PromptRecord]
+    conversation: Conversation | None = None
+    """None for stored groups."""
+    stored: Sequence[list[Rollout]] = ()
+    handles: dict[str, Handle] = field(default_factory=dict)
+    """Requests in flight: the ``groups``, and their ``greedy`` completions."""
+    greedy: list[Rollout] = field(default_factory=list)
+    scored: list[RolloutGroup] = field(default_factory=list)
+    """One for each prompt; empty before."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no request is in flight."""
+        return not self.handles
+
+    @property
+    def groups(self) -> Sequence[list[Rollout]]:
+        """The rollouts of each prompt, complete once this is finished."""
+        return self.stored if self.conversation is None else self.conversation.groups
+
+    @property
+    def are_dropped(self) -> list[bool]:
+        """Whether dynamic sampling has dropped each group; False while that is not known."""
+        return [group.is_dropped for group in self.scored] or [False] * len(self.prompt_records)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,40 +122,116 @@ class RolloutCollector:
     def collect(self, step: int, timer: Timer) -> list[RolloutGroup]:
         """Return the rollouts of `step`, dropped groups included; `timer` records sampling and scoring.
 
+        Dynamic sampling goes in rounds, each of as many groups as are missing, and what is returned is what the rounds
+        bring. But a group is sampled as soon as a later round is certain to need it, while others of the rounds before
+        are still in flight.
+
         Raises:
             RewardError: A reward function failed, and the run is set to stop then.
             RolloutError: An environment failed.
         """
-        num_groups = self.sampler.settings.prompts_per_step
-        groups: list[RolloutGroup] = []
-        for _ in range(self.sampler.settings.max_sampling_rounds if self.drops_constant_groups else 1):
-            groups += self._round(num_groups - len(kept_groups(groups)), timer)
-            if len(kept_groups(groups)) == num_groups:
-                break
-        return groups
+        fresh: list[PendingGroups] = []
+        stored: list[PendingGroups] = []
+        while True:
+            rounds = self._rounds(fresh, stored)
+            with timer.span("time/generate_s"):
+                self._begin(rounds, fresh, stored)
+                self.receive([*fresh, *stored], WAIT_S)
+            finished = [each for each in (*fresh, *stored) if each.is_finished and not each.scored]
+            if finished:
+                with timer.span("time/score_s"):
+                    self.score_pending(finished)
+            if all(each.scored for each in (*fresh, *stored)) and self._rounds(fresh, stored) == rounds:
+                groups = [iter([group for each in kind for group in each.scored]) for kind in (fresh, stored)]
+                return [
+                    group
+                    for counts in rounds
+                    for kind, count in zip(groups, counts, strict=True)
+                    for group in islice(kind, count)
+                ]
 
-    def _round(self, count: int, timer: Timer) -> list[RolloutGroup]:
-        num_replayed = 0 if self.replay is None else round(count * self.replayed_share)
-        with timer.span("time/generate_s"):
-            groups = self._sample(count - num_replayed)
-            if self.replay is not None:
-                groups += self.replay.take(num_replayed)
-            greedy = []
+    def _rounds(
+        self, fresh: Sequence[PendingGroups], stored: Sequence[PendingGroups]
+    ) -> list[tuple[int, int]]:
+        """Return the fresh and the stored groups of each round, as far as it is certain: the others may all be kept."""
+        dropped = [[flag for each in kind for flag in each.are_dropped] for kind in (fresh, stored)]
+        rounds: list[tuple[int, int]] = []
+        num_missing, places = self.sampler.settings.prompts_per_step, [0, 0]
+        limit = self.sampler.settings.max_sampling_rounds if self.drops_constant_groups else 1
+        while num_missing and len(rounds) < limit:
+            num_stored = 0 if self.replay is None else round(num_missing * self.replayed_share)
+            rounds.append((num_missing - num_stored, num_stored))
+            num_missing = 0
+            for kind, count in enumerate(rounds[-1]):
+                num_missing += sum(dropped[kind][places[kind] : places[kind] + count])
+                places[kind] += count
+        return rounds
+
+    def _begin(
+        self,
+        rounds: Sequence[tuple[int, int]],
+        fresh: list[PendingGroups],
+        stored: list[PendingGroups],
+    ) -> None:
+        """Begin what the rounds need and nobody has begun; without dynamic sampling all of it as one."""
+        num_fresh, num_stored = (
+            sum(counts) - sum(len(each.prompt_records) for each in begun)
+            for counts, begun in zip(zip(*rounds, strict=True), (fresh, stored), strict=True)
+        )
+        position, records = self.prompts.position, self.prompts.take(num_fresh)
+        size = 1 if self.drops_constant_groups else max(num_fresh, 1)
+        new = [
+            PendingGroups(
+                records[start : start + size],
+                self.sampler.begin(records[start : start + size], position + start),
+            )
+            for start in range(0, num_fresh, size)
+        ]
+        old = [] if self.replay is None else self.replay.take(num_stored)
+        kept = [PendingGroups([group[0].prompt_record], stored=[group]) for group in old]
+        fresh += new
+        stored += kept
+        self.submit([*new, *kept])
+
+    def submit(self, pending: Sequence[PendingGroups]) -> None:
+        """Ask for what these need first."""
+        requests: list[tuple[PendingGroups, str, SamplingRequest]] = []
+        for each in pending:
+            if each.conversation is not None and (request := each.conversation.next_request()) is not None:
+                requests.append((each, "groups", request))
             if self.needs_greedy:
-                prompt_records = [group[0].prompt_record for group in groups]
-                answers = self.engine.sample(*self.sampler.greedy_request(prompt_records))
-                greedy = greedy_rollouts(prompt_records, answers)
-        with timer.span("time/score_s"):
-            return self.score(groups, greedy)
+                requests.append((each, "greedy", self.sampler.greedy_request(each.prompt_records)))
+        self._send(requests)
 
-    def _sample(self, count: int) -> list[list[Rollout]]:
-        """Sample a group for each of the next prompts."""
-        conversation = self.sampler.begin(self.prompts.take(count), self.prompts.position - count)
-        if not count:
-            return []
-        while (request := conversation.next_request()) is not None:
-            conversation.receive(self.engine.sample(*request))
-        return conversation.groups
+    def receive(self, pending: Sequence[PendingGroups], timeout_s: float) -> None:
+        """Take what the engine has finished, and ask for the next turns; wait `timeout_s` at most for something."""
+        finished = {id(handle): handle for handle in self.engine.poll(timeout_s)}
+        turns = []
+        for each in pending:
+            for name, handle in list(each.handles.items()):
+                if id(handle) not in finished:
+                    continue
+                del each.handles[name]
+                if name == "greedy":
+                    each.greedy = greedy_rollouts(each.prompt_records, handle.result())
+                elif each.conversation is not None:
+                    each.conversation.receive(handle.result())
+                    if (request := each.conversation.next_request()) is not None:
+                        turns.append((each, name, request))
+        self._send(turns)
+
+    def _send(self, requests: Sequence[tuple[PendingGroups, str, SamplingRequest]]) -> None:
+        if requests:
+            handles = self.engine.submit_many([request for *_, request in requests])
+            for (each, name, _), handle in zip(requests, handles, strict=True):
+                each.handles[name] = handle
+
+    def score_pending(self, pending: Sequence[PendingGroups]) -> None:
+        """Score what has finished, together: a reward function may want to see many."""
+        groups = [group for each in pending for group in each.groups]
+        scored = iter(self.score(groups, [rollout for each in pending for rollout in each.greedy]))
+        for each in pending:
+            each.scored = [next(scored) for _ in each.prompt_records]
 
     def score(
         self, groups: Sequence[Sequence[Rollout]], greedy: Sequence[Rollout] = ()

@@ -14,7 +14,7 @@ from vectorlm.errors import RolloutError
 from vectorlm.plugin import TookTooLong, time_limit
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.settings import CollectSettings
-from vectorlm.types import Completion, PromptRecord
+from vectorlm.types import Completion, PromptRecord, SamplingRequest
 
 
 class Environment(Protocol):
@@ -31,9 +31,6 @@ class Environment(Protocol):
 
 MakeEnvironment = Callable[..., Environment]
 """``make(**columns)`` for each rollout, with the columns of its prompt."""
-
-SamplingRequest = tuple[list[Any], list[dict[str, Any]]]
-"""Prompts, and the sampling parameters of each; the arguments of `Engine.sample` and `Engine.submit`."""
 
 
 @dataclass(frozen=True, kw_only=True)

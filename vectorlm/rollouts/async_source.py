@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from vectorlm.rl.collector import RolloutCollector, greedy_rollouts
-from vectorlm.rl.conversation import Conversation
-from vectorlm.rl.rollout import Rollout, RolloutGroup
+from vectorlm.rl.collector import WAIT_S, PendingGroups, RolloutCollector
+from vectorlm.rl.rollout import RolloutGroup
 from vectorlm.rollouts.settings import AsyncSettings
 from vectorlm.train.recorder import Timer
-from vectorlm.types import Completion, Handle, PromptRecord
-
-POLL_S = 0.002
-"""How often a step that waits polls the engine."""
 
 
 @dataclass(eq=False)
-class PendingGroup:
-    """A group from its first request until it is trained on."""
+class QueuedGroup:
+    """A group that a later step may train on than the one that began it."""
 
-    prompt_record: PromptRecord
     position: int
     """The position of its prompt among all prompts of the run."""
     version: int
     """The version that the engine held at the first request."""
     num_replaced: int
     """Groups of equal rewards that were dropped before, and that this one replaces."""
-    conversation: Conversation
-    handles: dict[str, Handle] = field(default_factory=dict)
-    """Requests in flight: the ``group``, and its ``greedy`` completion."""
-    greedy: list[Rollout] = field(default_factory=list)
-    scored: RolloutGroup | None = None
+    work: PendingGroups
+    """This group alone."""
 
     @property
-    def is_finished(self) -> bool:
-        """Whether no request is in flight."""
-        return not self.handles
+    def scored(self) -> RolloutGroup | None:
+        """The scored group, once it is."""
+        return self.work.scored[0] if self.work.scored else None
 
 
 class AsyncRolloutSource:
@@ -52,7 +42,7 @@ class AsyncRolloutSource:
     def __init__(self, collector: RolloutCollector, settings: AsyncSettings) -> None:
         self._collector, self._settings = collector, settings
         self._num_groups = collector.sampler.settings.prompts_per_step
-        self._pending: list[PendingGroup] = []
+        self._pending: list[QueuedGroup] = []
         self._reissued: list[int] = []
         self._num_late = 0
 
@@ -75,29 +65,29 @@ class AsyncRolloutSource:
         """Return the rollouts of `step`, and the groups that dynamic sampling dropped meanwhile; the others go on."""
         dropped: list[RolloutGroup] = []
         with timer.span("time/generate_s"):
-            for _ in range((self._settings.max_staleness + 1) * self._num_groups - len(self._pending)):
-                self._begin(step, num_replaced=0)
+            room = (self._settings.max_staleness + 1) * self._num_groups - len(self._pending)
+            self._begin(step, [0] * room)
+            self._receive(0.0)
         while True:
-            with timer.span("time/generate_s"):
-                self._receive()
-            if self._collector.drops_constant_groups:
+            if self._collector.drops_constant_groups and (finished := _unscored(self._pending)):
                 with timer.span("time/score_s"):
-                    dropped += self._replace_constant_groups(step)
+                    dropped += self._replace_constant_groups(finished, step)
             if self._has_enough(step):
                 break
             with timer.span("time/generate_s"):
-                time.sleep(POLL_S)
+                self._receive(WAIT_S)
         taken = self._oldest_finished()
-        with timer.span("time/score_s"):
-            # Together: a reward function may want to see a whole batch.
-            self._score([entry for entry in taken if entry.scored is None])
+        if finished := _unscored(taken):
+            with timer.span("time/score_s"):
+                # Together: a reward function may want to see a whole batch.
+                self._collector.score_pending([entry.work for entry in finished])
         self._pending = [entry for entry in self._pending if entry not in taken]
         self._cancel_late(step)
         return [entry.scored for entry in taken if entry.scored is not None] + dropped
 
     def metrics(self, step: int) -> dict[str, float]:
         """Describe what stays in the engine and in the queue once the batch of `step` has been taken."""
-        running = [entry for entry in self._pending if not entry.is_finished]
+        running = [entry for entry in self._pending if not entry.work.is_finished]
         return {
             "queue/in_flight": float(len(running)),
             "queue/finished": float(len(self._pending) - len(running)),
@@ -105,73 +95,48 @@ class AsyncRolloutSource:
             "queue/dropped": float(self._num_late),
         }
 
-    def _begin(self, step: int, num_replaced: int) -> None:
+    def _begin(self, step: int, num_replaced: Sequence[int]) -> None:
+        """Begin a group for each of `num_replaced`."""
         prompts, sampler = self._collector.prompts, self._collector.sampler
-        if self._reissued:
-            position = self._reissued.pop(0)
-            prompt_record = prompts.at(position)
-        else:
-            position = prompts.position
-            (prompt_record,) = prompts.take(1)
-        conversation = sampler.begin([prompt_record], position)
-        entry = PendingGroup(prompt_record, position, step, num_replaced, conversation)
-        self._pending.append(entry)
-        self._submit(entry)
-        if self._collector.needs_greedy:
-            request = sampler.greedy_request([prompt_record])
-            entry.handles["greedy"] = self._collector.engine.submit(*request)
+        begun = []
+        for count in num_replaced:
+            if self._reissued:
+                position = self._reissued.pop(0)
+                prompt_record = prompts.at(position)
+            else:
+                position = prompts.position
+                (prompt_record,) = prompts.take(1)
+            work = PendingGroups([prompt_record], sampler.begin([prompt_record], position))
+            begun.append(QueuedGroup(position, step, count, work))
+        self._pending += begun
+        self._collector.submit([entry.work for entry in begun])
 
-    def _submit(self, entry: PendingGroup) -> None:
-        request = entry.conversation.next_request()
-        if request is not None:
-            entry.handles["group"] = self._collector.engine.submit(*request)
+    def _receive(self, timeout_s: float) -> None:
+        self._collector.receive([entry.work for entry in self._pending], timeout_s)
 
-    def _receive(self) -> None:
-        """Take what the engine has finished, and start the next turns."""
-        finished = self._collector.engine.poll()
-        for entry in self._pending:
-            for name, handle in list(entry.handles.items()):
-                if any(handle is each for each in finished):
-                    del entry.handles[name]
-                    self._take_answers(entry, name, handle.result())
-
-    def _take_answers(self, entry: PendingGroup, name: str, answers: list[list[Completion]]) -> None:
-        if name == "greedy":
-            entry.greedy = greedy_rollouts([entry.prompt_record], answers)
-        else:
-            entry.conversation.receive(answers)
-            self._submit(entry)
-
-    def _replace_constant_groups(self, step: int) -> list[RolloutGroup]:
+    def _replace_constant_groups(self, finished: Sequence[QueuedGroup], step: int) -> list[RolloutGroup]:
         """Score what has finished; replace groups of equal rewards, and return those."""
-        fresh = [entry for entry in self._pending if entry.is_finished and entry.scored is None]
-        self._score(fresh)
-        dropped = []
-        for entry in fresh:
+        self._collector.score_pending([entry.work for entry in finished])
+        dropped, replaced = [], []
+        for entry in finished:
             if entry.scored is not None and entry.scored.is_dropped:
                 dropped.append(entry.scored)
                 self._pending.remove(entry)
                 if entry.num_replaced + 1 < self._collector.sampler.settings.max_sampling_rounds:
-                    self._begin(step, entry.num_replaced + 1)
+                    replaced.append(entry.num_replaced + 1)
+        self._begin(step, replaced)
         return dropped
 
-    def _score(self, entries: list[PendingGroup]) -> None:
-        if entries:
-            groups = [group for entry in entries for group in entry.conversation.groups]
-            greedy = [rollout for entry in entries for rollout in entry.greedy]
-            for entry, scored in zip(entries, self._collector.score(groups, greedy), strict=True):
-                entry.scored = scored
-
-    def _oldest_finished(self) -> list[PendingGroup]:
+    def _oldest_finished(self) -> list[QueuedGroup]:
         """Return the finished groups that started first, at most one step's number, in the order of the prompts."""
-        finished = [entry for entry in self._pending if entry.is_finished]
+        finished = [entry for entry in self._pending if entry.work.is_finished]
         oldest = sorted(finished, key=lambda entry: (entry.version, entry.position))
         return sorted(oldest[: self._num_groups], key=lambda entry: entry.position)
 
     def _has_enough(self, step: int) -> bool:
         if self._settings.overdue == "wait" and not self._leaves_room(step):
             return False
-        is_idle = all(entry.is_finished for entry in self._pending)
+        is_idle = all(entry.work.is_finished for entry in self._pending)
         return is_idle or len(self._oldest_finished()) == self._num_groups
 
     def _leaves_room(self, step: int) -> bool:
@@ -191,7 +156,11 @@ class AsyncRolloutSource:
         if self._settings.overdue == "drop":
             late = [entry for entry in self._pending if entry.version + self._settings.max_staleness <= step]
         for entry in late:
-            for handle in entry.handles.values():
+            for handle in entry.work.handles.values():
                 handle.cancel()
             self._pending.remove(entry)
         self._num_late = len(late)
+
+
+def _unscored(entries: Sequence[QueuedGroup]) -> list[QueuedGroup]:
+    return [entry for entry in entries if entry.work.is_finished and entry.scored is None]
