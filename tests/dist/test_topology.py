@@ -1,4 +1,6 @@
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
@@ -81,3 +83,14 @@ def test_a_rank_is_known_by_its_variables():
 def test_a_topology_does_not_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Topology().rank = 1
+
+
+def test_torch_is_not_loaded_to_learn_that_there_is_no_driver():
+    lines = [
+        "import sys",
+        "from vectorlm.dist import topology",
+        "topology.DRIVER_FILES = ('no_driver*',)",
+        "assert topology.Topology.from_environment().device == 'cpu'",
+        "assert 'torch' not in sys.modules",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from vectorlm.errors import LaunchError
 
@@ -74,6 +76,10 @@ class Topology:
         return self.device.startswith("cuda")
 
 
+DRIVER_FILES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")
+"""Of NVIDIA's drivers for servers and boards, of WSL's, and of AMD's."""
+
+
 def is_rank(environment: Mapping[str, str] | None = None) -> bool:
     """Return whether torchrun, or a launcher that sets the same variables, made this process a rank."""
     variables = os.environ if environment is None else environment
@@ -82,6 +88,9 @@ def is_rank(environment: Mapping[str, str] | None = None) -> bool:
 
 def device_of(local_rank: int) -> str:
     """Return the device of a rank; raise `LaunchError` on a CUDA machine that has too few."""
+    # Where no driver has a device file, torch need not say so: its import would delay the start of the engine.
+    if "torch" not in sys.modules and not any(any(Path("/dev").glob(name)) for name in DRIVER_FILES):
+        return "cpu"
     import torch
 
     if not torch.cuda.is_available():

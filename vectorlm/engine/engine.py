@@ -105,7 +105,11 @@ class SamplingEngine:
         devices = devices_of_engine(devices, data_parallel_size, topology)
         num_devices = topology.local_world_size // data_parallel_size if devices is None else len(devices)
         arguments.require_devices(engine_args.get("tensor_parallel_size", 1), num_devices, topology)
-        self._sampling_params, self._timeout_s, self._start_timeout_s = sampling_params, timeout_s, start_timeout_s
+        self._sampling_params, self._timeout_s, self._start_timeout_s = (
+            sampling_params,
+            timeout_s,
+            start_timeout_s,
+        )
         self._collectives = Collectives(topology, timeout_s)
         self._engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
         self._ready: messages.Ready | None = None
