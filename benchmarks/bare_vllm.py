@@ -85,9 +85,7 @@ def _serve(model: str, task: str) -> None:
         elif task == "reload_weights":
             runner.reload_weights(weights_iterator=iter(weights))
         else:
-            llm.generate(
-                prompts, SamplingParams(detokenize=False, **prompt_record["sampling_params"]), use_tqdm=False
-            )
+            llm.generate(prompts, SamplingParams(**prompt_record["sampling_params"]), use_tqdm=False)
         _tell(time.perf_counter() - began)
 
 

@@ -5,11 +5,12 @@ The engines take turns, so that whatever else the machine does hits both. Run: p
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bare_vllm import ENGINE, BareVLLM
 from bench_model import save_bench_model
@@ -17,53 +18,76 @@ from report import write_result
 
 import vectorlm
 
-NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 64, 32, 64, 7
-PARAMS = {"temperature": 1.0, "seed": 1, "max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 0}
+ROUNDS = 7
 
 
-def prompts() -> list[list[int]]:
+class Setting(NamedTuple):
+    """What is sampled."""
+
+    prompts: int
+    prompt_tokens: int
+    completions: int
+    """Of each prompt."""
+    new_tokens: int
+
+
+SETTINGS = {
+    "64 x 64 tokens": Setting(64, 32, 1, 64),
+    "8 groups of 8 x 64 tokens": Setting(8, 32, 8, 64),
+    "512 x 12 tokens": Setting(512, 32, 1, 12),
+}
+
+
+def params_of(setting: Setting) -> dict[str, Any]:
+    """Return the sampling parameters: log-probabilities, and as many tokens as there may be."""
+    more = {"n": setting.completions, "max_tokens": setting.new_tokens}
+    return {"temperature": 1.0, "seed": 1, "ignore_eos": True, "logprobs": 0, "detokenize": False, **more}
+
+
+def prompts_of(setting: Setting) -> list[list[int]]:
     """Return random prompts, the same everywhere, no two with a common prefix block."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, 8000, (NUM_PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
+    size = (setting.prompts, setting.prompt_tokens)
+    return torch.randint(3, 8000, size, generator=generator).tolist()
 
 
-def on_rank(folder: str) -> dict[str, list[float]]:
+def on_rank(folder: str) -> dict[str, dict[str, list[float]]]:
     """Let the engines take turns; every rank runs this, rank 0 holds the clock."""
     import torch.distributed as dist
 
     is_main = dist.get_rank() == 0
-    asked = prompts()
-    times: dict[str, list[float]] = {
-        "SamplingEngine.generate": [],
-        "SamplingEngine.sample": [],
-        "vllm.LLM.generate": [],
-    }
+    found: dict[str, dict[str, list[float]]] = {}
+    # Bare vLLM's threads wait as libgomp has them wait: this machine has no other work.
+    os.environ["GOMP_SPINCOUNT"] = "300000"
     bare = BareVLLM(Path(folder), "generate") if is_main else None
+    del os.environ["GOMP_SPINCOUNT"]
     arguments = {name: value for name, value in ENGINE.items() if name != "enforce_eager"}
-    with vectorlm.SamplingEngine(
-        folder, sampling_params={**PARAMS, "detokenize": False}, **arguments
-    ) as engine:
-        for turn in range(ROUNDS + 1):
-            for name, call in (("generate", engine.generate), ("sample", engine.sample)):
-                dist.barrier()
-                start = time.perf_counter()
-                call(asked)
-                times[f"SamplingEngine.{name}"].append(time.perf_counter() - start)
-            if bare is not None:
-                times["vllm.LLM.generate"].append(bare.ask(prompts=asked, sampling_params=PARAMS))
-            if turn == 0:
-                for each in times.values():
-                    each.clear()
+    with vectorlm.SamplingEngine(folder, **arguments) as engine:
+        for name, setting in SETTINGS.items():
+            asked, params = prompts_of(setting), params_of(setting)
+            times: dict[str, list[float]] = {"generate": [], "sample": [], "bare": []}
+            for turn in range(ROUNDS + 1):
+                for which, call in (("generate", engine.generate), ("sample", engine.sample)):
+                    dist.barrier()
+                    start = time.perf_counter()
+                    call(asked, params)
+                    times[which].append(time.perf_counter() - start)
+                if bare is not None:
+                    times["bare"].append(bare.ask(prompts=asked, sampling_params=params))
+                if turn == 0:
+                    for each in times.values():
+                        each.clear()
+            found[name] = times
         receiver = engine.receiver
     if bare is not None:
         bare.close()
     assert receiver == "packed"
-    return times
+    return found
 
 
-def transformers_s(folder: Path) -> list[float]:
+def transformers_s(folder: Path, setting: Setting) -> list[float]:
     """Return the seconds that transformers' `generate` takes for the same prompts, as one batch on all cores."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -71,38 +95,45 @@ def transformers_s(folder: Path) -> list[float]:
 
     disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    batch = torch.tensor(prompts())
+    batch = torch.tensor(prompts_of(setting))
+    length = setting.new_tokens
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        model.generate(
-            batch, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=True, pad_token_id=0
-        )
+        model.generate(batch, max_new_tokens=length, min_new_tokens=length, do_sample=True, pad_token_id=0)
         times.append(time.perf_counter() - start)
     return times[1:]
 
 
 def main() -> None:
     """Measure, print and save."""
+    titles = {
+        "generate": "SamplingEngine.generate",
+        "sample": "SamplingEngine.sample",
+        "bare": "vllm.LLM.generate",
+        "transformers": "transformers generate",
+    }
     with tempfile.TemporaryDirectory() as scratch:
         folder = save_bench_model(Path(scratch) / "model")
-        times = vectorlm.launch(on_rank, str(folder), world_size=2)[0]
-        times["transformers generate"] = transformers_s(folder)
-    tokens = NUM_PROMPTS * NEW_TOKENS
-    base = statistics.median(times["vllm.LLM.generate"])
-    rows = [
-        {
-            "what": name,
-            "tokens/s": round(tokens / statistics.median(each)),
-            "x vllm.LLM.generate": round(base / statistics.median(each), 3),
-        }
-        for name, each in times.items()
-    ]
-    setting = {
-        "world_size": 2, "prompts": NUM_PROMPTS, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS,
-        "dtype": "float32", "rounds": ROUNDS, "sampling_params": PARAMS,
-    }  # fmt: skip
-    write_result("sampling", setting, rows)
+        found = vectorlm.launch(on_rank, str(folder), world_size=2)[0]
+        first = next(iter(SETTINGS))
+        found[first]["transformers"] = transformers_s(folder, SETTINGS[first])
+    rows = []
+    for name, times in found.items():
+        tokens = SETTINGS[name].prompts * SETTINGS[name].completions * SETTINGS[name].new_tokens
+        base = statistics.median(times["bare"])
+        rows += [
+            {
+                "prompts x new tokens": name,
+                "what": titles[which],
+                "tokens/s": round(tokens / statistics.median(each)),
+                "x vllm.LLM.generate": round(base / statistics.median(each), 3),
+            }
+            for which, each in times.items()
+        ]
+    settings = {name: setting._asdict() for name, setting in SETTINGS.items()}
+    setting = {"world_size": 2, "dtype": "float32", "rounds": ROUNDS, "settings": settings}
+    write_result("sampling", setting, rows, {"seconds": found})
 
 
 if __name__ == "__main__":
