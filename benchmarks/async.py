@@ -25,8 +25,8 @@ KEPT = Path(__file__).with_name("filler_reward.py")
 FOLDER, IMAGES = ROOT / "runs" / "async", ROOT / "docs/images"
 SKIPPED = 10
 """Steps whose time does not count: the queue fills until step k."""
-SMOOTHED, THRESHOLD = 10, 0.25
-"""Steps in a row whose mean Countdown reward must reach the threshold."""
+SMOOTHED, THRESHOLDS = 10, (0.25, 0.28)
+"""Steps in a row whose mean Countdown reward must reach the thresholds."""
 SHARED, SPLIT, DRAINED, IN_FLIGHT = (
     "taking turns on all",
     "taking turns, split",
@@ -90,7 +90,7 @@ def main() -> None:
         kept_rows = [row for row in last["rows"] if row["lengths"] not in arguments.cases]
         rows = [row | {"commit": row.get("commit", last["commit"])} for row in kept_rows] + rows
         found = [run for run in last["runs"] if run["lengths"] not in arguments.cases] + found
-    setting = {"seeds": list(arguments.seeds), "steps": arguments.steps, "threshold": THRESHOLD}
+    setting = {"seeds": list(arguments.seeds), "steps": arguments.steps, "thresholds": THRESHOLDS}
     write_result("async", setting, rows, {"runs": found})
     draw(found, IMAGES / "async.png")
     if "long tail" in arguments.cases:
@@ -252,10 +252,10 @@ def smoothed(run: dict[str, Any]) -> list[float]:
     return [statistics.fmean(reward[end - SMOOTHED : end]) for end in range(SMOOTHED, len(reward) + 1)]
 
 
-def time_to_threshold(run: dict[str, Any]) -> tuple[int, float] | None:
+def time_to(threshold: float, run: dict[str, Any]) -> tuple[int, float] | None:
     """Return the steps and seconds after which the smoothed reward has reached the threshold; None if it never has."""
     for steps, mean in enumerate(smoothed(run), SMOOTHED):
-        if mean >= THRESHOLD:
+        if mean >= threshold:
             return steps, run["ends_s"][steps - 1]
     return None
 
@@ -288,8 +288,12 @@ def _row(lengths: str, name: str, found: list[dict[str, Any]]) -> dict[str, Any]
     }
     predicted = predictions(found, lengths).get(name)
     overlap = RUNS[name][1]
-    times = [time_to_threshold(run) for run in runs]
-    there = [each for each in times if each is not None]
+    reached = {}
+    for threshold in THRESHOLDS:
+        there = [each for run in runs if (each := time_to(threshold, run)) is not None]
+        never = "" if len(there) == len(runs) else f", {len(runs) - len(there)} never"
+        reached[f"steps to reward {threshold}"] = mean_and_range([steps for steps, _ in there], 0)
+        reached[f"s to reward {threshold}"] = mean_and_range([seconds for _, seconds in there], 0) + never
     return {
         "run": name,
         "lengths": lengths,
@@ -298,9 +302,7 @@ def _row(lengths: str, name: str, found: list[dict[str, Any]]) -> dict[str, Any]
         "s a step": f"{step_s[name]:.2f}",
         "predicted": "" if predicted is None else f"{predicted:.2f}",
         "times as fast": f"{step_s[HEADLINE[0]] / step_s[name]:.2f}",
-        f"steps to reward {THRESHOLD}": mean_and_range([steps for steps, _ in there], 0),
-        f"s to reward {THRESHOLD}": mean_and_range([seconds for _, seconds in there], 0)
-        + ("" if len(there) == len(times) else f", {len(times) - len(there)} never"),
+        **reached,
         "reward at the end": f"{statistics.fmean(statistics.fmean(r['reward'][-SMOOTHED:]) for r in runs):.2f}",
         "lag": f"{mean('lag'):.2f}",
         "by formula": str(overlap["max_staleness"] if overlap is not None else 0),
@@ -325,7 +327,8 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
                 run["ends_s"][SMOOTHED - 1 :], smoothed(run), color=colour, alpha=0.75, lw=1.2, label=label
             )
             label = ""
-    curves.axhline(THRESHOLD, color="black", lw=0.6)
+    for threshold in THRESHOLDS:
+        curves.axhline(threshold, color="black", lw=0.6)
     curves.set(
         title="Long tail: reward against time, one line per seed",
         xlabel="seconds of training",

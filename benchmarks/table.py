@@ -30,7 +30,7 @@ PAGES = {
         ),
         Table(
             "sampling",
-            "Sampling for 64 prompts of 32 tokens, 64 new tokens each (median of 7, taken in turn)",
+            "Sampling with log-probabilities, prompts of 32 tokens (medians of 7, taken in turn)",
         ),
         Table(
             "broadcast",
@@ -53,6 +53,10 @@ PAGES = {
         ),
     ],
     "docs/speed.md": [
+        Table(
+            "before_after",
+            "Sampling, swaps and dynamic sampling of two commits, and bare vLLM (medians of three rounds, in turn)",
+        ),
         Table("rl_step", "A step of GRPO: tokens, completions of a group and groups (medians of six steps)"),
         Table(
             "sft",
@@ -84,6 +88,8 @@ PAGES = {
                 "times as fast",
                 "steps to reward 0.25",
                 "s to reward 0.25",
+                "steps to reward 0.28",
+                "s to reward 0.28",
                 "reward at the end",
                 "commit",
             ),
@@ -106,6 +112,12 @@ PAGES = {
         ),
         Table(
             "staleness", "Points of held-out accuracy that 64 optimizer steps gain: mean (range) of the seeds"
+        ),
+    ],
+    "docs/simulation.md": [
+        Table(
+            "simulate",
+            "**Simulated, not measured**: a step of 128 prompts with 16 completions of Llama 3.1 8B on H100 GPUs",
         ),
     ],
     "docs/reliability.md": [
