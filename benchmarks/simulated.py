@@ -1,0 +1,267 @@
+"""Engines and a trainer on a simulated clock, driven by the library's own collector and asynchronous source."""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from vectorlm.rl.collector import RolloutCollector
+from vectorlm.rl.prompts import PromptOrder
+from vectorlm.rl.rollout import RolloutGroup, kept_groups
+from vectorlm.rl.settings import CollectSettings
+from vectorlm.rollouts.async_source import AsyncRolloutSource
+from vectorlm.rollouts.settings import AsyncSettings
+from vectorlm.train.recorder import Timer
+from vectorlm.types import PromptRecord
+
+SKIPPED, STEPS = 10, 60
+"""Steps until a queue has filled, and steps that count."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What engine and trainer take on the devices that they have."""
+
+    step_s: Callable[[float], float]
+    """Seconds of a decoding step by the sequences in it, of one engine."""
+    admit_s: float
+    """Seconds of an engine for each new sequence: its prompt, and its way in and out."""
+    train_s: Callable[[float], float]
+    """Seconds of everything that the trainer does with a batch of so many tokens."""
+    swap_s: float
+    """Seconds in which new weights stop the engines and the trainer."""
+    num_engines: int = 1
+    max_num_seqs: int = 512
+    both_at_once: float = 1.0
+    """How much slower engine and trainer are while both compute."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is sampled: groups as they come, some of which dynamic sampling drops."""
+
+    groups: Sequence[tuple[tuple[int, ...], bool]]
+    """Tokens of each completion, and whether all rewards are equal."""
+    prompts_per_step: int
+    prompt_tokens: int
+    rounds: int = 1
+
+
+class Clock:
+    """The time of the simulation, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+
+class Handle:
+    """Sequences of one request."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths, self.left = lengths, len(lengths)
+
+    def result(self) -> list[Sequence[int]]:
+        """Return the lengths of the completions."""
+        return [self.lengths]
+
+    def cancel(self) -> None:
+        """Do nothing: no case here drops what is late."""
+
+
+class Engine:
+    """One of several engines: all its sequences advance by a token at a time, as long as there is room for them."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs, self.now, self.tokens, self.slowdown = costs, 0.0, 0, 1.0
+        self.running: list[tuple[int, int, Handle]] = []
+        self.waiting: list[tuple[int, int, Handle]] = []
+        self.busy_s = 0.0
+
+    @property
+    def load(self) -> int:
+        """Return the sequences that it has."""
+        return len(self.running) + len(self.waiting)
+
+    def next_end(self) -> float:
+        """Return when the next sequence ends if nothing is added."""
+        self._admit()
+        if not self.running:
+            return float("inf")
+        return self.now + (self.running[0][0] - self.tokens) * self._step_s()
+
+    def advance(self, until: float, finished: list[Handle]) -> None:
+        """Compute until then, to the end of the step that has begun; add the handles whose last sequence has ended."""
+        while self.now < until:
+            self._admit()
+            if not self.running:
+                self.now = until
+                return
+            step_s = self._step_s()
+            steps = min(self.running[0][0] - self.tokens, max(1, round((until - self.now) / step_s)))
+            self.tokens += steps
+            self.now += steps * step_s
+            self.busy_s += steps * step_s
+            while self.running and self.running[0][0] <= self.tokens:
+                handle = heapq.heappop(self.running)[2]
+                handle.left -= 1
+                if not handle.left:
+                    finished.append(handle)
+
+    def _step_s(self) -> float:
+        return self.costs.step_s(len(self.running)) * self.slowdown
+
+    def _admit(self) -> None:
+        room = self.costs.max_num_seqs - len(self.running)
+        admitted, self.waiting = self.waiting[:room], self.waiting[room:]
+        for length, number, handle in admitted:
+            heapq.heappush(self.running, (self.tokens + length, number, handle))
+        took = len(admitted) * self.costs.admit_s * self.slowdown
+        self.now += took
+        self.busy_s += took
+
+
+class Engines:
+    """What the library's collector takes for its engine."""
+
+    def __init__(self, clock: Clock, costs: Costs) -> None:
+        self.clock, self.costs, self.count = clock, costs, 0
+        self.engines = [Engine(costs) for _ in range(costs.num_engines)]
+        self.finished: list[Handle] = []
+
+    def submit_many(self, requests: Iterable[Any]) -> list[Handle]:
+        """Give each sequence to the engine with the fewest."""
+        handles = []
+        for (record,), _ in requests:
+            handles.append(Handle(record))
+            for length in record:
+                engine = min(self.engines, key=lambda each: each.load)
+                engine.now = max(engine.now, self.clock.now) if not engine.load else engine.now
+                self.count += 1
+                engine.waiting.append((length, self.count, handles[-1]))
+        return handles
+
+    def poll(self, timeout_s: float = 0.0) -> list[Handle]:
+        """Let time pass until something has finished, if there is time at all."""
+        while timeout_s and not self.finished and any(each.load for each in self.engines):
+            self.advance(self._next_end())
+        found, self.finished = self.finished, []
+        return found
+
+    def _next_end(self) -> float:
+        # A little later, or rounding would leave the step before it.
+        return min(each.next_end() for each in self.engines) + 1e-9
+
+    def advance(self, until: float) -> None:
+        """Let all engines compute until then."""
+        for engine in self.engines:
+            engine.advance(until, self.finished)
+        self.clock.now = max(until, self.clock.now)
+
+    def train(self, seconds: float) -> None:
+        """Let the trainer compute for `seconds`, or longer if the engines compute at the same time."""
+        if any(engine.load for engine in self.engines):
+            seconds *= self.costs.both_at_once
+            for engine in self.engines:
+                engine.slowdown = self.costs.both_at_once
+        self.advance(self.clock.now + seconds)
+        for engine in self.engines:
+            engine.slowdown = 1.0
+
+    def swap(self, drains: bool) -> None:
+        """Stop the engines for new weights, at once or when they have nothing left."""
+        while drains and any(engine.load for engine in self.engines):
+            self.advance(self._next_end())
+        self.clock.now += self.costs.swap_s
+        for engine in self.engines:
+            engine.now = max(engine.now, self.clock.now)
+
+
+class Conversation:
+    """One turn of each prompt; a "rollout" is its number of tokens."""
+
+    def __init__(self, records: Sequence[PromptRecord]) -> None:
+        self.asked = [([record.columns["lengths"]], None) for record in records]
+        self.groups = [record.columns["lengths"] for record in records]
+
+    def next_request(self) -> Any:
+        """Return what has not been asked yet."""
+        return self.asked.pop() if self.asked else None
+
+    def receive(self, answers: Any) -> None:
+        """Take nothing: the lengths are known."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What the collector reads of `GroupSampler`."""
+
+    settings: CollectSettings
+
+    def begin(self, records: Sequence[PromptRecord], position: int) -> Conversation:
+        """Begin groups."""
+        return Conversation(records)
+
+
+@dataclass
+class Scorer:
+    """Gives equal rewards to the groups of `dropped` lengths, which are told apart by identity."""
+
+    dropped: dict[int, bool] = field(default_factory=dict)
+
+    def score(self, groups: Sequence[Any], greedy: Any) -> list[RolloutGroup]:
+        """Score groups; their rollouts are their lengths."""
+        equal, others = torch.ones(2), torch.tensor([0.0, 1.0])
+        return [RolloutGroup(group, equal if self.dropped[id(group)] else others, {}) for group in groups]
+
+
+def simulate(costs: Costs, work: Work, max_staleness: int | None, drains: bool = False) -> dict[str, float]:
+    """Return the mean seconds of a step, and the shares in which engines and trainer had nothing to do."""
+    clock = Clock()
+    engines = Engines(clock, costs)
+    # One record for each group: each must be an object of its own, as the scorer goes by identity.
+    records = [
+        PromptRecord("", {"lengths": tuple(lengths), "equal": equal}) for lengths, equal in work.groups
+    ]
+    settings = CollectSettings(
+        prompts=("",),
+        prompts_per_step=work.prompts_per_step,
+        group_size=len(work.groups[0][0]),
+        max_sampling_rounds=work.rounds,
+    )
+    collector = RolloutCollector(
+        engine=engines,  # type: ignore[arg-type]
+        sampler=Sampler(settings),  # type: ignore[arg-type]
+        prompts=PromptOrder(records, 0),
+        scorer=Scorer({id(record.columns["lengths"]): record.columns["equal"] for record in records}),
+        drops_constant_groups=any(equal for _, equal in work.groups),
+    )
+    # Each group is a request of its own, so that several engines share them.
+    collector = (
+        collector if collector.drops_constant_groups else replace(collector, drops_constant_groups=True)
+    )
+    source: Any = collector
+    if max_staleness:
+        update = "drain" if drains else "keep"
+        source = AsyncRolloutSource(collector, AsyncSettings(max_staleness=max_staleness, update=update))
+    ends, waits, busy = [], [], []
+    for step in range(SKIPPED + STEPS):
+        engines.swap(drains)
+        asked_at = clock.now
+        groups = source.collect(step, Timer(lambda: clock.now))
+        waits.append(clock.now - asked_at)
+        tokens = sum(sum(group.rollouts) for group in kept_groups(groups))
+        tokens += sum(len(group.rollouts) for group in kept_groups(groups)) * work.prompt_tokens
+        engines.train(costs.train_s(tokens))
+        ends.append(clock.now)
+        busy.append(statistics.fmean(engine.busy_s for engine in engines.engines))
+    span = ends[-1] - ends[SKIPPED - 1]
+    return {
+        "step_s": span / STEPS,
+        "engine_idle": 1 - (busy[-1] - busy[SKIPPED - 1]) / span,
+        "trainer_idle": sum(waits[SKIPPED:]) / span,
+    }
