@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vectorlm.contracts import WeightSource
 from vectorlm.dist.placement import tensor_parallel_size
@@ -15,6 +15,9 @@ from vectorlm.settings import require_choice
 from vectorlm.types import InFlight, Prompt
 from vectorlm.weights.model_size import read_model_size
 
+if TYPE_CHECKING:
+    from vectorlm.engine.warm_start import WarmStart
+
 LORA_MODES = ("auto", "adapter", "merged")
 
 
@@ -22,6 +25,14 @@ def require_names(receiver: str, transport: str) -> None:
     """Raise ValueError for an unknown receiver or transport."""
     require_choice("receiver", receiver, Receivers)
     require_choice("transport", transport, Transports)
+
+
+def require_loaded(warm_start: WarmStart | None, inference: str) -> None:
+    """Raise ValueError for a `WarmStart` of another backend."""
+    if warm_start is not None and warm_start.inference != inference:
+        raise ValueError(
+            f"warm_start has loaded {warm_start.inference!r}, and inference={inference!r}: they must be the same."
+        )
 
 
 def choose_lora_mode(lora_mode: str, enable_lora: bool) -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import vllm
 
     from vectorlm.contracts import WeightSource
+    from vectorlm.engine.warm_start import WarmStart
 
 WAIT_S = 0.05
 """Longest wait of a rank for its own engine before it looks at the other ranks again."""
@@ -66,6 +67,7 @@ class SamplingEngine:
         timeout_s: Longest silence tolerated from the engine or from a rank, in seconds.
         start_timeout_s: Longest time that the engine may take to load, in seconds.
         log_path: A file for the sampler process's output.
+        warm_start: Has the libraries of `inference` loaded already; `vectorlm.WarmStart`.
         **engine_args: vLLM's ``EngineArgs`` (``dtype``, ``max_model_len``, ``tensor_parallel_size`` …), or arguments of
             another `inference`.
 
@@ -91,10 +93,12 @@ class SamplingEngine:
         timeout_s: float = 300.0,
         start_timeout_s: float = 1800.0,
         log_path: str | Path | None = None,
+        warm_start: WarmStart | None = None,
         **engine_args: Any,
     ) -> None:
         let_go_of_last_error()
         arguments.require_names(receiver, transport)
+        arguments.require_loaded(warm_start, inference)
         lora_mode = arguments.choose_lora_mode(lora_mode, bool(engine_args.get("enable_lora")))
         arguments.require_folder(model)
         self._topology = topology = Topology.from_environment() if topology is None else topology
@@ -123,24 +127,14 @@ class SamplingEngine:
             if channel == "inline":
                 self._channel = InlineChannel(start, while_waiting=self._collectives.show_life)
             else:
-                self._channel = ProcessChannel(
-                    start,
-                    topology,
-                    ranks_per_engine=self._engine_ranks.ranks_per_engine,
-                    devices=devices,
-                    log_path=arguments.log_of_this_host(log_path, topology),
-                    while_waiting=self._collectives.show_life,
-                )
+                log = arguments.log_of_this_host(log_path, topology)
+                how: dict[str, Any] = {"devices": devices, "log_path": log, "warm_start": warm_start}
+                how |= {"ranks_per_engine": self._engine_ranks.ranks_per_engine}
+                how |= {"while_waiting": self._collectives.show_life}
+                self._channel = ProcessChannel(start, topology, **how)
         # Nothing here may point back to the engine: dropped by a notebook cell, it must end at once.
-        self._swap = HotSwap(
-            topology,
-            self._engine_ranks,
-            self._channel,
-            lora_mode=lora_mode,
-            silence_s=timeout_s,
-            verify=verify_updates,
-            transport=transport,
-        )
+        how = {"lora_mode": lora_mode, "verify": verify_updates, "transport": transport}
+        self._swap = HotSwap(topology, self._engine_ranks, self._channel, silence_s=timeout_s, **how)
         if topology.is_cuda:
             self.wait_until_ready()
 

@@ -2,8 +2,9 @@
 
 `ProcessChannel` starts it as ``python -m vectorlm.engine.process <descriptor> <parent> <scratch>``.
 
-A backend's module may define two hooks: ``prepare_process(scratch)`` runs before the backend is built, with a folder
-that is removed with the process; ``start_worker()`` runs first in every process that multiprocessing spawns from this.
+A backend's module may define hooks: ``prepare_process(scratch)`` runs before the backend is built, with a folder
+that is removed with the process; ``start_worker()`` runs first in every process that multiprocessing spawns from this;
+``load_libraries()`` imports what building it would import, in the process of a `WarmStart`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import socket
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -23,6 +25,7 @@ from vectorlm.dist.process_end import follow_parent, remove_folder
 from vectorlm.engine import messages
 from vectorlm.engine.process_channel import CORES_VARIABLE
 from vectorlm.engine.scheduler import Scheduler, open_backend, portable
+from vectorlm.engine.warm_start import fork_on_request
 from vectorlm.errors import EngineError
 from vectorlm.plugin import is_plugin, load_plugin
 
@@ -91,9 +94,9 @@ def serve(connection: Connection, scratch: str) -> None:
             last_sign = time.monotonic()
 
 
-def main() -> None:
-    """Run the sampler process."""
-    descriptor, parent, scratch = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+def run(arguments: list[str]) -> None:
+    """Run the sampler process with these arguments."""
+    descriptor, parent, scratch = int(arguments[0]), int(arguments[1]), arguments[2]
     if cores := os.environ.get(CORES_VARIABLE):
         set_affinity([int(core) for core in cores.split(",")])
     follow_parent(parent, scratch)
@@ -106,6 +109,17 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def main() -> None:
+    """Be a sampler process, or one that sampler processes are forked from."""
+    if sys.argv[1] == "--fork":
+        descriptor, inference = int(sys.argv[2]), sys.argv[3]
+        call_hook(inference, "load_libraries")
+        with socket.socket(fileno=descriptor) as control:
+            fork_on_request(control, run)
+        os._exit(0)
+    run(sys.argv[1:])
 
 
 if __name__ == "__main__":
