@@ -1,5 +1,6 @@
 """Engines that are forked from a process which has vLLM loaded: the same engines, and the same ends."""
 
+import copy
 import os
 import signal
 import time
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from vectorlm import SamplingEngine, WarmStart
 from vectorlm.errors import EngineDied, EngineError
 
-TINY_LLAMA = {"tied": True}
+TINY_LLAMA = {"tied": True, "hidden_size": 64}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def test_an_engine_is_the_one_that_starts_by_itself(warm, folder, tmp_path):
         assert gap < 1e-4
         (pid,) = forked(warm)
         assert engine._channel.pid == pid
-        perturb(model, seed=1)
+        perturb(model, copy.deepcopy(model), seed=1)
         engine.update(model, 1)
         equal, gap, _ = compare(engine, model)
         assert all(equal)
