@@ -21,7 +21,7 @@ from report import write_result
 
 import vectorlm
 
-ROUNDS = 5
+ROUNDS = 3
 ONE_TOKEN = {"max_tokens": 1, "ignore_eos": True, "detokenize": False}
 
 OURS = """

@@ -57,6 +57,10 @@ PAGES = {
             "before_after",
             "Sampling, swaps and dynamic sampling of two commits, and bare vLLM (medians of three rounds, in turn)",
         ),
+        Table(
+            "sampling_parts",
+            "Where sampling's time goes, with texts and log-probabilities (medians of three rounds)",
+        ),
         Table("rl_step", "A step of GRPO: tokens, completions of a group and groups (medians of six steps)"),
         Table(
             "sft",

@@ -13,10 +13,13 @@ class Answered:
     """A handle whose answers are there."""
 
     def __init__(self, prompts, answers):
-        self.prompts, self.answers = prompts, answers
+        self.prompts, self.answers, self.is_cancelled = prompts, answers, False
 
     def result(self):
         return self.answers
+
+    def cancel(self):
+        self.is_cancelled = True
 
 
 class Echo:

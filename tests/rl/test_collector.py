@@ -97,11 +97,11 @@ def groups_of_rounds(prompts, stored, num_groups, max_rounds, share, is_dropped)
     return found, num_fresh, num_stored
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5])
 @pytest.mark.parametrize("max_rounds", [1, 2, 5])
 def test_dynamic_sampling_returns_the_groups_of_rounds_in_whatever_order_they_finish(max_rounds, share):
     shapes = set()
-    for seed in range(20):
+    for seed in range(60):
         dice = random.Random(seed)
         dropped = {index for index in range(20) if dice.random() < 0.5}
         mine = make_collector(
@@ -124,7 +124,7 @@ def test_dynamic_sampling_returns_the_groups_of_rounds_in_whatever_order_they_fi
         )
         found = mine.collect(0, Timer())
         assert (prompts_of(found), mine.prompts.position, mine.replay.position) == expected
-        assert mine.engine.in_flight == []
+        assert [handle for handle in mine.engine.in_flight if not handle.is_cancelled] == []
         shapes.add(len(found))
     assert len(shapes) > 3 or max_rounds == 1
 

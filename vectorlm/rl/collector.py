@@ -141,7 +141,9 @@ class RolloutCollector:
             if finished:
                 with timer.span("time/score_s"):
                     self.score_pending(finished)
-            if all(each.scored for each in (*fresh, *stored)) and self._rounds(fresh, stored) == rounds:
+            needed = self._needed(rounds, fresh, stored)
+            if all(each.scored for each in needed) and self._rounds(fresh, stored) == rounds:
+                self._put_back(fresh, stored, needed)
                 groups = [iter([group for each in kind for group in each.scored]) for kind in (fresh, stored)]
                 return [
                     group
@@ -175,7 +177,7 @@ class RolloutCollector:
     ) -> None:
         """Begin what the rounds need and nobody has begun; without dynamic sampling all of it as one."""
         num_fresh, num_stored = (
-            sum(counts) - sum(len(each.prompt_records) for each in begun)
+            max(sum(counts) - sum(len(each.prompt_records) for each in begun), 0)
             for counts, begun in zip(zip(*rounds, strict=True), (fresh, stored), strict=True)
         )
         position, records = self.prompts.position, self.prompts.take(num_fresh)
@@ -192,6 +194,27 @@ class RolloutCollector:
         fresh += new
         stored += kept
         self.submit([*new, *kept])
+
+    def _needed(
+        self,
+        rounds: Sequence[tuple[int, int]],
+        fresh: Sequence[PendingGroups],
+        stored: Sequence[PendingGroups],
+    ) -> list[PendingGroups]:
+        """Return what the rounds take. More may have been begun: which share of a round is stored is rounded."""
+        num_fresh, num_stored = map(sum, zip(*rounds, strict=True))
+        return [*fresh[:num_fresh], *stored[:num_stored]]
+
+    def _put_back(
+        self, fresh: Sequence[PendingGroups], stored: Sequence[PendingGroups], needed: Sequence[PendingGroups]
+    ) -> None:
+        """Leave what no round needed after all to the next step."""
+        for kind, order in ((fresh, self.prompts), (stored, self.replay)):
+            for each in kind:
+                if order is not None and not any(each is other for other in needed):
+                    order.position -= 1
+                    for handle in each.handles.values():
+                        handle.cancel()
 
     def submit(self, pending: Sequence[PendingGroups]) -> None:
         """Ask for what these need first."""
