@@ -24,6 +24,7 @@ from simulated import SKIPPED, STEPS, Costs, Work, simulate
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Sequences in a decoding step whose time is measured."""
+GPU_STEPS = 16
 CHECKED = {
     "taking turns on all, 1 rank": None,
     "taking turns, split": 0,
@@ -85,8 +86,8 @@ def lines_of(output: Path) -> list[dict[str, float]]:
 
 
 def trained_tokens(line: dict[str, float]) -> float:
-    """Return the tokens that a step of async.py trained on, prompts included."""
-    return line["perf/trained_tokens"] + line["rollout/groups"] * 8 * line["prompt/length_mean"]
+    """Return the tokens that a step of async.py trained on, and each prompt once."""
+    return line["perf/trained_tokens"] + line["rollout/groups"] * line["prompt/length_mean"]
 
 
 def training_costs(output: Path) -> tuple[float, float]:
@@ -220,7 +221,9 @@ def on_gpus() -> list[dict[str, Any]]:
             mean = statistics.fmean(length for each, _ in groups for length in each)
             work = Work(groups, 128, 512, rounds=8)
             for gpus in (8, 64):
-                found = {"taking turns": (simulate(h100s(gpus, gpus, mean), work, None), gpus)}
+                found = {
+                    "taking turns": (simulate(h100s(gpus, gpus, mean), work, None, num_steps=GPU_STEPS), gpus)
+                }
                 for name, staleness in (
                     ("one step off", 1),
                     ("in flight, k = 1", 1),
@@ -250,7 +253,7 @@ def on_gpus() -> list[dict[str, Any]]:
                     }
                     for name, (each, engines) in found.items()
                 ]
-                print(rows[-4:], flush=True)
+                print(*rows[-3:], sep="\n", flush=True)
     return rows
 
 
@@ -278,11 +281,11 @@ def draw(checked: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) 
     dots.legend(frameon=False, fontsize=8)
     cases = list(dict.fromkeys((row["GPUs"], row["completions"], row["groups dropped, %"]) for row in rows))
     names = list(dict.fromkeys(row["run"] for row in rows))
-    colours = ("tab:gray", "tab:orange", "tab:cyan", "tab:blue")
+    colours = ("tab:gray", "tab:orange", "tab:blue")
     for place, name in enumerate(names):
         values = [float(row["times as fast"]) for row in rows if row["run"] == name]
-        places = [index + 0.2 * (place - 1.5) for index in range(len(cases))]
-        bars.bar(places, values, width=0.19, color=colours[place], label=name)
+        places = [index + 0.27 * (place - 1) for index in range(len(cases))]
+        bars.bar(places, values, width=0.26, color=colours[place], label=name)
     labels = [
         f"{gpus} GPUs\n{text.split(',')[0]}" + (f"\n{dropped} % dropped" if dropped else "")
         for gpus, text, dropped in cases

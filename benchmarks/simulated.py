@@ -219,7 +219,9 @@ class Scorer:
         return [RolloutGroup(group, equal if self.dropped[id(group)] else others, {}) for group in groups]
 
 
-def simulate(costs: Costs, work: Work, max_staleness: int | None, drains: bool = False) -> dict[str, float]:
+def simulate(
+    costs: Costs, work: Work, max_staleness: int | None, drains: bool = False, num_steps: int = STEPS
+) -> dict[str, float]:
     """Return the mean seconds of a step, and the shares in which engines and trainer had nothing to do."""
     clock = Clock()
     engines = Engines(clock, costs)
@@ -249,19 +251,20 @@ def simulate(costs: Costs, work: Work, max_staleness: int | None, drains: bool =
         update = "drain" if drains else "keep"
         source = AsyncRolloutSource(collector, AsyncSettings(max_staleness=max_staleness, update=update))
     ends, waits, busy = [], [], []
-    for step in range(SKIPPED + STEPS):
+    for step in range(SKIPPED + num_steps):
         engines.swap(drains)
         asked_at = clock.now
         groups = source.collect(step, Timer(lambda: clock.now))
         waits.append(clock.now - asked_at)
         tokens = sum(sum(group.rollouts) for group in kept_groups(groups))
-        tokens += sum(len(group.rollouts) for group in kept_groups(groups)) * work.prompt_tokens
+        # A prompt is computed once for its group.
+        tokens += len(kept_groups(groups)) * work.prompt_tokens
         engines.train(costs.train_s(tokens))
         ends.append(clock.now)
         busy.append(statistics.fmean(engine.busy_s for engine in engines.engines))
     span = ends[-1] - ends[SKIPPED - 1]
     return {
-        "step_s": span / STEPS,
+        "step_s": span / num_steps,
         "engine_idle": 1 - (busy[-1] - busy[SKIPPED - 1]) / span,
         "trainer_idle": sum(waits[SKIPPED:]) / span,
     }

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from vectorlm.dist.topology import Topology
-from vectorlm.engine.process_channel import CORES_VARIABLE, sampler_environment
+from vectorlm.engine.environment import CORES_VARIABLE, sampler_environment
 
 TWO_RANKS = Topology(0, 0, 2, 2)
 SECOND_ON_CUDA = Topology(1, 1, 4, 4, "cuda:1")
@@ -69,6 +69,6 @@ def test_threads_wait_in_short_loops_unless_the_user_says_otherwise():
         environment = sampler_environment(given, "scratch", TWO_RANKS)
         return environment.get("GOMP_SPINCOUNT"), environment.get("OMP_WAIT_POLICY")
 
-    assert spins() == ("1000", None)
+    assert spins() == ("10000", None)
     assert spins(GOMP_SPINCOUNT="7") == ("7", None)
     assert spins(OMP_WAIT_POLICY="ACTIVE") == (None, "ACTIVE")

@@ -23,7 +23,7 @@ from vectorlm.contracts import BACKENDS
 from vectorlm.dist.placement import set_affinity
 from vectorlm.dist.process_end import follow_parent, remove_folder
 from vectorlm.engine import messages
-from vectorlm.engine.process_channel import CORES_VARIABLE
+from vectorlm.engine.environment import CORES_VARIABLE
 from vectorlm.engine.scheduler import Scheduler, open_backend, portable
 from vectorlm.engine.warm_start import fork_on_request
 from vectorlm.errors import EngineError

@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
+from vectorlm.dist.topology import Topology
+from vectorlm.engine.environment import sampler_environment
 from vectorlm.errors import EngineError
 
 POLL_S = 0.25
@@ -40,9 +42,6 @@ class WarmStart:
 
     def __init__(self, inference: str = "vllm") -> None:
         """Begin to load the libraries of `inference`, a name as `SamplingEngine` takes it, in the background."""
-        from vectorlm.dist.topology import Topology
-        from vectorlm.engine.process_channel import sampler_environment
-
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = sampler_environment(os.environ, tempfile.gettempdir(), Topology())
         self.inference = inference

@@ -1,0 +1,78 @@
+"""The variables that a sampler process starts with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import vectorlm
+from vectorlm.dist.placement import bounded_spin
+from vectorlm.dist.topology import Topology
+
+CORES_VARIABLE = "VECTORLM_SAMPLER_CORES"
+"""The cores that only the sampler process uses, if there are any."""
+TRAINER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TRAINER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE_")
+
+
+def sampler_environment(
+    trainer: Mapping[str, str],
+    scratch: str,
+    topology: Topology,
+    ranks_per_engine: int | None = None,
+    num_workers: int = 1,
+    devices: Sequence[int] | None = None,
+) -> dict[str, str]:
+    """Return the sampler's variables: the trainer's without its place in the run, plus what starts vLLM fast.
+
+    What the user has set wins, except where vLLM would then not run in one process, and except one thread under a
+    launcher: torchrun sets that where there are several ranks, but while the sampler works the ranks wait. Engines
+    that share a node, and the workers of a parallel engine, share its cores. On CUDA an engine computes on the first
+    devices that it sees, those of its ranks or `devices`; it sees the others of the node's ranks to pull weights from.
+    """
+    kept = {
+        name: value
+        for name, value in trainer.items()
+        if name not in TRAINER_VARIABLES and not name.startswith(TRAINER_PREFIXES)
+    }
+    if (
+        "TORCHELASTIC_RUN_ID" in trainer
+        and topology.local_world_size > 1
+        and kept.get("OMP_NUM_THREADS") == "1"
+    ):
+        del kept["OMP_NUM_THREADS"]
+    defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", **bounded_spin(trainer)}
+    of_engine = ranks_per_engine or topology.local_world_size
+    if topology.is_cuda:
+        own = range(topology.local_rank, topology.local_rank + of_engine) if devices is None else devices
+        places = list(dict.fromkeys([*own, *range(topology.local_world_size)]))
+        kept["CUDA_VISIBLE_DEVICES"] = _devices(kept.get("CUDA_VISIBLE_DEVICES"), places)
+    else:
+        num_cores = len(os.sched_getaffinity(0)) * of_engine // topology.local_world_size
+        if devices is not None:
+            num_cores = len(devices)
+            kept[CORES_VARIABLE] = ",".join(map(str, devices))
+        defaults |= {
+            "OMP_NUM_THREADS": str(max(1, num_cores // num_workers)),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    library = str(Path(vectorlm.__file__).parent.parent)
+    path = os.pathsep.join([library, kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else [library])
+    forced = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Workers must import the sampler's main module first (see `start_worker`).
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # Killed workers leave their queues to the resource tracker, which would warn.
+        "PYTHONWARNINGS": ",".join(filter(None, [kept.get("PYTHONWARNINGS"), "ignore:resource_tracker"])),
+        "PYTHONPATH": path,
+        "TMPDIR": scratch,
+    }
+    return {**defaults, **kept, **forced}
+
+
+def _devices(visible: str | None, places: Sequence[int]) -> str:
+    """Return the devices at `places` among those that the trainer sees."""
+    names = None if visible is None else visible.split(",")
+    return ",".join(str(place) if names is None else names[place] for place in places)
