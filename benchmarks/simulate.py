@@ -291,7 +291,7 @@ def draw(checked: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) 
         places = [index + 0.27 * (place - 1) for index in range(len(cases))]
         bars.bar(places, values, width=0.26, color=colours[place], label=name)
     labels = [
-        f"{gpus} GPUs\n{text.split(',')[0]}" + (f"\n{dropped} % dropped" if dropped else "")
+        f"{gpus} GPUs\n{text.split(',')[0]}" + (f"\n{dropped} %\ndropped" if dropped else "")
         for gpus, text, dropped in cases
     ]
     bars.set_xticks(range(len(cases)), labels, fontsize=8)
