@@ -87,32 +87,44 @@ def lines_of(output: Path) -> list[dict[str, float]]:
     return [line for line in lines if "time/step_s" in line][SKIPPED:]
 
 
-def trained_tokens(line: dict[str, float]) -> float:
-    """Return the tokens that a step of async.py trained on, and each prompt once."""
-    return line["perf/trained_tokens"] + line["rollout/groups"] * line["prompt/length_mean"]
-
-
-def training_costs(output: Path) -> tuple[float, float]:
-    """Fit what a step takes besides waiting for the engine: seconds, and seconds for each token."""
-    lines = lines_of(output)
-    tokens = [trained_tokens(line) for line in lines]
-    seconds = [line["time/step_s"] - line["time/generate_s"] for line in lines]
-    slope, start = statistics.linear_regression(tokens, seconds)
-    return start, slope
-
-
-def work_of(output: Path, tokenizer: Any) -> Work:
-    """Return what a run sampled. Of dropped groups only number and mean length are known: they get others' lengths."""
+def kept_groups(output: Path, tokenizer: Any) -> dict[int, list[tuple[int, ...]]]:
+    """Return the tokens of each completion that a run trained on, by step and group, of the steps that count."""
     groups: dict[tuple[int, int], list[int]] = {}
     for line in (output / "rollouts.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row["train_step"] > SKIPPED:
             # Each text ends with a token that is not in it, unless it was cut.
             tokens = len(tokenizer(row["completion"], add_special_tokens=False)["input_ids"])
-            groups.setdefault((row["train_step"], row["group"]), []).append(
-                tokens + (row["finish_reason"] == "stop")
-            )
-    kept = [tuple(lengths) for lengths in groups.values()]
+            group = groups.setdefault((row["train_step"], row["group"]), [])
+            group.append(tokens + (row["finish_reason"] == "stop"))
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for (step, _), lengths in groups.items():
+        found.setdefault(step, []).append(tuple(lengths))
+    return found
+
+
+def training(output: Path, tokenizer: Any) -> list[tuple[float, float]]:
+    """Return the tokens of each step, each prompt once, and the seconds that were not spent waiting for the engine."""
+    kept = kept_groups(output, tokenizer)
+    return [
+        (
+            sum(map(sum, kept[int(line["step"])])) + line["rollout/groups"] * line["prompt/length_mean"],
+            line["time/step_s"] - line["time/generate_s"],
+        )
+        for line in lines_of(output)
+        if int(line["step"]) in kept
+    ]
+
+
+def training_costs(output: Path, tokenizer: Any) -> tuple[float, float]:
+    """Fit what a step takes besides waiting for the engine: seconds, and seconds for each token."""
+    slope, start = statistics.linear_regression(*zip(*training(output, tokenizer), strict=True))
+    return start, slope
+
+
+def work_of(output: Path, tokenizer: Any) -> Work:
+    """Return what a run sampled. Of dropped groups only number and mean length are known: they get others' lengths."""
+    kept = [lengths for groups in kept_groups(output, tokenizer).values() for lengths in groups]
     lines = lines_of(output)
     num_kept, num_sampled = (
         sum(line[f"rollout/{name}"] for line in lines) for name in ("groups", "sampled_groups")
@@ -150,23 +162,24 @@ def check() -> tuple[list[dict[str, Any]], dict[str, Any]]:
     }
     rows = []
     for lengths in bench.CASES:
-        training = {name: training_costs(bench._output(lengths, name, 0)) for name in (shared, split)}
+        costs_of = {
+            name: training_costs(bench._output(lengths, name, 0), tokenizer) for name in (shared, split)
+        }
         # How much both lose while they compute at once, from a run that is not compared.
-        start, slope = training[split]
+        start, slope = costs_of[split]
         other = bench._output("long tail", bench.IN_FLIGHT.format(4), 0)
         if lengths == "long tail":
             slowdown = statistics.median(
-                (line["time/step_s"] - line["time/generate_s"]) / (start + slope * trained_tokens(line))
-                for line in lines_of(other)
+                seconds / (start + slope * tokens) for tokens, seconds in training(other, tokenizer)
             )
-        measured[f"training, {lengths}"] = training
+        measured[f"training, {lengths}"] = costs_of
         for name, staleness in CHECKED.items():
             on_all = name == shared
             output = bench._output(lengths, name, 0)
             if not output.exists():
                 continue
             steps, admit_s = measured["decoding"][shared if on_all else split]
-            start, slope = training[shared if on_all else split]
+            start, slope = costs_of[shared if on_all else split]
             costs = Costs(
                 between(steps), admit_s, lambda tokens: start + slope * tokens, 0.0,  # noqa: B023
                 both_at_once=1.0 if on_all else slowdown,
