@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -240,11 +240,8 @@ def simulate(
         sampler=Sampler(settings),  # type: ignore[arg-type]
         prompts=PromptOrder(records, 0),
         scorer=Scorer({id(record.columns["lengths"]): record.columns["equal"] for record in records}),
-        drops_constant_groups=any(equal for _, equal in work.groups),
-    )
-    # Each group is a request of its own, so that several engines share them.
-    collector = (
-        collector if collector.drops_constant_groups else replace(collector, drops_constant_groups=True)
+        # Also where none is dropped: each group is a request of its own then, so that several engines share them.
+        drops_constant_groups=True,
     )
     source: Any = collector
     if max_staleness:

@@ -108,7 +108,6 @@ class ModuleSource:
             rows = rows.to(target.dtype)
             target.copy_(rows, non_blocking=True)
             if with_checksums:
-                # While they are in the cache.
                 sums.append((row_sums(rows, slot.word_bytes), write.first_row))
         if self._topology.is_cuda:
             torch.cuda.synchronize(self._topology.device)
