@@ -185,7 +185,9 @@ def check() -> tuple[list[dict[str, Any]], dict[str, Any]]:
                 both_at_once=1.0 if on_all else slowdown,
             )  # fmt: skip
             found = simulate(costs, work_of(output, tokenizer), staleness, drains=name == bench.DRAINED)
-            step_s = statistics.fmean(line["time/step_s"] for line in lines_of(output))
+            seconds = [line["time/step_s"] for line in lines_of(output)]
+            step_s = statistics.fmean(seconds)
+            error = statistics.stdev(seconds) / len(seconds) ** 0.5
             rows.append(
                 {
                     "run": name,
@@ -193,6 +195,7 @@ def check() -> tuple[list[dict[str, Any]], dict[str, Any]]:
                     "measured, s a step": f"{step_s:.2f}",
                     "simulated": f"{found['step_s']:.2f}",
                     "off by, %": f"{100 * (found['step_s'] / step_s - 1):+.1f}",
+                    "standard error of the measured, %": f"{100 * error / step_s:.1f}",
                 }
             )
     measured["both at once"] = slowdown

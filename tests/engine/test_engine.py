@@ -3,6 +3,7 @@
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -327,6 +328,20 @@ def test_on_cuda_the_engine_is_loaded_once_it_is_made(tmp_path):
     SamplingEngine(tmp_path, **arguments).close()
     with pytest.raises(EngineError, match=r"config\.json"):
         SamplingEngine(tmp_path, **arguments, topology=Topology(device="cuda:0"))
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [{"devices": [0]}, {"log_path": "log"}, {"warm_start": SimpleNamespace(inference="transformers")}],
+)
+def test_what_only_a_process_can_heed_is_refused_without_one(argument, tmp_path):
+    with pytest.raises(ValueError, match=f"inline.*{next(iter(argument))}"):
+        SamplingEngine(tmp_path, inference="transformers", channel="inline", **argument)
+
+
+def test_an_unknown_channel_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="channel='thread' is not known"):
+        SamplingEngine(tmp_path, channel="thread")
 
 
 def test_a_closed_engine_says_so(folder):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vectorlm.contracts import WeightSource
 from vectorlm.dist.placement import tensor_parallel_size
 from vectorlm.dist.topology import Topology
-from vectorlm.engine.settings import DEVICE_SHARE, Receivers, Transports
+from vectorlm.engine.settings import DEVICE_SHARE, Channels, Receivers, Transports
 from vectorlm.settings import require_choice
 from vectorlm.types import InFlight, Prompt
 from vectorlm.weights.model_size import read_model_size
@@ -25,6 +25,16 @@ def require_names(receiver: str, transport: str) -> None:
     """Raise ValueError for an unknown receiver or transport."""
     require_choice("receiver", receiver, Receivers)
     require_choice("transport", transport, Transports)
+
+
+def require_channel(channel: str, **of_process: Any) -> None:
+    """Raise ValueError for an unknown channel, and for an argument that only a process of the engine's own can heed."""
+    require_choice("channel", channel, Channels)
+    given = [name for name, value in of_process.items() if value is not None]
+    if channel == "inline" and given:
+        raise ValueError(
+            f"channel='inline' has no process that {given[0]} could apply to: leave it out, or use channel='process'."
+        )
 
 
 def require_loaded(warm_start: WarmStart | None, inference: str) -> None:

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from vectorlm.dist.collectives import Collectives
 from vectorlm.dist.engine_ranks import EngineRanks, capture
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import vllm
 
     from vectorlm.contracts import WeightSource
+    from vectorlm.engine.settings import Channels
     from vectorlm.engine.warm_start import WarmStart
 
 WAIT_S = 0.05
@@ -89,7 +90,7 @@ class SamplingEngine:
         verify_updates: bool = True,
         data_parallel_size: int | None = None,
         devices: Sequence[int] | None = None,
-        channel: Literal["process", "inline"] = "process",
+        channel: Channels = "process",
         timeout_s: float = 300.0,
         start_timeout_s: float = 1800.0,
         log_path: str | Path | None = None,
@@ -98,6 +99,7 @@ class SamplingEngine:
     ) -> None:
         let_go_of_last_error()
         arguments.require_names(receiver, transport)
+        arguments.require_channel(channel, devices=devices, log_path=log_path, warm_start=warm_start)
         arguments.require_loaded(warm_start, inference)
         lora_mode = arguments.choose_lora_mode(lora_mode, bool(engine_args.get("enable_lora")))
         arguments.require_folder(model)

@@ -10,6 +10,7 @@ from vectorlm.settings import AlsoWritten, Fraction, PositiveFloat, ReadIf, Text
 
 Receivers = Literal["auto", "live", "packed"]
 Transports = Literal["auto", "push", "bucketed", "pull"]
+Channels = Literal["process", "inline"]
 EngineDtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     AlsoWritten({"half": "float16", "float": "float32"}),
