@@ -1,9 +1,9 @@
 """A step of reinforcement learning as a simulation: which placement of engine and trainer wins, and when.
 
 The library's own collector and asynchronous source run on a simulated clock, engine and trainer, so the rules of
-dynamic sampling and of staleness are the real ones. Costs are measured here first and checked against the steps of
-benchmarks/async.py (``--check``, which must have run at this commit); then published figures of H100 GPUs say what 8
-GPUs and 8 nodes would do. Nothing of the latter was measured. Run: python benchmarks/simulate.py --check
+dynamic sampling and of staleness are the real ones. With ``--check`` this machine's costs are measured, before each
+case of benchmarks/async.py and after the last, and its runs are repeated and compared. Then published figures of H100
+GPUs say what 8 GPUs and 8 nodes would do, which is not measured. Run: python benchmarks/simulate.py --check
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from simulated import SKIPPED, STEPS, Costs, Work, simulate
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Sequences in a decoding step whose time is measured."""
+RUN_STEPS = 52
+"""Steps of each run that is compared."""
 GPU_STEPS = 16
 """Steps that count of a simulated step on GPUs."""
 CHECKED = {
@@ -147,18 +149,37 @@ def work_of(output: Path, tokenizer: Any) -> Work:
 
 
 def check() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Measure costs, simulate runs of async.py with them, and compare the steps."""
+    """Measure costs and repeat runs of async.py in turns, simulate the runs, and compare the steps."""
     from transformers import AutoTokenizer
 
     bench = importlib.import_module("async")
     shared, split = bench.HEADLINE[0], bench.SPLIT
+    other = bench.IN_FLIGHT.format(4)
     model = bench._home("long tail") / "warmup/final-model"
-    tokenizer = AutoTokenizer.from_pretrained(model)
     cores = sorted(os.sched_getaffinity(0))
-    measured: dict[str, Any] = {"sizes": SIZES}
+    half = cores[len(cores) // 2 :]
+    decoding: dict[str, list[tuple[list[float], float]]] = {shared: [], split: []}
+
+    def measure_decoding() -> None:
+        for name, devices in ((shared, None), (split, half)):
+            decoding[name].append(decoding_costs(model, devices))
+
+    # The machine is not always equally fast: costs and runs are measured in turns.
+    for lengths in bench.CASES:
+        bench._warm_up(lengths)
+        measure_decoding()
+        for name in (*CHECKED, *((other,) if lengths == "long tail" else ())):
+            print(lengths, name, flush=True)
+            bench._train(lengths, name, 0, RUN_STEPS)
+    measure_decoding()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    measured: dict[str, Any] = {"sizes": SIZES, "decoding, each time": decoding}
     measured["decoding"] = {
-        shared: decoding_costs(model, None),
-        split: decoding_costs(model, cores[len(cores) // 2 :]),
+        name: (
+            [statistics.fmean(each) for each in zip(*(steps for steps, _ in found), strict=True)],
+            statistics.fmean(admit_s for _, admit_s in found),
+        )
+        for name, found in decoding.items()
     }
     rows = []
     for lengths in bench.CASES:
@@ -167,17 +188,13 @@ def check() -> tuple[list[dict[str, Any]], dict[str, Any]]:
         }
         # How much both lose while they compute at once, from a run that is not compared.
         start, slope = costs_of[split]
-        other = bench._output("long tail", bench.IN_FLIGHT.format(4), 0)
         if lengths == "long tail":
-            slowdown = statistics.median(
-                seconds / (start + slope * tokens) for tokens, seconds in training(other, tokenizer)
-            )
+            both = training(bench._output(lengths, other, 0), tokenizer)
+            slowdown = statistics.median(seconds / (start + slope * tokens) for tokens, seconds in both)
         measured[f"training, {lengths}"] = costs_of
         for name, staleness in CHECKED.items():
             on_all = name == shared
             output = bench._output(lengths, name, 0)
-            if not output.exists():
-                continue
             steps, admit_s = measured["decoding"][shared if on_all else split]
             start, slope = costs_of[shared if on_all else split]
             costs = Costs(
