@@ -33,9 +33,11 @@ class Study:
     """What a run sets besides its seed and output folder."""
     engine: Callable[[Any, Job], Any] = lambda engine, job: engine
     """Puts something between a run and the engine."""
+    after: Callable[[Any, Any], dict[str, Any]] = lambda engine, config: {}
+    """Measures what a run has left, with the engine that holds its weights."""
 
 
-def measure(study: Study, jobs: Sequence[Job], part: int | None) -> list[dict[str, Any]]:
+def measure(study: Study, jobs: Sequence[Job], part: int | None, *more: str) -> list[dict[str, Any]]:
     """Return what every run found, in order; what an interrupted call of the same commit has found is not run again.
 
     Args:
@@ -43,25 +45,31 @@ def measure(study: Study, jobs: Sequence[Job], part: int | None) -> list[dict[st
         jobs: The runs.
         part: None in the process that was called, which starts itself with ``--part``; there, its number. A part ends
             here.
+        *more: Arguments with which it starts itself besides its own.
     """
     if part is not None:
         _run_part(study, jobs[part::NUM_PARTS], study.folder / str(part))
         sys.exit()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *sys.argv]
+    command = [sys.executable, *sys.argv, *more]
     parts = [
         subprocess.Popen([*command, "--part", str(number)], cwd=ROOT, env=environment)
         for number in range(NUM_PARTS)
     ]
     if any([each.wait() for each in parts]):
         sys.exit("a part failed: see above")
+    return found_before(study, jobs)
+
+
+def found_before(study: Study, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """Return what has been found of these runs, in order."""
     found = [run for number in range(NUM_PARTS) for run in read_found(study.folder / str(number))]
-    return [run for job in jobs for run in found if _is(run, job)]
+    return [run for job in jobs for run in found if is_run(run, job)]
 
 
 def gains(found: Sequence[dict[str, Any]], **known: Any) -> list[float]:
     """Return the points of accuracy that each of the runs known by these names and values has gained."""
-    return [100 * (run["after"] - run["before"]) for run in found if _is(run, known)]
+    return [100 * (run["after"] - run["before"]) for run in found if is_run(run, known)]
 
 
 def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
@@ -78,7 +86,7 @@ def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
     with ExitStack() as engines:
         shared: dict[str, Any] = {}
         for job in jobs:
-            if any(_is(run, job) for run in done):
+            if any(is_run(run, job) for run in done):
                 continue
             output = folder / "_".join(map(str, job.values())).replace(" ", "")
             settings = study.settings(job) | {
@@ -96,11 +104,13 @@ def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
                     config, topology, engines, logprobs_mode="processed_logprobs", max_model_len=longest
                 )
             reinforce(config, topology, study.engine(shared[dtype], job))
+            after = study.after(shared[dtype], config)
             metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-            add_found(folder, job | _summary(metrics))
+            add_found(folder, job | _summary(metrics) | after)
 
 
-def _is(run: dict[str, Any], job: Job) -> bool:
+def is_run(run: dict[str, Any], job: Job) -> bool:
+    """Return whether the run is the job, or known by these names and values."""
     return all(run[name] == value for name, value in job.items())
 
 
@@ -122,4 +132,5 @@ def _summary(metrics: list[dict[str, float]]) -> dict[str, Any]:
         "rejected": mean("correction/rejected_tokens"),
         "kl": mean("policy/kl"),
         "reward": [line["reward/mean"] for line in steps],
+        "curve": [(line["step"], line["eval/accuracy"]) for line in metrics if "eval/accuracy" in line],
     }

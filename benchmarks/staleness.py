@@ -3,131 +3,204 @@
 Every run makes as many optimizer steps on as many completions of Countdown, from the model of
 configs/countdown_warmup.yaml, and samples them in rollouts of N mini-batches, each trained on once: with N = 1 all is
 on policy, with more the last mini-batch is N - 1 optimizer steps old, as in Asynchronous RLHF (Noukhovitch et al. 2024,
-arXiv:2410.18252). Accuracy is the share of 512 held-out questions that the trained weights answer right at
-temperature 1. Writes results/staleness.json and docs/images/staleness.png.
+arXiv:2410.18252). First each algorithm's learning rate and its other weight, of the KL penalty or beta, are tuned at
+N = 1 on seeds of their own, every algorithm within as many runs; then N grows with what was found. Accuracy is the
+share of 512 held-out questions that the trained weights answer right at temperature 1; KL is that of the trained policy
+from the model that it began with, over its own completions.
+Writes results/staleness.json and docs/images/staleness.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from pathlib import Path
 from typing import Any
 
-from parts import Job, Study, gains, measure
+from parts import Job, Study, found_before, is_run, measure
 from report import ROOT, mean_and_range, write_result
 
-SEEDS, ROLLOUTS = (0, 1, 2), (1, 2, 4, 8, 16, 32)
+SEEDS, TUNING_SEEDS, ROLLOUTS = (0, 1, 2), (100, 101), (1, 2, 4, 8, 16, 32)
 NUM_UPDATES, COMPLETIONS, GROUP = 64, 128, 8
 """Optimizer steps of a run, completions of each, and of a question."""
 SETTINGS: dict[str, Any] = {
     "rl.dynamic_sampling": False,
     "rl.show_every": 0,
-    "rl.beta": 0.1,
     "rl.critic.lr": 1.0e-3,
     "rl.critic.warmup_steps": 0,
-    "train_parameters.optimizer.lr": 3.0e-4,
     "train_parameters.sampler.sample_frequency": 1000,
     "train_parameters.sampler.engine.max_num_seqs": 512,
 }
 """What differs from configs/countdown_grpo.yaml besides."""
-CORRECTIONS = {
-    "ppo": ("off",),
-    "grpo": ("off", "tis"),
-    "rloo": ("off", "bypass"),
-    "proximal_rloo": ("off",),
-    "best_of_k": ("off",),
-    "online_dpo": ("off",),
+LRS = (1.0e-4, 3.0e-4, 1.0e-3)
+KL_COEFS, BETAS = (0.0, 0.01), (0.1, 0.5)
+OTHERS = {
+    "ppo": ("rl.kl_coef", KL_COEFS),
+    "grpo": ("rl.kl_coef", KL_COEFS),
+    "rloo": ("rl.kl_coef", KL_COEFS),
+    "proximal_rloo": ("rl.kl_coef", KL_COEFS),
+    "best_of_k": ("rl.kl_coef", KL_COEFS),
+    "online_dpo": ("rl.beta", BETAS),
 }
-"""Engine and trainer agree at the rollout, so weights like those of `tis` are 1: one algorithm has them, to show what
-chance is. Only `bypass` weighs by the policy as it is now. Online DPO and best-of-k refuse every preset but `off`."""
+"""What is tuned besides the learning rate: the paper's own penalty, in the loss, or the strength of the preference."""
+COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:gray", "tab:red")
 
 
 def settings(job: Job) -> dict[str, Any]:
     """Return what a run sets."""
     group = 1 if job["algorithm"] == "ppo" else GROUP
+    name, _ = OTHERS[job["algorithm"]]
     return {
         **SETTINGS,
         "rl.algorithm": job["algorithm"],
-        "rl.correction.preset": job["correction"],
         "rl.group_size": group,
         "rl.prompts_per_step": job["n"] * COMPLETIONS // group,
         "rl.num_mini_batches": job["n"],
         "rl.max_steps": NUM_UPDATES // job["n"],
+        "train_parameters.optimizer.lr": job["lr"],
+        name: job["other"],
     }
 
 
-STUDY = Study(ROOT / "runs/staleness", "countdown_grpo.yaml", settings)
+def divergence(engine: Any, config: Any) -> dict[str, float]:
+    """Return the KL divergence of the trained policy from its start in nats of a completion, and its standard error."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    start = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    sampler = config.train_parameters.sampler
+    lines = Path(sampler.evaluation.prompts).read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    params = {"temperature": 1.0, "max_tokens": config.rl.collect.sampling["max_tokens"], "logprobs": 0}
+    found = []
+    for (each,) in engine.sample(prompts, params | {"seed": 0}):
+        ids = torch.tensor([[*each.prompt_token_ids, *each.token_ids]])
+        with torch.no_grad():
+            says = torch.log_softmax(start(ids).logits[0], dim=-1)
+        first = len(each.prompt_token_ids)
+        theirs = sum(says[first + place - 1, token].item() for place, token in enumerate(each.token_ids))
+        found.append(sum(each.sampler_logprobs) - theirs)
+    return {
+        "kl_from_start": statistics.fmean(found),
+        "kl_error": statistics.stdev(found) / len(found) ** 0.5,
+    }
+
+
+STUDY = Study(ROOT / "runs/staleness", "countdown_grpo.yaml", settings, after=divergence)
+
+
+def tuning_jobs(algorithms: list[str]) -> list[Job]:
+    """Return the runs that choose the learning rate and the other weight, at N = 1."""
+    return [
+        {"algorithm": algorithm, "lr": lr, "other": other, "n": 1, "seed": seed}
+        for algorithm in algorithms
+        for lr in LRS
+        for other in OTHERS[algorithm][1]
+        for seed in TUNING_SEEDS
+    ]
+
+
+def tuned(algorithm: str, found: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the learning rate and the other weight with the highest mean accuracy."""
+
+    def accuracy(pair: dict[str, float]) -> float:
+        return statistics.fmean(
+            run["after"] for run in found if is_run(run, {"algorithm": algorithm, **pair})
+        )
+
+    pairs = [{"lr": lr, "other": other} for lr in LRS for other in OTHERS[algorithm][1]]
+    return max(pairs, key=accuracy)
 
 
 def main() -> None:
     """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--algorithms", nargs="+", default=list(CORRECTIONS), choices=CORRECTIONS)
+    parser.add_argument("--algorithms", nargs="+", default=list(OTHERS), choices=OTHERS)
     parser.add_argument("--rollouts", nargs="+", type=int, default=ROLLOUTS)
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--is_tuned", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    pairs = [
-        (algorithm, correction) for algorithm in arguments.algorithms for correction in CORRECTIONS[algorithm]
-    ]
+    trials = tuning_jobs(arguments.algorithms)
+    found = found_before(STUDY, trials) if arguments.is_tuned else measure(STUDY, trials, arguments.part)
+    chosen = {algorithm: tuned(algorithm, found) for algorithm in arguments.algorithms}
     jobs = [
-        {"algorithm": algorithm, "correction": correction, "n": n, "seed": seed}
+        {"algorithm": algorithm, **chosen[algorithm], "n": n, "seed": seed}
         for seed in arguments.seeds
-        for algorithm, correction in pairs
+        for algorithm in arguments.algorithms
         for n in arguments.rollouts
     ]
-    found = measure(STUDY, jobs, arguments.part)
-    rows = [_row(algorithm, correction, found, arguments.rollouts) for algorithm, correction in pairs]
+    runs = measure(STUDY, jobs, arguments.part, "--is_tuned")
+    rows = [
+        _row(algorithm, chosen[algorithm], runs, arguments.rollouts) for algorithm in arguments.algorithms
+    ]
     setting = {
         "seeds": list(arguments.seeds),
+        "tuning_seeds": TUNING_SEEDS,
         "updates": NUM_UPDATES,
         "completions": COMPLETIONS,
         "differs": SETTINGS,
     }
-    write_result("staleness", setting, rows, {"runs": found})
-    draw(found, ROOT / "docs/images/staleness.png")
+    write_result("staleness", setting, rows, {"chosen": chosen, "tuning": found, "runs": runs})
+    draw(runs, ROOT / "docs/images/staleness.png")
 
 
-def _row(algorithm: str, correction: str, found: list[dict[str, Any]], rollouts: list[int]) -> dict[str, Any]:
-    row: dict[str, Any] = {"algorithm": algorithm, "correction": correction}
+def _row(
+    algorithm: str, pair: dict[str, float], runs: list[dict[str, Any]], rollouts: list[int]
+) -> dict[str, Any]:
+    name = OTHERS[algorithm][0].removeprefix("rl.")
+    row: dict[str, Any] = {"algorithm": algorithm, "learning rate": f"{pair['lr']:.0e}"}
+    row["besides"] = f"{name} {pair['other']}"
     for n in rollouts:
-        points = gains(found, algorithm=algorithm, correction=correction, n=n)
+        points, nats = _found(runs, algorithm, n)
         row[f"N = {n}"] = mean_and_range(points)
+        row[f"KL, N = {n}"] = mean_and_range(nats, 2)
     return row
 
 
-def draw(found: list[dict[str, Any]], path: Path) -> None:
-    """Draw the gain of each algorithm over N: the mean of its seeds, and each of them."""
+def _found(runs: list[dict[str, Any]], algorithm: str, n: int) -> tuple[list[float], list[float]]:
+    """Return the points of accuracy that runs have gained, and their divergences."""
+    mine = [run for run in runs if run["algorithm"] == algorithm and run["n"] == n]
+    gained = [100 * (run["after"] - run["before"]) for run in mine]
+    return gained, [run["kl_from_start"] for run in mine]
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """Draw gains over N, and gains over the divergence that they cost."""
     from matplotlib.figure import Figure
 
-    algorithms = list(dict.fromkeys(run["algorithm"] for run in found))
-    columns = min(3, len(algorithms))
-    lines = -(-len(algorithms) // columns)
-    figure = Figure(figsize=(3.6 * columns, 2.7 * lines + 0.6), dpi=120, layout="constrained")
-    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
-    for panel, algorithm in zip(panels, algorithms, strict=False):
-        rollouts = sorted({run["n"] for run in found if run["algorithm"] == algorithm})
-        for correction, colour in zip(CORRECTIONS[algorithm], ("tab:gray", "tab:blue"), strict=False):
-            points = [gains(found, algorithm=algorithm, correction=correction, n=n) for n in rollouts]
-            panel.plot(
-                rollouts, list(map(statistics.fmean, points)), color=colour, marker="_", label=correction
-            )
-            for n, each in zip(rollouts, points, strict=True):
-                panel.scatter([n] * len(each), each, s=14, color=colour, alpha=0.45, linewidths=0)
-        panel.set_title(algorithm, fontsize=10)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(rollouts, list(map(str, rollouts)))
+    figure = Figure(figsize=(11.5, 4.8), dpi=120, layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    algorithms = list(dict.fromkeys(run["algorithm"] for run in runs))
+    rollouts = sorted({run["n"] for run in runs})
+    for algorithm, colour in zip(algorithms, COLOURS, strict=False):
+        pairs = [_found(runs, algorithm, n) for n in rollouts]
+        means = [statistics.fmean(points) for points, _ in pairs]
+        left.plot(rollouts, means, color=colour, label=algorithm)
+        right.plot([statistics.fmean(nats) for _, nats in pairs], means, color=colour, lw=0.8, alpha=0.6)
+        for n, (points, nats) in zip(rollouts, pairs, strict=True):
+            left.scatter([n] * len(points), points, s=14, color=colour, alpha=0.45, linewidths=0)
+            mean = (statistics.fmean(nats), statistics.fmean(points))
+            right.scatter(*mean, s=10 + 6 * rollouts.index(n), color=colour)
+            if n in (rollouts[0], rollouts[-1]):
+                right.annotate(f"N = {n}", mean, textcoords="offset points", xytext=(5, 3), fontsize=7)
+    left.set_xscale("log", base=2)
+    left.set_xticks(rollouts, list(map(str, rollouts)))
+    left.set(
+        title="Staleness: a flat line tolerates it",
+        xlabel="N, mini-batches of a rollout, each trained on once",
+        ylabel="points of held-out accuracy gained; dots: seeds",
+    )
+    right.set(
+        title="What it costs: up and to the left is better",
+        xlabel="KL divergence from the start, nats of a completion",
+    )
+    for panel in (left, right):
         panel.axhline(0, color="black", lw=0.6)
-        panel.grid(axis="y", alpha=0.25)
+        panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
-        if len(CORRECTIONS[algorithm]) > 1:
-            panel.legend(frameon=False, fontsize=8, loc="lower left")
-    for panel in panels[len(algorithms) :]:
-        panel.set_visible(False)
-    figure.suptitle("Countdown: gain in right answers by mini-batches of a rollout", fontsize=11)
-    figure.supxlabel("N, mini-batches of a rollout, each trained on once", fontsize=9)
-    figure.supylabel("points of held-out accuracy; dots: seeds", fontsize=9)
+    left.legend(frameon=False, fontsize=8)
     figure.savefig(path)
 
 

@@ -79,6 +79,9 @@ PAGES = {
             "Points of held-out accuracy that 40 steps on Countdown gain: mean (range) of the seeds",
         )
     ],
+    "docs/choosing.md": [
+        Table("choosing", "Held-out accuracy by step, mean of three seeds, and the gain: mean (range)")
+    ],
     "docs/async.md": [
         Table(
             "async",
@@ -115,7 +118,9 @@ PAGES = {
             ),
         ),
         Table(
-            "staleness", "Points of held-out accuracy that 64 optimizer steps gain: mean (range) of the seeds"
+            "staleness",
+            "Points of held-out accuracy that 64 optimizer steps gain, and the KL divergence of the trained policy "
+            "from its start in nats of a completion: mean (range) of the seeds",
         ),
     ],
     "docs/simulation.md": [

@@ -292,6 +292,22 @@ def test_a_section_that_cannot_be_carried_out_is_refused(files, tmp_path, overri
         ("online_dpo", ["rl.preference=ipo", "rl.label_smoothing=0.1"], "belongs to preference: sigmoid"),
         ("grpo", ["rl.correction.preset=bypass", "rl.correction.level=token"], "counts the mismatch twice"),
         ("rloo", ["rl.environment=x.py:Tool", "rl.overlong_buffer_tokens=4"], "is for single turns"),
+        ("pass_at_k", ["rl.pass_k=5"], "rl.pass_k=5 is more than the rl.group_size=4 completions"),
+        ("clip_cov", ["rl.covariance_low=9.0"], "must be below rl.covariance_high=5.0"),
+        (
+            "gmpo",
+            ["rl.top_entropy_quantile=0.2"],
+            "chooses tokens, and gmpo has one loss for a whole completion",
+        ),
+        ("online_dpo", ["rl.off_policy_mask=0.5"], "has nothing to mask"),
+        ("gdpo", ["rl.missing_end_penalty=0.5"], "gdpo reads each reward alone"),
+        ("gdpo", ["rl.kl_coef=0.1", "rl.kl_in=reward"], "gdpo reads each reward alone"),
+        (
+            "grpo",
+            ["rl.kl_coef=0.1", "rl.kl_straight_through=True", "rl.kl_importance_weights=True"],
+            "Use one of the two",
+        ),
+        ("grpo", ["rl.pass_k=2"], "has no effect with grpo"),
     ],
 )
 def test_settings_that_would_change_nothing_or_fail_later_are_refused(

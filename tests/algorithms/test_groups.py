@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from itertools import combinations
 
 import pytest
 import torch
@@ -9,8 +10,13 @@ import torch
 from vectorlm.algorithms import (
     baseline_advantages,
     batch_advantages,
+    decoupled_advantages,
     group_advantages,
     leave_one_out_advantages,
+    length_weighted_advantages,
+    optimal_token_advantages,
+    pass_at_k_advantages,
+    rescaled_advantages,
     return_advantages,
 )
 from vectorlm.algorithms.batch import place_rewards
@@ -41,10 +47,11 @@ def test_hand_worked_groups():
     torch.testing.assert_close(leave_one_out_advantages(rewards)[0].tolist(), [2 / 3, -2 / 3, -2 / 3, 2 / 3])
 
 
-@pytest.mark.parametrize("scale", ["std", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_groups_equal_a_slow_loop(scale):
     rewards, valid = random_rewards()
     found = group_advantages(rewards, scale, valid)
+    every = [float(rewards[row, i]) for row in range(6) for i in kept_of(rewards, valid, row)]
     for row in range(len(rewards)):
         kept = kept_of(rewards, valid, row)
         numbers = [float(rewards[row, i]) for i in kept]
@@ -52,7 +59,8 @@ def test_groups_equal_a_slow_loop(scale):
             expected = 0.0
             if i in kept and len(kept) > 1 and len(set(numbers)) > 1:
                 expected = float(rewards[row, i]) - statistics.fmean(numbers)
-                expected /= statistics.stdev(numbers) + 1e-6 if scale == "std" else 1.0
+                spread = {"group": numbers, "batch": every}.get(scale)
+                expected /= 1.0 if spread is None else statistics.stdev(spread) + 1e-6
             assert found[row, i].item() == pytest.approx(expected, abs=1e-12)
 
 
@@ -137,5 +145,139 @@ def test_a_single_completion_is_refused(function):
 
 
 def test_an_unknown_scale_is_refused():
-    with pytest.raises(ValueError, match="'mad' is unknown"):
+    with pytest.raises(ValueError, match="scale='mad' is not known"):
         group_advantages(torch.ones(1, 2), "mad")
+
+
+def slow_pass_at_k(numbers, k):
+    """The rewards of all choices of k, and the mean over those that hold each completion."""
+    choices = list(combinations(range(len(numbers)), k))
+    best = [max(numbers[i] for i in choice) for choice in choices]
+    mean, spread = statistics.fmean(best), statistics.pstdev(best)
+    mine = [
+        statistics.fmean(value for value, choice in zip(best, choices, strict=True) if i in choice)
+        for i in range(len(numbers))
+    ]
+    return [(each - mean) / (spread + 1e-6) for each in mine]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_pass_at_k_equals_all_choices(k):
+    generator = torch.Generator().manual_seed(1)
+    rewards = torch.rand(5, 7, generator=generator, dtype=torch.float64)
+    rewards[1] = rewards[1].round()
+    rewards[2, 3:5] = rewards[2, 0]
+    rewards[3, 2] = NAN
+    valid = torch.rand(5, 7, generator=generator) < 0.8
+    found = pass_at_k_advantages(rewards, k, valid)
+    for row in range(5):
+        kept = kept_of(rewards, valid, row)
+        expected = dict(zip(kept, slow_pass_at_k([float(rewards[row, i]) for i in kept], k), strict=True))
+        for i in range(7):
+            assert found[row, i].item() == pytest.approx(expected.get(i, 0.0), abs=1e-9)
+
+
+def test_pass_at_k_of_right_and_wrong_answers_is_the_papers_formula():
+    right, wrong, k = 2, 6, 3
+    rewards = torch.tensor([[1.0] * right + [0.0] * wrong])
+    mean = 1 - math.comb(wrong, k) / math.comb(8, k)
+    spread = math.sqrt(mean * (1 - mean))
+    positive = (1 - mean) / spread
+    negative = (1 - mean - math.comb(wrong - 1, k - 1) / math.comb(7, k - 1)) / spread
+    found = pass_at_k_advantages(rewards, k)[0].tolist()
+    assert found == pytest.approx([positive] * right + [negative] * wrong, rel=1e-4)
+
+
+def test_pass_at_k_of_too_few_is_zero_and_of_none_is_refused():
+    rewards = torch.tensor([[1.0, 0.0, NAN, NAN]])
+    assert pass_at_k_advantages(rewards, 3).tolist() == [[0.0] * 4]
+    assert pass_at_k_advantages(torch.full((1, 4), 0.1), 2).eq(0).all()
+    with pytest.raises(ValueError, match="k=5 must be between 1 and the group's 4"):
+        pass_at_k_advantages(rewards, 5)
+
+
+def test_decoupled_rewards_equal_a_slow_loop():
+    generator = torch.Generator().manual_seed(3)
+    parts = torch.rand(2, 4, 3, generator=generator, dtype=torch.float64)
+    parts[1, 0] = 0.3
+    parts[1, 2, 1] = NAN
+    valid = torch.ones(4, 3, dtype=torch.bool)
+    valid[3, 0] = False
+    sums = {}
+    for group in range(4):
+        for i in range(3):
+            if valid[group, i]:
+                total = 0.0
+                for part, weight in zip(parts, (1.0, 0.5), strict=True):
+                    kept = kept_of(part, valid, group)
+                    numbers = [float(part[group, j]) for j in kept]
+                    if i in kept and len(set(numbers)) > 1:
+                        centred = float(part[group, i]) - statistics.fmean(numbers)
+                        total += weight * centred / (statistics.stdev(numbers) + 1e-6)
+                sums[group, i] = total
+    mean, spread = statistics.fmean(sums.values()), statistics.stdev(sums.values())
+    found = decoupled_advantages(parts, torch.tensor([1.0, 0.5], dtype=torch.float64), valid)
+    for group in range(4):
+        for i in range(3):
+            expected = (sums[group, i] - mean) / (spread + 1e-6) if (group, i) in sums else 0.0
+            assert found[group, i].item() == pytest.approx(expected, abs=1e-9)
+
+
+def test_rewards_of_equal_sums_are_told_apart():
+    """The case of the paper: (0, 1) and (0, 2) have the same group advantages as sums."""
+    first = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    second = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
+    torch.testing.assert_close(*group_advantages(first + second).split(1), rtol=1e-5, atol=1e-5)
+    found = decoupled_advantages(torch.stack([first, second]), torch.ones(2))
+    assert found[1, 1] > 1.5 * found[0, 1]
+
+
+def test_a_baseline_weighted_by_length():
+    rewards = torch.tensor([[1.0, 0.0, 0.5]])
+    lengths = torch.tensor([[1, 3, 4]])
+    assert length_weighted_advantages(rewards, lengths)[0].tolist() == pytest.approx([0.625, -0.375, 0.125])
+    valid = torch.tensor([[True, True, False]])
+    assert length_weighted_advantages(rewards, lengths, valid)[0].tolist() == [0.75, -0.25, 0.0]
+    equal = length_weighted_advantages(rewards, torch.full((1, 3), 7))
+    torch.testing.assert_close(equal, group_advantages(rewards, "none"))
+
+
+def test_groups_that_teach_nothing_do_not_shrink_the_others():
+    rewards = torch.tensor([[1.0, 0.0], [0.5, 0.5], [1.0, 1.0]])
+    assert rescaled_advantages(rewards).tolist() == [[1.5, -1.5], [0.0, 0.0], [0.0, 0.0]]
+    assert rescaled_advantages(torch.ones(2, 2)).eq(0).all()
+
+
+def test_the_optimal_token_baseline_equals_a_slow_loop():
+    generator = torch.Generator().manual_seed(4)
+    mask = torch.tensor([[0, 1, 1, 0, 1, 1], [0, 1, 1, 1, 0, 0], [0, 1, 0, 0, 0, 0], [0] * 6]).bool()
+    norms, rewards = (torch.rand(4, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    found = optimal_token_advantages(rewards, norms, mask, 2)
+
+    def value(row, t):
+        ahead = [float(rewards[row, j]) for j in range(t, 6) if mask[row, j]]
+        behind = [float(norms[row, j]) for j in range(t + 1) if mask[row, j]]
+        return sum(ahead), sum(behind)
+
+    baseline = {}
+    for t in range(6):
+        there = [row for row in (0, 1) if mask[row, t]]
+        if len(there) == 2:
+            pairs = [value(row, t) for row in there]
+            baseline[t] = sum(g * w for g, w in pairs) / sum(w for _, w in pairs)
+    for row in range(4):
+        for t in range(6):
+            expected = 0.0
+            if mask[row, t] and row < 2:
+                expected = value(row, t)[0] - baseline[max(each for each in baseline if each <= t)]
+            assert found[row, t].item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_of_all_baselines_the_optimal_one_varies_least():
+    """The variance of (G - b) |s| over completions with weights |s|^2 is smallest at b = sum w G / sum w."""
+    generator = torch.Generator().manual_seed(5)
+    norms, rewards = torch.rand(6, 1, generator=generator), torch.rand(6, 1, generator=generator)
+    advantages = optimal_token_advantages(rewards, norms, torch.ones(6, 1).bool(), 6)
+    best = (advantages.square() * norms).sum()
+    for shift in (-0.1, 0.1):
+        assert ((advantages + shift).square() * norms).sum() > best

@@ -108,3 +108,19 @@ def test_large_log_ratios_are_those_of_20(sign):
     zero = torch.zeros(1, dtype=torch.float64)
     assert torch.equal(kl_estimate(far, zero, "k3"), kl_estimate(near, zero, "k3"))
     assert torch.equal(exp_clamped(far), near.exp())
+
+
+def test_weighted_by_the_ratio_k3_has_the_gradient_of_the_divergence_whoever_sampled():
+    """The expectation over all tokens under the old policy, by enumeration."""
+    generator = torch.Generator().manual_seed(6)
+    theta, old, reference = (
+        torch.log_softmax(torch.randn(7, generator=generator, dtype=torch.float64), dim=0) for _ in range(3)
+    )
+    theta.requires_grad_()
+    policy = torch.log_softmax(theta, dim=0)
+    weighted = (old.exp() * (policy - old).exp() * kl_estimate(policy, reference, "k3")).sum()
+    divergence = (policy.exp() * (policy - reference)).sum()
+    assert weighted.item() == pytest.approx(divergence.item(), rel=1e-12)
+    (found,) = torch.autograd.grad(weighted, theta, retain_graph=True)
+    (expected,) = torch.autograd.grad(divergence, theta)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

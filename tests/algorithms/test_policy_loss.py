@@ -7,10 +7,15 @@ import torch
 from random_batch import random_batch
 
 from vectorlm.algorithms import (
+    binary_divergence,
     cispo_policy_loss,
+    dppo_policy_loss,
+    gmpo_policy_loss,
+    kl_cov_loss,
     ppo_policy_loss,
     reinforce_policy_loss,
     sapo_policy_loss,
+    vespo_policy_loss,
 )
 
 LOSSES = {
@@ -140,7 +145,7 @@ def test_gradient_flows_through_the_policy_alone():
     ("more", "words"),
     [
         ({"dual_clip": 1.0}, "must be above 1"),
-        ({"level": "row"}, "'row' is unknown"),
+        ({"level": "row"}, "level='row' is not known"),
         ({"level": "sequence"}, "needs the mask"),
     ],
 )
@@ -148,3 +153,120 @@ def test_refusals(more, words):
     policy, old, advantages, _ = random_batch()
     with pytest.raises(ValueError, match=words):
         ppo_policy_loss(policy, old, advantages, **more)
+
+
+@pytest.mark.parametrize("loss", [cispo_policy_loss, sapo_policy_loss])
+def test_at_the_level_of_sequences_all_tokens_of_a_row_have_its_ratio(loss):
+    policy, old, _, mask = random_batch()
+    advantages = torch.linspace(-1, 1, len(policy), dtype=torch.float64)[:, None].expand_as(policy)
+    found = loss(policy, old, advantages, level="sequence", mask=mask)
+    for b in range(len(policy) - 1):
+        gaps = [(policy[b, t] - old[b, t]).item() for t in range(policy.shape[1]) if mask[b, t]]
+        mean, a = sum(gaps) / len(gaps), advantages[b, 0].item()
+        for t in range(policy.shape[1]):
+            if loss is sapo_policy_loss:
+                expected = slow_sapo(mean, 0.0, a)
+            else:
+                expected = -min(math.exp(mean), 1.2) * a * policy[b, t].item()
+            assert found[b, t].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    # The straight-through gradient: of SAPO at ratio 1 it is the plain policy gradient, as CISPO's always is.
+    policy.grad = None
+    loss(policy, policy.detach(), advantages, level="sequence", mask=mask).sum().backward()
+    torch.testing.assert_close(policy.grad, -advantages, rtol=1e-12, atol=1e-12)
+
+
+def test_gmpo_equals_a_slow_loop():
+    policy, old, _, mask = random_batch()
+    advantages = torch.tensor([1.0, -0.5, 2.0, -1.0, 1.0], dtype=torch.float64)
+    found = gmpo_policy_loss(policy, old, advantages, mask, 0.1, 0.2)
+    num_clipped = 0
+    for b in range(len(policy)):
+        a, logs = advantages[b].item(), []
+        for t in range(policy.shape[1]):
+            if mask[b, t]:
+                r = math.exp((policy[b, t] - old[b, t]).item())
+                # As in the paper's pseudocode: the smaller of r^sign and its clipped form, by the sign of A.
+                sign = 1 if a > 0 else -1
+                clipped = min(max(r, 0.9), 1.2)
+                num_clipped += sign * math.log(clipped) < sign * math.log(r)
+                logs.append(sign * min(sign * math.log(r), sign * math.log(clipped)))
+        expected = -a * math.exp(sum(logs) / len(logs)) if logs else -a
+        assert found[b].item() == pytest.approx(expected, rel=1e-12)
+    assert num_clipped > 3
+    assert torch.autograd.gradcheck(lambda p: gmpo_policy_loss(p, old, advantages, mask, 0.1, 0.2), (policy,))
+
+
+def test_gmpo_at_ratio_one_is_grpos_gradient():
+    policy, _, _, mask = random_batch()
+    advantages = torch.linspace(-1, 1, len(policy), dtype=torch.float64)
+    gmpo_policy_loss(policy, policy.detach(), advantages, mask).sum().backward()
+    expected = -advantages[:, None] * mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    torch.testing.assert_close(policy.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+def slow_divergence(p, q, kind):
+    return abs(p - q) if kind == "tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("tv", 0.1), ("bernoulli_kl", 0.03)])
+def test_dppo_equals_a_slow_loop(kind, bound):
+    policy, old, advantages, _ = random_batch()
+    found = dppo_policy_loss(policy, old, advantages, bound, kind)
+    found.sum().backward()
+    num_blocked = 0
+    for b in range(len(policy)):
+        for t in range(policy.shape[1]):
+            p, q, a = math.exp(policy[b, t].item()), math.exp(old[b, t].item()), advantages[b, t].item()
+            far = slow_divergence(p, q, kind)
+            assert binary_divergence(policy, old, kind)[b, t].item() == pytest.approx(far, abs=1e-12)
+            is_blocked = far > bound and ((a > 0 and p > q) or (a < 0 and p < q))
+            num_blocked += is_blocked
+            weight = 0.0 if is_blocked else min(p / q, 20.0)
+            assert found[b, t].item() == pytest.approx(-weight * a * policy[b, t].item(), abs=1e-12)
+            assert policy.grad[b, t].item() == pytest.approx(-weight * a, abs=1e-12)
+    assert 3 < num_blocked < 30
+
+
+def test_dppo_lets_rare_tokens_go_where_a_ratio_would_not():
+    old = torch.tensor([[1e-4, 0.9]], dtype=torch.float64).log()
+    policy = torch.tensor([[1e-2, 0.6]], dtype=torch.float64).log().requires_grad_()
+    advantages = torch.tensor([[1.0, -1.0]], dtype=torch.float64)
+    dppo_policy_loss(policy, old, advantages).sum().backward()
+    # A hundred times as likely, but 1 % of the probability; a third less likely, but 30 %.
+    assert policy.grad.tolist() == [[-20.0, 0.0]]
+
+
+def test_vespo_equals_a_slow_loop():
+    policy, old, _, mask = random_batch()
+    advantages = torch.linspace(-1, 1, len(policy), dtype=torch.float64)[:, None].expand_as(policy)
+    found = vespo_policy_loss(policy, old, advantages, mask)
+    found.sum().backward()
+    for b in range(len(policy)):
+        a = advantages[b, 0].item()
+        w = math.exp(sum((policy[b, t] - old[b, t]).item() for t in range(policy.shape[1]) if mask[b, t]))
+        k, rate = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+        weight = w**k * math.exp(rate * (1 - w))
+        for t in range(policy.shape[1]):
+            assert found[b, t].item() == pytest.approx(
+                -weight * a * policy[b, t].item(), rel=1e-12, abs=1e-12
+            )
+            assert policy.grad[b, t].item() == pytest.approx(-weight * a, rel=1e-12, abs=1e-12)
+
+
+def test_vespo_fades_on_both_sides_and_stays_finite():
+    old = torch.zeros(3, 1, dtype=torch.float64)
+    policy = torch.tensor([[-50.0], [0.0], [50.0]], dtype=torch.float64)
+    for sign in (1.0, -1.0):
+        found = vespo_policy_loss(policy - 1, old - 1, torch.full_like(old, sign), torch.ones(3, 1))
+        assert found.abs().tolist()[1] == [1.0]
+        assert found.abs()[[0, 2]].max() < 1e-20
+
+
+def test_kl_cov_penalises_marked_tokens_alone():
+    policy, old, advantages, mask = random_batch()
+    found = kl_cov_loss(policy, old, advantages, mask, 0.7)
+    for b in range(len(policy)):
+        for t in range(policy.shape[1]):
+            gap = (policy[b, t] - old[b, t]).item()
+            expected = -math.exp(gap) * advantages[b, t].item() + (0.7 * abs(gap) if mask[b, t] else 0.0)
+            assert found[b, t].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)

@@ -24,6 +24,8 @@ ROOT = Path(__file__).parent.parent.parent
 NAMES = [
     *("ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "proximal_rloo"),
     *("reinforce", "reinforce_pp", "remax", "online_dpo", "best_of_k", "copg"),
+    *("gmpo", "gdpo", "pass_at_k", "opo", "gpg", "otb", "lite_ppo"),
+    *("clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "vespo"),
 ]
 
 
@@ -31,6 +33,9 @@ def test_the_algorithms_that_there_are():
     assert algorithm_names() == sorted(NAMES)
     page = (ROOT / "docs/rl.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) == set(algorithm_names())
+    choosing = (ROOT / "docs/choosing.md").read_text().partition("## All of them")[2]
+    firsts = re.findall(r"^\| (`[^|]*`) \|", choosing, re.M)
+    assert {name for first in firsts for name in re.findall(r"`(\w+)`", first)} == set(algorithm_names())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,10 +94,28 @@ def test_a_spec_is_plain_data():
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("grpo", {"clip_low", "clip_high", "dual_clip"}),
-        ("ppo", {"gamma", "lam", "clip_low", "clip_high", "dual_clip"}),
-        ("cispo", {"clip_low", "clip_high"}),
-        ("sapo", {"temperature_positive", "temperature_negative"}),
+        ("grpo", {"clip_low", "clip_high", "dual_clip", "importance_sampling_level", "scale_rewards"}),
+        ("ppo", {"gamma", "lam", "clip_low", "clip_high", "dual_clip", "importance_sampling_level"}),
+        ("cispo", {"clip_low", "clip_high", "importance_sampling_level", "scale_rewards"}),
+        (
+            "sapo",
+            {"temperature_positive", "temperature_negative", "importance_sampling_level", "scale_rewards"},
+        ),
+        ("gmpo", {"clip_low", "clip_high", "scale_rewards"}),
+        ("gdpo", {"clip_low", "clip_high", "dual_clip", "importance_sampling_level"}),
+        ("pass_at_k", {"clip_low", "clip_high", "dual_clip", "importance_sampling_level", "pass_k"}),
+        (
+            "clip_cov",
+            {"clip_low", "clip_high", "dual_clip", "importance_sampling_level", "scale_rewards"}
+            | {"covariance_share", "covariance_low", "covariance_high"},
+        ),
+        ("kl_cov", {"scale_rewards", "covariance_share", "covariance_kl_coef"}),
+        ("dppo_tv", {"scale_rewards", "divergence_bound"}),
+        (
+            "vespo",
+            {"scale_rewards", "shape_positive", "rate_positive", "shape_negative", "rate_negative"},
+        ),
+        ("otb", set()),
         ("remax", set()),
         ("proximal_rloo", {"clip_low", "clip_high"}),
         ("online_dpo", {"beta", "label_smoothing", "preference"}),
@@ -103,7 +126,7 @@ def test_a_spec_is_plain_data():
 def test_an_algorithm_reads_the_settings_of_its_formula(name, read):
     spec = get_algorithm(name)
     of_loop = {"dynamic_sampling"}
-    of_loop |= {"reduction"} if name not in ("proximal_rloo", "online_dpo", "copg") else set()
+    of_loop |= {"reduction"} if name not in ("gmpo", "proximal_rloo", "online_dpo", "copg") else set()
     of_loop |= {"whiten_advantages"} if name not in ("online_dpo", "best_of_k", "copg") else set()
     assert spec.settings_read(spec.hyperparameters()) == read | of_loop
 

@@ -100,7 +100,14 @@ NOT_OF_THE_LOOP = (
 )
 
 
-NEVER_CORRECTED = ("best_of_k", "copg", "online_dpo", "proximal_rloo")
+NEVER = [
+    *((name, "corrected") for name in ("best_of_k", "copg", "online_dpo", "proximal_rloo", "gmpo", "gdpo")),
+    # Its penalty changes the sum of rewards, and this algorithm reads each alone.
+    ("gdpo", "several steps"),
+]
+MORE = {"pass_at_k": ("rl.pass_k=2",)}
+WIDE = {"covariance_share": 1.0, "covariance_low": 0.0, "covariance_high": 1e9}
+"""So that of the four tokens of the example some are chosen."""
 FAST = ("grpo", "ppo", "online_dpo")
 
 
@@ -216,12 +223,11 @@ def run(config):
     [pytest.param(name, marks=[] if name in FAST else [pytest.mark.long]) for name in algorithm_names()],
 )
 def test_every_setting_that_is_accepted_is_read(algorithm, mode):
-    config = config_of(algorithm, mode)
+    config = config_of(algorithm, mode, *MORE.get(algorithm, ()))
     try:
         check_rl(config)
     except ConfigError:
-        assert mode == "corrected"
-        assert algorithm in NEVER_CORRECTED
+        assert (algorithm, mode) in NEVER
         return
     seen, unread = run(config), []
     read = get_algorithm(algorithm).settings_read(Hyperparameters())
@@ -294,12 +300,15 @@ def test_a_hyperparameter_that_counts_as_read_changes_a_number_and_no_other_does
         "advantages": 3 * draw(),
     }
     inputs = dataclasses.replace(inputs, **rows)
-    batch = dataclasses.replace(batch, values=draw(), token_rewards=draw())
+    batch = dataclasses.replace(batch, values=draw(), token_rewards=draw(), old_logprobs=3 * draw())
     read = spec.settings_read(Hyperparameters())
+    own = spec.hyperparameters()
 
     def numbers(**given):
         hparams = spec.hyperparameters(given)
-        return torch.cat([spec.advantages(batch, hparams).flatten(), spec.loss(inputs, hparams).flatten()])
+        marked = None if spec.mark is None else spec.mark(batch, inputs.advantages, hparams)
+        loss = spec.loss(dataclasses.replace(inputs, marked=marked), hparams)
+        return torch.cat([spec.advantages(batch, hparams).flatten(), loss.flatten()])
 
     others = {
         **{"gamma": 0.5, "lam": 0.5, "clip_low": 0.9, "clip_high": 9.0, "dual_clip": 1.01, "beta": 5.0},
@@ -309,9 +318,15 @@ def test_a_hyperparameter_that_counts_as_read_changes_a_number_and_no_other_does
             "temperature_positive": 3.0,
             "temperature_negative": 3.0,
         },
+        "scale_rewards": "group" if own.scale_rewards == "none" else "none",
+        "importance_sampling_level": "token" if own.importance_sampling_level == "sequence" else "sequence",
+        **{"pass_k": 1, "divergence_bound": 1e9, "covariance_share": 1e-6, "covariance_kl_coef": 3.0},
+        **{name: 0.5 for name in ("shape_positive", "rate_positive", "shape_negative", "rate_negative")},
+        **{"covariance_low": 4.9, "covariance_high": 1.1},
     }
     for setting, value in others.items():
-        changes = not torch.equal(numbers(), numbers(**{setting: value}))
+        base = WIDE if setting.startswith("covariance") else {}
+        changes = not torch.equal(numbers(**base), numbers(**{**base, setting: value}))
         assert changes == (setting in read), setting
 
 

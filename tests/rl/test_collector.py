@@ -163,6 +163,13 @@ def test_long_completions_lose_more_the_longer_they_are():
     assert rewards_of(mine.collect(0, Timer()))[0] == [1.0, 0.0, -1.0]
 
 
+def test_completions_without_an_end_lose_the_same_however_long_they_are():
+    engine = Echo(lambda prompt, index: "abc…" if index else "abc")
+    settings = {"missing_end_penalty": 0.75}
+    mine = make_collector(engine, lambda text: 1.0, settings=settings)
+    assert rewards_of(mine.collect(0, Timer()))[0] == [1.0, 0.25]
+
+
 def test_greedy_completions_are_scored_apart():
     engine = Echo(lambda prompt, index: "a" * (index + 1))
     found = make_collector(engine, lambda text: float(len(text)), needs_greedy=True).collect(0, Timer())

@@ -12,6 +12,7 @@ from vectorlm.algorithms import group_advantages
 from vectorlm.algorithms.registry import algorithm_names
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError, NonFiniteLoss
+from vectorlm.rl.settings import KLSettings
 from vectorlm.train.load import load_model
 
 # Sums over rows are taken in another order; weights are of size 0.02 to 1, in float32.
@@ -202,6 +203,102 @@ def test_the_divergence_from_the_policy_of_the_rollout_is_estimated_from_its_own
         for new, before in zip(policy.tolist(), old.tolist(), strict=True)
     ]
     assert metrics["policy/kl"] == pytest.approx(sum(terms) / len(terms), rel=1e-4)
+
+
+def masked_steps(topology, folder, algorithm):
+    """Make a step with the mask, and one whose masked completions have an advantage of 0 instead."""
+    found = []
+    for bound in (0.3, None):
+        run = one_step(topology, folder, algorithm, off_policy_mask=bound, correction="decoupled")
+        batch = run.prepare(random_rows(algorithm))
+        # Every other completion is 0.5 nats per token off, against 0.1.
+        shift = torch.where(torch.arange(len(batch.advantages)) % 2 == 0, 0.5, 0.1)[:, None]
+        sampler = torch.where(batch.rows.mask, batch.old_logprobs + shift, 0.0)
+        batch = replace(batch, rows=replace(batch.rows, sampler_logprobs=sampler), weights=None)
+        is_masked = (shift > 0.3) & (batch.advantages < 0)
+        if bound is None:
+            batch = replace(batch, advantages=torch.where(is_masked, 0.0, batch.advantages))
+        found.append((run.update(batch), run.weights(), is_masked & batch.rows.mask, batch.rows.mask))
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "gmpo"])
+def test_completions_that_the_policy_has_left_do_not_push_it_further_away(folder, algorithm):
+    for (metrics, weights, is_masked, mask), (_, expected, *_) in on_ranks(
+        2, masked_steps, folder, algorithm
+    ):
+        assert 0 < is_masked.sum() < mask.sum() / 2
+        assert metrics["policy/off_policy_masked"] == pytest.approx(float(is_masked.sum() / mask.sum()))
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor)
+
+
+def entropy_step(topology, folder):
+    run = one_step(topology, folder, "grpo", top_entropy_quantile=0.3, entropy_coef=0.0)
+    batch = run.prepare(random_rows("grpo"))
+    run.update(batch)
+    other = one_step(topology, folder, "grpo", entropy_coef=0.0)
+    same_batch = other.prepare(random_rows("grpo"))
+    learns = torch.where(batch.learns, same_batch.advantages, 0.0)
+    other.update(replace(same_batch, advantages=learns))
+    return run.weights(), other.weights(), batch.learns, batch.rows.mask
+
+
+def test_the_policy_learns_from_the_tokens_of_highest_entropy(folder):
+    """Entropies row by row and in float64."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    for weights, expected, learns, mask in on_ranks(2, entropy_step, folder):
+        entropies = {}
+        for row, rollout in enumerate(rollout for group in random_groups() for rollout in group):
+            ids = torch.tensor([[*rollout.prompt_token_ids, *rollout.token_ids]])
+            says = torch.log_softmax(model(ids).logits[0].detach(), dim=-1)
+            for place in mask[row].nonzero()[:, 0].tolist():
+                entropies[row, place] = -(says[place - 1].exp() * says[place - 1]).sum().item()
+        highest = sorted(entropies, key=entropies.get, reverse=True)[: int(learns.sum())]
+        assert set(map(tuple, learns.nonzero().tolist())) == set(highest)
+        assert len(highest) / len(entropies) == pytest.approx(0.3, abs=1 / len(entropies))
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor)
+
+
+def weighted_penalty_step(topology, folder):
+    kl = KLSettings(kl_coef=0.5, kl_importance_weights=True)
+    run = one_step(topology, folder, "reinforce", has_reference=True, kl=kl, entropy_coef=0.0)
+    before, batch = run.weights(), run.prepare(random_rows("reinforce"))
+    noise = torch.randn(batch.advantages.shape, generator=torch.Generator().manual_seed(5))
+    batch = replace(
+        batch,
+        advantages=torch.zeros_like(batch.advantages),
+        reference_logprobs=batch.reference_logprobs + 0.3 * noise,
+    )
+    run.update(batch, kl_coef=0.5)
+    after = run.weights()
+    return {name: before[name] - after[name] for name in before}, batch.reference_logprobs, batch.rows.mask
+
+
+def test_importance_weights_of_the_penalty_have_a_gradient_too(folder):
+    """r k3 with r = 1 at the first step: k3 grad log policy + grad k3, row by row and in float64."""
+    from transformers import AutoModelForCausalLM
+
+    gradient, reference, mask = on_ranks(2, weighted_penalty_step, folder)[0]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    per_row = []
+    for row, rollout in enumerate(rollout for group in random_groups() for rollout in group):
+        ids = torch.tensor([[*rollout.prompt_token_ids, *rollout.token_ids]])
+        says = torch.log_softmax(model(ids).logits[0], dim=-1)
+        values = []
+        for place in mask[row].nonzero()[:, 0].tolist():
+            mine = says[place - 1, ids[0, place]]
+            d = reference[row, place].double() - mine
+            values.append((mine - mine.detach()).exp() * (d.exp() - d - 1))
+        if values:
+            per_row.append(torch.stack(values).sum())
+    (0.5 * torch.stack(per_row).mean()).backward()
+    for name, parameter in model.named_parameters():
+        # float32 against float64
+        torch.testing.assert_close(gradient[name].double(), parameter.grad, rtol=1e-3, atol=2e-6)
 
 
 def stop_early(topology, folder):

@@ -61,8 +61,9 @@ def random_rewards(seed=0):
 
 def scored(groups, rewards):
     """Return the groups with these rewards [P, G], and a greedy completion of reward 0.5 each."""
+    weights = {"mine": 1.0, "square": 0.5}
     return [
-        RolloutGroup(group, row, {"mine": row}, torch.tensor(0.5))
+        RolloutGroup(group, row, {"mine": row, "square": row**2}, torch.tensor(0.5), reward_weights=weights)
         for group, row in zip(groups, rewards, strict=True)
     ]
 

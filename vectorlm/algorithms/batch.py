@@ -35,6 +35,14 @@ class RolloutBatch:
     """float32 [B, T], the critic's, for algorithms that need one."""
     greedy_rewards: torch.Tensor | None = None
     """float32 [P], of greedy completions, for algorithms that need them."""
+    reward_parts: torch.Tensor | None = None
+    """float32 [N, P, K], each reward alone, for algorithms that need them."""
+    part_weights: torch.Tensor | None = None
+    """float32 [N], the weight of each reward in the sum."""
+    old_logprobs: torch.Tensor | None = None
+    """float32 [B, T], the policy's before the first optimizer step, for algorithms that need them."""
+    gradient_norms: torch.Tensor | None = None
+    """float32 [B, T], squared norms of the gradient of each log-probability by the logits, for those that need them."""
 
     @property
     def rows_per_group(self) -> int:
@@ -87,6 +95,8 @@ class LossInputs:
     """bool [B, T], the tokens that the policy chose; all False in a row that is not valid."""
     rows_per_group: int
     """K."""
+    marked: torch.Tensor | None = None
+    """bool [B, T], the tokens that `AlgorithmSpec.mark` chose."""
 
 
 def place_rewards(mask: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:

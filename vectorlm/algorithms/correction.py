@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from vectorlm.algorithms.kl import MAX_LOG_RATIO, exp_clamped, kl_estimate, log_ratio
+from vectorlm.algorithms.kl import MAX_LOG_RATIO, binary_divergence, exp_clamped, kl_estimate, log_ratio
 from vectorlm.algorithms.reduce import masked_mean, masked_sum
 from vectorlm.settings import require_choice
 
@@ -211,19 +211,9 @@ def _normalised(weights: torch.Tensor, kept: torch.Tensor, level: RatioLevel) ->
 def _divergence(
     log_ratios: torch.Tensor, old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, kind: Divergence
 ) -> torch.Tensor:
-    if kind in ("k2", "k3"):
+    if kind == "k2" or kind == "k3":
         return kl_estimate(-log_ratios, torch.zeros_like(log_ratios), kind)
-    both = old_logprobs.detach(), sampler_logprobs.detach()
-    if kind == "tv":
-        return (both[0].exp() - both[1].exp()).abs()
-    # A probability of 1 is a rounded one: the rest is half a rounding step, not 0 with its infinite divergence.
-    largest = -0.5 * torch.finfo(torch.promote_types(both[0].dtype, both[1].dtype)).eps
-    trainer, sampler = (each.double().where(each < 0, largest) for each in both)
-    log_ratios_of_rest = torch.log(torch.expm1(trainer) / torch.expm1(sampler))
-    clamped = (trainer - sampler).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    divergence = torch.expm1(sampler) * log_ratios_of_rest - sampler.exp() * clamped
-    # Rounding may leave the difference of two near numbers a little below 0.
-    return divergence.clamp(min=0.0).to(log_ratios.dtype)
+    return binary_divergence(old_logprobs, sampler_logprobs, kind)
 
 
 def _effective_share(weights: torch.Tensor) -> torch.Tensor:

@@ -7,26 +7,30 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
 
 import torch
+
+from vectorlm.algorithms.hyperparameters import RewardScale
+from vectorlm.settings import require_choice
 
 
 def group_advantages(
     rewards: torch.Tensor,
-    scale: Literal["std", "none"] = "std",
+    scale: RewardScale = "group",
     valid: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
     """Compare each completion with the mean of its group: (r - mean) / (std + eps).
 
-    0 for a group of equal rewards and for one with fewer than two completions left.
+    The deviation is of the group; with ``scale="batch"`` of all rewards, and ``scale="none"`` does not divide. 0 for a
+    group of equal rewards and for one with fewer than two completions left.
 
     Source: Shao et al. 2024 (GRPO), arXiv:2402.03300, section 4.1.2, with the unbiased standard deviation;
-    Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, for ``scale="none"``, which does not divide.
+    Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, for ``none``; Liu et al. 2025 (Lite PPO), arXiv:2508.08221, for
+    ``batch``.
     """
-    if scale not in ("std", "none"):
-        raise ValueError(f"scale={scale!r} is unknown: it must be 'std' or 'none'.")
+    require_choice("scale", scale, RewardScale)
     kept, count = _kept(rewards, valid)
     enough = kept & (count >= 2)
     mean = _sum(rewards, kept) / count.clamp(min=1)
@@ -35,6 +39,8 @@ def group_advantages(
     centred = torch.where(is_constant(rewards, kept), 0.0, centred)
     if scale == "none":
         return centred
+    if scale == "batch":
+        return centred / (_deviation(rewards, kept) + eps)
     variance = centred.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
     return centred / (variance.sqrt() + eps)
 
@@ -50,6 +56,119 @@ def leave_one_out_advantages(rewards: torch.Tensor, valid: torch.Tensor | None =
     others = (_sum(rewards, kept) - rewards) / (count - 1).clamp(min=1)
     advantages = torch.where(kept & (count >= 2), rewards - others, 0.0)
     return torch.where(is_constant(rewards, kept), 0.0, advantages)
+
+
+def pass_at_k_advantages(
+    rewards: torch.Tensor, k: int, valid: torch.Tensor | None = None, eps: float = 1e-6
+) -> torch.Tensor:
+    """Compare the best of k completions with a completion among them to the best of any k.
+
+    With the maximum of the rewards of k of the n completions as their reward, mean and deviation over all C(n, k)
+    choices, and mean[i] over those that hold completion i: (mean[i] - mean) / (std + eps). For rewards of 0 and 1 it is
+    the analytical advantage of Pass@k training; with k = 1 it is `group_advantages` with the biased deviation. 0 where
+    fewer than k completions are left.
+
+    Source: Chen et al. 2025 (Pass@k training), arXiv:2508.10751, section 2.4; the maximum for any reward as in Walder
+    and Karkhanis 2025, arXiv:2505.15201.
+
+    Raises:
+        ValueError: k is not between 1 and the size of the groups.
+    """
+    if not 1 <= k <= rewards.shape[1]:
+        raise ValueError(f"k={k} must be between 1 and the group's {rewards.shape[1]} completions.")
+    kept, count = _kept(rewards, valid)
+    # Ascending, and what does not count last: each reward is the best of the choices among those up to it.
+    order = torch.where(kept, rewards, torch.inf).argsort(dim=1)
+    ordered = torch.where(kept, rewards, 0.0).gather(1, order).double()
+    places = torch.arange(rewards.shape[1], device=rewards.device)
+    is_there = places < count
+    best = _choose(places, k - 1).expand_as(ordered) * is_there
+    total = _choose(count, k).clamp(min=1)
+    mean = (best * ordered).sum(dim=1, keepdim=True) / total
+    variance = (best * (ordered - mean).square()).sum(dim=1, keepdim=True) / total
+    # Best of k with completion i: itself among lower ones, or a higher one among the others.
+    above = _choose(places - 1, k - 2).expand_as(ordered) * is_there * ordered
+    higher = above.flip(1).cumsum(1).flip(1) - above
+    mine = (best * ordered + higher) / _choose(count - 1, k - 1).clamp(min=1)
+    advantages = (mine - mean) / (variance.sqrt() + eps)
+    advantages = torch.where(is_there & (count >= k) & ~is_constant(rewards, kept), advantages, 0.0)
+    return torch.zeros_like(rewards).scatter(1, order, advantages.to(rewards.dtype))
+
+
+def decoupled_advantages(
+    rewards: torch.Tensor, weights: torch.Tensor, valid: torch.Tensor | None = None, eps: float = 1e-6
+) -> torch.Tensor:
+    """Compare the completions of a group reward by reward, and the weighted sums with those of the batch.
+
+    `rewards` are float [N, P, G] and `weights` float [N]; a reward that is NaN counts as the mean of its group.
+
+    Source: Liu et al. 2026 (GDPO), arXiv:2601.05242.
+    """
+    parts = torch.stack([group_advantages(each, valid=valid, eps=eps) for each in rewards])
+    total = (weights.view(-1, 1, 1) * parts).sum(dim=0)
+    kept, _ = _kept(torch.where(rewards.isnan().all(dim=0), torch.nan, total), valid)
+    return batch_advantages(total, kept, eps)
+
+
+def length_weighted_advantages(
+    rewards: torch.Tensor, lengths: torch.Tensor, valid: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compare each completion with the mean of its group, weighted by tokens: r - sum(l r) / sum(l).
+
+    The baseline with the least variance if the gradients of tokens are about as large and orthogonal. `lengths` are
+    [P, G].
+
+    Source: Hao et al. 2025 (OPO), arXiv:2505.23585.
+    """
+    kept, count = _kept(rewards, valid)
+    weights = torch.where(kept, lengths, 0).to(rewards.dtype)
+    baseline = _sum(weights * rewards, kept) / weights.sum(dim=1, keepdim=True).clamp(min=1)
+    advantages = torch.where(kept & (count >= 2), rewards - baseline, 0.0)
+    return torch.where(is_constant(rewards, kept), 0.0, advantages)
+
+
+def rescaled_advantages(rewards: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+    """Compare each completion with the mean of its group, times groups over groups whose rewards differ.
+
+    Groups of equal rewards have no gradient; the factor keeps them from shrinking the others'.
+
+    Source: Chu et al. 2025 (GPG), arXiv:2504.02546.
+    """
+    kept, _ = _kept(rewards, valid)
+    num_differing = (~is_constant(rewards, kept)).sum().clamp(min=1)
+    return group_advantages(rewards, "none", valid) * (len(rewards) / num_differing)
+
+
+def optimal_token_advantages(
+    token_rewards: torch.Tensor, gradient_norms: torch.Tensor, mask: torch.Tensor, group_size: int
+) -> torch.Tensor:
+    """Compare the return of each token with the baseline of its place that has the least variance, float [B, T].
+
+    With G[i, t] the reward of completion i from token t on, and W[i, t] its `gradient_norms` up to t::
+
+        A[i, t] = G[i, t] - sum_j W[j, t] G[j, t] / sum_j W[j, t]
+
+    over the completions j of the group that have a token at t. Where only one has, the last baseline of two stays.
+
+    Args:
+        token_rewards: float [B, T], the rows of a group next to each other, and their prompts equally long.
+        gradient_norms: float [B, T], squared norms of the gradient of log policy by the logits,
+            ``1 - 2 pi + sum pi^2`` with pi of the token and of all tokens.
+        mask: bool [B, T].
+        group_size: Rows of a group; at least 2.
+
+    Source: Li et al. 2026 (optimal token baseline), arXiv:2602.07078, with its logit-gradient proxy.
+    """
+    shape = (-1, group_size, mask.shape[1])
+    is_there = mask.view(shape)
+    returns = torch.where(mask, token_rewards, 0.0).flip(1).cumsum(1).flip(1).view(shape)
+    weights = torch.where(is_there, torch.where(mask, gradient_norms, 0.0).cumsum(1).view(shape), 0.0)
+    baseline = (weights * returns).sum(dim=1) / weights.sum(dim=1).clamp(min=torch.finfo(weights.dtype).tiny)
+    # The last place up to here that two completions have.
+    places = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(is_there.sum(dim=1) >= 2, places, -1).cummax(dim=1).values
+    baseline = torch.where(last >= 0, baseline.gather(1, last.clamp(min=0)), 0.0)
+    return torch.where(is_there & (last >= 0)[:, None], returns - baseline[:, None], 0.0).view_as(mask)
 
 
 def batch_advantages(
@@ -134,3 +253,17 @@ def _kept(rewards: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tens
 
 def _sum(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return torch.where(kept, rewards, 0.0).sum(dim=1, keepdim=True)
+
+
+def _deviation(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Return the unbiased standard deviation of all kept rewards."""
+    count = kept.sum()
+    mean = torch.where(kept, rewards, 0.0).sum() / count.clamp(min=1)
+    squares = torch.where(kept, rewards - mean, 0.0).square().sum()
+    return (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def _choose(n: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the number of choices of k out of each n, float64; 0 where there is none."""
+    numbers = [math.comb(each, k) if each >= k >= 0 else 0 for each in n.flatten().tolist()]
+    return torch.tensor(numbers, dtype=torch.float64, device=n.device).view(n.shape)

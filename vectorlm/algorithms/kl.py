@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 KLKind = Literal["k1", "k2", "k3", "abs"]
+BinaryKind = Literal["tv", "bernoulli_kl"]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this before they are exponentiated: e^20 is 5e8."""
@@ -64,6 +65,31 @@ def kl_estimate(
         k2 = 0.5 * d.square()
         return value.detach() + (k2 - k2.detach())
     return value
+
+
+def binary_divergence(
+    policy_logprobs: torch.Tensor, other_logprobs: torch.Tensor, kind: BinaryKind
+) -> torch.Tensor:
+    """Return the divergence of other from policy of one event, that this token is drawn; float [B, T], no gradient.
+
+    With q the other's probability of the token and p the policy's::
+
+        tv   |p - q|      bernoulli_kl   q log(q / p) + (1 - q) log((1 - q) / (1 - p))
+
+    A lower bound of the divergence over the vocabulary.
+    """
+    policy, other = policy_logprobs.detach(), other_logprobs.detach()
+    if kind == "tv":
+        return (policy.exp() - other.exp()).abs()
+    # A probability of 1 is a rounded one: the rest is half a rounding step, not 0 with its infinite divergence.
+    dtype = torch.promote_types(policy.dtype, other.dtype)
+    largest = -0.5 * torch.finfo(dtype).eps
+    policy, other = (each.double().where(each < 0, largest) for each in (policy, other))
+    log_ratios_of_rest = torch.log(torch.expm1(policy) / torch.expm1(other))
+    clamped = (policy - other).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    divergence = torch.expm1(other) * log_ratios_of_rest - other.exp() * clamped
+    # Rounding may leave the difference of two near numbers a little below 0.
+    return divergence.clamp(min=0.0).to(dtype)
 
 
 class AdaptiveKL:

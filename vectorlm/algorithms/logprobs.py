@@ -9,7 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 Head = Callable[[torch.Tensor], torch.Tensor]
-EntropyKind = Literal["none", "value", "gradient"]
+EntropyKind = Literal["none", "value", "gradient", "collision"]
+"""Whether entropies are computed, and with gradient; `collision` means sums of squared probabilities in their place."""
 
 
 def token_logprobs(
@@ -108,6 +109,8 @@ def _entropy(logprobs: torch.Tensor, kind: EntropyKind) -> torch.Tensor:
     if kind == "none":
         return logprobs.new_zeros(len(logprobs))
     logprobs = logprobs if kind == "gradient" else logprobs.detach()
+    if kind == "collision":
+        return (2 * logprobs).exp().sum(dim=-1)
     # A token that cannot be drawn adds 0, not 0 times -inf; neither to the gradient.
     return -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(dim=-1)
 

@@ -1,20 +1,25 @@
-"""Losses of the policy: one value per token, completion, or group of completions.
+"""Losses of the policy: one value per token or completion.
 
 `policy_logprobs` float [B, T] carry the gradient; `old_logprobs` [B, T] are the trainer's at the weights of the
 rollout; A are the `advantages` [B, T], and r = policy / old. `mask`, bool or 0/1 [B, T], marks the tokens that the
-policy chose. Every loss is float [B, T], unmasked and not reduced, unless it says otherwise. The last two take
-log-probabilities of whole completions: sums over their tokens.
+policy chose. Every loss is float [B, T], unmasked and not reduced, unless it says otherwise.
+
+Where a loss has a `level`, ``token`` takes r of each token. ``sequence`` gives all tokens of a row the geometric mean
+of their ratios, ``exp(mean log r)`` over the `mask`, and the gradient flows through each token's own ratio (GSPO-token,
+arXiv:2507.18071, eq. 13-14); it raises ValueError without a mask.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
-import torch.nn.functional as F
 
-from vectorlm.algorithms.kl import exp_clamped, log_ratio, ratio
+from vectorlm.algorithms.hyperparameters import ImportanceLevel
+from vectorlm.algorithms.kl import BinaryKind, binary_divergence, exp_clamped, log_ratio, ratio
 from vectorlm.algorithms.reduce import masked_mean, masked_sum
+from vectorlm.settings import require_choice
+
+MAX_WEIGHT = 20.0
+"""Largest weight of a token in DPPO, as in its authors' code."""
 
 
 def ppo_policy_loss(
@@ -24,14 +29,12 @@ def ppo_policy_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
-    level: Literal["token", "sequence"] = "token",
+    level: ImportanceLevel = "token",
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return PPO's clipped surrogate, negated: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    ``level="token"`` takes r = policy / old of each token. ``level="sequence"`` is GSPO: the ratio of a row is the
-    geometric mean over its tokens in `mask`, ``exp(mean log r)``, and the gradient flows through each token's own
-    ratio. `dual_clip`, above 1, bounds the loss from above by ``-dual_clip A`` where A < 0.
+    ``level="sequence"`` is GSPO. `dual_clip`, above 1, bounds the loss from above by ``-dual_clip A`` where A < 0.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; Yu et al. 2025 (DAPO, separate bounds), arXiv:2503.14476;
     Ye et al. 2020 (dual clip), arXiv:1912.09729; Zheng et al. 2025 (GSPO-token), arXiv:2507.18071, eq. 13-14.
@@ -41,12 +44,7 @@ def ppo_policy_loss(
     """
     if dual_clip is not None and dual_clip <= 1.0:
         raise ValueError(f"dual_clip={dual_clip} must be above 1: a lower one bounds the loss at ratio 1.")
-    if level == "sequence":
-        ratios = _sequence_ratio(policy_logprobs, old_logprobs, mask)
-    elif level == "token":
-        ratios = ratio(policy_logprobs, old_logprobs)
-    else:
-        raise ValueError(f"level={level!r} is unknown: it must be 'token' or 'sequence'.")
+    ratios = _ratio(policy_logprobs, old_logprobs, level, mask)
     advantages = advantages.detach()
     loss = -torch.minimum(ratios * advantages, ratios.clamp(1 - clip_low, 1 + clip_high) * advantages)
     if dual_clip is not None:
@@ -60,12 +58,15 @@ def cispo_policy_loss(
     advantages: torch.Tensor,
     clip_low: float = 1.0,
     clip_high: float = 0.2,
+    level: ImportanceLevel = "token",
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy: weights are clipped, no token loses its gradient.
 
     Source: MiniMax 2025 (CISPO), arXiv:2506.13585, eq. 4-5; the default has no lower bound.
     """
-    weights = ratio(policy_logprobs, old_logprobs).detach().clamp(1 - clip_low, 1 + clip_high)
+    ratios = _ratio(policy_logprobs, old_logprobs, level, mask)
+    weights = ratios.detach().clamp(1 - clip_low, 1 + clip_high)
     return -weights * advantages.detach() * policy_logprobs
 
 
@@ -83,6 +84,8 @@ def sapo_policy_loss(
     advantages: torch.Tensor,
     temperature_positive: float = 1.0,
     temperature_negative: float = 1.05,
+    level: ImportanceLevel = "token",
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return -f(r) A with a soft gate in place of the clip: f(r) = sigmoid(tau (r - 1)) 4 / tau.
 
@@ -93,7 +96,7 @@ def sapo_policy_loss(
     """
     advantages = advantages.detach()
     tau = torch.full_like(advantages, temperature_negative).masked_fill(advantages > 0, temperature_positive)
-    gate = torch.sigmoid(tau * (ratio(policy_logprobs, old_logprobs) - 1)) * 4 / tau
+    gate = torch.sigmoid(tau * (_ratio(policy_logprobs, old_logprobs, level, mask) - 1)) * 4 / tau
     return -gate * advantages
 
 
@@ -116,86 +119,110 @@ def proximal_rloo_loss(
     return -torch.minimum(ratios * advantages, ratios.clamp(1 - clip_low, 1 + clip_high) * advantages)
 
 
-def online_dpo_loss(
-    chosen: torch.Tensor,
-    rejected: torch.Tensor,
-    reference_chosen: torch.Tensor,
-    reference_rejected: torch.Tensor,
-    beta: float,
-    label_smoothing: float = 0.0,
-    kind: Literal["sigmoid", "ipo"] = "sigmoid",
-) -> torch.Tensor:
-    """Return the preference loss of each pair, float [B].
-
-    With h = (chosen - reference_chosen) - (rejected - reference_rejected)::
-
-        sigmoid    -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h),   s = label_smoothing
-        ipo        (h - 1 / (2 beta))^2
-
-    Source: Rafailov et al. 2023 (DPO), arXiv:2305.18290, eq. 7; Mitchell 2023 (conservative DPO, the smoothing); Azar
-    et al. 2023 (IPO), arXiv:2310.12036, eq. 17; Guo et al. 2024 (online), arXiv:2402.04792.
-
-    Args:
-        chosen, rejected: float [B], the policy's log-probabilities of the better and the worse completions.
-        reference_chosen, reference_rejected: float [B], the reference's.
-        beta: Strength with which the policy is kept near the reference, above 0.
-        label_smoothing: Assumed share of wrongly labelled pairs, in [0, 0.5); for ``sigmoid`` only.
-        kind: ``sigmoid`` or ``ipo``.
-
-    Raises:
-        ValueError: `kind` is unknown, or a number is out of its range.
-    """
-    if beta <= 0 or not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"beta={beta} must be above 0 and label_smoothing={label_smoothing} in [0, 0.5).")
-    margin = (chosen - reference_chosen.detach()) - (rejected - reference_rejected.detach())
-    if kind == "sigmoid":
-        right, wrong = F.logsigmoid(beta * margin), F.logsigmoid(-beta * margin)
-        return -(1 - label_smoothing) * right - label_smoothing * wrong
-    if kind == "ipo":
-        if label_smoothing:
-            raise ValueError("label_smoothing belongs to kind='sigmoid': leave it at 0 for 'ipo'.")
-        return (margin - 1 / (2 * beta)).square()
-    raise ValueError(f"kind={kind!r} is unknown: it must be 'sigmoid' or 'ipo'.")
-
-
-def copg_loss(
+def gmpo_policy_loss(
     policy_logprobs: torch.Tensor,
-    reference_logprobs: torch.Tensor,
-    rewards: torch.Tensor,
-    beta: float,
-    valid: torch.Tensor | None = None,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    clip_low: float = 0.3297,
+    clip_high: float = 0.4918,
 ) -> torch.Tensor:
-    """Return the contrastive policy gradient's loss of each group, float [P]; right for completions of any policy.
+    """Return -A exp(mean log r'), with the geometric mean of each row's clipped ratios r', float [B].
 
-    With R[i] = rewards[i] - beta (policy[i] - reference[i])::
+    Each token's r is clipped to at most 1 + clip_high where A > 0 and to at least 1 - clip_low where A < 0, so that a
+    token that has gone that far keeps its part of the mean and loses its gradient. `advantages` are float [B]. The
+    defaults are the paper's bounds, ``exp(-0.4)`` and ``exp(0.4)``.
 
-        loss = sum over pairs i < j of (R[i] - R[j])^2 / (2 beta (n - 1))
-
-    Its gradient is RLOO's with the KL penalty in the reward, ``-(R[i] - mean of the others) grad policy[i]``,
-    without any ratio of policies. A completion that is not `valid`, or has a reward of NaN, is in no pair; a group with
-    fewer than two completions left has a loss of 0.
-
-    Source: Flet-Berliac et al. 2024, arXiv:2406.19185.
-
-    Raises:
-        ValueError: `beta`, the weight of the KL penalty, is not above 0.
+    Source: Zhao et al. 2025 (GMPO), arXiv:2507.20673.
     """
-    if beta <= 0:
-        raise ValueError(f"beta={beta} must be above 0: without a penalty this loss has no minimum.")
-    kept = ~rewards.isnan() if valid is None else valid.bool() & ~rewards.isnan()
-    penalised = torch.where(kept, rewards, 0.0) - beta * log_ratio(policy_logprobs, reference_logprobs)
-    penalised = torch.where(kept, penalised, 0.0)
-    gaps = penalised[:, :, None] - penalised[:, None, :]
-    both = kept[:, :, None] & kept[:, None, :]
-    others = (kept.sum(dim=1) - 1).clamp(min=1)
-    # The matrix holds each pair twice.
-    return torch.where(both, gaps.square(), 0.0).sum(dim=(1, 2)) / others / (4 * beta)
+    advantages = advantages.detach()
+    logs = log_ratio(policy_logprobs, old_logprobs)
+    # Bounds beyond those of floats bind nothing: a clip_low of 1 has the lower bound 0.
+    low = torch.log(torch.tensor(max(1 - clip_low, 0.0), dtype=logs.dtype))
+    high = torch.log1p(torch.tensor(clip_high, dtype=logs.dtype))
+    is_positive = (advantages > 0)[:, None]
+    clipped = torch.where(is_positive, logs.clamp(max=high), logs.clamp(min=low))
+    return -advantages * exp_clamped(masked_mean(clipped, mask))
 
 
-def _sequence_ratio(
-    policy_logprobs: torch.Tensor, old_logprobs: torch.Tensor, mask: torch.Tensor | None
+def dppo_policy_loss(
+    policy_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    bound: float = 0.15,
+    divergence: BinaryKind = "tv",
 ) -> torch.Tensor:
-    """Return each row's geometric mean ratio at each token; the gradient is the token's own."""
+    """Return -sg(min(r, 20)) A log policy, and 0 for `blocked_tokens`: not the ratio is bounded, but the divergence.
+
+    Source: Qi et al. 2026 (DPPO), arXiv:2602.04879, the binary approximations; the largest weight as in its code.
+    """
+    is_blocked = blocked_tokens(policy_logprobs, old_logprobs, advantages, bound, divergence)
+    weights = ratio(policy_logprobs, old_logprobs).detach().clamp(max=MAX_WEIGHT).masked_fill(is_blocked, 0.0)
+    return -weights * advantages.detach() * policy_logprobs
+
+
+def blocked_tokens(
+    policy_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    bound: float,
+    divergence: BinaryKind,
+) -> torch.Tensor:
+    """Return where the `binary_divergence` of old from policy exceeds `bound` and the update would enlarge it."""
+    policy, old = policy_logprobs.detach(), old_logprobs.detach()
+    goes_further = (advantages > 0) & (policy > old) | (advantages < 0) & (policy < old)
+    return goes_further & (binary_divergence(policy, old, divergence) > bound)
+
+
+def vespo_policy_loss(
+    policy_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    positive: tuple[float, float] = (2.0, 3.0),
+    negative: tuple[float, float] = (3.0, 2.0),
+) -> torch.Tensor:
+    """Return -sg(phi(w)) A log policy, with the row's ratio w = exp(sum log r) and phi(w) = w^k exp(l (1 - w)).
+
+    ``phi(1) = 1``; rows that the policy has left, or that it now prefers, fade on both sides. k and l are `positive`
+    where A >= 0, else `negative`; a larger k fades small ratios faster, a larger l large ones.
+
+    Source: Shen et al. 2026 (VESPO), arXiv:2602.10693.
+    """
+    advantages = advantages.detach()
+    logs = masked_sum(log_ratio(policy_logprobs, old_logprobs).detach(), mask)[:, None]
+    shape, rate = (
+        torch.where(advantages >= 0, above, below) for above, below in zip(positive, negative, strict=True)
+    )
+    weights = torch.exp(shape * logs - rate * (exp_clamped(logs) - 1))
+    return -weights * advantages * policy_logprobs
+
+
+def kl_cov_loss(
+    policy_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    marked: torch.Tensor,
+    coef: float = 1.0,
+) -> torch.Tensor:
+    """Return -r A, with a penalty for `marked` tokens, bool [B, T], which `covariance` chose: -r A + coef |log r|.
+
+    Source: Cui et al. 2025 (KL-Cov), arXiv:2505.22617.
+    """
+    logs = log_ratio(policy_logprobs, old_logprobs)
+    return -exp_clamped(logs) * advantages.detach() + torch.where(marked, coef * logs.abs(), 0.0)
+
+
+def _ratio(
+    policy_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    level: ImportanceLevel,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return r of each token, or of its row with the token's own gradient."""
+    require_choice("level", level, ImportanceLevel)
+    if level == "token":
+        return ratio(policy_logprobs, old_logprobs)
     if mask is None:
         raise ValueError("level='sequence' needs the mask: a row's ratio is a mean over its tokens.")
     row = exp_clamped(masked_mean(log_ratio(policy_logprobs, old_logprobs), mask)).detach()

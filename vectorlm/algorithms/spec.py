@@ -16,6 +16,8 @@ AdvantageFunction = Callable[[RolloutBatch, Hyperparameters], torch.Tensor]
 """Returns float [B, T], detached and 0 outside the mask."""
 LossFunction = Callable[[LossInputs, Hyperparameters], torch.Tensor]
 """Returns float [B, T] per token, [B] per completion or [B / K] per group, as the spec's `level` says."""
+MarkFunction = Callable[[RolloutBatch, torch.Tensor, Hyperparameters], torch.Tensor]
+"""From a batch and its advantages to the tokens that `loss` treats differently, bool [B, T]."""
 ObserveFunction = Callable[[LossInputs, Hyperparameters], Mapping[str, torch.Tensor]]
 """Returns metrics by name, float [B] per completion, or [B / K] per group where `level` is ``group``."""
 Selection = tuple[torch.Tensor, torch.Tensor]
@@ -75,11 +77,19 @@ class AlgorithmSpec:
     """Whether the loss reads the reference's log-probabilities; a KL penalty loads a reference by itself."""
     needs_greedy: bool = False
     """Whether a greedy completion of each prompt is sampled and scored too."""
+    needs_parts: bool = False
+    """Whether advantages are computed from each reward alone, and not from their sum."""
+    needs_old: bool = False
+    """Whether advantages or `mark` read the batch's `old_logprobs`."""
+    needs_gradient_norms: bool = False
+    """Whether advantages read the batch's `gradient_norms`."""
+    mark: MarkFunction | None = None
+    """Chooses tokens over the whole batch, before its first optimizer step."""
     has_ratio: bool = False
     """Whether the loss weighs tokens by the ratio of the policy to `old_logprobs`."""
-    clips: Literal["token", "mean", "sum"] | None = None
-    """Which ratio is clipped, for the metrics: of a token, or of a completion by the mean or the sum of its log-ratios;
-    None where no clip keeps a token from learning.
+    clips: Literal["token", "sum"] | None = None
+    """Which ratio is clipped, for the metrics: of a token (or by the mean of its completion's log-ratios, as
+    `importance_sampling_level` says), or of a completion by their sum; None where no clip keeps a token from learning.
     """
     samples_from_policy: bool = True
     """Whether completions must be drawn from the policy itself, so that top_p and the like are refused."""
@@ -123,7 +133,9 @@ class AlgorithmSpec:
         noting: Any = Noting()
         batch, inputs = self._example()
         try:
-            self.advantages(batch, noting)
+            advantages = self.advantages(batch, noting)
+            if self.mark is not None:
+                self.mark(batch, advantages, noting)
             self.loss(inputs, noting)
             self.observe(inputs, noting)
         except Exception:
@@ -138,9 +150,10 @@ class AlgorithmSpec:
         tokens, zeros = torch.ones(size, 2, dtype=torch.int64), torch.zeros(size, 2)
         mask = valid.view(-1, 1).repeat(1, 2)
         placed = place_rewards(mask, rewards)
-        baseline = {"values": zeros, "greedy_rewards": torch.zeros(1)}
-        batch = RolloutBatch(tokens, tokens, mask, zeros, rewards, valid, columns, placed, **baseline)
-        return batch, LossInputs(zeros, zeros, zeros, zeros, rewards.view(-1), mask, size)
+        more = {"values": zeros, "greedy_rewards": torch.zeros(1), "reward_parts": rewards[None]}
+        more |= {"part_weights": torch.ones(1), "old_logprobs": zeros, "gradient_norms": zeros + 1}
+        batch = RolloutBatch(tokens, tokens, mask, zeros, rewards, valid, columns, placed, **more)
+        return batch, LossInputs(zeros, zeros, zeros, zeros, rewards.view(-1), mask, size, mask)
 
     def rows_per_loss(self, group_size: int) -> int:
         """Return how many completions must be in one micro-batch: a whole group, for losses of groups."""

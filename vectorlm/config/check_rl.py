@@ -259,6 +259,28 @@ def _hyperparameter_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec
         yield refuse(config, "rl.label_smoothing", "belongs to preference: sigmoid", "Leave it out with ipo.")
     if given.get("label_smoothing", 0.0) >= 0.5:
         yield refuse(config, "rl.label_smoothing", "must be below 0.5", "Use 0.1.")
+    hparams, size = spec.hyperparameters(given), rl.collect.group_size
+    if "pass_k" in spec.settings_read(hparams) and hparams.pass_k > size:
+        rule = f"is more than the rl.group_size={size} completions of which the best is taken"
+        yield refuse(config, "rl.pass_k", rule, f"Use {size} or less, or larger groups.", hparams.pass_k)
+    if hparams.covariance_low >= hparams.covariance_high:
+        rule = f"must be below rl.covariance_high={hparams.covariance_high}"
+        yield refuse(config, "rl.covariance_low", rule, "Use 1.0 and 5.0.", hparams.covariance_low)
+    if rl.update.top_entropy_quantile < 1 and spec.level != "token":
+        rule = f"chooses tokens, and {spec.name} has one loss for a whole {spec.level}"
+        yield refuse(config, "rl.top_entropy_quantile", rule, "Leave it out.")
+    if rl.update.off_policy_mask is not None and (spec.level == "group" or not spec.samples_from_policy):
+        rule = f"has nothing to mask: {spec.name} may learn from completions of any policy"
+        yield refuse(config, "rl.off_policy_mask", rule, "Leave it out.")
+    penalties = {
+        "rl.overlong_buffer_tokens": rl.collect.overlong_buffer_tokens,
+        "rl.missing_end_penalty": rl.collect.missing_end_penalty,
+        "rl.kl_in": rl.kl.kl_coef > 0 and rl.kl.kl_in == "reward",
+    }
+    for name, value in penalties.items():
+        if spec.needs_parts and value:
+            rule = f"changes the sum of rewards, and {spec.name} reads each reward alone"
+            yield refuse(config, name, rule, "Leave it out, or make it a reward function of its own.")
 
 
 def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
@@ -266,6 +288,9 @@ def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterato
     if not spec.samples_from_policy and kl.kl_coef > 0 and kl.kl_in == "reward":
         rule = f"would change nothing: {spec.name} compares the rewards before the penalty"
         yield refuse(config, "rl.kl_in", rule, "Use loss.")
+    if kl.kl_straight_through and kl.kl_importance_weights:
+        rule = "already replaces the gradient of the estimate, which importance weights would correct"
+        yield refuse(config, "rl.kl_straight_through", rule, "Use one of the two.")
     if kl.kl_target is not None and kl.kl_horizon < num_completions:
         rule = f"is less than the {num_completions} completions of one step"
         yield refuse(config, "rl.kl_horizon", rule, "Use ten times as many.")

@@ -65,7 +65,14 @@ class RewardScorer:
         greedy_rewards = total[sum(sizes) :] if greedy else [None] * len(groups)
         by_group = [values[: sum(sizes)].split(sizes) for values in (total, *rewards.values())]
         return [
-            RolloutGroup(group, first, dict(zip(rewards, rest, strict=True)), greedy_reward, tuple(texts))
+            RolloutGroup(
+                group,
+                first,
+                dict(zip(rewards, rest, strict=True)),
+                greedy_reward,
+                tuple(texts),
+                reward_weights=self.weights,
+            )
             for group, greedy_reward, texts, first, *rest in zip(
                 groups, greedy_rewards, errors, *by_group, strict=True
             )

@@ -28,6 +28,10 @@ class TrainBatch:
     """float32 [B, T], the targets of the critic."""
     weights: torch.Tensor | None = None
     """float32 [B, T], factors of the policy's losses; None counts every token once."""
+    marked: torch.Tensor | None = None
+    """bool [B, T], the tokens that the algorithm's `mark` chose."""
+    learns: torch.Tensor | None = None
+    """bool [B, T], the tokens whose policy loss counts, where others only count in the denominator; None for all."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the correction found and did."""
     mismatch: Mapping[str, Any] | None = None
@@ -75,6 +79,7 @@ def make_batch(
         if is_valid[row] and not (drop_truncated and rollout.is_truncated):
             mask[row, start:length] = torch.tensor(rollout.policy_mask, dtype=torch.bool)
     greedy = [group.greedy_reward for group in groups if group.greedy_reward is not None]
+    parts, part_weights = _parts(groups, columns) if spec.needs_parts else (None, None)
     batch = RolloutBatch(
         input_ids,
         attention_mask,
@@ -85,5 +90,16 @@ def make_batch(
         columns,
         place_rewards(mask, rewards),
         greedy_rewards=torch.stack(greedy) if greedy else None,
+        reward_parts=parts,
+        part_weights=part_weights,
     )
     return batch if mask.any() else None
+
+
+def _parts(
+    groups: Sequence[RolloutGroup], columns: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return each reward alone, [N, P, K], and the weight of each, [N]."""
+    weights = groups[0].reward_weights
+    parts = [torch.stack([group.rewards_by_name[name] for group in groups]) for name in weights]
+    return torch.stack([each.gather(1, columns) for each in parts]), torch.tensor(list(weights.values()))

@@ -262,25 +262,28 @@ class RolloutCollector:
         """Score groups, and the greedy completion of each where the algorithm needs one."""
         scored = self.scorer.score(groups, greedy)
         settings = self.sampler.settings
-        if settings.overlong_buffer_tokens:
-            scored = [replace(each, rewards=each.rewards - self._overlong(each.rollouts)) for each in scored]
+        if settings.overlong_buffer_tokens or settings.missing_end_penalty:
+            scored = [replace(each, rewards=each.rewards - self._penalty(each.rollouts)) for each in scored]
             for index, rollout in enumerate(greedy):
                 reward = scored[index].greedy_reward
                 assert reward is not None
-                scored[index] = replace(scored[index], greedy_reward=reward - self._overlong([rollout])[0])
+                scored[index] = replace(scored[index], greedy_reward=reward - self._penalty([rollout])[0])
         if self.drops_constant_groups:
             scored = [replace(each, is_dropped=each.is_constant) for each in scored]
         return scored
 
-    def _overlong(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
-        """Return the length penalty of each rollout, float32 [G].
+    def _penalty(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
+        """Return what each rollout loses for its length, and for not having ended, float32 [G].
 
-        Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13.
+        Source of the first: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13.
         """
         settings = self.sampler.settings
-        lengths = torch.tensor([each.num_policy_tokens for each in rollouts])
-        beyond = lengths - (settings.sampling["max_tokens"] - settings.overlong_buffer_tokens)
-        return settings.overlong_penalty * (beyond / settings.overlong_buffer_tokens).clamp(0.0, 1.0)
+        found = settings.missing_end_penalty * torch.tensor([float(each.is_truncated) for each in rollouts])
+        if settings.overlong_buffer_tokens:
+            lengths = torch.tensor([each.num_policy_tokens for each in rollouts])
+            beyond = lengths - (settings.sampling["max_tokens"] - settings.overlong_buffer_tokens)
+            found += settings.overlong_penalty * (beyond / settings.overlong_buffer_tokens).clamp(0.0, 1.0)
+        return found
 
 
 def greedy_rollouts(

@@ -25,7 +25,7 @@ ROWS_PER_TOKEN = 12
 BALANCED = 1.02
 """Groups are not cut up where the busiest rank has at most this many times its fair share of tokens."""
 RowFunction = Callable[[Rows], torch.Tensor]
-"""From the rows of a forward pass to float [b, t]."""
+"""From the rows of a forward pass to float [b, t], or several of these, [n, b, t]."""
 
 
 @dataclass(frozen=True)
@@ -149,16 +149,19 @@ def map_rows(
     """Apply a model to every row, split over the ranks; called on all ranks.
 
     Returns:
-        float32 [B, T] on the CPU, the same on all ranks; 0 outside the rows.
+        float32 [B, T], or [n, B, T], on the CPU, the same on all ranks; 0 outside the rows.
     """
-    found = torch.zeros(batch.input_ids.shape, device=topology.device)
+    found = None
     with torch.no_grad():
         groups = range(len(batch.rewards))
         micro_batches, _ = micro_batches_of(batch, groups, topology, max_tokens=max_tokens, packs=packs)
         for micro_batch in micro_batches:
             values = function(micro_batch.inputs_of(batch))
+            if found is None:
+                found = torch.zeros((*values.shape[:-2], *batch.input_ids.shape), device=topology.device)
             if not micro_batch.is_filler:
-                found[micro_batch.rows, : micro_batch.length] = values.float()
+                found[..., micro_batch.rows, : micro_batch.length] = values.float()
+    assert found is not None, "every rank has a micro-batch, a filler at least"
     # Each row was computed by one rank: adding the zeros of the others changes no bit.
     if topology.world_size > 1:
         dist.all_reduce(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from vectorlm.algorithms.batch import RolloutBatch
 from vectorlm.algorithms.groups import whiten
 from vectorlm.algorithms.kl import kl_estimate
+from vectorlm.algorithms.logprobs import EntropyKind
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.dist.topology import Topology
 from vectorlm.rl.batch import TrainBatch
@@ -41,10 +43,10 @@ def prepare_batch(
     in_reward = models.reference is not None and settings.kl.kl_in == "reward"
     # In the only optimizer step of a batch the policy is still the one that sampled: the update's own pass will do.
     is_one_step = settings.update.num_epochs * settings.update.num_mini_batches == 1
-    old = batch.sampler_logprobs if correction.bypass else None
+    needs_old = in_reward or correction.is_on or not is_one_step or spec.needs_old
+    old, more = _first_pass(batch, models, spec, settings, needs_old, all_rows)
     weights, metrics, log_ratios = None, {}, None
-    if old is None and (in_reward or correction.is_on or not is_one_step):
-        old = all_rows(batch, models.policy.logprobs)
+    if old is not None and not correction.bypass:
         band = (mismatch.band_low, mismatch.band_high)
         metrics, log_ratios = mismatch_metrics(batch, old, band), count_log_ratios(batch, old, band)
         before = batch
@@ -58,11 +60,58 @@ def prepare_batch(
         assert reference is not None
         divergence = kl_estimate(old, reference, settings.kl.kl_kind)
         batch = batch.penalised(torch.where(batch.mask, kl_coef * divergence, 0.0))
-    batch = replace(batch, values=values)
+    batch = replace(batch, values=values, old_logprobs=old, gradient_norms=more.get("gradient_norms"))
     advantages = spec.advantages(batch, settings.hparams)
     returns = None if values is None else torch.where(batch.mask, advantages + values, 0.0)
     if settings.hparams.whiten_advantages:
         advantages = whiten(advantages, batch.mask)
+    marked = None if spec.mark is None else spec.mark(batch, advantages, settings.hparams)
+    learns = None
+    if "entropies" in more:
+        learns = _highest(more["entropies"], batch.mask, settings.update.top_entropy_quantile)
     return TrainBatch(
-        batch, advantages, old, reference, returns, weights=weights, metrics=metrics, mismatch=log_ratios
+        batch,
+        advantages,
+        old,
+        reference,
+        returns,
+        weights=weights,
+        marked=marked,
+        learns=learns,
+        metrics=metrics,
+        mismatch=log_ratios,
     )
+
+
+def _first_pass(
+    batch: RolloutBatch,
+    models: RLModels,
+    spec: AlgorithmSpec,
+    settings: StepSettings,
+    needs_old: bool,
+    all_rows: Callable[[RolloutBatch, RowFunction], torch.Tensor],
+) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Return the old log-probabilities, if anything reads them, and what else is read of that policy."""
+    bypass = settings.correction.bypass
+    kinds: list[EntropyKind] = ["collision"] if spec.needs_gradient_norms else []
+    kinds += ["value"] if settings.update.top_entropy_quantile < 1 else []
+    old = batch.sampler_logprobs if bypass else None
+    more: dict[str, torch.Tensor] = {}
+    if not kinds and needs_old and not bypass:
+        return all_rows(batch, models.policy.logprobs), more
+    for kind in kinds:
+        logprobs, found = all_rows(batch, lambda rows: torch.stack(models.policy(rows, kind)))  # noqa: B023
+        old = logprobs if old is None else old
+        if kind == "value":
+            more["entropies"] = found
+        else:
+            more["gradient_norms"] = 1 - 2 * logprobs.exp() + found
+    return old, more
+
+
+def _highest(entropies: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:
+    """Return the masked tokens whose entropy is at least the (1 - share) quantile of the batch, bool [B, T]."""
+    inside = entropies[mask].double()
+    # torch.quantile refuses more than 16 million numbers.
+    rank = min(int((1 - share) * (len(inside) - 1)) + 1, len(inside))
+    return mask & (entropies >= inside.kthvalue(rank).values) if len(inside) else mask

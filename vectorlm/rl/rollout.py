@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -91,6 +91,8 @@ class RolloutGroup:
     """Calls of reward functions that raised or ran out of time."""
     is_dropped: bool = False
     """Whether dynamic sampling dropped the group, which is then only counted."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """The weight of each reward in the sum."""
 
     @property
     def is_constant(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from vectorlm.algorithms.hyperparameters import Hyperparameters
 from vectorlm.settings import (
     ClippingNorm,
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -56,6 +57,8 @@ class CollectSettings:
     """Tokens before `max_tokens` over which a length penalty grows from 0; 0 turns the penalty off."""
     overlong_penalty: Annotated[NonNegativeFloat, ReadIf("rl.overlong_buffer_tokens")] = 1.0
     """What a completion of `max_tokens` tokens loses, with `overlong_buffer_tokens`."""
+    missing_end_penalty: NonNegativeFloat = 0.0
+    """What a completion loses that reached its token limit before it ended."""
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -81,6 +84,11 @@ class UpdateSettings:
     """Leave truncated completions out of the loss."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
+    top_entropy_quantile: Fraction = 1.0
+    """Share of tokens, those of highest entropy, that the policy learns from; the others count in the denominator."""
+    off_policy_mask: PositiveFloat | None = None
+    """KL divergence per token, from the engine to the policy, above which a completion with a negative advantage is
+    left out of the loss; null leaves none out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +103,9 @@ class KLSettings:
     """The estimator of the KL divergence."""
     kl_straight_through: Annotated[bool, ReadIf("rl.kl_coef"), ReadIf("rl.kl_in", ("loss",))] = False
     """In the loss, use the gradient of k2 whatever the estimator."""
+    kl_importance_weights: Annotated[bool, ReadIf("rl.kl_coef"), ReadIf("rl.kl_in", ("loss",))] = False
+    """In the loss, multiply the estimate by the ratio of the policy to the old one, so that the gradient is that of the
+    divergence also where the policy has moved on."""
     kl_target: PositiveFloat | None = None
     """KL divergence of a completion, in nats, that `kl_coef` is adapted to keep; null keeps `kl_coef` fixed."""
     kl_horizon: Annotated[PositiveInt, ReadIf("rl.kl_target")] = 10000

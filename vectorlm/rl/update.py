@@ -148,6 +148,7 @@ class Updater:
         )
         inputs = self._loss_inputs(batch, micro_batch, logprobs)
         losses = self._weighted(self.spec.loss(inputs, self.settings.hparams), batch, micro_batch, inputs)
+        losses = self._without_others(losses, batch, micro_batch, inputs, accumulator)
         loss = self._reduce(losses, inputs.mask, denominator)
         # Penalty and bonus have a value for each token: they are reduced as the losses of tokens are, if there are any.
         is_token = self.spec.level == "token"
@@ -156,6 +157,8 @@ class Updater:
         )
         if kl_coef > 0 and inputs.reference_logprobs is not None:
             penalty = kl_estimate(logprobs, inputs.reference_logprobs, kl.kl_kind, kl.kl_straight_through)
+            if kl.kl_importance_weights:
+                penalty = penalty * ratio(logprobs, inputs.old_logprobs)
             penalty = reduce_loss(penalty, inputs.mask, how, count)
             accumulator.add("policy/kl_loss", penalty)
             loss = loss + kl_coef * penalty
@@ -179,6 +182,7 @@ class Updater:
             rewards=batch.rows.rewards.view(-1)[micro_batch.rows].to(micro_batch.device),
             mask=micro_batch.mask_of(batch.rows),
             rows_per_group=batch.rows.rows_per_group,
+            marked=None if batch.marked is None else cut(batch.marked),
         )
 
     def _weighted(
@@ -195,6 +199,28 @@ class Updater:
         if weights is None:
             return losses
         return losses * (weights if self.spec.level == "token" else weights.amax(dim=1))
+
+    def _without_others(
+        self,
+        losses: torch.Tensor,
+        batch: TrainBatch,
+        micro_batch: MicroBatch,
+        inputs: LossInputs,
+        accumulator: MetricAccumulator,
+    ) -> torch.Tensor:
+        """Set losses to 0 that the policy is not to learn from; they stay in the denominators."""
+        bound, mask = self.settings.update.off_policy_mask, inputs.mask
+        if batch.learns is not None:
+            losses = torch.where(micro_batch.cut(batch.learns), losses, 0.0)
+        if bound is None:
+            return losses
+        gaps = micro_batch.cut(batch.rows.sampler_logprobs) - inputs.policy_logprobs.detach()
+        divergence = masked_mean(gaps.nan_to_num(nan=0.0), mask)[:, None]
+        is_far = (divergence > bound) & (inputs.advantages < 0)
+        accumulator.add_tokens("policy/off_policy_masked", is_far.float(), mask)
+        if self.spec.level == "completion":
+            is_far = (is_far & mask).any(dim=1)
+        return torch.where(is_far, 0.0, losses)
 
     def _reduce(self, losses: torch.Tensor, mask: torch.Tensor, denominator: int) -> torch.Tensor:
         if self.spec.level == "token":
@@ -242,10 +268,10 @@ class Updater:
         """Count the tokens that a clipped ratio keeps from learning."""
         hparams, mask = self.settings.hparams, inputs.mask
         logs = log_ratio(inputs.policy_logprobs, inputs.old_logprobs)
-        if self.spec.clips == "mean":
-            logs = masked_mean(logs, mask)[:, None]
-        elif self.spec.clips == "sum":
+        if self.spec.clips == "sum":
             logs = masked_sum(logs, mask)[:, None]
+        elif hparams.importance_sampling_level == "sequence":
+            logs = masked_mean(logs, mask)[:, None]
         clipped = exp_clamped(logs).expand_as(mask)
         low = (clipped < 1 - hparams.clip_low) & (inputs.advantages < 0)
         high = (clipped > 1 + hparams.clip_high) & (inputs.advantages > 0)

@@ -1,0 +1,42 @@
+"""Tokens chosen by covariance: against a slow loop, and how many."""
+
+import torch
+from random_batch import random_batch
+
+from vectorlm.algorithms.covariance import covariances, drawn_between, highest
+
+
+def test_covariances_equal_a_slow_loop():
+    policy, _, advantages, mask = random_batch()
+    found = covariances(policy.detach(), advantages, mask)
+    places = mask.nonzero().tolist()
+    mean_p = sum(policy[b, t].item() for b, t in places) / len(places)
+    mean_a = sum(advantages[b, t].item() for b, t in places) / len(places)
+    for b in range(len(policy)):
+        for t in range(policy.shape[1]):
+            expected = (policy[b, t].item() - mean_p) * (advantages[b, t].item() - mean_a)
+            assert abs(found[b, t].item() - (expected if mask[b, t] else 0.0)) < 1e-12
+    # The mean over tokens is the covariance of the two.
+    inside = torch.stack([policy.detach()[mask], advantages[mask]])
+    torch.testing.assert_close(found[mask].mean(), torch.cov(inside, correction=0)[0, 1])
+
+
+def test_the_highest_share():
+    values = torch.arange(12.0).view(3, 4)
+    mask = values != 11
+    assert values[highest(values, mask, 0.2)].tolist() == [9.0, 10.0]
+    assert values[highest(values, mask, 1e-6)].tolist() == [10.0], "one at least"
+    assert torch.equal(highest(values, mask, 1.0), mask)
+    assert not highest(values, torch.zeros_like(mask), 0.5).any()
+
+
+def test_tokens_are_drawn_between_bounds_by_the_seed():
+    values = torch.arange(100.0).view(10, 10)
+    mask = values % 3 > 0
+    draws = [drawn_between(values, mask, 0.1, 20.0, 60.0, seed) for seed in range(50)]
+    assert all(int(each.sum()) == 6 for each in draws)
+    assert torch.equal(draws[3], drawn_between(values, mask, 0.1, 20.0, 60.0, 3))
+    between = mask & (values > 20) & (values < 60)
+    assert torch.equal(torch.stack(draws).any(dim=0), between), "each one between the bounds, and no other"
+    assert torch.equal(drawn_between(values, mask, 1.0, 20.0, 60.0, 0), between)
+    assert not drawn_between(values, mask, 0.1, 200.0, 300.0, 0).any()
