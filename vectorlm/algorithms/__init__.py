@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vectorlm.algorithms.reduce import count_denominator, reduce_loss
     from vectorlm.algorithms.registry import algorithm_names, get_algorithm, register
     from vectorlm.algorithms.spec import AlgorithmSpec
+    from vectorlm.algorithms.support import Support, truncate
 
 __all__ = [
     "AdaptiveKL",
@@ -40,6 +41,7 @@ __all__ = [
     "Hyperparameters",
     "LossInputs",
     "RolloutBatch",
+    "Support",
     "algorithm_names",
     "align",
     "baseline_advantages",
@@ -65,13 +67,14 @@ __all__ = [
     "return_advantages",
     "sapo_policy_loss",
     "token_logprobs",
+    "truncate",
     "value_loss",
     "whiten",
 ]
 
 _FILES = (
     *("hyperparameters", "batch", "spec", "registry", "groups", "policy_loss"),
-    *("critic", "kl", "reduce", "logprobs", "correction"),
+    *("critic", "kl", "reduce", "logprobs", "support", "correction"),
 )
 
 
