@@ -79,6 +79,12 @@ PAGES = {
             "Points of held-out accuracy that 40 steps on Countdown gain: mean (range) of the seeds",
         )
     ],
+    "docs/rl.md": [
+        Table(
+            "truncation",
+            "Log-probabilities of the engine and of the trainer, which computes in float32",
+        )
+    ],
     "docs/async.md": [
         Table(
             "async",
