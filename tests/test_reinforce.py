@@ -313,18 +313,29 @@ def test_penalties_are_fine_where_completions_need_not_be_the_policys(files, tmp
 
 
 @pytest.mark.slow
-def test_truncated_completions_are_trained_on_as_they_were_drawn(files, tmp_path):
+@pytest.mark.parametrize(
+    ("preset", "lora", "world_size", "ratio"),
+    [
+        ("tis", "null", 2, "correction/ratio_max"),
+        ("bypass", "{r: 4, target_modules: [q_proj, v_proj]}", 1, "policy/ratio_max"),
+    ],
+)
+def test_truncated_completions_are_trained_on_as_they_were_drawn(
+    files, tmp_path, preset, lora, world_size, ratio
+):
     overrides = [
         "rl.sampling_params={max_tokens: 8, temperature: 0.9, top_p: 0.9, top_k: 30, min_p: 0.02}",
-        "rl.correction.preset=tis",
         "rl.kl_coef=0.05",
+        f"rl.correction.preset={preset}",
+        f"train_parameters.lora_peft_config={lora}",
     ]
-    vectorlm.launch(reinforce, config_of(files, tmp_path / "cut", overrides=overrides), world_size=2)
+    config = config_of(files, tmp_path / "cut", overrides=overrides)
+    vectorlm.launch(reinforce, config, world_size=world_size)
     metrics = lines(tmp_path / "cut" / "metrics.jsonl")[1:]
     assert [line["step"] for line in metrics] == [1, 2, 3, 4]
     for line in metrics:
-        assert line["sampler/logprob_gap_max"] < 1e-4
-        assert line["correction/ratio_max"] == pytest.approx(1, abs=1e-4)
+        assert line[ratio] == pytest.approx(1, abs=1e-4)
+        assert line.get("sampler/logprob_gap_max", 0) < 1e-4
         assert line["sampler/outside_support"] == 0
     # The reference is of all tokens, of which the policy draws nine in ten at most.
     assert metrics[0]["reference/kl"] > 0.1

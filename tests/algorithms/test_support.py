@@ -143,3 +143,12 @@ def test_half_precision_has_ties_and_keeps_the_mass_that_was_asked_for():
         kept = truncate(scores, token, Support(top_p=0.5))[0] > -torch.inf
         mass = torch.where(kept, probabilities, 0.0).sum(-1)
         assert ((mass >= 0.5 - 1e-5) & (mass < 0.5 + 0.005)).all()
+
+
+def test_probabilities_that_do_not_quite_add_up_bring_nothing_back():
+    scores, tokens = scores_and_tokens(torch.float32)
+    # Equal scores keep a whole row, and so all places of the others are looked at.
+    scores = torch.cat([scores.detach(), torch.zeros(1, SIZE)])
+    tokens = torch.cat([scores[:-1].argmax(-1), tokens[:1]])
+    kept = truncate(scores, tokens, Support(top_p=1 - 1e-9, top_k=4))[0] > -torch.inf
+    assert kept.sum(-1).tolist() == [4] * len(scores[:-1]) + [SIZE]
