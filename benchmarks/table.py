@@ -82,6 +82,12 @@ PAGES = {
     "docs/choosing.md": [
         Table("choosing", "Held-out accuracy by step, mean of three seeds, and the gain: mean (range)")
     ],
+    "docs/rl.md": [
+        Table(
+            "truncation",
+            "Log-probabilities of the engine and of the trainer, which computes in float32",
+        )
+    ],
     "docs/async.md": [
         Table(
             "async",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from metrics_page import METRICS
 from rl_runs import REWARD, config_of, is_documented, lines, numbers, save_files, stop_after_step_2
 from safetensors.torch import load_file
 
@@ -248,7 +249,11 @@ def test_a_reward_that_fails_ends_the_run_with_its_prompt(files, tmp_path):
     [
         ("rl.algorithm=gpro", "rl.algorithm='gpro' is not known"),
         ("rl.group_size=1", "rl.group_size=1 is too small for grpo"),
-        ("rl.sampling_params={top_p: 0.9}", "rl.sampling_params.top_p=0.9 makes the engine sample"),
+        (
+            "rl.sampling_params={repetition_penalty: 1.1}",
+            "rl.sampling_params.repetition_penalty=1.1 makes the engine sample",
+        ),
+        ("rl.sampling_params={min_tokens: 2}", "Use temperature, top_p, top_k and min_p alone"),
         ("rl.sampling_params={n: 2}", "Set 'rl.group_size'"),
         ("rl.sampling_params={temperature: 0}", "rl.sampling_params.temperature=0 must be at least 0.01"),
         ("rl.rewards={}", "names no reward"),
@@ -317,9 +322,40 @@ def test_settings_that_would_change_nothing_or_fail_later_are_refused(
         check_rl(config_of(files, tmp_path / "refused", algorithm, overrides))
 
 
-def test_truncated_sampling_is_fine_where_completions_need_not_be_the_policys(files, tmp_path):
-    config = config_of(files, tmp_path / "cut", "best_of_k", ["rl.sampling_params={top_p: 0.9}"])
+def test_penalties_are_fine_where_completions_need_not_be_the_policys(files, tmp_path):
+    overrides = ["rl.sampling_params={repetition_penalty: 1.1, top_p: 0.9}"]
+    config = config_of(files, tmp_path / "cut", "best_of_k", overrides)
     assert check_rl(config).name == "best_of_k"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "lora", "world_size", "ratio"),
+    [
+        ("tis", "null", 2, "correction/ratio_max"),
+        ("bypass", "{r: 4, target_modules: [q_proj, v_proj]}", 1, "policy/ratio_max"),
+    ],
+)
+def test_truncated_completions_are_trained_on_as_they_were_drawn(
+    files, tmp_path, preset, lora, world_size, ratio
+):
+    overrides = [
+        "rl.sampling_params={max_tokens: 8, temperature: 0.9, top_p: 0.9, top_k: 30, min_p: 0.02}",
+        "rl.kl_coef=0.05",
+        f"rl.correction.preset={preset}",
+        f"train_parameters.lora_peft_config={lora}",
+    ]
+    config = config_of(files, tmp_path / "cut", overrides=overrides)
+    vectorlm.launch(reinforce, config, world_size=world_size)
+    metrics = lines(tmp_path / "cut" / "metrics.jsonl")[1:]
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4]
+    for line in metrics:
+        assert line[ratio] == pytest.approx(1, abs=1e-4)
+        assert line.get("sampler/logprob_gap_max", 0) < 1e-4
+        assert line["sampler/outside_support"] == 0
+    # The reference is of all tokens, of which the policy draws nine in ten at most.
+    assert metrics[0]["reference/kl"] > 0.1
+    assert "sampler/outside_support" in METRICS
 
 
 def test_the_script_refuses_a_config_without_rl_in_one_line(files, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.config import Config, RLSettings
 from vectorlm.config.check_rl import check_rl, longest_sequence
 from vectorlm.data.prompts import check_lengths, read_prompts
@@ -50,7 +51,7 @@ def reinforce(config: Config, topology: Topology | None = None, engine: Sampling
         config: The whole run, with a section ``rl``.
         topology: This rank, read from the environment when None.
         engine: An engine to sample with, which stays open; None starts the one that the config describes. It must
-            return log-probabilities at the temperature of sampling (``logprobs_mode="processed_logprobs"``).
+            return log-probabilities of what it draws from (``logprobs_mode="processed_logprobs"``).
 
     Raises:
         ConfigError: The config cannot be carried out, or needs more memory than there is.
@@ -62,7 +63,7 @@ def reinforce(config: Config, topology: Topology | None = None, engine: Sampling
     spec = check_rl(config)
     rl = config.rl
     assert rl is not None
-    # The engine's log-probabilities are at the temperature of sampling, as the trainer's are.
+    # The engine's log-probabilities are of what it draws from, at its temperature, as the trainer's are.
     more: Any = {"logprobs_mode": "processed_logprobs", "max_model_len": config.train_parameters.max_seq_len}
     with open_run(config, topology, engine, **more) as run:
         loop = _build(run, rl, spec)
@@ -111,7 +112,10 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
 
     packs = settings.model.pack_rows
     temperature, device = float(rl.collect.sampling["temperature"]), run.topology.device
-    policy = LanguageModel(disable_dropout(run.load_model()), temperature, packs=packs, device=device)
+    # Losses that learn from completions of any policy learn about all tokens.
+    support = Support.of(rl.collect.sampling) if spec.samples_from_policy else WHOLE
+    model = disable_dropout(run.load_model())
+    policy = LanguageModel(model, temperature, support=support, packs=packs, device=device)
     num_batches = max(rl.max_steps - warmup_steps, 1)
     policy_step = optimizer_step(policy.model, num_batches, settings.loop.max_grad_norm, "policy", None)
     reference = critic = critic_step = None

@@ -322,7 +322,7 @@ def test_a_hyperparameter_that_counts_as_read_changes_a_number_and_no_other_does
         "importance_sampling_level": "token" if own.importance_sampling_level == "sequence" else "sequence",
         **{"pass_k": 1, "divergence_bound": 1e9, "covariance_share": 1e-6, "covariance_kl_coef": 3.0},
         **{name: 0.5 for name in ("shape_positive", "rate_positive", "shape_negative", "rate_negative")},
-        **{"covariance_low": 4.9, "covariance_high": 1.1},
+        **{"covariance_low": 1e8, "covariance_high": 1e-9},
     }
     for setting, value in others.items():
         base = WIDE if setting.startswith("covariance") else {}

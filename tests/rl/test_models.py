@@ -9,6 +9,7 @@ from tiny_rl import build
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from vectorlm.algorithms import Support
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError
 from vectorlm.rewards.reward_model import RewardModel
@@ -146,10 +147,10 @@ def test_the_temperature_divides_the_logits(folder):
 def test_no_logits_are_made_before_the_first_token_that_matters(folder, packs):
     model = disable_dropout(load_model(folder))
     policy = LanguageModel(model, 0.7, packs=packs)
-    logprobs, entropy = policy(ROWS, "value")
+    logprobs, entropy, _ = policy(ROWS, "value")
     shapes = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: shapes.append(output.shape))
-    later_logprobs, later_entropy = policy(rows_of(3), "value")
+    later_logprobs, later_entropy, _ = policy(rows_of(3), "value")
     assert shapes[0][:-1] == ((1,) if packs else (2, 2))
     assert later_logprobs[:, :3].eq(0).all()
     torch.testing.assert_close(later_logprobs[:, 3:], logprobs[:, 3:])
@@ -191,6 +192,21 @@ def test_with_adapters_the_reference_is_the_base(folder):
     reference = Reference(policy, None)
     torch.testing.assert_close(reference(ROWS), expected)
     assert not torch.allclose(policy.logprobs(ROWS), expected), "the adapters stayed off"
+
+
+def test_the_reference_of_a_truncated_policy_is_of_all_tokens(folder):
+    """Its own support would leave out tokens that the policy draws."""
+    from vectorlm.lora.load import add_lora
+
+    support = Support(top_k=5)
+    base = disable_dropout(load_model(folder))
+    expected = LanguageModel(base).logprobs(ROWS).detach()
+    copied = Reference(LanguageModel(base, support=support), disable_dropout(load_model(folder)))
+    torch.testing.assert_close(copied(ROWS), expected)
+    adapted = disable_dropout(add_lora(load_model(folder), {"r": 4, "target_modules": ["q_proj"]}))
+    policy = LanguageModel(adapted, support=support)
+    torch.testing.assert_close(Reference(policy, None)(ROWS), expected)
+    assert (policy.logprobs(ROWS)[ROWS.is_asked] > expected[ROWS.is_asked] + 1).all()
 
 
 def adapters_after_a_reference_pass(topology, folder, strategy):

@@ -8,7 +8,7 @@ import torch
 from rank_processes import on_ranks
 from tiny_rl import build, random_groups, random_rewards, random_rows, same
 
-from vectorlm.algorithms import group_advantages
+from vectorlm.algorithms import Support, group_advantages
 from vectorlm.algorithms.registry import algorithm_names
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError, NonFiniteLoss
@@ -19,10 +19,10 @@ from vectorlm.train.load import load_model
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-6}
 
 
-def train(topology, folder, algorithm, max_tokens, packs=True):
+def train(topology, folder, algorithm, max_tokens, packs=True, **more):
     """Make four optimizer steps on one batch; return the weights and the metrics."""
     kl_coef = 0.1 if algorithm == "grpo" else 0.0
-    more = {"max_tokens_per_micro_batch": max_tokens, "has_reference": kl_coef > 0, "packs": packs}
+    more |= {"max_tokens_per_micro_batch": max_tokens, "has_reference": kl_coef > 0, "packs": packs}
     run = build(topology, folder, algorithm, **more)
     assert (run.models.why_padded is None) is packs
     metrics = run.update(run.prepare(random_rows(algorithm), kl_coef), 3, kl_coef)
@@ -59,6 +59,21 @@ def test_ranks_micro_batches_and_padding_change_nothing(folder, runs, algorithm)
     )
 
 
+def train_truncated(topology, folder, max_tokens, packs=True):
+    support = Support(top_p=0.9, top_k=30, min_p=0.1)
+    return train(topology, folder, "grpo", max_tokens, packs, support=support, correction="tis")
+
+
+def test_truncated_sampling_is_the_same_on_ranks_in_micro_batches_and_padded(folder):
+    ((weights, metrics),) = on_ranks(1, train_truncated, folder, 2000)
+    others = [*on_ranks(1, train_truncated, folder, 60), *on_ranks(2, train_truncated, folder, 60, False)]
+    for other_weights, other_metrics in others:
+        assert same(other_metrics) == pytest.approx(same(metrics), rel=1e-3, abs=1e-5)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(other_weights[name], tensor, **TOLERANCE)
+    assert 0 < metrics["sampler/outside_support"] < 1
+
+
 def one_step(topology, folder, algorithm, **more):
     """Build a run of one optimizer step, whose change of the weights is the gradient."""
     return build(
@@ -71,6 +86,27 @@ def one_grpo_step(topology, folder):
     before, batch = run.weights(), run.prepare(random_rows("grpo"))
     metrics, after = run.update(batch), run.weights()
     return {name: before[name] - after[name] for name in before}, metrics, batch.old_logprobs
+
+
+def one_truncated_step(topology, folder):
+    run, rows = one_step(topology, folder, "grpo", support=Support(top_k=20)), random_rows("grpo")
+    return run.update(run.prepare(rows)), rows
+
+
+def test_tokens_outside_the_support_are_counted_and_finite(folder):
+    from transformers import AutoModelForCausalLM
+
+    ((metrics, rows),) = on_ranks(1, one_truncated_step, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    outside = []
+    for ids, length, mask in zip(rows.input_ids, rows.num_tokens, rows.mask, strict=True):
+        logits = model(ids[None, :length]).logits[0]
+        for token in torch.nonzero(mask)[:, 0].tolist():
+            outside.append((logits[token - 1] > logits[token - 1, ids[token]]).sum().item() >= 20)
+    assert 0 < sum(outside) < len(outside)
+    assert metrics["sampler/outside_support"] == pytest.approx(sum(outside) / len(outside))
+    assert metrics["policy/entropy"] < math.log(21)
+    assert metrics["policy/ratio_max"] == 1
 
 
 def test_the_gradient_is_that_of_the_papers_formula_row_by_row(folder):

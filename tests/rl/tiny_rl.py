@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from vectorlm.algorithms import AlgorithmSpec, get_algorithm
+from vectorlm.algorithms.support import WHOLE
 from vectorlm.dist.topology import Topology
 from vectorlm.rl.batch import make_batch
 from vectorlm.rl.correction import correction_of
@@ -109,6 +110,7 @@ def build(
     hyperparameters=None,
     kl=None,
     has_reference=False,
+    support=WHOLE,
     packs=True,
     **update,
 ):
@@ -137,7 +139,7 @@ def build(
         )
 
     model = load(lambda is_empty: disable_dropout(load_model(folder, is_empty=is_empty)))
-    policy = LanguageModel(model, packs=packs)
+    policy = LanguageModel(model, support=support, packs=packs)
     has_reference = has_reference or spec.needs_reference
     reference = Reference(policy, load_reference(folder, load)) if has_reference else None
     critic = Critic(load_critic(folder, load), policy) if spec.needs_critic else None

@@ -8,6 +8,7 @@ import torch
 from families import FAMILIES, save_family
 from rank_processes import on_ranks
 
+from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.lora.load import add_lora
 from vectorlm.rl.models import disable_dropout
 from vectorlm.train import language_model
@@ -106,7 +107,7 @@ def test_what_rows_share_ends_at_the_shortest_and_at_the_first_difference():
 def values_and_gradient(model, rows, compute):
     """Compute log-probabilities and entropies, and the gradient of a sum of both with random weights."""
     model.zero_grad()
-    logprobs, entropies = compute(rows)
+    logprobs, entropies, *_ = compute(rows)
     weights = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(2)).to(logprobs.dtype)
     ((logprobs + 0.1 * entropies) * weights).sum().backward()
     gradient = {
@@ -218,7 +219,7 @@ def test_a_model_whose_attention_cannot_take_it_is_padded_and_named(config, sett
     assert computes.why_padded.startswith(reason)
     assert loaded.config._attn_implementation != "packed"
     rows = random_rows()
-    logprobs, entropies = computes(rows, "value")
+    logprobs, entropies, _ = computes(rows, "value")
     expected, spread = one_by_one(loaded)(rows)
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(entropies.double(), spread, rtol=1e-4, atol=1e-4)
@@ -262,7 +263,7 @@ def test_padded_rows_keep_the_cap_of_a_model_whose_attention_is_packed(tmp_path)
         )
 
 
-def both_ways(topology, folder, settings, lora):
+def both_ways(topology, folder, settings, lora, support=WHOLE):
     """Compute rows packed and padded with one sharded model; return both values and gradients."""
 
     def load(is_empty):
@@ -272,7 +273,7 @@ def both_ways(topology, folder, settings, lora):
     model = load_sharded(load, topology, settings)
     rows, found = random_rows(), []
     for packs in (True, False):
-        computes = LanguageModel(model, TEMPERATURE, packs=packs)
+        computes = LanguageModel(model, TEMPERATURE, support=support, packs=packs)
         assert computes.packs is packs
         found.append(
             values_and_gradient(model, rows, lambda rows, computes=computes: computes(rows, "gradient"))
@@ -293,6 +294,17 @@ def both_ways(topology, folder, settings, lora):
 def test_sharded_models_say_the_same_packed_and_padded(folder, world_size, settings, lora, tolerance):
     for packed, padded in on_ranks(world_size, both_ways, folder, settings, lora):
         assert_alike(packed, padded, tolerance)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_truncated_policy_says_the_same_packed_and_padded(folder, world_size, lora):
+    support = Support(top_p=0.8, top_k=30, min_p=0.1)
+    plain = on_ranks(world_size, both_ways, folder, ModelSettings(), lora)
+    cut = on_ranks(world_size, both_ways, folder, ModelSettings(), lora, support)
+    for (packed, padded), (whole, _) in zip(cut, plain, strict=True):
+        assert_alike(packed, padded, 1e-5)
+        assert not torch.allclose(packed[0], whole[0])
 
 
 @pytest.mark.slow

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vectorlm.algorithms.reduce import count_denominator, reduce_loss
     from vectorlm.algorithms.registry import algorithm_names, get_algorithm, register
     from vectorlm.algorithms.spec import AlgorithmSpec
+    from vectorlm.algorithms.support import Support, truncate
 
 __all__ = [
     "AdaptiveKL",
@@ -49,6 +50,7 @@ __all__ = [
     "Hyperparameters",
     "LossInputs",
     "RolloutBatch",
+    "Support",
     "algorithm_names",
     "align",
     "baseline_advantages",
@@ -84,6 +86,7 @@ __all__ = [
     "return_advantages",
     "sapo_policy_loss",
     "token_logprobs",
+    "truncate",
     "value_loss",
     "vespo_policy_loss",
     "whiten",
@@ -91,7 +94,7 @@ __all__ = [
 
 _FILES = (
     *("hyperparameters", "batch", "spec", "registry", "groups", "policy_loss", "preference"),
-    *("covariance", "critic", "kl", "reduce", "logprobs", "correction"),
+    *("covariance", "critic", "kl", "reduce", "logprobs", "support", "correction"),
 )
 
 

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from vectorlm.algorithms.support import WHOLE, Support, truncate
+
 Head = Callable[[torch.Tensor], torch.Tensor]
 EntropyKind = Literal["none", "value", "gradient", "collision"]
 """Whether entropies are computed, and with gradient; `collision` means sums of squared probabilities in their place."""
+
+
+class TokenValues(NamedTuple):
+    """What is known of some tokens, float32 of one shape each."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+    """Of the distributions that the tokens were drawn from, in nats; 0 where they were not asked for."""
+    outside: torch.Tensor
+    """1 for tokens outside the support, which has them because they were drawn (`truncate`); else 0."""
 
 
 def token_logprobs(
@@ -36,8 +48,8 @@ def token_logprobs(
     """
     # A view of all positions, not a copy without the last ones; align drops the results of those.
     targets = token_ids.roll(-1, dims=1).flatten()
-    found, _ = token_values(logits.flatten(0, 1), targets, temperature, chunk_tokens, head=head)
-    return align(found.view(token_ids.shape))
+    found = token_values(logits.flatten(0, 1), targets, temperature, chunk_tokens, head=head)
+    return align(found.logprobs.view(token_ids.shape))
 
 
 def entropy(
@@ -49,8 +61,8 @@ def entropy(
     """
     states = logits.flatten(0, 1)
     targets = torch.zeros(len(states), dtype=torch.int64, device=states.device)
-    _, found = token_values(states, targets, temperature, chunk_tokens, head=head, entropy="gradient")
-    return align(found.view(logits.shape[:2]))
+    found = token_values(states, targets, temperature, chunk_tokens, head=head, entropy="gradient")
+    return align(found.entropies.view(logits.shape[:2]))
 
 
 def token_values(
@@ -62,8 +74,11 @@ def token_values(
     places: torch.Tensor | None = None,
     head: Head | None = None,
     entropy: EntropyKind = "none",
-) -> tuple[torch.Tensor, torch.Tensor]:
+    support: Support = WHOLE,
+) -> TokenValues:
     """Return log softmax(scores / temperature) of one target for each of N states, and the entropy of that softmax.
+
+    With a `support` that is not whole, the softmax is over the tokens that it keeps.
 
     Args:
         states: float [N, V], the scores; with `head`, what it takes, [N, H].
@@ -73,6 +88,7 @@ def token_values(
         places: int64 [N], which of more states are meant; None for all, in their order.
         head: The model's output layer.
         entropy: Whether the entropies are computed, else 0, and whether with gradient.
+        support: Which tokens the targets were drawn from.
 
     Returns:
         float32 [N] each.
@@ -82,16 +98,21 @@ def token_values(
             f"temperature={temperature} must be above 0: greedy decoding has no probabilities. Use 1.0."
         )
 
-    def of_chunk(start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_chunk(start: int) -> TokenValues:
         chunk = slice(start, start + chunk_tokens)
         picked = states[chunk] if places is None else states[places[chunk]]
         scores = picked if head is None else head(picked)
         # Half precision loses digits of log-probabilities that losses need; float64 is kept.
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        logprobs = torch.log_softmax(scores if temperature == 1.0 else scores / temperature, dim=-1)
+        scores = scores if temperature == 1.0 else scores / temperature
+        outside = scores.new_zeros(len(scores))
+        if not support.is_whole:
+            scores, is_outside = truncate(scores, targets[chunk], support)
+            outside = is_outside.to(scores.dtype)
+        logprobs = torch.log_softmax(scores, dim=-1)
         chosen = logprobs.gather(-1, targets[chunk, None])[:, 0]
         # Last, because a backward pass stops computing a chunk again once it has what it needs.
-        return chosen, _entropy(logprobs, entropy)
+        return TokenValues(chosen, _entropy(logprobs, entropy), outside)
 
     starts = range(0, max(len(targets), 1), chunk_tokens)
     # The backward pass begins with the last chunk, which need not be computed again.
@@ -100,8 +121,7 @@ def token_values(
         checkpoint(of_chunk, start, use_reentrant=False) if torch.is_grad_enabled() else of_chunk(start)
         for start in again
     ]
-    chosen, entropies = (torch.cat(each) for each in zip(*parts, of_chunk(last), strict=True))
-    return chosen, entropies
+    return TokenValues(*(torch.cat(each) for each in zip(*parts, of_chunk(last), strict=True)))
 
 
 def _entropy(logprobs: torch.Tensor, kind: EntropyKind) -> torch.Tensor:

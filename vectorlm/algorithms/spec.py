@@ -92,7 +92,7 @@ class AlgorithmSpec:
     `importance_sampling_level` says), or of a completion by their sum; None where no clip keeps a token from learning.
     """
     samples_from_policy: bool = True
-    """Whether completions must be drawn from the policy itself, so that top_p and the like are refused."""
+    """Whether completions must be drawn from the policy itself, so that penalties and the like are refused."""
     observe: ObserveFunction = observe_nothing
     """Computes metrics of this algorithm, logged as means over completions or groups."""
     min_group_size: int = 1

@@ -22,12 +22,9 @@ from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, 
 from vectorlm.train.load import load_tokenizer
 from vectorlm.train.optimizer_step import BY_LOSS
 
-# Parameters other than the temperature that change which tokens can be drawn, or how likely they are; with the values
-# that change nothing.
+# Parameters that change which tokens can be drawn, or how likely they are, and that the trainer does not follow; with
+# the values that change nothing.
 _RESHAPING: dict[str, tuple[Any, ...]] = {
-    "top_p": (1, 1.0),
-    "top_k": (0, -1),
-    "min_p": (0, 0.0),
     "repetition_penalty": (1, 1.0),
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
@@ -116,7 +113,7 @@ def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> I
                 "makes the engine sample from another distribution than the one that is trained, so that every "
                 "ratio of the two would be wrong"
             )
-            fix = "Leave it out; online_dpo, best_of_k and copg may use it."
+            fix = "Use temperature, top_p, top_k and min_p alone; online_dpo, best_of_k and copg may use it."
             yield refuse(config, f"rl.sampling_params.{name}", rule, fix)
 
 

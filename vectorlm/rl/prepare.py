@@ -100,7 +100,7 @@ def _first_pass(
     if not kinds and needs_old and not bypass:
         return all_rows(batch, models.policy.logprobs), more
     for kind in kinds:
-        logprobs, found = all_rows(batch, lambda rows: torch.stack(models.policy(rows, kind)))  # noqa: B023
+        logprobs, found, _ = all_rows(batch, lambda rows: torch.stack(models.policy(rows, kind)))  # noqa: B023
         old = logprobs if old is None else old
         if kind == "value":
             more["entropies"] = found

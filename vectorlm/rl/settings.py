@@ -44,7 +44,7 @@ class CollectSettings:
     """Completions of each prompt."""
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `vllm.SamplingParams`, by default `temperature: 1.0` and `max_tokens: 16`; the trainer follows
-    `temperature`."""
+    `temperature`, `top_p`, `top_k` and `min_p`."""
     environment: Text | None = None
     """`file.py:NAME` of what answers the policy between its turns; null makes single turns."""
     environment_timeout_s: Annotated[PositiveFloat | None, ReadIf("rl.environment")] = 300.0

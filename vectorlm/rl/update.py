@@ -143,7 +143,7 @@ class Updater:
         """Return the loss of one micro-batch, as a share of the loss of the whole step."""
         denominator, num_tokens = mini_batch.denominator, mini_batch.num_tokens
         entropy_coef, kl, cut = self.settings.update.entropy_coef, self.settings.kl, micro_batch.cut
-        logprobs, entropy = self.models.policy(
+        logprobs, entropy, outside = self.models.policy(
             micro_batch.inputs_of(batch.rows), "gradient" if entropy_coef > 0 else "value"
         )
         inputs = self._loss_inputs(batch, micro_batch, logprobs)
@@ -165,6 +165,8 @@ class Updater:
         if entropy_coef > 0:
             loss = loss - entropy_coef * reduce_loss(entropy, inputs.mask, how, count)
         self._observe(inputs, entropy, denominator, accumulator)
+        if not self.models.policy.support.is_whole:
+            accumulator.add_tokens("sampler/outside_support", outside, inputs.mask)
         if batch.old_logprobs is None:
             # The only forward pass of the trainer with the weights that sampled these tokens.
             gap = (logprobs.detach() - cut(batch.rows.sampler_logprobs)).abs()

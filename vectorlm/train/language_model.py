@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from vectorlm.algorithms.logprobs import EntropyKind, Head, token_values
+from vectorlm.algorithms.logprobs import EntropyKind, Head, TokenValues, token_values
+from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.train.packing import PACKED, Packing, Rows, pack
 from vectorlm.weights.plan import reshard
 
@@ -27,7 +29,6 @@ HARMLESS = {
 """What attention is given besides queries, keys and values, and a packed pass follows or need not."""
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.25
 """How far log-probabilities of the same tokens may lie apart; the second for a model that computes in 16 bits."""
-Values = tuple[torch.Tensor, torch.Tensor]
 
 
 class LanguageModel:
@@ -38,6 +39,7 @@ class LanguageModel:
         model: nn.Module,
         temperature: float = 1.0,
         *,
+        support: Support = WHOLE,
         packs: bool = True,
         device: str | torch.device = "cpu",
     ) -> None:
@@ -46,10 +48,12 @@ class LanguageModel:
         Args:
             model: Plain, or sharded with FSDP2.
             temperature: Divides the logits.
+            support: Which tokens the engine draws from: log-probabilities and entropies are of these alone.
             packs: False pads rows in any case.
             device: Where it computes.
         """
-        self.model, self.temperature, self.device = model, temperature, torch.device(device)
+        self.model, self.temperature, self.support = model, temperature, support
+        self.device = torch.device(device)
         causal = inner_model(model)
         self._can_skip_logits = "logits_to_keep" in inspect.signature(causal.forward).parameters
         if "packed_values" not in vars(model):
@@ -59,15 +63,16 @@ class LanguageModel:
         self.why_padded = why_not_packed(model) if packs else "pack_rows is False"
         """Why rows are padded; None where they are not."""
         if self.why_padded is None:
-            self.why_padded = self._compared()
+            # At the edge of a support rounding decides, and would look like a difference.
+            self.why_padded = self.untruncated()._compared()
 
     @property
     def packs(self) -> bool:
         """Whether rows are laid end to end."""
         return self.why_padded is None
 
-    def __call__(self, rows: Rows, entropy: EntropyKind = "none") -> Values:
-        """Return the log-probability of each token that is asked for, and the entropy of what it was drawn from.
+    def __call__(self, rows: Rows, entropy: EntropyKind = "none") -> TokenValues:
+        """Return what is known of each token that is asked for.
 
         Args:
             rows: On the CPU.
@@ -79,18 +84,24 @@ class LanguageModel:
         is_asked = rows.is_asked.to(self.device)
         values = self._packed(rows, pack(rows), entropy) if self.packs else self._padded(rows, entropy)
         empty = torch.zeros(is_asked.shape, device=self.device)
-        logprobs, entropies = (empty.masked_scatter(is_asked, each.float()) for each in values)
-        return logprobs, entropies
+        return TokenValues(*(empty.masked_scatter(is_asked, each.float()) for each in values))
 
     def logprobs(self, rows: Rows) -> torch.Tensor:
         """Return the log-probabilities alone, float32 [B, T]."""
-        return self(rows)[0]
+        return self(rows).logprobs
 
-    def _packed(self, rows: Rows, packing: Packing, entropy: EntropyKind) -> Values:
+    def untruncated(self) -> LanguageModel:
+        """Return the same model without its support."""
+        whole = copy(self)
+        whole.support = WHOLE
+        return whole
+
+    def _packed(self, rows: Rows, packing: Packing, entropy: EntropyKind) -> TokenValues:
         model: Any = self.model
-        return model.packed_values(packing, rows.targets.to(self.device), self.temperature, entropy)
+        targets = rows.targets.to(self.device)
+        return model.packed_values(packing, targets, self.temperature, self.support, entropy)
 
-    def _padded(self, rows: Rows, entropy: EntropyKind) -> Values:
+    def _padded(self, rows: Rows, entropy: EntropyKind) -> TokenValues:
         return self._picked(rows, *self._logits(rows), entropy)
 
     def _logits(self, rows: Rows) -> tuple[torch.Tensor, int]:
@@ -102,11 +113,18 @@ class LanguageModel:
         inputs = {name: each.to(self.device) for name, each in inputs.items()}
         return self.model(**inputs, use_cache=False, **options).logits, skipped
 
-    def _picked(self, rows: Rows, logits: torch.Tensor, skipped: int, entropy: EntropyKind) -> Values:
+    def _picked(self, rows: Rows, logits: torch.Tensor, skipped: int, entropy: EntropyKind) -> TokenValues:
         is_before = rows.is_asked.roll(-1, dims=1)[:, skipped:].flatten()
         places = torch.nonzero(is_before)[:, 0].to(self.device)
         targets = rows.targets.to(self.device)
-        return token_values(logits.flatten(0, 1), targets, self.temperature, places=places, entropy=entropy)
+        return token_values(
+            logits.flatten(0, 1),
+            targets,
+            self.temperature,
+            places=places,
+            entropy=entropy,
+            support=self.support,
+        )
 
     @torch.no_grad()
     def _compared(self) -> str | None:
@@ -121,9 +139,9 @@ class LanguageModel:
         packing, before = pack(rows), causal.config._attn_implementation
         self.model.eval()
         logits, skipped = self._logits(rows)
-        padded, _ = self._picked(rows, logits, skipped, "none")
+        padded = self._picked(rows, logits, skipped, "none").logprobs
         causal.set_attn_implementation(PACKED)
-        packed, _ = self._packed(rows, packing, "none")
+        packed = self._packed(rows, packing, "none").logprobs
         reshard(self.model)
         self.model.train(was_training)
         gap = (packed - padded).abs().max()
@@ -176,13 +194,18 @@ def _unread(causal: Any, packing: Packing) -> str | None:
 
 
 def _packed_values(
-    causal: Any, packing: Packing, targets: torch.Tensor, temperature: float, entropy: EntropyKind
-) -> Values:
-    """Return log-probabilities and entropies of the M tokens that are asked for, float32 [M] each."""
+    causal: Any,
+    packing: Packing,
+    targets: torch.Tensor,
+    temperature: float,
+    support: Support,
+    entropy: EntropyKind,
+) -> TokenValues:
+    """Return what is known of the M tokens that are asked for, float32 [M] each."""
     device = targets.device
     states = causal.base_model(**packing.arguments(device)).last_hidden_state[0]
     asked = states.index_select(0, packing.places.to(device))
-    return token_values(asked, targets, temperature, head=_head(causal), entropy=entropy)
+    return token_values(asked, targets, temperature, head=_head(causal), entropy=entropy, support=support)
 
 
 def _head(causal: Any) -> Head:
