@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         whiten,
     )
     from vectorlm.algorithms.hyperparameters import Hyperparameters
-    from vectorlm.algorithms.kl import AdaptiveKL, kl_estimate
+    from vectorlm.algorithms.kl import AdaptiveKL, generalised_jsd, kl_estimate
     from vectorlm.algorithms.logprobs import align, entropy, token_logprobs
     from vectorlm.algorithms.policy_loss import (
         cispo_policy_loss,
@@ -50,6 +50,7 @@ __all__ = [
     "count_denominator",
     "entropy",
     "gae_advantages",
+    "generalised_jsd",
     "get_algorithm",
     "group_advantages",
     "importance_weights",

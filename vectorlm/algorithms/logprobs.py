@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 EntropyKind = Literal["none", "value", "gradient"]
+Comparison = Callable[[slice, torch.Tensor], torch.Tensor]
+"""From the places of n targets and the policy's log-probabilities there, [n, V], to K numbers of each, [n, K]."""
 
 
 def token_logprobs(
@@ -61,7 +63,8 @@ def token_values(
     places: torch.Tensor | None = None,
     head: Head | None = None,
     entropy: EntropyKind = "none",
-) -> tuple[torch.Tensor, torch.Tensor]:
+    compare: Comparison | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Return log softmax(scores / temperature) of one target for each of N states, and the entropy of that softmax.
 
     Args:
@@ -72,16 +75,17 @@ def token_values(
         places: int64 [N], which of more states are meant; None for all, in their order.
         head: The model's output layer.
         entropy: Whether the entropies are computed, else 0, and whether with gradient.
+        compare: What else is made of each softmax.
 
     Returns:
-        float32 [N] each.
+        float32 [N] each; with `compare`, its numbers too, [N, K].
     """
     if temperature <= 0:
         raise ValueError(
             f"temperature={temperature} must be above 0: greedy decoding has no probabilities. Use 1.0."
         )
 
-    def of_chunk(start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_chunk(start: int) -> tuple[torch.Tensor, ...]:
         chunk = slice(start, start + chunk_tokens)
         picked = states[chunk] if places is None else states[places[chunk]]
         scores = picked if head is None else head(picked)
@@ -90,7 +94,8 @@ def token_values(
         logprobs = torch.log_softmax(scores if temperature == 1.0 else scores / temperature, dim=-1)
         chosen = logprobs.gather(-1, targets[chunk, None])[:, 0]
         # Last, because a backward pass stops computing a chunk again once it has what it needs.
-        return chosen, _entropy(logprobs, entropy)
+        found = (chosen, _entropy(logprobs, entropy))
+        return found if compare is None else (*found, compare(chunk, logprobs))
 
     starts = range(0, max(len(targets), 1), chunk_tokens)
     # The backward pass begins with the last chunk, which need not be computed again.
@@ -99,8 +104,7 @@ def token_values(
         checkpoint(of_chunk, start, use_reentrant=False) if torch.is_grad_enabled() else of_chunk(start)
         for start in again
     ]
-    chosen, entropies = (torch.cat(each) for each in zip(*parts, of_chunk(last), strict=True))
-    return chosen, entropies
+    return tuple(torch.cat(each) for each in zip(*parts, of_chunk(last), strict=True))
 
 
 def _entropy(logprobs: torch.Tensor, kind: EntropyKind) -> torch.Tensor:

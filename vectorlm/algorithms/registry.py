@@ -94,6 +94,7 @@ _group_mean = _of_completions(lambda batch: group_advantages(batch.rewards, "non
 _leave_one_out = _of_completions(lambda batch: leave_one_out_advantages(batch.rewards, batch.valid))
 _reward = _of_completions(lambda batch: torch.where(batch.valid, batch.rewards, 0.0))
 _one = _of_completions(lambda batch: batch.valid.to(batch.rewards.dtype))
+_zero = _of_completions(lambda batch: torch.zeros_like(batch.rewards))
 
 
 def _ppo(
@@ -283,6 +284,15 @@ for _spec in (
         needs_reference=True,
         min_group_size=2,
         source="Flet-Berliac et al. 2024, arXiv:2406.19185",
+    ),
+    AlgorithmSpec(
+        name="on_policy_distillation",
+        advantages=_zero,
+        loss=_ppo,
+        has_ratio=True,
+        clips="token",
+        needs_teacher=True,
+        source="Lu 2025, On-Policy Distillation, Thinking Machines Lab; Agarwal et al. 2023, arXiv:2306.13649",
     ),
 ):
     register(_spec)

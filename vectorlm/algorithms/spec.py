@@ -75,6 +75,8 @@ class AlgorithmSpec:
     """Whether the loss reads the reference's log-probabilities; a KL penalty loads a reference by itself."""
     needs_greedy: bool = False
     """Whether a greedy completion of each prompt is sampled and scored too."""
+    needs_teacher: bool = False
+    """Whether it learns from `rl.teacher` alone; rewards, if there are any, are measured and not learned from."""
     has_ratio: bool = False
     """Whether the loss weighs tokens by the ratio of the policy to `old_logprobs`."""
     clips: Literal["token", "mean", "sum"] | None = None
@@ -112,7 +114,7 @@ class AlgorithmSpec:
         """
         seen = {"dynamic_sampling"}
         seen |= {"reduction"} if self.level == "token" else set()
-        seen |= {"whiten_advantages"} if self.samples_from_policy else set()
+        seen |= {"whiten_advantages"} if self.samples_from_policy and not self.needs_teacher else set()
         seen |= {"clip_low", "clip_high"} if self.clips is not None else set()
 
         class Noting:
