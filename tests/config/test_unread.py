@@ -76,6 +76,7 @@ MODES = {
         "rl.kl_coef=0.1",
         "rl.kl_in=reward",
     ),
+    "taught": ("rl.teacher={model: model, kind: full}",),
 }
 NOT_OF_THE_LOOP = (
     # Read by `open_engine`, which a given engine makes unnecessary.
@@ -118,7 +119,12 @@ def config_of(algorithm, mode, *more, schedule="constant_with_warmup"):
     Path("my.yaml").write_text(
         CONFIG.format(algorithm=algorithm, mode=mode.replace(" ", "-"), schedule=schedule)
     )
-    return load_config("my.yaml", [*MODES[mode], *more])
+    taught = ["rl.teacher={model: model}"] if needs_teacher(algorithm) and mode != "taught" else []
+    return load_config("my.yaml", [*taught, *MODES[mode], *more])
+
+
+def needs_teacher(algorithm):
+    return get_algorithm(algorithm).needs_teacher
 
 
 def fields_of(section, prefix=""):
@@ -220,8 +226,9 @@ def test_every_setting_that_is_accepted_is_read(algorithm, mode):
     try:
         check_rl(config)
     except ConfigError:
-        assert mode == "corrected"
-        assert algorithm in NEVER_CORRECTED
+        is_never_corrected = mode == "corrected" and algorithm in NEVER_CORRECTED
+        # Its mode has dynamic sampling.
+        assert is_never_corrected or (mode == "turns" and needs_teacher(algorithm))
         return
     seen, unread = run(config), []
     read = get_algorithm(algorithm).settings_read(Hyperparameters())

@@ -41,9 +41,10 @@ def prepare_batch(
     in_reward = models.reference is not None and settings.kl.kl_in == "reward"
     # In the only optimizer step of a batch the policy is still the one that sampled: the update's own pass will do.
     is_one_step = settings.update.num_epochs * settings.update.num_mini_batches == 1
+    learns_tokens = settings.teacher is not None and settings.teacher.kind == "sampled"
     old = batch.sampler_logprobs if correction.bypass else None
     weights, metrics, log_ratios = None, {}, None
-    if old is None and (in_reward or correction.is_on or not is_one_step):
+    if old is None and (in_reward or learns_tokens or correction.is_on or not is_one_step):
         old = all_rows(batch, models.policy.logprobs)
         band = (mismatch.band_low, mismatch.band_high)
         metrics, log_ratios = mismatch_metrics(batch, old, band), count_log_ratios(batch, old, band)
@@ -52,6 +53,10 @@ def prepare_batch(
         metrics |= correction_effect(before, batch, weights)
     reference = None if models.reference is None else all_rows(batch, models.reference)
     values = None if models.critic is None else all_rows(batch, models.critic)
+    teacher = None
+    if learns_tokens:
+        assert models.teacher is not None
+        teacher = models.teacher.logprobs(batch, all_rows)
     models.reshard()
     if in_reward and kl_coef > 0:
         assert old is not None
@@ -63,6 +68,20 @@ def prepare_batch(
     returns = None if values is None else torch.where(batch.mask, advantages + values, 0.0)
     if settings.hparams.whiten_advantages:
         advantages = whiten(advantages, batch.mask)
+    if teacher is not None:
+        assert old is not None
+        assert settings.teacher is not None
+        # Only the token itself is charged: the gradient is that of KL(policy || teacher) at each place.
+        divergence = kl_estimate(old, teacher, "k1")
+        advantages = advantages - settings.teacher.coef * torch.where(batch.mask, divergence, 0.0)
     return TrainBatch(
-        batch, advantages, old, reference, returns, weights=weights, metrics=metrics, mismatch=log_ratios
+        batch,
+        advantages,
+        old,
+        reference,
+        returns,
+        weights=weights,
+        metrics=metrics,
+        mismatch=log_ratios,
+        teacher_logprobs=teacher,
     )
