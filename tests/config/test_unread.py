@@ -102,7 +102,7 @@ NOT_OF_THE_LOOP = (
 
 
 NEVER_CORRECTED = ("best_of_k", "copg", "online_dpo", "proximal_rloo")
-FAST = ("grpo", "ppo", "online_dpo")
+FAST = ("grpo", "ppo", "online_dpo", "on_policy_distillation")
 
 
 @pytest.fixture(scope="module", autouse=True)
