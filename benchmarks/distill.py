@@ -2,7 +2,7 @@
 
 The model of configs/countdown_warmup.yaml teaches that of configs/countdown_student.yaml. Fine-tuning learns from
 completions that the teacher has sampled at temperature 1; on-policy distillation from the student's own, which the
-teacher scores. All runs make the same number of optimizer steps on the same number of completions, on one rank.
+teacher scores. All runs make optimizer steps on 256 completions each, on one rank, until they have trained on as many tokens.
 Accuracy is the share of 512 held-out questions that the trained weights answer right at temperature 1. Writes
 results/distill.json.
 """
@@ -35,6 +35,8 @@ FINE_TUNING: dict[str, Any] = {
     "rl.rollout.source": "file",
     "rl.rollout.path": str(SAMPLES / "rollouts.jsonl"),
     "rl.teacher": None,
+    # The student writes a tenth more tokens than the teacher: with 111 steps in place of 100 all train on as many.
+    "rl.max_steps": 111,
 }
 ARMS: dict[str, dict[str, Any]] = {
     "fine-tuning on the teacher's completions": FINE_TUNING,
