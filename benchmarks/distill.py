@@ -2,8 +2,8 @@
 
 The model of configs/countdown_warmup.yaml teaches that of configs/countdown_student.yaml. Fine-tuning learns from
 completions that the teacher has sampled at temperature 1; on-policy distillation from the student's own, which the
-teacher scores. All runs make optimizer steps on 256 completions each, on one rank, until they have trained on as many tokens.
-Accuracy is the share of 512 held-out questions that the trained weights answer right at temperature 1. Writes
+teacher scores. All runs make optimizer steps on 256 completions each, on one rank, until they have trained on as many
+tokens. Accuracy is the share of 512 held-out questions that the trained weights answer right at temperature 1. Writes
 results/distill.json.
 """
 

@@ -70,7 +70,8 @@ PAGES = {
     "docs/rl.md": [
         Table(
             "distill",
-            "A Countdown student of 0.1 M parameters after as many tokens, from the same start: mean (range) of three seeds",
+            "A Countdown student of 0.1 M parameters after as many tokens, from the same start: mean (range) of three "
+            "seeds",
         ),
     ],
     "docs/engines.md": [
