@@ -4,7 +4,7 @@ Run ``python examples/make_countdown.py --output_dir data/countdown --seed 0``; 
 files again. The folder then holds
 
 - ``model/``: weights drawn at random and the tokenizer, for ``AutoModelForCausalLM`` and ``AutoTokenizer``;
-- ``student/``: a model of a tenth of its size with the same tokenizer, which can learn from it;
+- ``student/``: a model of a seventh of its size with the same tokenizer, which can learn from it;
 - ``train/`` and ``eval/``: tokenised datasets whose labels leave the prompt out of the loss;
 - ``eval.jsonl``: held-out questions to sample answers for, scored by the ``countdown`` reward;
 - ``train.jsonl`` and ``held_out.jsonl``: the questions of ``train/`` and all of ``eval/``, for reinforcement learning.
