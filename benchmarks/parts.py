@@ -131,6 +131,13 @@ def _summary(metrics: list[dict[str, float]]) -> dict[str, Any]:
         "gap": mean("sampler/logprob_gap_mean"),
         "rejected": mean("correction/rejected_tokens"),
         "kl": mean("policy/kl"),
+        "tokens": sum(line.get("perf/trained_tokens", 0.0) for line in steps),
+        "teacher_kl": _mean_of_last(steps, "teacher/kl"),
         "reward": [line["reward/mean"] for line in steps],
         "curve": [(line["step"], line["eval/accuracy"]) for line in metrics if "eval/accuracy" in line],
     }
+
+
+def _mean_of_last(steps: list[dict[str, float]], name: str, count: int = 10) -> float | None:
+    values = [line[name] for line in steps[-count:] if name in line]
+    return statistics.fmean(values) if values else None

@@ -67,6 +67,17 @@ PAGES = {
             "Fine-tuning on texts of a long tail of lengths, packed into rows of 1,024 tokens (medians of nine steps)",
         ),
     ],
+    "docs/rl.md": [
+        Table(
+            "distill",
+            "A Countdown student of 0.1 M parameters after as many tokens, from the same start: mean (range) of three "
+            "seeds",
+        ),
+        Table(
+            "truncation",
+            "Log-probabilities of the engine and of the trainer, which computes in float32",
+        ),
+    ],
     "docs/engines.md": [
         Table(
             "busy",
@@ -81,12 +92,6 @@ PAGES = {
     ],
     "docs/choosing.md": [
         Table("choosing", "Held-out accuracy by step, mean of three seeds, and the gain: mean (range)")
-    ],
-    "docs/rl.md": [
-        Table(
-            "truncation",
-            "Log-probabilities of the engine and of the trainer, which computes in float32",
-        )
     ],
     "docs/async.md": [
         Table(

@@ -4,6 +4,7 @@ Run ``python examples/make_countdown.py --output_dir data/countdown --seed 0``; 
 files again. The folder then holds
 
 - ``model/``: weights drawn at random and the tokenizer, for ``AutoModelForCausalLM`` and ``AutoTokenizer``;
+- ``student/``: a model of a seventh of its size with the same tokenizer, which can learn from it;
 - ``train/`` and ``eval/``: tokenised datasets whose labels leave the prompt out of the loss;
 - ``eval.jsonl``: held-out questions to sample answers for, scored by the ``countdown`` reward;
 - ``train.jsonl`` and ``held_out.jsonl``: the questions of ``train/`` and all of ``eval/``, for reinforcement learning.
@@ -60,17 +61,19 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, num_heads: int = 4, num_layers: int = 4
+) -> LlamaForCausalLM:
     """Draw a Llama of 0.9 million parameters; heads are 32 wide, the least that vLLM's CPU attention takes."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=4,
+            hidden_size=32 * num_heads,
+            intermediate_size=96 * num_heads,
+            num_hidden_layers=num_layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_heads,
             head_dim=32,
             max_position_embeddings=128,
             bos_token_id=tokenizer.bos_token_id,
@@ -132,7 +135,9 @@ def main() -> None:
     folder: Path = arguments.output_dir
     folder.mkdir(parents=True, exist_ok=True)
     build_model(tokenizer, arguments.seed).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    build_model(tokenizer, arguments.seed, num_heads=2, num_layers=2).save_pretrained(folder / "student")
+    for name in ("model", "student"):
+        tokenizer.save_pretrained(folder / name)
     tokenise(training, tokenizer).save_to_disk(folder / "train")
     tokenise(held_out, tokenizer).save_to_disk(folder / "eval")
     write_questions(held_out[: arguments.num_questions], folder / "eval.jsonl")

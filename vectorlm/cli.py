@@ -173,9 +173,11 @@ def run_check(args: argparse.Namespace) -> int:
 def _check_rl(config: Config) -> None:
     # This imports torch, which the check of a config for fine-tuning does without.
     from vectorlm.config.check_rl import check_prompt_lengths, check_rl
+    from vectorlm.config.check_teacher import check_teacher
 
     check_rl(config)
     check_prompt_lengths(config)
+    check_teacher(config)
 
 
 def run_preprocess(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.config import Config, RLSettings
 from vectorlm.config.check_rl import check_rl, longest_sequence
+from vectorlm.config.check_teacher import check_teacher
 from vectorlm.data.prompts import check_lengths, read_prompts
 from vectorlm.dist.topology import Topology
 from vectorlm.plugin import load_plugin
@@ -25,9 +26,11 @@ from vectorlm.rl.models import (
     disable_dropout,
     load_critic,
     load_reference,
+    num_logits,
 )
 from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.settings import StepSettings
+from vectorlm.rl.teacher import ServerTeacher, Teacher
 from vectorlm.rollouts.async_source import AsyncRolloutSource
 from vectorlm.rollouts.logger import RolloutLogger
 from vectorlm.rollouts.replay import read_rollouts, replay_order
@@ -59,8 +62,10 @@ def reinforce(config: Config, topology: Topology | None = None, engine: Sampling
         NonFiniteLoss: Training diverged.
         RewardError: A reward function failed, and the run is set to stop then.
         RolloutError: An environment failed.
+        EngineError: The teacher's server does not answer.
     """
     spec = check_rl(config)
+    check_teacher(config)
     rl = config.rl
     assert rl is not None
     # The engine's log-probabilities are of what it draws from, at its temperature, as the trainer's are.
@@ -131,7 +136,24 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         critic_step = optimizer_step(
             critic.model, rl.max_steps, rl.critic.max_grad_norm, "critic", rl.critic.lr
         )
-    return RLModels(policy, policy_step, reference, critic, critic_step)
+    teacher = _teacher(run, rl, policy)
+    return RLModels(policy, policy_step, reference, critic, critic_step, teacher)
+
+
+def _teacher(run: Run, rl: RLSettings, policy: LanguageModel) -> Teacher | ServerTeacher | None:
+    how = run.config.train_parameters.model
+    if rl.teacher is None:
+        return None
+    if rl.teacher.model is None:
+        # This imports the HTTP client, which other runs do without.
+        from vectorlm.backends.server.scoring import ScoringServer
+
+        assert rl.teacher.server is not None
+        server = ScoringServer(rl.teacher.server, rl.teacher.timeout_s)
+        return ServerTeacher(server.logprobs, run.topology)
+    num_tokens = num_logits(policy.model)
+    model = load_reference(rl.teacher.model, run.load_sharded, how.use_flash_attention, how.dtype, num_tokens)
+    return Teacher(policy, model)
 
 
 def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSettings:
@@ -143,6 +165,7 @@ def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSetting
         update=rl.update,
         kl=rl.kl,
         critic=rl.critic,
+        teacher=rl.teacher,
         # Without a limit, a completion may fill the sequence.
         max_tokens=rl.collect.sampling["max_tokens"] or settings.max_seq_len,
         seed=settings.seed,

@@ -23,7 +23,7 @@ from vectorlm.errors import ConfigError
 ROOT = Path(__file__).parent.parent.parent
 NAMES = [
     *("ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "proximal_rloo"),
-    *("reinforce", "reinforce_pp", "remax", "online_dpo", "best_of_k", "copg"),
+    *("reinforce", "reinforce_pp", "remax", "online_dpo", "best_of_k", "copg", "on_policy_distillation"),
     *("gmpo", "gdpo", "pass_at_k", "opo", "gpg", "otb", "lite_ppo"),
     *("clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "vespo"),
 ]

@@ -54,7 +54,7 @@ def test_equals_a_slow_loop(support, temperature, chunk_tokens):
     found = token_values(scores, tokens, temperature, chunk_tokens, entropy="value", support=support)
     rows = zip((scores.detach() / temperature).tolist(), tokens.tolist(), strict=True)
     expected = torch.tensor([slow(row, token, support) for row, token in rows], dtype=torch.float64)
-    torch.testing.assert_close(torch.stack(found, dim=1).detach(), expected)
+    torch.testing.assert_close(torch.stack(found[:3], dim=1).detach(), expected)
     assert 0 < expected[:, 2].sum() < len(tokens), "the tokens are on both sides"
 
 
@@ -117,7 +117,7 @@ def test_more_tokens_than_there_are_are_all(top_k):
     scores, tokens = scores_and_tokens(torch.float32)
     found = token_values(scores, tokens, entropy="value", support=Support(top_k=top_k))
     plain = token_values(scores, tokens, entropy="value")
-    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found[:3], plain[:3], strict=True))
 
 
 @pytest.mark.parametrize("support", SUPPORTS)

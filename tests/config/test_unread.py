@@ -76,6 +76,7 @@ MODES = {
         "rl.kl_coef=0.1",
         "rl.kl_in=reward",
     ),
+    "taught": ("rl.teacher={model: model, kind: full}",),
 }
 NOT_OF_THE_LOOP = (
     # Read by `open_engine`, which a given engine makes unnecessary.
@@ -104,11 +105,13 @@ NEVER = [
     *((name, "corrected") for name in ("best_of_k", "copg", "online_dpo", "proximal_rloo", "gmpo", "gdpo")),
     # Its penalty changes the sum of rewards, and this algorithm reads each alone.
     ("gdpo", "several steps"),
+    # Its mode has dynamic sampling.
+    ("on_policy_distillation", "turns"),
 ]
 MORE = {"pass_at_k": ("rl.pass_k=2",)}
 WIDE = {"covariance_share": 1.0, "covariance_low": 0.0, "covariance_high": 1e9}
 """So that of the four tokens of the example some are chosen."""
-FAST = ("grpo", "ppo", "online_dpo")
+FAST = ("grpo", "ppo", "online_dpo", "on_policy_distillation")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,7 +128,12 @@ def config_of(algorithm, mode, *more, schedule="constant_with_warmup"):
     Path("my.yaml").write_text(
         CONFIG.format(algorithm=algorithm, mode=mode.replace(" ", "-"), schedule=schedule)
     )
-    return load_config("my.yaml", [*MODES[mode], *more])
+    taught = ["rl.teacher={model: model}"] if needs_teacher(algorithm) and mode != "taught" else []
+    return load_config("my.yaml", [*taught, *MODES[mode], *more])
+
+
+def needs_teacher(algorithm):
+    return get_algorithm(algorithm).needs_teacher
 
 
 def fields_of(section, prefix=""):

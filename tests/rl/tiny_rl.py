@@ -7,6 +7,7 @@ import torch
 from vectorlm.algorithms import AlgorithmSpec, get_algorithm
 from vectorlm.algorithms.support import WHOLE
 from vectorlm.dist.topology import Topology
+from vectorlm.lora.load import add_lora
 from vectorlm.rl.batch import make_batch
 from vectorlm.rl.correction import correction_of
 from vectorlm.rl.models import (
@@ -16,10 +17,12 @@ from vectorlm.rl.models import (
     disable_dropout,
     load_critic,
     load_reference,
+    num_logits,
 )
 from vectorlm.rl.prepare import prepare_batch
 from vectorlm.rl.rollout import Rollout, RolloutGroup
-from vectorlm.rl.settings import CorrectionSettings, KLSettings, StepSettings, UpdateSettings
+from vectorlm.rl.settings import CorrectionSettings, KLSettings, StepSettings, TeacherSettings, UpdateSettings
+from vectorlm.rl.teacher import Teacher
 from vectorlm.rl.update import Updater
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
@@ -112,10 +115,18 @@ def build(
     has_reference=False,
     support=WHOLE,
     packs=True,
+    teacher=None,
+    teacher_scale=2.0,
+    adapters=None,
     **update,
 ):
-    """Return a tiny run with plain gradient descent; `update` changes single update settings."""
+    """Return a tiny run with plain gradient descent; `update` changes single update settings.
+
+    The teacher's weights are multiplied by `teacher_scale`, so that the same folder may teach.
+    """
     spec = get_algorithm(algorithm)
+    if spec.needs_teacher and teacher is None:
+        teacher = TeacherSettings(model=str(folder))
     defaults = {
         "num_epochs": 2,
         "num_mini_batches": 2,
@@ -127,6 +138,7 @@ def build(
         correction=correction_of(CorrectionSettings(preset=correction), spec),
         update=UpdateSettings(**(defaults | update)),
         kl=kl or KLSettings(),
+        teacher=teacher,
         max_tokens=9,
     )
 
@@ -138,13 +150,23 @@ def build(
             model, torch.optim.SGD(model.parameters(), lr=lr), None, max_grad_norm, topology, name
         )
 
-    model = load(lambda is_empty: disable_dropout(load_model(folder, is_empty=is_empty)))
+    def load_policy(is_empty):
+        model = load_model(folder, is_empty=is_empty)
+        return disable_dropout(model if adapters is None else add_lora(model, adapters))
+
+    model = load(load_policy)
     policy = LanguageModel(model, support=support, packs=packs)
     has_reference = has_reference or spec.needs_reference
     reference = Reference(policy, load_reference(folder, load)) if has_reference else None
     critic = Critic(load_critic(folder, load), policy) if spec.needs_critic else None
     critic_step = None if critic is None else descent(critic.model, "critic")
-    models = RLModels(policy, descent(policy.model, "policy"), reference, critic, critic_step)
+    taught_by = None
+    if teacher is not None:
+        taught_by = Teacher(policy, load_reference(teacher.model, load, num_tokens=num_logits(model)))
+        with torch.no_grad():
+            for parameter in taught_by.model.parameters():
+                parameter.mul_(teacher_scale)
+    models = RLModels(policy, descent(policy.model, "policy"), reference, critic, critic_step, taught_by)
     return TinyRun(models, spec, settings, topology)
 
 

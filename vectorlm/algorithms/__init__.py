@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         whiten,
     )
     from vectorlm.algorithms.hyperparameters import Hyperparameters
-    from vectorlm.algorithms.kl import AdaptiveKL, binary_divergence, kl_estimate
+    from vectorlm.algorithms.kl import AdaptiveKL, binary_divergence, generalised_jsd, kl_estimate
     from vectorlm.algorithms.logprobs import align, entropy, token_logprobs
     from vectorlm.algorithms.policy_loss import (
         cispo_policy_loss,
@@ -65,6 +65,7 @@ __all__ = [
     "dppo_policy_loss",
     "entropy",
     "gae_advantages",
+    "generalised_jsd",
     "get_algorithm",
     "gmpo_policy_loss",
     "group_advantages",

@@ -96,6 +96,7 @@ def optimal_token(batch: RolloutBatch, hparams: Hyperparameters) -> torch.Tensor
 leave_one_out = _of_completions(lambda batch: leave_one_out_advantages(batch.rewards, batch.valid))
 rescaled = _of_completions(lambda batch: rescaled_advantages(batch.rewards, batch.valid))
 reward = _of_completions(lambda batch: torch.where(batch.valid, batch.rewards, 0.0))
+zero = _of_completions(lambda batch: torch.zeros_like(batch.rewards))
 one = _of_completions(lambda batch: batch.valid.to(batch.rewards.dtype))
 
 

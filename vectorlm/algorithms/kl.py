@@ -1,7 +1,8 @@
-"""How two policies differ on the same tokens: ratio and KL divergence, and the controller of a KL penalty."""
+"""How two policies differ on the same tokens: ratio and divergences, and the controller of a KL penalty."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -90,6 +91,42 @@ def binary_divergence(
     divergence = torch.expm1(other) * log_ratios_of_rest - other.exp() * clamped
     # Rounding may leave the difference of two near numbers a little below 0.
     return divergence.clamp(min=0.0).to(dtype)
+
+
+def generalised_jsd(
+    policy_logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, beta: float
+) -> torch.Tensor:
+    """Return the generalised Jensen-Shannon divergence of two distributions over the vocabulary, float [N].
+
+    With the mixture M = beta teacher + (1 - beta) policy::
+
+        beta KL(teacher || M) + (1 - beta) KL(policy || M)
+        KL(teacher || policy) at beta = 0      KL(policy || teacher) at beta = 1
+
+    The formula itself falls to 0 at both ends; divided by beta, or by 1 - beta, it tends to these two.
+
+    Source: Agarwal et al. 2023 (GKD), arXiv:2306.13649, eq. 1 and section 2.
+
+    Args:
+        policy_logprobs: float [N, V], with gradient.
+        teacher_logprobs: float [N, V], detached here.
+        beta: 0 to 1.
+    """
+    teacher_logprobs = teacher_logprobs.detach()
+    if beta == 0:
+        return _mean_log_ratio(teacher_logprobs, policy_logprobs)
+    if beta == 1:
+        return _mean_log_ratio(policy_logprobs, teacher_logprobs)
+    mixture = torch.logaddexp(teacher_logprobs + math.log(beta), policy_logprobs + math.log1p(-beta))
+    of_teacher, of_policy = (_mean_log_ratio(each, mixture) for each in (teacher_logprobs, policy_logprobs))
+    return beta * of_teacher + (1 - beta) * of_policy
+
+
+def _mean_log_ratio(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Return the mean of logprobs - others over the tokens that `logprobs` draws: a KL divergence, float [N]."""
+    # A token that cannot be drawn adds 0, not 0 times -inf; neither to the gradient.
+    ratios = (logprobs - others).masked_fill(logprobs == -torch.inf, 0.0)
+    return (logprobs.exp() * ratios).sum(dim=-1)
 
 
 class AdaptiveKL:

@@ -13,6 +13,8 @@ from vectorlm.algorithms.support import WHOLE, Support, truncate
 Head = Callable[[torch.Tensor], torch.Tensor]
 EntropyKind = Literal["none", "value", "gradient", "collision"]
 """Whether entropies are computed, and with gradient; `collision` means sums of squared probabilities in their place."""
+Comparison = Callable[[slice, torch.Tensor], torch.Tensor]
+"""From the places of n targets and the policy's log-probabilities there, [n, V], to K numbers of each, [n, K]."""
 
 
 class TokenValues(NamedTuple):
@@ -23,6 +25,8 @@ class TokenValues(NamedTuple):
     """Of the distributions that the tokens were drawn from, in nats; 0 where they were not asked for."""
     outside: torch.Tensor
     """1 for tokens outside the support, which has them because they were drawn (`truncate`); else 0."""
+    compared: torch.Tensor | None = None
+    """What `compare` made of each distribution, with one more dimension, K; None without it."""
 
 
 def token_logprobs(
@@ -75,6 +79,7 @@ def token_values(
     head: Head | None = None,
     entropy: EntropyKind = "none",
     support: Support = WHOLE,
+    compare: Comparison | None = None,
 ) -> TokenValues:
     """Return log softmax(scores / temperature) of one target for each of N states, and the entropy of that softmax.
 
@@ -89,16 +94,17 @@ def token_values(
         head: The model's output layer.
         entropy: Whether the entropies are computed, else 0, and whether with gradient.
         support: Which tokens the targets were drawn from.
+        compare: What else is made of each softmax.
 
     Returns:
-        float32 [N] each.
+        float32 [N] each; with `compare`, its numbers too, [N, K].
     """
     if temperature <= 0:
         raise ValueError(
             f"temperature={temperature} must be above 0: greedy decoding has no probabilities. Use 1.0."
         )
 
-    def of_chunk(start: int) -> TokenValues:
+    def of_chunk(start: int) -> tuple[torch.Tensor, ...]:
         chunk = slice(start, start + chunk_tokens)
         picked = states[chunk] if places is None else states[places[chunk]]
         scores = picked if head is None else head(picked)
@@ -112,7 +118,8 @@ def token_values(
         logprobs = torch.log_softmax(scores, dim=-1)
         chosen = logprobs.gather(-1, targets[chunk, None])[:, 0]
         # Last, because a backward pass stops computing a chunk again once it has what it needs.
-        return TokenValues(chosen, _entropy(logprobs, entropy), outside)
+        found = (chosen, _entropy(logprobs, entropy), outside)
+        return found if compare is None else (*found, compare(chunk, logprobs))
 
     starts = range(0, max(len(targets), 1), chunk_tokens)
     # The backward pass begins with the last chunk, which need not be computed again.

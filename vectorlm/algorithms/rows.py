@@ -230,5 +230,14 @@ ROWS: tuple[AlgorithmSpec, ...] = (
         min_group_size=2,
         source="Flet-Berliac et al. 2024, arXiv:2406.19185",
     ),
+    AlgorithmSpec(
+        name="on_policy_distillation",
+        advantages=adapters.zero,
+        loss=adapters.ppo,
+        has_ratio=True,
+        clips="token",
+        needs_teacher=True,
+        source="Lu 2025, On-Policy Distillation, Thinking Machines Lab; Agarwal et al. 2023, arXiv:2306.13649",
+    ),
 )
 """Every algorithm that has a name of its own."""

@@ -77,6 +77,8 @@ class AlgorithmSpec:
     """Whether the loss reads the reference's log-probabilities; a KL penalty loads a reference by itself."""
     needs_greedy: bool = False
     """Whether a greedy completion of each prompt is sampled and scored too."""
+    needs_teacher: bool = False
+    """Whether it learns from `rl.teacher` alone; rewards, if there are any, are measured and not learned from."""
     needs_parts: bool = False
     """Whether advantages are computed from each reward alone, and not from their sum."""
     needs_old: bool = False
@@ -122,7 +124,7 @@ class AlgorithmSpec:
         """
         seen = {"dynamic_sampling"}
         seen |= {"reduction"} if self.level == "token" else set()
-        seen |= {"whiten_advantages"} if self.samples_from_policy else set()
+        seen |= {"whiten_advantages"} if self.samples_from_policy and not self.needs_teacher else set()
         seen |= {"clip_low", "clip_high"} if self.clips is not None else set()
 
         class Noting:

@@ -10,6 +10,7 @@ from typing import Any
 from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.config.check import refuse
+from vectorlm.config.check_teacher import teacher_problems
 from vectorlm.config.schema import Config, RLSettings
 from vectorlm.config.setting import all_settings, settings_of, to_plain, value_at
 from vectorlm.config.value import raise_problems
@@ -54,7 +55,8 @@ def check_rl(config: Config) -> AlgorithmSpec:
         *_rollout_problems(config, rl),
         *_overlong_problems(config, rl),
         *_unread_settings(config, rl, spec),
-        *_reward_problems(config, rl),
+        *_reward_problems(config, rl, spec),
+        *teacher_problems(config, rl, spec),
         *_hyperparameter_problems(config, rl, spec),
         *_kl_problems(config, rl, spec),
         *_length_problems(config, rl, spec),
@@ -187,9 +189,9 @@ def _overlong_problems(config: Config, rl: RLSettings) -> Iterator[str]:
         yield refuse(config, "rl.overlong_buffer_tokens", rule, "Set max_tokens, or use a smaller one.")
 
 
-def _reward_problems(config: Config, rl: RLSettings) -> Iterator[str]:
+def _reward_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
     reward = rl.reward
-    if not reward.rewards and not reward.reward_models:
+    if not reward.rewards and not reward.reward_models and not spec.needs_teacher:
         yield "the section 'rl' names no reward: fill rl.rewards or rl.reward_models."
     full_names: dict[str, str] = {}
     for name in [*reward.rewards, *reward.reward_models]:

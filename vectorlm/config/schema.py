@@ -20,6 +20,7 @@ from vectorlm.rl.settings import (
     CorrectionSettings,
     CriticSettings,
     KLSettings,
+    TeacherSettings,
     UpdateSettings,
 )
 from vectorlm.rollouts.settings import AsyncSettings, RolloutSettings
@@ -97,6 +98,8 @@ class RLSettings:
     """Where completions come from."""
     critic: CriticSettings = field(default_factory=CriticSettings)
     """How the critic is trained."""
+    teacher: TeacherSettings | None = None
+    """A teacher to learn from, beside rewards or alone; null learns from rewards."""
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     """Off-policy correction."""
     async_: AsyncSettings | None = field(default=None, metadata={"key": "async"})

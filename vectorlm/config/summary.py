@@ -53,10 +53,19 @@ def _rl_rows(rl: RLSettings, train: TrainSettings) -> dict[str, str]:
         "training": f"{rl.algorithm}, {_count(rl.max_steps, 'step')} on the prompts of {source}",
         "rollouts": f"{_count(completions, 'completion')} a step ({_count(collect.prompts_per_step, 'prompt')} x group "
         f"{collect.group_size}), up to {train.max_seq_len} tokens with their prompts",
-        "rewards": ", ".join(f"{name} x {weight:g}" for name, weight in weights.items()),
+        "rewards": ", ".join(f"{name} x {weight:g}" for name, weight in weights.items()) or "none",
+        **_teacher_row(rl),
         "updates": f"{_count(update.num_epochs * update.num_mini_batches, 'optimizer step')} a step "
         f"({_count(update.num_epochs, 'epoch')} x {_count(update.num_mini_batches, 'mini-batch', 'mini-batches')})",
     }
+
+
+def _teacher_row(rl: RLSettings) -> dict[str, str]:
+    teacher = rl.teacher
+    if teacher is None:
+        return {}
+    how = "sampled tokens" if teacher.kind == "sampled" else f"whole distributions, beta {teacher.beta:g}"
+    return {"teacher": f"{teacher.model or teacher.server} x {teacher.coef:g}, by {how}"}
 
 
 def _checkpoint_row(config: Config) -> str:

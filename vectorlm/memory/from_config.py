@@ -48,7 +48,7 @@ def plan_of_config(
     model = read_model_size(config.model)
     lora = train.lora_peft_config
     shards = {"NO_SHARD": 1, "HYBRID_SHARD": near}.get(train.model.sharding_strategy, world_size)
-    micro_batch_size, trained_copies, frozen_copies = _other_models(config, is_cpu)
+    micro_batch_size, trained_copies, frozen_copies = _other_models(config, model, is_cpu)
     overlap = config.overlap
     # An engine on separate CUDA devices does not share their memory; on CPU there is only one memory.
     is_shared = is_cpu or overlap is None or overlap.placement == "shared"
@@ -69,6 +69,7 @@ def plan_of_config(
         micro_batch_size=micro_batch_size,
         num_trained_copies=trained_copies,
         num_frozen_copies=frozen_copies,
+        learns_distributions=_learns_distributions(config),
         sequence_tokens=train.max_seq_len,
         engine=_engine_demand(train.sampler, model, device_bytes, near)
         if train.sampler and is_shared
@@ -80,8 +81,8 @@ def plan_of_config(
     return plan_memory(demand)
 
 
-def _other_models(config: Config, is_cpu: bool) -> tuple[int, int, int]:
-    """Return the sequences of a micro-batch, and the numbers of other trained and of frozen models."""
+def _other_models(config: Config, model: ModelSize, is_cpu: bool) -> tuple[int, int, float]:
+    """Return the sequences of a micro-batch, and numbers of other trained and frozen models, in sizes of `model`."""
     train, rl = config.train_parameters, config.rl
     if rl is None:
         return config.text.train_bs, 0, 0
@@ -95,7 +96,15 @@ def _other_models(config: Config, is_cpu: bool) -> tuple[int, int, int]:
         # A group that is packed, and any that is compared as one, shares one forward pass.
         tokens = min(tokens, max(CPU_PASS_TOKENS, rl.collect.group_size * train.max_seq_len))
     micro_batch_size = max(tokens // train.max_seq_len, 1)
-    return micro_batch_size, int(spec.needs_critic), int(has_reference) + len(rl.reward.reward_models)
+    frozen: float = int(has_reference) + len(rl.reward.reward_models)
+    if rl.teacher is not None and rl.teacher.model is not None:
+        frozen += read_model_size(rl.teacher.model).num_parameters / model.num_parameters
+    return micro_batch_size, int(spec.needs_critic), frozen
+
+
+def _learns_distributions(config: Config) -> bool:
+    teacher = None if config.rl is None else config.rl.teacher
+    return teacher is not None and teacher.kind == "full"
 
 
 def _engine_demand(

@@ -99,7 +99,9 @@ class RewardScorer:
         return {name: [each for found in by_rank for each in found[name]] for name in self.functions}
 
     def _total(self, rewards: Mapping[str, torch.Tensor], has_failed: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum; a reward that is NaN is left out of it, and a sum of nothing is NaN."""
+        """Return the weighted sum; a reward that is NaN is left out of it, and a sum of nothing but NaN is NaN."""
+        if not rewards:
+            return torch.zeros(len(has_failed))
         weighted = torch.stack([self.weights[name] * values for name, values in rewards.items()])
         is_unscored = weighted.isnan().all(dim=0) | has_failed
         return weighted.nansum(dim=0).masked_fill(is_unscored, math.nan)

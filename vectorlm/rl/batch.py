@@ -36,6 +36,8 @@ class TrainBatch:
     """What the correction found and did."""
     mismatch: Mapping[str, Any] | None = None
     """Counts of the log-ratios of trainer and engine; see `count_log_ratios`."""
+    teacher_logprobs: torch.Tensor | None = None
+    """float32 [B, T], where a teacher scores the tokens that were sampled."""
 
 
 def make_batch(

@@ -1,4 +1,4 @@
-"""The models of a run: the policy, the reference that a KL penalty compares it with, and the critic."""
+"""The models of a run: the policy, the reference that a KL penalty compares it with, the critic, and the teacher."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from vectorlm.algorithms.logprobs import align
 from vectorlm.errors import ConfigError
+from vectorlm.rl.teacher import ServerTeacher, Teacher
 from vectorlm.train.language_model import LanguageModel, inner_model
 from vectorlm.train.load import load_model, load_pretrained
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
@@ -102,13 +103,18 @@ class RLModels:
     reference: Reference | None = None
     critic: Critic | None = None
     critic_step: OptimizerStep | None = None
+    teacher: Teacher | ServerTeacher | None = None
 
     @property
     def why_padded(self) -> str | None:
         """Why rows are padded; None where all models, which share their micro-batches, compute rows laid end to end."""
-        roles = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
-        reasons = ((name, role.why_padded) for name, role in roles.items() if role is not None)
+        roles = zip(("policy", "reference", "critic", "teacher"), self._roles, strict=True)
+        reasons = ((name, role.why_padded) for name, role in roles if role is not None)
         return next((f"{name}: {reason}" for name, reason in reasons if reason is not None), None)
+
+    @property
+    def _roles(self) -> tuple[Any, ...]:
+        return self.policy, self.reference, self.critic, self.teacher
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -118,7 +124,7 @@ class RLModels:
 
     def reshard(self) -> None:
         """Free what forward passes gathered, so that whoever reads the parameters next sees shards."""
-        for role in (self.policy, self.reference, self.critic):
+        for role in self._roles:
             if role is not None and role.model is not None:
                 reshard(role.model)
 
@@ -133,15 +139,26 @@ class RLModels:
 
 
 def load_reference(
-    path: str, load_sharded: LoadSharded, flash_attention: bool = False, dtype: str = "float32"
+    path: str,
+    load_sharded: LoadSharded,
+    flash_attention: bool = False,
+    dtype: str = "float32",
+    num_tokens: int | None = None,
 ) -> nn.Module:
-    """Load a frozen copy of the policy's starting point."""
+    """Load a frozen copy of the policy's starting point, or a teacher, whose logits beyond `num_tokens` are dropped."""
 
     def load(is_empty: bool) -> nn.Module:
         model = load_model(path, flash_attention=flash_attention, dtype=dtype, is_empty=is_empty)
+        if num_tokens is not None and num_logits(model) > num_tokens:
+            model.resize_token_embeddings(num_tokens, mean_resizing=False)
         return disable_dropout(model).requires_grad_(False)
 
     return load_sharded(load)
+
+
+def num_logits(model: Any) -> int:
+    """Return the size of a model's vocabulary, padding included."""
+    return inner_model(model).config.get_text_config().vocab_size
 
 
 def load_critic(path: str, load_sharded: LoadSharded, dtype: str = "float32") -> nn.Module:

@@ -43,7 +43,8 @@ def prepare_batch(
     in_reward = models.reference is not None and settings.kl.kl_in == "reward"
     # In the only optimizer step of a batch the policy is still the one that sampled: the update's own pass will do.
     is_one_step = settings.update.num_epochs * settings.update.num_mini_batches == 1
-    needs_old = in_reward or correction.is_on or not is_one_step or spec.needs_old
+    learns_tokens = settings.teacher is not None and settings.teacher.kind == "sampled"
+    needs_old = in_reward or learns_tokens or correction.is_on or not is_one_step or spec.needs_old
     old, more = _first_pass(batch, models, spec, settings, needs_old, all_rows)
     weights, metrics, log_ratios = None, {}, None
     if old is not None and not correction.bypass:
@@ -54,6 +55,10 @@ def prepare_batch(
         metrics |= correction_effect(before, batch, weights)
     reference = None if models.reference is None else all_rows(batch, models.reference)
     values = None if models.critic is None else all_rows(batch, models.critic)
+    teacher = None
+    if learns_tokens:
+        assert models.teacher is not None
+        teacher = models.teacher.logprobs(batch, all_rows)
     models.reshard()
     if in_reward and kl_coef > 0:
         assert old is not None
@@ -65,6 +70,12 @@ def prepare_batch(
     returns = None if values is None else torch.where(batch.mask, advantages + values, 0.0)
     if settings.hparams.whiten_advantages:
         advantages = whiten(advantages, batch.mask)
+    if teacher is not None:
+        assert old is not None
+        assert settings.teacher is not None
+        # Only the token itself is charged: the gradient is that of KL(policy || teacher) at each place.
+        divergence = kl_estimate(old, teacher, "k1")
+        advantages = advantages - settings.teacher.coef * torch.where(batch.mask, divergence, 0.0)
     marked = None if spec.mark is None else spec.mark(batch, advantages, settings.hparams)
     learns = None
     if "entropies" in more:
@@ -80,6 +91,7 @@ def prepare_batch(
         learns=learns,
         metrics=metrics,
         mismatch=log_ratios,
+        teacher_logprobs=teacher,
     )
 
 
@@ -100,7 +112,8 @@ def _first_pass(
     if not kinds and needs_old and not bypass:
         return all_rows(batch, models.policy.logprobs), more
     for kind in kinds:
-        logprobs, found, _ = all_rows(batch, lambda rows: torch.stack(models.policy(rows, kind)))  # noqa: B023
+        both = all_rows(batch, lambda rows: torch.stack(models.policy(rows, kind)[:2]))  # noqa: B023
+        logprobs, found = both.unbind(0)
         old = logprobs if old is None else old
         if kind == "value":
             more["entropies"] = found

@@ -131,6 +131,26 @@ class CriticSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherSettings:
+    """A teacher whose probabilities the policy learns on its own completions: on-policy distillation."""
+
+    model: Text | None = None
+    """Folder of a model with the policy's tokenizer, which is frozen and sharded like the reference."""
+    server: Text | None = None
+    """URL of a vLLM server that scores completions, in place of `model`; its token is `VECTORLM_TEACHER_TOKEN`."""
+    coef: PositiveFloat = 1.0
+    """Weight of the divergence from the teacher beside the algorithm's own loss."""
+    kind: Literal["sampled", "full"] = "sampled"
+    """`sampled` adds log teacher - log policy to the advantage of each token; `full` adds a divergence over the whole
+    vocabulary to the loss, and needs `model`."""
+    beta: Annotated[UnitInterval, ReadIf("rl.teacher.kind", ("full",))] = 1.0
+    """The divergence of `full`: 0 is KL(teacher, policy), 1 is KL(policy, teacher), and a value in between the
+    generalised Jensen-Shannon divergence."""
+    timeout_s: Annotated[PositiveFloat, ReadIf("rl.teacher.server")] = 300.0
+    """Longest answer of the server, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Correction:
     """How tokens are weighted or rejected whose probability differs between the engine and the trainer."""
 
@@ -219,6 +239,7 @@ class StepSettings:
     update: UpdateSettings = UpdateSettings()
     kl: KLSettings = KLSettings()
     critic: CriticSettings = CriticSettings()
+    teacher: TeacherSettings | None = None
     max_tokens: int = SAMPLING_DEFAULTS["max_tokens"]
     """Longest completion; with `sequence_sum_fixed`, the tokens that each completion counts for."""
     seed: int = 0

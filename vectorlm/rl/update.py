@@ -11,6 +11,7 @@ import torch
 from vectorlm.algorithms.batch import LossInputs
 from vectorlm.algorithms.critic import value_loss
 from vectorlm.algorithms.kl import exp_clamped, kl_estimate, log_ratio, ratio
+from vectorlm.algorithms.logprobs import EntropyKind
 from vectorlm.algorithms.reduce import count_denominator, masked_mean, masked_sum, reduce_loss
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.dist.topology import Topology
@@ -20,6 +21,7 @@ from vectorlm.rl.metrics import MetricAccumulator
 from vectorlm.rl.micro_batch import MicroBatch, micro_batches_of
 from vectorlm.rl.models import RLModels
 from vectorlm.rl.settings import StepSettings
+from vectorlm.rl.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,18 @@ class Updater:
             num_passes += len(mini_batch.micro_batches)
             if is_stopped:
                 break
+        if self._learns_distributions:
+            self.models.reshard()
         return accumulator.averages() | {
             "policy/optimizer_steps": float(num_steps),
             "policy/stopped_early": float(is_stopped),
             "perf/trained_tokens": float(num_tokens),
             "balance/micro_batches": float(num_passes),
         }
+
+    @property
+    def _learns_distributions(self) -> bool:
+        return self.settings.teacher is not None and self.settings.teacher.kind == "full"
 
     def _mini_batches(self, batch: TrainBatch, step: int) -> Iterator[MiniBatch]:
         settings, rows, size = self.settings.update, batch.rows, batch.rows.rows_per_group
@@ -143,9 +151,13 @@ class Updater:
         """Return the loss of one micro-batch, as a share of the loss of the whole step."""
         denominator, num_tokens = mini_batch.denominator, mini_batch.num_tokens
         entropy_coef, kl, cut = self.settings.update.entropy_coef, self.settings.kl, micro_batch.cut
-        logprobs, entropy, outside = self.models.policy(
-            micro_batch.inputs_of(batch.rows), "gradient" if entropy_coef > 0 else "value"
-        )
+        rows, teacher, compare = micro_batch.inputs_of(batch.rows), self.settings.teacher, None
+        if self._learns_distributions:
+            assert teacher is not None
+            assert isinstance(self.models.teacher, Teacher)
+            compare = self.models.teacher.comparison(rows, teacher.beta)
+        entropy_kind: EntropyKind = "gradient" if entropy_coef > 0 else "value"
+        logprobs, entropy, outside, compared = self.models.policy(rows, entropy_kind, compare)
         inputs = self._loss_inputs(batch, micro_batch, logprobs)
         losses = self._weighted(self.spec.loss(inputs, self.settings.hparams), batch, micro_batch, inputs)
         losses = self._without_others(losses, batch, micro_batch, inputs, accumulator)
@@ -164,6 +176,16 @@ class Updater:
             loss = loss + kl_coef * penalty
         if entropy_coef > 0:
             loss = loss - entropy_coef * reduce_loss(entropy, inputs.mask, how, count)
+        if compared is not None:
+            assert teacher is not None
+            divergence, reverse = compared.unbind(-1)
+            penalty = reduce_loss(divergence, inputs.mask, how, count)
+            accumulator.add("teacher/loss", penalty)
+            accumulator.add_tokens("teacher/kl", reverse, inputs.mask)
+            loss = loss + teacher.coef * penalty
+        elif batch.teacher_logprobs is not None:
+            reverse = kl_estimate(logprobs.detach(), cut(batch.teacher_logprobs), "k1")
+            accumulator.add_tokens("teacher/kl", reverse, inputs.mask)
         self._observe(inputs, entropy, denominator, accumulator)
         if not self.models.policy.support.is_whole:
             accumulator.add_tokens("sampler/outside_support", outside, inputs.mask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from vectorlm.algorithms.logprobs import EntropyKind, Head, TokenValues, token_values
+from vectorlm.algorithms.logprobs import Comparison, EntropyKind, Head, TokenValues, token_values
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.train.packing import PACKED, Packing, Rows, pack
 from vectorlm.weights.plan import reshard
@@ -29,6 +30,23 @@ HARMLESS = {
 """What attention is given besides queries, keys and values, and a packed pass follows or need not."""
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.25
 """How far log-probabilities of the same tokens may lie apart; the second for a model that computes in 16 bits."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What the distributions of M tokens are made of, a few at a time; without gradient."""
+
+    states: torch.Tensor
+    """float [M, H], what `head` takes; without one the logits, [M, V]."""
+    head: Head | None
+    temperature: float
+
+    @torch.no_grad()
+    def logprobs(self, places: slice) -> torch.Tensor:
+        """Return float32 [m, V] for these of the M tokens."""
+        scores = self.states[places] if self.head is None else self.head(self.states[places])
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        return torch.log_softmax(scores / self.temperature, dim=-1)
 
 
 class LanguageModel:
@@ -59,7 +77,9 @@ class LanguageModel:
         if "packed_values" not in vars(model):
             # FSDP2 gathers weights for it as for the forward pass.
             model.packed_values = partial(_packed_values, causal)  # type: ignore[assignment]
+            model.packed_states = partial(_packed_states, causal)  # type: ignore[assignment]
             register_fsdp_forward_method(model, "packed_values")
+            register_fsdp_forward_method(model, "packed_states")
         self.why_padded = why_not_packed(model) if packs else "pack_rows is False"
         """Why rows are padded; None where they are not."""
         if self.why_padded is None:
@@ -71,20 +91,29 @@ class LanguageModel:
         """Whether rows are laid end to end."""
         return self.why_padded is None
 
-    def __call__(self, rows: Rows, entropy: EntropyKind = "none") -> TokenValues:
+    def __call__(
+        self, rows: Rows, entropy: EntropyKind = "none", compare: Comparison | None = None
+    ) -> TokenValues:
         """Return what is known of each token that is asked for.
 
         Args:
             rows: On the CPU.
             entropy: Whether the entropies are computed, else 0, and whether with a gradient.
+            compare: What else is made of each token's distribution, in the order of `rows.targets`.
 
         Returns:
-            float32 [B, T] each, on the model's device; 0 for tokens that are not asked for.
+            float32 [B, T] each, on the model's device, with `compare` [B, T, K] too; 0 for tokens not asked for.
         """
         is_asked = rows.is_asked.to(self.device)
-        values = self._packed(rows, pack(rows), entropy) if self.packs else self._padded(rows, entropy)
-        empty = torch.zeros(is_asked.shape, device=self.device)
-        return TokenValues(*(empty.masked_scatter(is_asked, each.float()) for each in values))
+        how = (entropy, compare)
+        values = self._packed(rows, pack(rows), *how) if self.packs else self._padded(rows, *how)
+        found = []
+        for each in values:
+            if each is not None:
+                empty = torch.zeros(*is_asked.shape, *each.shape[1:], device=self.device)
+                place = is_asked.view(*is_asked.shape, *[1] * (each.dim() - 1)).expand_as(empty)
+                found.append(empty.masked_scatter(place, each.float()))
+        return TokenValues(*found)
 
     def logprobs(self, rows: Rows) -> torch.Tensor:
         """Return the log-probabilities alone, float32 [B, T]."""
@@ -96,13 +125,30 @@ class LanguageModel:
         whole.support = WHOLE
         return whole
 
-    def _packed(self, rows: Rows, packing: Packing, entropy: EntropyKind) -> TokenValues:
+    @torch.no_grad()
+    def scores(self, rows: Rows) -> Scores:
+        """Return what the distributions of the tokens that are asked for are made of, in the order of `rows.targets`.
+
+        Where rows are padded, these are logits in the model's dtype, and else hidden states with a copy of the output
+        layer, which FSDP2 takes from the model after this pass.
+        """
+        if not self.packs:
+            logits, skipped = self._logits(rows)
+            return Scores(logits.flatten(0, 1)[self._places(rows, skipped)], None, self.temperature)
+        model: Any = self.model
+        states, weight, bias = model.packed_states(pack(rows), self.device)
+        layer = partial(nn.functional.linear, weight=weight, bias=bias)
+        return Scores(states, _head(inner_model(model), layer), self.temperature)
+
+    def _packed(
+        self, rows: Rows, packing: Packing, entropy: EntropyKind, compare: Comparison | None = None
+    ) -> TokenValues:
         model: Any = self.model
         targets = rows.targets.to(self.device)
-        return model.packed_values(packing, targets, self.temperature, self.support, entropy)
+        return model.packed_values(packing, targets, self.temperature, self.support, entropy, compare)
 
-    def _padded(self, rows: Rows, entropy: EntropyKind) -> TokenValues:
-        return self._picked(rows, *self._logits(rows), entropy)
+    def _padded(self, rows: Rows, entropy: EntropyKind, compare: Comparison | None) -> TokenValues:
+        return self._picked(rows, *self._logits(rows), entropy, compare)
 
     def _logits(self, rows: Rows) -> tuple[torch.Tensor, int]:
         """Return the logits of padded rows, and how many positions before any that is asked for they leave out."""
@@ -113,18 +159,22 @@ class LanguageModel:
         inputs = {name: each.to(self.device) for name, each in inputs.items()}
         return self.model(**inputs, use_cache=False, **options).logits, skipped
 
-    def _picked(self, rows: Rows, logits: torch.Tensor, skipped: int, entropy: EntropyKind) -> TokenValues:
+    def _picked(
+        self,
+        rows: Rows,
+        logits: torch.Tensor,
+        skipped: int,
+        entropy: EntropyKind,
+        compare: Comparison | None = None,
+    ) -> TokenValues:
+        targets, places = rows.targets.to(self.device), self._places(rows, skipped)
+        more: Any = {"places": places, "entropy": entropy, "support": self.support, "compare": compare}
+        return token_values(logits.flatten(0, 1), targets, self.temperature, **more)
+
+    def _places(self, rows: Rows, skipped: int) -> torch.Tensor:
+        """Return where among the logits of padded rows those of the tokens that are asked for lie, int64 [M]."""
         is_before = rows.is_asked.roll(-1, dims=1)[:, skipped:].flatten()
-        places = torch.nonzero(is_before)[:, 0].to(self.device)
-        targets = rows.targets.to(self.device)
-        return token_values(
-            logits.flatten(0, 1),
-            targets,
-            self.temperature,
-            places=places,
-            entropy=entropy,
-            support=self.support,
-        )
+        return torch.nonzero(is_before)[:, 0].to(self.device)
 
     @torch.no_grad()
     def _compared(self) -> str | None:
@@ -200,19 +250,31 @@ def _packed_values(
     temperature: float,
     support: Support,
     entropy: EntropyKind,
+    compare: Comparison | None,
 ) -> TokenValues:
     """Return what is known of the M tokens that are asked for, float32 [M] each."""
     device = targets.device
     states = causal.base_model(**packing.arguments(device)).last_hidden_state[0]
     asked = states.index_select(0, packing.places.to(device))
-    return token_values(asked, targets, temperature, head=_head(causal), entropy=entropy, support=support)
+    more: Any = {"head": _head(causal), "entropy": entropy, "support": support, "compare": compare}
+    return token_values(asked, targets, temperature, **more)
 
 
-def _head(causal: Any) -> Head:
+def _packed_states(
+    causal: Any, packing: Packing, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the hidden states of the M tokens that are asked for, [M, H], and copies of the output layer's weights."""
+    states = causal.base_model(**packing.arguments(device)).last_hidden_state[0]
+    layer = causal.get_output_embeddings()
+    bias = None if layer.bias is None else layer.bias.clone()
+    return states.index_select(0, packing.places.to(device)), layer.weight.clone(), bias
+
+
+def _head(causal: Any, layer: Head | None = None) -> Head:
     """Return what makes logits of hidden states; `LanguageModel` compares it with the model's own."""
     scaling = getattr(causal.config, "logits_scaling", None)
     cap = getattr(causal.config, "final_logit_softcapping", None)
-    layer = causal.get_output_embeddings()
+    layer = layer or causal.get_output_embeddings()
 
     def head(states: torch.Tensor) -> torch.Tensor:
         logits = layer(states)

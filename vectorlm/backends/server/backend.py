@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import inspect
 import ipaddress
-import json
 import queue
 import threading
 import time
@@ -17,13 +16,14 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from vectorlm.backends.server.client import as_it_is, call_server
 from vectorlm.backends.server.serve import require_token
 from vectorlm.backends.server.wire import result_from_wire, to_wire
 from vectorlm.backends.vllm.shim import make_sampling_params
 from vectorlm.contracts import RequestOutput
 from vectorlm.dist.engine_ranks import CallResult
 from vectorlm.engine.packed import FINISH_REASONS
-from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout, VectorLMError
+from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout
 from vectorlm.types import Completion, Prompt
 from vectorlm.weights.plan import Layout, TensorSpec
 from vectorlm.weights.receivers import Receivers
@@ -35,8 +35,6 @@ PROBE_EVERY_S = 5.0
 """While requests are in flight, the server is asked this often for a sign of life."""
 
 RETRY_S = 0.5
-KEPT_CHARACTERS = 300
-"""Of an answer that cannot be understood, in the error's text."""
 
 
 class VLLMServer:
@@ -235,43 +233,23 @@ class VLLMServer:
         self,
         path: str,
         body: Any = None,
-        read: Callable[[Any], Any] = lambda answer: answer,
+        read: Callable[[Any], Any] = as_it_is,
         *,
         method: str = "POST",
         timeout_s: float | None,
     ) -> Any:
-        """Return what `read` makes of the server's answer.
-
-        A status that means failure, and an answer that `read` cannot understand, raise `EngineError` with the server's
-        own words; silence of `timeout_s` raises `EngineTimeout`.
-        """
-        limit, text = aiohttp.ClientTimeout(total=timeout_s), ""
-        path_alone = path.partition("?")[0]
+        """Return what `read` makes of the server's answer; errors as of `call_server`."""
+        how: Any = {"method": method, "timeout_s": timeout_s, "heard": self._hear}
         try:
-            async with self._session.request(method, self._url + path, json=body, timeout=limit) as response:
-                text = await response.text()
-                self._heard_at, self._is_silent = time.monotonic(), False
-                if response.status == 401:
-                    raise EngineError(f"the server at {self._url} refuses the token.")
-                if response.status >= 400:
-                    raise EngineError(f"the server refused {path_alone}: {text}")
-                return read(json.loads(text) if response.content_type == "application/json" else text)
-        except VectorLMError:
-            raise
-        except aiohttp.ClientError as error:
-            raise EngineDied(f"the server at {self._url} does not answer: {error}") from error
-        except TimeoutError as error:
+            return await call_server(self._session, self._url, path, body, read, **how)
+        except EngineTimeout:
             self._is_silent = True
-            raise EngineTimeout(
-                f"the server at {self._url} said nothing to {path_alone} for {timeout_s:g} s."
-            ) from error
-        except Exception as error:
-            raise EngineError(
-                f"the server at {self._url} answered {path_alone} with {text[:KEPT_CHARACTERS]!r}, which is no answer "
-                f"of a vLLM server ({type(error).__name__}: {error})."
-            ) from error
+            raise
 
-    def _post(self, path: str, body: Any = None, read: Callable[[Any], Any] = lambda answer: answer) -> Any:
+    def _hear(self) -> None:
+        self._heard_at, self._is_silent = time.monotonic(), False
+
+    def _post(self, path: str, body: Any = None, read: Callable[[Any], Any] = as_it_is) -> Any:
         return self._wait_for(self._call(path, body, read, timeout_s=self._silence_s))
 
     def _wait_for(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -304,7 +282,7 @@ class VLLMServer:
             )
 
     def _workers(
-        self, method: str, args: Sequence[Any] = (), *, read: Callable[[Any], Any] = lambda answer: answer
+        self, method: str, args: Sequence[Any] = (), *, read: Callable[[Any], Any] = as_it_is
     ) -> list[Any]:
         """Call a method in every worker, and return what `read` makes of each one's answer."""
         body = {"method": method, "args": list(args)}

@@ -1,0 +1,235 @@
+"""Learning from a teacher: what it adds to advantages or the loss, however rows are split, packed or sharded."""
+
+from functools import partial
+
+import pytest
+import torch
+from rank_processes import on_ranks, save_tiny_llama
+from tiny_rl import build, random_groups, random_rows, same
+from transformers import AutoModelForCausalLM
+
+import vectorlm.train.language_model
+from vectorlm.algorithms.logprobs import token_values
+from vectorlm.errors import EngineTimeout
+from vectorlm.rl.models import load_reference, num_logits
+from vectorlm.rl.settings import TeacherSettings
+from vectorlm.rl.teacher import ServerTeacher, Teacher
+from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.load import load_model
+from vectorlm.train.shard import load_sharded
+
+SCALE = 2.0
+"""What `build` multiplies the teacher's weights by."""
+ADAPTERS = {"r": 4, "target_modules": ["q_proj"]}
+# Sums over rows are taken in another order; weights are of size 0.02 to 1, in float32.
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-6}
+
+
+def settings(folder, kind="full", beta=1.0, coef=1.0):
+    return TeacherSettings(model=str(folder), kind=kind, beta=beta, coef=coef)
+
+
+def distributions(folder, scale=1.0):
+    """Return the model's log-probabilities after each token of every random rollout, in float64, row by row."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    rollouts = [rollout for group in random_groups() for rollout in group]
+    ids = [torch.tensor([[*each.prompt_token_ids, *each.token_ids]]) for each in rollouts]
+    return model, [torch.log_softmax(model(each).logits[0], dim=-1) for each in ids]
+
+
+def prepare(topology, folder, algorithm, coef, scale, one_step):
+    steps = {"num_epochs": 1, "num_mini_batches": 1} if one_step else {}
+    teacher = settings(folder, "sampled", coef=coef)
+    run = build(topology, folder, algorithm, teacher=teacher, teacher_scale=scale, **steps)
+    rows = random_rows(algorithm)
+    plain = build(topology, folder, algorithm, **steps).prepare(rows) if algorithm == "grpo" else None
+    return rows, run.prepare(rows), plain
+
+
+@pytest.mark.parametrize("one_step", [True, False])
+@pytest.mark.parametrize(("algorithm", "coef"), [("on_policy_distillation", 1.0), ("grpo", 0.3)])
+def test_sampled_tokens_are_charged_by_how_much_less_the_teacher_likes_them(
+    folder, algorithm, coef, one_step
+):
+    _, policy = distributions(folder)
+    _, teacher = distributions(folder, SCALE)
+    for rows, batch, plain in on_ranks(2, prepare, folder, algorithm, coef, SCALE, one_step):
+        expected = torch.zeros(rows.mask.shape) if plain is None else plain.advantages.clone()
+        for row, place in rows.mask.nonzero().tolist():
+            token = rows.input_ids[row, place]
+            gap = teacher[row][place - 1, token] - policy[row][place - 1, token]
+            expected[row, place] += coef * gap.item()
+        assert batch.old_logprobs is not None
+        # float32 against float64
+        torch.testing.assert_close(batch.advantages, expected, rtol=1e-3, atol=1e-4)
+        assert batch.advantages[rows.mask].abs().max() > 0.05
+
+
+def test_a_teacher_that_is_the_policy_teaches_nothing(folder):
+    for world_size in (1, 2):
+        for rows, batch, _ in on_ranks(world_size, prepare, folder, "on_policy_distillation", 1.0, 1.0, True):
+            torch.testing.assert_close(batch.advantages, torch.zeros(rows.mask.shape), atol=1e-5, rtol=0)
+
+
+def full_step(topology, folder, algorithm, beta, coef, packs, scale=SCALE):
+    """Make one step whose change of the weights is the gradient of the teacher's part alone, but for GRPO's."""
+    run = build(
+        topology,
+        folder,
+        algorithm,
+        teacher=settings(folder, "full", beta, coef),
+        teacher_scale=scale,
+        packs=packs,
+        num_epochs=1,
+        num_mini_batches=1,
+        max_grad_norm=1e9,
+        lr=1.0,
+        entropy_coef=0.0,
+    )
+    rows, before = random_rows(algorithm), run.weights()
+    metrics, after = run.update(run.prepare(rows)), run.weights()
+    return {name: before[name] - after[name] for name in before}, metrics, rows.mask
+
+
+@pytest.mark.parametrize(
+    ("world_size", "packs", "beta"), [(1, True, 0.0), (2, True, 0.5), (2, False, 1.0), (1, False, 0.5)]
+)
+def test_the_gradient_of_whole_distributions_is_that_of_the_formula_row_by_row(
+    folder, world_size, packs, beta
+):
+    steps = on_ranks(world_size, full_step, folder, "on_policy_distillation", beta, 0.7, packs)
+    model, policy = distributions(folder)
+    teacher = [each.detach() for each in distributions(folder, SCALE)[1]]
+    for gradient, metrics, mask in steps:
+        values, reverse = [], []
+        for row, place in mask.nonzero().tolist():
+            q, p = policy[row][place - 1], teacher[row][place - 1]
+            mixture = (beta * p.exp() + (1 - beta) * q.exp()).log()
+            kl = lambda a, b: (a.exp() * (a - b)).sum()  # noqa: E731
+            middle = beta * kl(p, mixture) + (1 - beta) * kl(q, mixture)
+            values.append({0.0: kl(p, q), 1.0: kl(q, p)}.get(beta, middle))
+            reverse.append(kl(q, p).item())
+        loss = torch.stack(values).mean()
+        model.zero_grad()
+        (0.7 * loss).backward(retain_graph=True)
+        assert metrics["teacher/loss"] == pytest.approx(loss.item(), rel=1e-3)
+        assert metrics["policy/loss"] == pytest.approx(0.7 * loss.item(), rel=1e-3)
+        assert metrics["teacher/kl"] == pytest.approx(sum(reverse) / len(reverse), rel=1e-3)
+        for name, parameter in model.named_parameters():
+            # float32 against float64
+            torch.testing.assert_close(gradient[name].double(), parameter.grad, rtol=2e-3, atol=5e-6)
+
+
+def test_a_policy_that_is_its_teacher_has_no_gradient(folder):
+    ((gradient, metrics, _),) = on_ranks(1, full_step, folder, "on_policy_distillation", 0.5, 1.0, True, 1.0)
+    assert metrics["teacher/kl"] == pytest.approx(0, abs=1e-6)
+    assert max(each.abs().max().item() for each in gradient.values()) < 1e-5
+
+
+def train(topology, folder, algorithm, kind, max_tokens, packs=True, adapters=None):
+    """Make four optimizer steps beside the algorithm's own loss, in chunks of three tokens where rows are many."""
+    if max_tokens < 2000:
+        vectorlm.train.language_model.token_values = partial(token_values, chunk_tokens=3)
+    run = build(
+        topology,
+        folder,
+        algorithm,
+        teacher=settings(folder, kind, *((0.5,) if kind == "full" else ())),
+        max_tokens_per_micro_batch=max_tokens,
+        packs=packs,
+        adapters=adapters,
+    )
+    if adapters is not None:
+        with torch.no_grad():
+            for name, parameter in run.models.policy.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.add_(0.05)
+    assert (run.models.why_padded is None) is packs
+    metrics = run.update(run.prepare(random_rows(algorithm)), 3)
+    return run.weights(), metrics
+
+
+@pytest.mark.parametrize("adapters", [None, ADAPTERS])
+@pytest.mark.parametrize(
+    ("algorithm", "kind"), [("grpo", "sampled"), ("grpo", "full"), ("online_dpo", "full")]
+)
+def test_ranks_micro_batches_chunks_and_padding_change_nothing(folder, algorithm, kind, adapters):
+    (wide,) = on_ranks(1, train, folder, algorithm, kind, 2000, True, adapters)
+    others = [
+        *on_ranks(1, train, folder, algorithm, kind, 60, True, adapters),
+        *on_ranks(2, train, folder, algorithm, kind, 60, True, adapters),
+        *on_ranks(2, train, folder, algorithm, kind, 60, False, adapters),
+    ]
+    weights, metrics = wide
+    assert metrics["teacher/kl"] > 0.01
+    for other_weights, other_metrics in others:
+        assert same(other_metrics) == pytest.approx(same(metrics), rel=2e-3, abs=2e-5)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(other_weights[name], tensor, **TOLERANCE)
+
+
+def padded_teacher(topology, folder, wide):
+    policy = LanguageModel(load_model(folder))
+    load = lambda load: load_sharded(load, topology)  # noqa: E731
+    teacher = Teacher(policy, load_reference(str(wide), load, num_tokens=num_logits(policy.model)))
+    rows = random_rows("on_policy_distillation")
+    run = build(topology, folder, "on_policy_distillation", teacher=settings(wide, "full"))
+    found = teacher.logprobs(rows, lambda batch, function: _all_rows(run, batch, function))
+    return rows, found, run.update(run.prepare(rows))
+
+
+def _all_rows(run, batch, function):
+    from vectorlm.rl.micro_batch import map_rows
+
+    return map_rows(batch, function, run.topology, max_tokens=200, packs=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_beyond_the_policys_vocabulary_are_dropped(folder, tmp_path, tied):
+    """By a softmax over the policy's tokens alone."""
+    wide = save_tiny_llama(tmp_path / "wide", vocab_size=64, tied=tied)
+    model = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float64)
+    for rows, found, metrics in on_ranks(2, padded_teacher, folder, wide):
+        for row in range(0, len(rows.mask), 3):
+            logits = model(rows.input_ids[row : row + 1, : rows.num_tokens[row]]).logits[0, :, :48]
+            for place in rows.mask[row].nonzero()[:, 0].tolist():
+                expected = torch.log_softmax(logits[place - 1], -1)[rows.input_ids[row, place]]
+                assert found[row, place].item() == pytest.approx(expected.item(), abs=1e-4)
+        assert metrics["teacher/kl"] > 0
+
+
+def ask_a_server(topology, fails_on):
+    asked = []
+
+    def score(rows):
+        if topology.rank == fails_on:
+            raise EngineTimeout("the server said nothing.")
+        asked.extend(rows)
+        return [[float(token) for token in row] for row in rows]
+
+    rows = random_rows("on_policy_distillation")
+    try:
+        return rows, ServerTeacher(score, topology).logprobs(rows, None), asked
+    except EngineTimeout as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_server_is_asked_for_each_row_once_and_up_to_its_last_trained_token(world_size):
+    results = on_ranks(world_size, ask_a_server, None)
+    asked = [tuple(row) for _, _, asked in results for row in asked]
+    for rows, found, _ in results:
+        trained = rows.mask.any(dim=1)
+        assert len(asked) == int(trained.sum()) < len(trained)
+        for row in trained.nonzero()[:, 0].tolist():
+            end = int(rows.mask[row].nonzero().max()) + 1
+            assert tuple(rows.input_ids[row, :end].tolist()) in asked
+            assert torch.equal(found[row, :end], rows.input_ids[row, :end].float())
+        assert found[rows.mask].eq(rows.input_ids[rows.mask]).all()
+
+
+def test_what_a_server_does_to_one_rank_all_ranks_hear():
+    assert on_ranks(2, ask_a_server, 1) == ["the server said nothing."] * 2

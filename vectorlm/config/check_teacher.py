@@ -1,0 +1,137 @@
+"""The rules of the section ``rl.teacher``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.algorithms.support import Support
+from vectorlm.config.check import refuse
+from vectorlm.config.schema import Config, RLSettings
+from vectorlm.errors import ConfigError
+from vectorlm.train.load import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "unk_token_id")
+"""What must be equal besides the vocabulary; the padding token is in no distribution that counts."""
+
+
+def teacher_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
+    """Yield what the settings themselves forbid."""
+    teacher, hparams = rl.teacher, spec.hyperparameters(rl.hyperparameters)
+    if spec.needs_teacher and hparams.dynamic_sampling:
+        rule = f"would drop groups of equal rewards, and {spec.name} learns from them too"
+        yield refuse(config, "rl.dynamic_sampling", rule, "Leave it out.", True)
+    if teacher is None:
+        if spec.needs_teacher:
+            fix = "Add the section rl.teacher with a model or a server, or choose another algorithm."
+            yield refuse(config, "rl.algorithm", "learns from a teacher, and there is none", fix)
+        return
+    if (teacher.model is None) == (teacher.server is None):
+        what = "names neither" if teacher.model is None else "names both"
+        yield f"the section 'rl.teacher' {what} a model and a server: it must name one of them."
+    if teacher.model is not None and not (Path(teacher.model) / "config.json").is_file():
+        yield refuse(config, "rl.teacher.model", "has no config.json", "Name a folder of save_pretrained.")
+    elif teacher.model is not None:
+        yield from _size_problems(config, teacher.model)
+    if teacher.kind == "full" and teacher.server is not None:
+        rule = "needs the teacher's whole distribution, and a server says single log-probabilities"
+        yield refuse(config, "rl.teacher.kind", rule, "Use sampled, or name the teacher's folder.")
+    if teacher.kind == "sampled" and not (spec.level == "token" and spec.samples_from_policy):
+        rule = f"changes the advantages of tokens that the policy sampled, and {spec.name} learns otherwise"
+        yield refuse(config, "rl.teacher.kind", rule, "Use full, or another algorithm.")
+    if teacher.kind == "full" and teacher.beta == 0 and not Support.of(rl.collect.sampling).is_whole:
+        rule = "is infinite where top_p, top_k or min_p cut tokens that the teacher may draw"
+        yield refuse(config, "rl.teacher.beta", rule, "Use 0.1 or more, or do not cut.")
+    temperature = rl.collect.sampling["temperature"]
+    if teacher.server is not None and temperature != 1:
+        rule = "must be 1.0 with rl.teacher.server, which scores at this temperature alone"
+        fix = "Use 1.0, or name the teacher's folder."
+        yield refuse(config, "rl.sampling_params.temperature", rule, fix, temperature)
+
+
+def check_teacher(config: Config) -> None:
+    """Raise `ConfigError` unless the teacher has the policy's tokenizer; reads both, or asks the server.
+
+    A server shows the text of each token and no more: special tokens are not compared, nor are tokens that one
+    tokenizer has and the policy's has not.
+
+    Raises:
+        EngineError: The server does not answer, or does not answer like vLLM.
+    """
+    rl = config.rl
+    if rl is None or rl.teacher is None:
+        return
+    mine = load_tokenizer(config.model)
+    if rl.teacher.model is not None:
+        difference = tokenizer_difference(mine, load_tokenizer(rl.teacher.model))
+        if difference is not None:
+            raise ConfigError(_other_tokenizer(config, "rl.teacher.model", difference))
+    if rl.teacher.server is not None:
+        _check_server(config, rl.teacher.server, rl.teacher.timeout_s, mine)
+
+
+def tokenizer_difference(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> str | None:
+    """Say where two tokenizers first differ; None where they mean the same by every token."""
+    tokens = [{index: token for token, index in each.get_vocab().items()} for each in (policy, teacher)]
+    for index in sorted(tokens[0].keys() | tokens[1].keys()):
+        mine, its = (each.get(index) for each in tokens)
+        if mine != its:
+            return f"token {index} is {mine!r} for the policy and {its!r} for the teacher"
+    for name in SPECIAL_TOKENS:
+        mine, its = getattr(policy, name), getattr(teacher, name)
+        if mine != its:
+            return f"{name} is {mine} for the policy and {its} for the teacher"
+    return None
+
+
+def _other_tokenizer(config: Config, path: str, difference: str) -> str:
+    fix = "Distillation compares token by token: use a teacher of the policy's family."
+    return refuse(config, path, f"has another tokenizer than the policy: {difference}", fix)
+
+
+def _check_server(config: Config, url: str, timeout_s: float, tokenizer: PreTrainedTokenizerBase) -> None:
+    # This imports the HTTP client, which other checks do without.
+    from vectorlm.backends.server.scoring import ScoringServer
+
+    server, longest = ScoringServer(url, timeout_s), config.train_parameters.max_seq_len
+    token_ids = sorted(tokenizer.get_vocab().values())
+    mine, its = str(tokenizer.decode(token_ids)), server.decode(token_ids)
+    if mine != its:
+        pairs = enumerate(zip(mine, its, strict=False))
+        place = next((index for index, (a, b) in pairs if a != b), min(len(mine), len(its)))
+        near = slice(max(place - 8, 0), place + 8)
+        difference = f"in the text of all tokens, it has {its[near]!r} where the policy has {mine[near]!r}"
+        raise ConfigError(_other_tokenizer(config, "rl.teacher.server", difference))
+    room = server.max_model_len()
+    if room <= longest:
+        rule = f"has room for {room} tokens, and must have room for one more than max_seq_len={longest}"
+        fix = f"Start it with `--max-model-len {longest + 1}`."
+        raise ConfigError(refuse(config, "rl.teacher.server", rule, fix))
+
+
+def _size_problems(config: Config, teacher: str) -> Iterator[str]:
+    longest, fix = config.train_parameters.max_seq_len, "Use a teacher of the policy's family."
+    mine, its = (_described(Path(each), "vocab_size") for each in (config.model, teacher))
+    if mine is not None and its is not None and its < mine:
+        rule = f"has embeddings for {its} tokens, and the policy for {mine}"
+        yield refuse(config, "rl.teacher.model", rule, fix)
+    limit = _described(Path(teacher), "max_position_embeddings")
+    if limit is not None and limit < longest:
+        rule = f"reads at most {limit} tokens, and train_parameters.max_seq_len={longest}"
+        yield refuse(config, "rl.teacher.model", rule, fix)
+
+
+def _described(folder: Path, name: str) -> int | None:
+    """Return a number of a model's description; None where it does not say."""
+    try:
+        description: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = description.get(name, description.get("text_config", {}).get(name))
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, int) else None
