@@ -297,7 +297,8 @@ def test_a_section_that_cannot_be_carried_out_is_refused(files, tmp_path, overri
         ("online_dpo", ["rl.preference=ipo", "rl.label_smoothing=0.1"], "belongs to preference: sigmoid"),
         ("grpo", ["rl.correction.preset=bypass", "rl.correction.level=token"], "counts the mismatch twice"),
         ("rloo", ["rl.environment=x.py:Tool", "rl.overlong_buffer_tokens=4"], "is for single turns"),
-        ("pass_at_k", ["rl.pass_k=5"], "rl.pass_k=5 is more than the rl.group_size=4 completions"),
+        ("pass_at_k", ["rl.pass_k=4"], "rl.pass_k=4 must be below rl.group_size=4"),
+        ("gdpo", ["rl.dynamic_sampling=True"], "drops groups whose sums of rewards are equal"),
         ("clip_cov", ["rl.covariance_low=9.0"], "must be below rl.covariance_high=5.0"),
         (
             "gmpo",

@@ -273,6 +273,13 @@ def test_the_optimal_token_baseline_equals_a_slow_loop():
             assert found[row, t].item() == pytest.approx(expected, abs=1e-12)
 
 
+def test_equal_returns_have_an_optimal_token_advantage_of_exactly_zero():
+    norms = torch.rand(7, 3, generator=torch.Generator().manual_seed(6))
+    rewards = torch.zeros(7, 3)
+    rewards[:, -1] = 0.7
+    assert optimal_token_advantages(rewards, norms, torch.ones(7, 3).bool(), 7).eq(0).all()
+
+
 def test_of_all_baselines_the_optimal_one_varies_least():
     """The variance of (G - b) |s| over completions with weights |s|^2 is smallest at b = sum w G / sum w."""
     generator = torch.Generator().manual_seed(5)

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from vectorlm.algorithms.spec import keep_all, keep_best, keep_best_and_worst
+from vectorlm.algorithms.spec import keep_all, keep_best, keep_best_and_worst, keep_unscored
 
 NAN = math.nan
 REWARDS = torch.tensor([[0.1, 0.9, 0.9, 0.0], [0.5, 0.5, 0.5, 0.5], [NAN, 0.2, NAN, NAN], [NAN] * 4])
@@ -15,6 +15,12 @@ def test_all():
     columns, valid = keep_all(REWARDS, ALL)
     assert columns.tolist() == [[0, 1, 2, 3]] * 4
     assert torch.equal(valid, ~REWARDS.isnan())
+
+
+def test_where_rewards_are_not_learned_from_a_missing_one_leaves_nothing_out():
+    columns, valid = keep_unscored(REWARDS, ALL)
+    assert torch.equal(columns, keep_all(REWARDS, ALL)[0])
+    assert valid.all()
 
 
 def test_the_best_and_the_first_of_equals():

@@ -107,6 +107,8 @@ NEVER = [
     ("gdpo", "several steps"),
     # Its mode has dynamic sampling.
     ("on_policy_distillation", "turns"),
+    # It learns from no reward, so that a penalty in the reward would change nothing.
+    ("on_policy_distillation", "corrected"),
 ]
 MORE = {"pass_at_k": ("rl.pass_k=2",)}
 WIDE = {"covariance_share": 1.0, "covariance_low": 0.0, "covariance_high": 1e9}

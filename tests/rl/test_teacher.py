@@ -210,7 +210,8 @@ def ask_a_server(topology, fails_on):
         asked.extend(rows)
         return [[float(token) for token in row] for row in rows]
 
-    rows = random_rows("on_policy_distillation")
+    # Of an algorithm that learns from rewards, so that a completion without one is not trained on.
+    rows = random_rows("grpo")
     try:
         return rows, ServerTeacher(score, topology).logprobs(rows, None), asked
     except EngineTimeout as error:

@@ -193,9 +193,10 @@ def test_penalty_and_bonus_are_reduced_as_the_loss_is(folder, reduction, kl_coef
         torch.testing.assert_close(gradient[name].double(), parameter.grad, rtol=1e-3, atol=2e-6)
 
 
-def far_step(topology, folder, algorithm):
+def far_step(topology, folder, algorithm, hyperparameters=None):
     """Make one step whose policy has gone from the rollout's by known ratios; return the metrics and those."""
-    run = build(topology, folder, algorithm, num_epochs=1, num_mini_batches=1, correction="decoupled")
+    more = {"hyperparameters": hyperparameters, "correction": "decoupled"}
+    run = build(topology, folder, algorithm, num_epochs=1, num_mini_batches=1, **more)
     batch = run.prepare(random_rows(algorithm))
     generator = torch.Generator().manual_seed(2)
     logs = torch.randn(batch.advantages.shape, generator=generator) * 0.4
@@ -267,6 +268,16 @@ def test_completions_that_the_policy_has_left_do_not_push_it_further_away(folder
         assert metrics["policy/off_policy_masked"] == pytest.approx(float(is_masked.sum() / mask.sum()))
         for name, tensor in expected.items():
             torch.testing.assert_close(weights[name], tensor)
+
+
+@pytest.mark.parametrize("algorithm", ["dppo_tv", "dppo_kl"])
+def test_the_blocked_share_is_a_mean_over_completions(folder, algorithm):
+    metrics, logs, advantages, mask = on_ranks(2, far_step, folder, algorithm, {"divergence_bound": 1e-12})[0]
+    blocked = (logs * advantages > 0) & mask
+    shares = [
+        float(each[kept].float().mean()) for each, kept in zip(blocked, mask, strict=True) if kept.any()
+    ]
+    assert metrics["policy/blocked_fraction"] == pytest.approx(sum(shares) / len(shares))
 
 
 def entropy_step(topology, folder):

@@ -84,7 +84,7 @@ class LossInputs:
     policy_logprobs: torch.Tensor
     """float [B, T], with gradient."""
     old_logprobs: torch.Tensor
-    """float [B, T], the trainer's at the weights of the rollout."""
+    """float [B, T], the trainer's before the batch's first optimizer step; with bypass the engine's."""
     reference_logprobs: torch.Tensor | None
     """float [B, T], for algorithms and penalties that need them."""
     advantages: torch.Tensor

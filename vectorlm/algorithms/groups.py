@@ -168,7 +168,10 @@ def optimal_token_advantages(
     places = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(is_there.sum(dim=1) >= 2, places, -1).cummax(dim=1).values
     baseline = torch.where(last >= 0, baseline.gather(1, last.clamp(min=0)), 0.0)
-    return torch.where(is_there & (last >= 0)[:, None], returns - baseline[:, None], 0.0).view_as(mask)
+    # Where all returns are equal the advantage is exactly 0, but their weighted mean may be rounded away from them.
+    differs = ~is_constant(returns.transpose(1, 2).flatten(0, 1), is_there.transpose(1, 2).flatten(0, 1))
+    differs = differs.view(len(returns), -1).gather(1, last.clamp(min=0)) & (last >= 0)
+    return torch.where(is_there & differs[:, None], returns - baseline[:, None], 0.0).view_as(mask)
 
 
 def batch_advantages(

@@ -26,7 +26,7 @@ class Hyperparameters:
     scale_rewards: RewardScale = "group"
     """What the advantages of a group are divided by: the deviation of its rewards, or of the batch's, or nothing."""
     pass_k: PositiveInt = 4
-    """Completions of which the best counts, with `pass_at_k`; at most `group_size`."""
+    """Completions of which the best counts, with `pass_at_k`; below `group_size`."""
     importance_sampling_level: ImportanceLevel = "token"
     """Whether the loss has the ratio of each token, or of each completion, by the mean of its log-ratios."""
     gamma: UnitInterval = 1.0
@@ -53,11 +53,11 @@ class Hyperparameters:
     """DPPO's bound: of |p - q| with `dppo_tv`, of nats with `dppo_kl`."""
     shape_positive: NonNegativeFloat = 2.0
     """VESPO's exponent of a ratio where the advantage is not negative; larger fades small ratios faster."""
-    rate_positive: NonNegativeFloat = 3.0
+    rate_positive: PositiveFloat = 3.0
     """VESPO's rate where the advantage is not negative; larger fades large ratios faster."""
     shape_negative: NonNegativeFloat = 3.0
     """VESPO's exponent where the advantage is negative."""
-    rate_negative: NonNegativeFloat = 2.0
+    rate_negative: PositiveFloat = 2.0
     """VESPO's rate where the advantage is negative."""
     covariance_share: UnitInterval = 0.0002
     """Share of tokens that `clip_cov` keeps from learning and `kl_cov` penalises."""

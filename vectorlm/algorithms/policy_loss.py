@@ -11,6 +11,8 @@ arXiv:2507.18071, eq. 13-14); it raises ValueError without a mask.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from vectorlm.algorithms.hyperparameters import ImportanceLevel
@@ -137,9 +139,7 @@ def gmpo_policy_loss(
     """
     advantages = advantages.detach()
     logs = log_ratio(policy_logprobs, old_logprobs)
-    # Bounds beyond those of floats bind nothing: a clip_low of 1 has the lower bound 0.
-    low = torch.log(torch.tensor(max(1 - clip_low, 0.0), dtype=logs.dtype))
-    high = torch.log1p(torch.tensor(clip_high, dtype=logs.dtype))
+    low, high = math.log(1 - clip_low) if clip_low < 1 else -math.inf, math.log1p(clip_high)
     is_positive = (advantages > 0)[:, None]
     clipped = torch.where(is_positive, logs.clamp(max=high), logs.clamp(min=low))
     return -advantages * exp_clamped(masked_mean(clipped, mask))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from vectorlm.algorithms import adapters
-from vectorlm.algorithms.spec import AlgorithmSpec, keep_best, keep_best_and_worst
+from vectorlm.algorithms.spec import AlgorithmSpec, keep_best, keep_best_and_worst, keep_unscored
 
 GRPO = AlgorithmSpec(
     name="grpo",
@@ -233,6 +233,7 @@ ROWS: tuple[AlgorithmSpec, ...] = (
     AlgorithmSpec(
         name="on_policy_distillation",
         advantages=adapters.zero,
+        select=keep_unscored,
         loss=adapters.ppo,
         has_ratio=True,
         clips="token",

@@ -33,6 +33,11 @@ def keep_all(rewards: torch.Tensor, valid: torch.Tensor) -> Selection:
     return columns, valid & ~rewards.isnan()
 
 
+def keep_unscored(rewards: torch.Tensor, valid: torch.Tensor) -> Selection:
+    """Select every completion, K = G; valid are the eligible ones, also without a reward."""
+    return keep_all(rewards, valid)[0], valid
+
+
 def keep_best(rewards: torch.Tensor, valid: torch.Tensor) -> Selection:
     """Select the completion with the highest reward, the first of equals; K = 1."""
     kept = valid & ~rewards.isnan()
@@ -167,4 +172,4 @@ class AlgorithmSpec:
     @property
     def chooses(self) -> bool:
         """Whether only some completions of a group are trained on."""
-        return self.select is not keep_all
+        return self.select not in (keep_all, keep_unscored)

@@ -259,9 +259,14 @@ def _hyperparameter_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec
     if given.get("label_smoothing", 0.0) >= 0.5:
         yield refuse(config, "rl.label_smoothing", "must be below 0.5", "Use 0.1.")
     hparams, size = spec.hyperparameters(given), rl.collect.group_size
-    if "pass_k" in spec.settings_read(hparams) and hparams.pass_k > size:
-        rule = f"is more than the rl.group_size={size} completions of which the best is taken"
-        yield refuse(config, "rl.pass_k", rule, f"Use {size} or less, or larger groups.", hparams.pass_k)
+    if "pass_k" in spec.settings_read(hparams) and hparams.pass_k >= size:
+        rule = (
+            f"must be below rl.group_size={size}: with all completions there is nothing to compare them with"
+        )
+        yield refuse(config, "rl.pass_k", rule, "Use a smaller one, or larger groups.", hparams.pass_k)
+    if spec.needs_parts and hparams.dynamic_sampling:
+        rule = f"drops groups whose sums of rewards are equal, from which {spec.name} may learn"
+        yield refuse(config, "rl.dynamic_sampling", rule, "Leave it out.", True)
     if hparams.covariance_low >= hparams.covariance_high:
         rule = f"must be below rl.covariance_high={hparams.covariance_high}"
         yield refuse(config, "rl.covariance_low", rule, "Use 1.0 and 5.0.", hparams.covariance_low)
@@ -284,8 +289,9 @@ def _hyperparameter_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec
 
 def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
     kl, num_completions = rl.kl, rl.collect.prompts_per_step * rl.collect.group_size
-    if not spec.samples_from_policy and kl.kl_coef > 0 and kl.kl_in == "reward":
-        rule = f"would change nothing: {spec.name} compares the rewards before the penalty"
+    ignores_rewards = spec.needs_teacher or not spec.samples_from_policy
+    if ignores_rewards and kl.kl_coef > 0 and kl.kl_in == "reward":
+        rule = f"would change nothing: {spec.name} does not learn from what the penalty leaves of the rewards"
         yield refuse(config, "rl.kl_in", rule, "Use loss.")
     if kl.kl_straight_through and kl.kl_importance_weights:
         rule = "already replaces the gradient of the estimate, which importance weights would correct"

@@ -62,7 +62,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, floa
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     """Describe what is trained on."""
     mask = batch.rows.mask
-    metrics = {"reward/trained_mean": batch.rows.rewards[batch.rows.valid].mean().item()}
+    metrics = {"reward/trained_mean": batch.rows.rewards[batch.rows.valid].nanmean().item()}
     metrics |= _spread("advantage", batch.advantages[mask], "mean", "std", "min", "max", separator="/")
     if batch.returns is not None and batch.rows.values is not None:
         returns, values = batch.returns[mask], batch.rows.values[mask]

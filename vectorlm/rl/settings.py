@@ -87,8 +87,8 @@ class UpdateSettings:
     top_entropy_quantile: Fraction = 1.0
     """Share of tokens, those of highest entropy, that the policy learns from; the others count in the denominator."""
     off_policy_mask: PositiveFloat | None = None
-    """KL divergence per token, from the engine to the policy, above which a completion with a negative advantage is
-    left out of the loss; null leaves none out."""
+    """KL divergence per token, from the engine to the policy, above which a completion with a negative mean advantage
+    is left out of the loss; null leaves none out."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,8 @@ class MiniBatch:
     """What the losses are divided by."""
     num_tokens: int
     """Tokens that are trained on."""
+    num_units: int
+    """Completions that are trained on, or groups where the loss is of groups."""
     num_computed: int
     """Tokens that all ranks compute, without padding."""
 
@@ -186,7 +188,7 @@ class Updater:
         elif batch.teacher_logprobs is not None:
             reverse = kl_estimate(logprobs.detach(), cut(batch.teacher_logprobs), "k1")
             accumulator.add_tokens("teacher/kl", reverse, inputs.mask)
-        self._observe(inputs, entropy, denominator, accumulator)
+        self._observe(inputs, entropy, mini_batch.num_units, accumulator)
         if not self.models.policy.support.is_whole:
             accumulator.add_tokens("sampler/outside_support", outside, inputs.mask)
         if batch.old_logprobs is None:
@@ -240,11 +242,9 @@ class Updater:
             return losses
         gaps = micro_batch.cut(batch.rows.sampler_logprobs) - inputs.policy_logprobs.detach()
         divergence = masked_mean(gaps.nan_to_num(nan=0.0), mask)[:, None]
-        is_far = (divergence > bound) & (inputs.advantages < 0)
-        accumulator.add_tokens("policy/off_policy_masked", is_far.float(), mask)
-        if self.spec.level == "completion":
-            is_far = (is_far & mask).any(dim=1)
-        return torch.where(is_far, 0.0, losses)
+        is_far = (divergence > bound) & (masked_mean(inputs.advantages, mask)[:, None] < 0)
+        accumulator.add_tokens("policy/off_policy_masked", is_far.float().expand_as(mask), mask)
+        return torch.where(is_far if self.spec.level == "token" else is_far[:, 0], 0.0, losses)
 
     def _reduce(self, losses: torch.Tensor, mask: torch.Tensor, denominator: int) -> torch.Tensor:
         if self.spec.level == "token":
@@ -252,22 +252,19 @@ class Updater:
         units = mask.any(dim=1).view(len(losses), -1).any(dim=1, keepdim=True)
         return reduce_loss(losses[:, None], units, "token_mean", denominator)
 
-    def _count(self, batch: TrainBatch, groups: Sequence[int]) -> tuple[int, int]:
-        """Count over the whole optimizer step: the denominator of its losses, and its tokens."""
+    def _count(self, batch: TrainBatch, groups: Sequence[int]) -> tuple[int, int, int]:
+        """Count over the whole optimizer step: the denominator of its losses, its tokens, its completions or groups."""
         mask = batch.rows.mask.view(-1, batch.rows.rows_per_group, batch.rows.mask.shape[1])[list(groups)]
-        match self.spec.level:
-            case "token":
-                how, length = self.settings.hparams.reduction, self.settings.max_tokens
-                count = count_denominator(mask.flatten(0, 1), how, length)
-            case "completion":
-                count = int(mask.any(dim=2).sum())
-            case "group":
-                count = int(mask.any(dim=2).any(dim=1).sum())
-        return max(count, 1), max(int(mask.sum()), 1)
+        has_tokens = mask.any(dim=2)
+        count = units = int((has_tokens.any(dim=1) if self.spec.level == "group" else has_tokens).sum())
+        if self.spec.level == "token":
+            how, length = self.settings.hparams.reduction, self.settings.max_tokens
+            count = count_denominator(mask.flatten(0, 1), how, length)
+        return max(count, 1), max(int(mask.sum()), 1), max(units, 1)
 
     @torch.no_grad()
     def _observe(
-        self, inputs: LossInputs, entropy: torch.Tensor, denominator: int, accumulator: MetricAccumulator
+        self, inputs: LossInputs, entropy: torch.Tensor, num_units: int, accumulator: MetricAccumulator
     ) -> None:
         """Add the metrics of a micro-batch: of its tokens, and the algorithm's own of completions or groups."""
         mask = inputs.mask
@@ -286,7 +283,7 @@ class Updater:
         size = inputs.rows_per_group if self.spec.level == "group" else 1
         units = mask.any(dim=1).view(-1, size).any(dim=1)
         for name, values in self.spec.observe(inputs, self.settings.hparams).items():
-            accumulator.add(name, torch.where(units, values, 0.0).sum() / denominator)
+            accumulator.add(name, torch.where(units, values, 0.0).sum() / num_units)
 
     def _observe_clip(self, inputs: LossInputs, accumulator: MetricAccumulator) -> None:
         """Count the tokens that a clipped ratio keeps from learning."""
