@@ -55,9 +55,8 @@ def loop(path: str, prompts: str, held_out: str, n: int, k: int, num_rounds: int
                 tokens, mask = tokens[mine].to(here.device), mask[mine].to(here.device)
                 per_token = -token_logprobs(policy(tokens).logits, tokens)
                 loss = reduce_loss(per_token, mask, "token_mean", denominator)
-                (
-                    loss * here.world_size
-                ).backward()  # FSDP averages over ranks; this loss is a share of the sum
+                # FSDP averages over ranks; this loss is a share of the sum.
+                (loss * here.world_size).backward()
                 torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
