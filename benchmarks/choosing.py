@@ -1,6 +1,6 @@
 """How far every algorithm comes on Countdown with the same settings. Run: python benchmarks/choosing.py
 
-Each run makes 40 steps of 64 questions with 8 completions each, two optimizer steps a step, from the model of
+Each run makes 40 steps of 32 questions with 8 completions each, two optimizer steps a step, from the model of
 configs/countdown_warmup.yaml: the config of countdown_grpo.yaml without dynamic sampling, one learning rate for all,
 and each algorithm's own defaults. Accuracy is the share of 512 held-out questions answered right at temperature 1.
 Writes results/choosing.json and docs/images/choosing.png.
@@ -21,6 +21,7 @@ from vectorlm.algorithms.registry import algorithm_names
 SEEDS, NUM_STEPS, EVERY = (0, 1, 2), 40, 10
 SETTINGS: dict[str, Any] = {
     "rl.max_steps": NUM_STEPS,
+    "rl.prompts_per_step": 32,
     "rl.show_every": 0,
     "rl.critic.lr": 1.0e-3,
     "rl.critic.warmup_steps": 0,

@@ -4,7 +4,7 @@ Every run makes as many optimizer steps on as many completions of Countdown, fro
 configs/countdown_warmup.yaml, and samples them in rollouts of N mini-batches, each trained on once: with N = 1 all is
 on policy, with more the last mini-batch is N - 1 optimizer steps old, as in Asynchronous RLHF (Noukhovitch et al. 2024,
 arXiv:2410.18252). First each algorithm's learning rate and its other weight, of the KL penalty or beta, are tuned at
-N = 1 on seeds of their own, every algorithm within as many runs; then N grows with what was found. Accuracy is the
+N = 1 on a seed of its own, every algorithm within as many runs; then N grows with what was found. Accuracy is the
 share of 512 held-out questions that the trained weights answer right at temperature 1; KL is that of the trained policy
 from the model that it began with, over its own completions.
 Writes results/staleness.json and docs/images/staleness.png.
@@ -21,7 +21,7 @@ from typing import Any
 from parts import Job, Study, found_before, is_run, measure
 from report import ROOT, mean_and_range, write_result
 
-SEEDS, TUNING_SEEDS, ROLLOUTS = (0, 1, 2), (100, 101), (1, 2, 4, 8, 16, 32)
+SEEDS, TUNING_SEEDS, ROLLOUTS = (0, 1, 2), (100,), (1, 2, 4, 8, 16, 32)
 NUM_UPDATES, COMPLETIONS, GROUP = 64, 128, 8
 """Optimizer steps of a run, completions of each, and of a question."""
 SETTINGS: dict[str, Any] = {
