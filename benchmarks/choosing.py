@@ -16,25 +16,25 @@ from typing import Any
 from parts import Job, Study, gains, measure
 from report import ROOT, mean_and_range, write_result
 
-from vectorlm.algorithms.registry import algorithm_names
+from vectorlm.algorithms.registry import algorithm_names, get_algorithm
 
 SEEDS, NUM_STEPS, EVERY = (0, 1, 2), 40, 10
 SETTINGS: dict[str, Any] = {
     "rl.max_steps": NUM_STEPS,
     "rl.prompts_per_step": 32,
     "rl.show_every": 0,
-    "rl.critic.lr": 1.0e-3,
-    "rl.critic.warmup_steps": 0,
     "train_parameters.sampler.sample_frequency": EVERY,
     "train_parameters.sampler.engine.max_num_seqs": 512,
 }
 """What differs from configs/countdown_grpo.yaml besides the algorithm."""
+CRITIC = {"rl.critic.lr": 1.0e-3, "rl.critic.warmup_steps": 0}
 
 
 def settings(job: Job) -> dict[str, Any]:
     """Return what a run sets."""
     return {
         **SETTINGS,
+        **(CRITIC if get_algorithm(job["algorithm"]).needs_critic else {}),
         "rl.algorithm": job["algorithm"],
         # Else a step of one algorithm would have more completions than another's.
         "rl.dynamic_sampling": False,
