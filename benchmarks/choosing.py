@@ -1,6 +1,6 @@
 """How far every algorithm comes on Countdown with the same settings. Run: python benchmarks/choosing.py
 
-Each run makes 40 steps of 64 questions with 8 completions each, two optimizer steps a step, from the model of
+Each run makes 40 steps of 32 questions with 8 completions each, two optimizer steps a step, from the model of
 configs/countdown_warmup.yaml: the config of countdown_grpo.yaml without dynamic sampling, one learning rate for all,
 and each algorithm's own defaults. Accuracy is the share of 512 held-out questions answered right at temperature 1.
 Writes results/choosing.json and docs/images/choosing.png.
@@ -16,24 +16,25 @@ from typing import Any
 from parts import Job, Study, gains, measure
 from report import ROOT, mean_and_range, write_result
 
-from vectorlm.algorithms.registry import algorithm_names
+from vectorlm.algorithms.registry import algorithm_names, get_algorithm
 
 SEEDS, NUM_STEPS, EVERY = (0, 1, 2), 40, 10
 SETTINGS: dict[str, Any] = {
     "rl.max_steps": NUM_STEPS,
+    "rl.prompts_per_step": 32,
     "rl.show_every": 0,
-    "rl.critic.lr": 1.0e-3,
-    "rl.critic.warmup_steps": 0,
     "train_parameters.sampler.sample_frequency": EVERY,
     "train_parameters.sampler.engine.max_num_seqs": 512,
 }
 """What differs from configs/countdown_grpo.yaml besides the algorithm."""
+CRITIC = {"rl.critic.lr": 1.0e-3, "rl.critic.warmup_steps": 0}
 
 
 def settings(job: Job) -> dict[str, Any]:
     """Return what a run sets."""
     return {
         **SETTINGS,
+        **(CRITIC if get_algorithm(job["algorithm"]).needs_critic else {}),
         "rl.algorithm": job["algorithm"],
         # Else a step of one algorithm would have more completions than another's.
         "rl.dynamic_sampling": False,

@@ -4,7 +4,7 @@ Every run makes as many optimizer steps on as many completions of Countdown, fro
 configs/countdown_warmup.yaml, and samples them in rollouts of N mini-batches, each trained on once: with N = 1 all is
 on policy, with more the last mini-batch is N - 1 optimizer steps old, as in Asynchronous RLHF (Noukhovitch et al. 2024,
 arXiv:2410.18252). First each algorithm's learning rate and its other weight, of the KL penalty or beta, are tuned at
-N = 1 on seeds of their own, every algorithm within as many runs; then N grows with what was found. Accuracy is the
+N = 1 on a seed of its own, every algorithm within as many runs; then N grows with what was found. Accuracy is the
 share of 512 held-out questions that the trained weights answer right at temperature 1; KL is that of the trained policy
 from the model that it began with, over its own completions.
 Writes results/staleness.json and docs/images/staleness.png.
@@ -21,18 +21,19 @@ from typing import Any
 from parts import Job, Study, found_before, is_run, measure
 from report import ROOT, mean_and_range, write_result
 
-SEEDS, TUNING_SEEDS, ROLLOUTS = (0, 1, 2), (100, 101), (1, 2, 4, 8, 16, 32)
+from vectorlm.algorithms.registry import get_algorithm
+
+SEEDS, TUNING_SEEDS, ROLLOUTS = (0, 1, 2), (100,), (1, 4, 8, 16, 32)
 NUM_UPDATES, COMPLETIONS, GROUP = 64, 128, 8
 """Optimizer steps of a run, completions of each, and of a question."""
 SETTINGS: dict[str, Any] = {
     "rl.dynamic_sampling": False,
     "rl.show_every": 0,
-    "rl.critic.lr": 1.0e-3,
-    "rl.critic.warmup_steps": 0,
     "train_parameters.sampler.sample_frequency": 1000,
     "train_parameters.sampler.engine.max_num_seqs": 512,
 }
 """What differs from configs/countdown_grpo.yaml besides."""
+CRITIC = {"rl.critic.lr": 1.0e-3, "rl.critic.warmup_steps": 0}
 LRS = (1.0e-4, 3.0e-4, 1.0e-3)
 KL_COEFS, BETAS = (0.0, 0.01), (0.1, 0.5)
 OTHERS = {
@@ -49,10 +50,12 @@ COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:gray", "tab
 
 def settings(job: Job) -> dict[str, Any]:
     """Return what a run sets."""
-    group = 1 if job["algorithm"] == "ppo" else GROUP
+    has_critic = get_algorithm(job["algorithm"]).needs_critic
+    group = 1 if has_critic else GROUP
     name, _ = OTHERS[job["algorithm"]]
     return {
         **SETTINGS,
+        **(CRITIC if has_critic else {}),
         "rl.algorithm": job["algorithm"],
         "rl.group_size": group,
         "rl.prompts_per_step": job["n"] * COMPLETIONS // group,
