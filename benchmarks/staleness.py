@@ -185,9 +185,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
         for n, (points, nats) in zip(rollouts, pairs, strict=True):
             left.scatter([n] * len(points), points, s=14, color=colour, alpha=0.45, linewidths=0)
             mean = (statistics.fmean(nats), statistics.fmean(points))
-            right.scatter(*mean, s=10 + 6 * rollouts.index(n), color=colour)
-            if n in (rollouts[0], rollouts[-1]):
-                right.annotate(f"N = {n}", mean, textcoords="offset points", xytext=(5, 3), fontsize=7)
+            right.scatter(*mean, s=10 + 20 * rollouts.index(n), color=colour)
     left.set_xscale("log", base=2)
     left.set_xticks(rollouts, list(map(str, rollouts)))
     left.set(
@@ -197,7 +195,10 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     )
     right.set(
         title="What it costs: up and to the left is better",
-        xlabel="KL divergence from the start, nats of a completion",
+        xlabel="KL from the start, nats of a completion; larger dots: larger N",
+        xscale="log",
+        xticks=(0.2, 0.5, 1, 2, 5, 10),
+        xticklabels=("0.2", "0.5", "1", "2", "5", "10"),
     )
     for panel in (left, right):
         panel.axhline(0, color="black", lw=0.6)
