@@ -91,7 +91,7 @@ PAGES = {
         )
     ],
     "docs/choosing.md": [
-        Table("choosing", "Held-out accuracy by step, mean of three seeds, and the gain: mean (range)")
+        Table("choosing", "Held-out accuracy by step, in percent, and the gain in points; one seed")
     ],
     "docs/async.md": [
         Table(
