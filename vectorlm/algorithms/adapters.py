@@ -56,7 +56,7 @@ def returns(batch: RolloutBatch, hparams: Hyperparameters) -> torch.Tensor:
 
 
 def greedy_baseline(batch: RolloutBatch, hparams: Hyperparameters) -> torch.Tensor:
-    """Return rewards less that of the greedy completion."""
+    """Return rewards minus the reward of the greedy completion."""
     assert batch.greedy_rewards is not None
     return batch.spread(baseline_advantages(batch.rewards, batch.greedy_rewards, batch.valid))
 

@@ -98,7 +98,7 @@ def pass_at_k_advantages(
 def decoupled_advantages(
     rewards: torch.Tensor, weights: torch.Tensor, valid: torch.Tensor | None = None, eps: float = 1e-6
 ) -> torch.Tensor:
-    """Compare the completions of a group reward by reward, and the weighted sums with those of the batch.
+    """Compare the completions of a group reward by reward, and the weighted sums across the batch.
 
     `rewards` are float [N, P, G] and `weights` float [N]; a reward that is NaN counts as the mean of its group.
 

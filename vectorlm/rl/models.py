@@ -32,7 +32,7 @@ class Reference:
         """Take a sharded copy of the policy's starting point; None switches the policy's LoRA adapters off instead."""
         self._policy = policy
         self.model = model
-        # Of all tokens: the policy's support is not that of the reference.
+        # Of all tokens: the reference has another support than the policy.
         self._frozen = policy.untruncated()
         if model is not None:
             self._frozen = LanguageModel(model, policy.temperature, packs=policy.packs, device=policy.device)

@@ -73,7 +73,7 @@ def prepare_batch(
     if teacher is not None:
         assert old is not None
         assert settings.teacher is not None
-        # Only the token itself is charged: the gradient is that of KL(policy || teacher) at each place.
+        # Only the token itself is charged: the loss has the gradient of KL(policy || teacher) at each place.
         divergence = kl_estimate(old, teacher, "k1")
         advantages = advantages - settings.teacher.coef * torch.where(batch.mask, divergence, 0.0)
     marked = None if spec.mark is None else spec.mark(batch, advantages, settings.hparams)
