@@ -9,8 +9,7 @@ torchrun --nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint machi
   --set train_parameters.sharding_strategy=HYBRID_SHARD
 """
 
-from vectorlm.cli import run_script
-from vectorlm.finetune import finetune
+from vectorlm.cli.run import run_script
 
 if __name__ == "__main__":
-    run_script(finetune, "dataset", __doc__)
+    run_script("dataset", __doc__)

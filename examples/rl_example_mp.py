@@ -5,8 +5,7 @@ python examples/rl_example_mp.py --yaml_path configs/countdown_grpo.yaml --world
 The arguments are those of llama_example_mp.py; the section `rl` of the config names the algorithm and the rewards.
 """
 
-from vectorlm.cli import run_script
-from vectorlm.reinforce import reinforce
+from vectorlm.cli.run import run_script
 
 if __name__ == "__main__":
-    run_script(reinforce, "rl", __doc__)
+    run_script("rl", __doc__)

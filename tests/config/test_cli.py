@@ -92,7 +92,7 @@ def test_who_names_no_command_is_told_what_there_is(capsys):
     out = capsys.readouterr().out
     assert out.startswith("usage: vectorlm COMMAND ...")
     assert max(map(len, out.splitlines())) <= 120
-    for name, (what, example) in COMMANDS.items():
+    for name, (what, example, _) in COMMANDS.items():
         assert f"  {name:12}{what}\n" in out
         assert f"  {example}\n" in out
     with pytest.raises(SystemExit) as caught:
@@ -119,7 +119,7 @@ def test_a_command_s_help_shows_its_example(name, capsys):
 
 
 def test_the_examples_in_the_help_parse():
-    for _, example in COMMANDS.values():
+    for _, example, _ in COMMANDS.values():
         assert build_parser().parse_args(shlex.split(example)[1:]).run_command
 
 

@@ -125,7 +125,7 @@ def test_the_number_of_the_engines_workers_is_a_number(complete, parallel):
 def test_on_cuda_every_worker_of_the_engine_needs_the_device_of_a_rank(complete, monkeypatch):
     override = "train_parameters.sampler.engine.tensor_parallel_size=4"
     check_config(load_config(complete, [SAMPLER, override]), 2, REWARDS)
-    monkeypatch.setattr("vectorlm.config.check._has_cuda", lambda: True)
+    monkeypatch.setattr("vectorlm.config.check.has_cuda", lambda: True)
     check_config(load_config(complete, [SAMPLER, override]), 4, REWARDS)
     assert problems(complete, SAMPLER, override) == (
         "train_parameters.sampler.engine.tensor_parallel_size=4 must be at most the number of ranks on "

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import netrc
 import os
 from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
-from pathlib import Path
-from shutil import which
 from typing import Any
 from urllib.parse import urlsplit
 
-from vectorlm.checkpoint.folder import is_held
+from vectorlm.config.check_files import file_problems, has_cuda
 from vectorlm.config.check_vllm import (
-    CPU_HEAD_SIZES,
     fields_of,
-    head_size_without_kernel,
     nearest,
     vllm_problems,
 )
-from vectorlm.config.resume import find_resumption
 from vectorlm.config.schema import Config, SamplerSettings
-from vectorlm.config.setting import all_settings, to_plain, value_at
+from vectorlm.config.setting import all_settings, refuse, to_plain, value_at
 from vectorlm.config.value import describe_refusal, raise_problems, show
 from vectorlm.contracts import BACKENDS
-from vectorlm.errors import CheckpointError
 from vectorlm.lora.options import largest_rank, refused_options
 from vectorlm.plugin import is_plugin
 
@@ -49,8 +42,6 @@ LORA_CONFIG = (
     ("tuners/lora/config.py", "LoraConfig"),
 )
 """The classes that declare the arguments of `peft.LoraConfig`."""
-
-_GIVEN: Any = object()
 
 
 def check_consistency(config: Config) -> None:
@@ -79,19 +70,9 @@ def check_config(config: Config, world_size: int, reward_names: Collection[str],
         *_wandb_problems(config),
         *(refuse(config, *problem) for problem in vllm_problems(config)),
         *_lora_problems(config),
-        *_model_problems(config),
-        *_dataset_problems(config),
-        *_prompt_problems(config),
-        *_output_problems(config, world_size),
+        *file_problems(config, world_size),
     ]
     raise_problems(problems)
-
-
-def refuse(config: Config, path: str, rule: str, fix: str, value: Any = _GIVEN) -> str:
-    """Say that a setting breaks a rule, with its value in the config (or `value`) and the place that set it."""
-    if value is _GIVEN:
-        value = value_at(to_plain(config), path)
-    return describe_refusal(path, value, rule, fix, config.origins.get(path, ""))
 
 
 def _contradictions(config: Config) -> Iterator[str]:
@@ -186,15 +167,9 @@ def _parallel_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     path = f"{_SAMPLER}.engine.tensor_parallel_size"
     if type(size) is not int or size < 1:
         yield refuse(config, path, "must be an integer >= 1", "Use 1, or a number of devices.")
-    elif size > max(ranks_per_node, 1) and _has_cuda():
+    elif size > max(ranks_per_node, 1) and has_cuda():
         rule = f"must be at most the number of ranks on a node, {ranks_per_node}"
         yield refuse(config, path, rule, "Use fewer, or start more ranks.")
-
-
-def _has_cuda() -> bool:
-    """Whether there is an NVIDIA device to run on; torch could tell too, in ten times the time of the whole check."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    return Path("/dev/nvidiactl").exists() and not hidden
 
 
 def _sampler_problems(config: Config, reward_names: Collection[str]) -> Iterator[str]:
@@ -261,128 +236,3 @@ def _lora_problems(config: Config) -> Iterator[str]:
         rule = f"must be at least the largest rank of the adapters, {rank}"
         fix = "Leave it out: it follows from lora_peft_config."
         yield refuse(config, f"{_SAMPLER}.engine.max_lora_rank", rule, fix)
-
-
-def _model_problems(config: Config) -> Iterator[str]:
-    if not Path(config.model).is_dir():
-        yield refuse(config, "model", "is not a folder", "Download the model and name its folder.")
-        return
-    try:
-        description = json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8"))
-        limit = description.get("max_position_embeddings")
-    except FileNotFoundError:
-        fix = "Name the folder that `save_pretrained` wrote."
-        yield refuse(config, "model", "holds no config.json", fix)
-        return
-    except (ValueError, AttributeError) as error:
-        yield refuse(config, "model", f"holds a broken config.json ({error})", "Save the model again.")
-        return
-    if isinstance(limit, int) and config.train_parameters.max_seq_len > limit:
-        rule = f"is beyond the model's limit of {limit} tokens"
-        yield refuse(config, "train_parameters.max_seq_len", rule, f"Use {limit} or less.")
-    if config.train_parameters.sampler is not None and (size := head_size_without_kernel(description)):
-        rule = f"has attention heads of {size} dimensions, which vLLM's CPU attention does not support"
-        fix = f"Use a model with {', '.join(map(str, CPU_HEAD_SIZES))}, or set {_SAMPLER} to null."
-        yield refuse(config, "model", rule, fix)
-    num_tokens, largest = description.get("vocab_size"), _largest_token(Path(config.model))
-    if isinstance(num_tokens, int) and largest >= num_tokens:
-        rule = f"has embeddings for {num_tokens} tokens, and its tokenizer has a token {largest}"
-        yield refuse(
-            config, "model", rule, "Resize the embeddings, or save the tokenizer that belongs to it."
-        )
-    path = "train_parameters.use_flash_attention"
-    if config.train_parameters.model.use_flash_attention and not (_has_cuda() and find_spec("flash_attn")):
-        rule = "needs the flash-attn package and a CUDA device, and one of them is missing here"
-        yield refuse(config, path, rule, "Install it, or set it to false.")
-    if config.train_parameters.model.compile and not (_has_cuda() or which(os.environ.get("CXX", "g++"))):
-        rule = "needs a C++ compiler on CPU, and none is found here"
-        yield refuse(config, "train_parameters.compile", rule, "Install g++, or set it to false.")
-
-
-def _largest_token(model: Path) -> int:
-    """Return the largest token id of the tokenizer beside a model; -1 where its file does not say."""
-    try:
-        tokenizer = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
-        vocabulary = tokenizer["model"]["vocab"]
-        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        return max([-1, *ids, *(token["id"] for token in tokenizer.get("added_tokens", ()))])
-    except (OSError, ValueError, KeyError, TypeError):
-        return -1
-
-
-def _dataset_problems(config: Config) -> Iterator[str]:
-    if config.dataset is None:
-        return
-    for name in ("train_ds", "eval_ds"):
-        folder = Path(getattr(config.dataset, name))
-        path = f"dataset.{name}"
-        if not folder.is_dir():
-            yield refuse(config, path, "is not a folder", "Preprocess the dataset first.")
-        elif (folder / "dataset_dict.json").is_file():
-            splits = sorted(child.name for child in folder.iterdir() if child.is_dir())
-            fix = f"Name one of: {', '.join(str(folder / split) for split in splits)}."
-            yield refuse(config, path, "holds several datasets", fix)
-        elif not (folder / "dataset_info.json").is_file():
-            fix = "Name a folder written by `datasets.Dataset.save_to_disk`."
-            yield refuse(config, path, "holds no dataset_info.json", fix)
-        elif (described := _described_columns(folder / "dataset_info.json")) is None:
-            yield refuse(config, path, "has a broken dataset_info.json", "Make the dataset again.")
-        elif missing := [name for name in ("input_ids", "labels") if described and name not in described]:
-            rule = f"has no column {' and no column '.join(map(repr, missing))}"
-            yield refuse(config, path, rule, "Preprocess it: training reads token ids and labels.")
-
-
-def _described_columns(description: Path) -> Collection[str] | None:
-    """Return the columns that a dataset describes, none if it describes nothing; None where it cannot be read."""
-    try:
-        columns = json.loads(description.read_text(encoding="utf-8")).get("features") or ()
-    except (ValueError, AttributeError):
-        return None
-    return columns if isinstance(columns, Collection) else None
-
-
-def _prompt_problems(config: Config) -> Iterator[str]:
-    sampler, rl = config.train_parameters.sampler, config.rl
-    sources = {
-        f"{_SAMPLER}.prompts": sampler and sampler.evaluation.prompts,
-        "rl.prompts": rl and rl.collect.prompts,
-    }
-    for path, source in sources.items():
-        if not isinstance(source, str):
-            continue
-        if not Path(source).is_file():
-            yield refuse(config, path, "is not a file", "Name a JSONL file, or list the prompts themselves.")
-            continue
-        lines = enumerate(Path(source).read_bytes().split(b"\n"), start=1)
-        filled = [(number, line) for number, line in lines if line.strip()]
-        wrong = next((number for number, line in filled if not _is_prompt(line)), None)
-        if wrong is not None:
-            rule = f"must hold JSON objects with a `prompt`, and line {wrong} is none"
-            yield refuse(config, path, rule, 'Write {"prompt": "..."} there.')
-        elif not filled:
-            yield refuse(config, path, "holds no prompt", 'Write {"prompt": "..."}, one per line.')
-
-
-def _is_prompt(line: bytes) -> bool:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return False
-    return isinstance(record, dict) and bool(record.get("prompt"))
-
-
-def _output_problems(config: Config, world_size: int) -> Iterator[str]:
-    train, path = config.train_parameters, "train_parameters.output_dir"
-    if Path(train.output_dir).exists() and not Path(train.output_dir).is_dir():
-        yield refuse(config, path, "exists and is not a folder", "Name another folder.")
-    # Under torchrun rank 0 may hold it already when the other ranks come here.
-    elif os.environ.get("RANK", "0") == "0" and is_held(Path(train.output_dir)):
-        yield refuse(config, path, "is in use by another run", "Wait for its end, or name another folder.")
-    else:
-        try:
-            find_resumption(config, world_size)
-        except CheckpointError as error:
-            yield str(error)
-    if train.sampler is not None and train.samples_path.is_dir():
-        path = f"{_SAMPLER}.output_jsonl_path"
-        yield refuse(config, path, "is a folder", "Name a file in it.", str(train.samples_path))

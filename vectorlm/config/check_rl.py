@@ -9,10 +9,9 @@ from typing import Any
 
 from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
-from vectorlm.config.check import refuse
 from vectorlm.config.check_teacher import teacher_problems
 from vectorlm.config.schema import Config, RLSettings
-from vectorlm.config.setting import all_settings, settings_of, to_plain, value_at
+from vectorlm.config.setting import all_settings, refuse, settings_of, to_plain, value_at
 from vectorlm.config.value import raise_problems
 from vectorlm.data.prompts import check_lengths, read_prompts
 from vectorlm.errors import ConfigError

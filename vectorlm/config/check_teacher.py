@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import Support
-from vectorlm.config.check import refuse
 from vectorlm.config.schema import Config, RLSettings
+from vectorlm.config.setting import refuse
 from vectorlm.errors import ConfigError
 from vectorlm.train.load import load_tokenizer
 

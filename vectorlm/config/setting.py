@@ -11,7 +11,10 @@ from itertools import pairwise
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from vectorlm.config.schema import Config
+from vectorlm.config.value import describe_refusal
 from vectorlm.settings import ReadIf
+
+_GIVEN: Any = object()
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,13 @@ def value_at(plain: Mapping[str, Any], path: str) -> Any:
     for key in path.split("."):
         value = None if value is None else value[key]
     return value
+
+
+def refuse(config: Config, path: str, rule: str, fix: str, value: Any = _GIVEN) -> str:
+    """Say that a setting breaks a rule, with its value in the config (or `value`) and the place that set it."""
+    if value is _GIVEN:
+        value = value_at(to_plain(config), path)
+    return describe_refusal(path, value, rule, fix, config.origins.get(path, ""))
 
 
 def _notes(hint: Any) -> Iterator[ReadIf]:

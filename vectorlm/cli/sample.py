@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -28,7 +29,7 @@ class SampleArguments:
     sampling_params: Mapping[str, Any]
 
 
-def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm sample``."""
     parser.add_argument("--model", required=True, metavar="DIR", help="a folder written by save_pretrained")
     parser.add_argument(
@@ -57,6 +58,12 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", choices=("vllm", "hf"), default="vllm", help="hf samples with transformers, without vLLM"
     )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Continue prompts with a model, and print the answers."""
+    answer(read_request(args, sys.stdin), sys.stdout)
+    return 0
 
 
 def read_request(args: argparse.Namespace, lines: TextIO) -> SampleArguments:

@@ -1,0 +1,104 @@
+"""The ``vectorlm`` command: which commands there are, and what their errors look like."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from vectorlm.errors import ConfigError, VectorLMError
+
+
+class Command(NamedTuple):
+    """A command of the command line."""
+
+    what: str
+    """What it does, after "vectorlm COMMAND: "."""
+    example: str
+    module: str
+    """Has `add_arguments(parser)` and `run(args)`, which returns the exit code; imports nothing heavy at its top."""
+
+
+COMMANDS = {
+    "run": Command(
+        "train as a config file says, by fine-tuning or reinforcement learning",
+        "vectorlm run configs/countdown_sft.yaml --world_size 2",
+        "vectorlm.cli.run",
+    ),
+    "check": Command(
+        "check a config file without starting anything",
+        "vectorlm check configs/countdown_sft.yaml --world_size 2",
+        "vectorlm.cli.check",
+    ),
+    "preprocess": Command(
+        "make a dataset as the config's dataset_preprocess section says",
+        "vectorlm preprocess my.yaml --set dataset_preprocess.save_path=data/mine",
+        "vectorlm.cli.preprocess",
+    ),
+    "sample": Command(
+        "continue prompts with a model",
+        'vectorlm sample --model data/countdown/model --prompt "Using the numbers 3, 5, 8 make 16."',
+        "vectorlm.cli.sample",
+    ),
+    "serve": Command(
+        "run a vLLM server whose weights a trainer on this machine can replace",
+        "vectorlm serve --model data/countdown/model --port 8000 -- --dtype float32",
+        "vectorlm.backends.server.serve",
+    ),
+}
+"""By name; adding a command is adding a line here."""
+
+HELP = """Train a language model with PyTorch FSDP and sample from it with vLLM on the same devices: the weights are
+hot-swapped inside the running engine between optimizer steps.
+
+commands:
+{commands}
+
+examples:
+{examples}
+
+`vectorlm COMMAND --help` lists a command's arguments. README.md shows a training run; docs/ has the rest:
+config.md every setting, engines.md the engines, architecture.md how it works."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code: 0, 1 (the run failed) or 2 (the input was wrong)."""
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run_command(args)
+    except VectorLMError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser with every command; each sets `run_command` to its function."""
+    parser = argparse.ArgumentParser(
+        prog="vectorlm",
+        usage="vectorlm COMMAND ...",
+        description=HELP.format(
+            commands="\n".join(f"  {name:12}{command.what}" for name, command in COMMANDS.items()),
+            examples="\n".join(f"  {command.example}" for command in COMMANDS.values()),
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    # Named in the description; argparse's own list would wrap it.
+    added = parser.add_subparsers(metavar="COMMAND", help=argparse.SUPPRESS, prog="vectorlm")
+    for name, (what, example, module) in COMMANDS.items():
+        command = added.add_parser(
+            name, description=f"{what[0].upper()}{what[1:]}.", epilog=f"example: {example}"
+        )
+        home = import_module(module)
+        home.add_arguments(command)
+        command.set_defaults(run_command=home.run)
+    parser.set_defaults(run_command=lambda args: _show_help(parser))
+    return parser
+
+
+def _show_help(parser: argparse.ArgumentParser) -> int:
+    parser.print_help()
+    return 0

@@ -1,0 +1,67 @@
+"""``vectorlm run``, and the scripts that do the same: check a config, then train as it says."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from vectorlm.cli.check import check_all
+from vectorlm.config.load import add_config_arguments, add_override_arguments, config_from_arguments
+from vectorlm.config.resume import find_resumption, say_finished
+from vectorlm.errors import ConfigError, VectorLMError
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``vectorlm run``."""
+    parser.add_argument("yaml_path", metavar="my.yaml", help="the config file")
+    add_override_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the config, then train on every rank: by rewards where it has a section ``rl``, else on text."""
+    config = config_from_arguments(args)
+    import vectorlm
+
+    # Under torchrun, torchrun decides the number of ranks and machines.
+    topology = vectorlm.Topology.from_environment()
+    world_size = max(args.world_size, topology.world_size)
+    check_all(config, world_size, topology.num_nodes)
+    found = find_resumption(config, world_size)
+    if found is not None and found.is_finished:
+        print(say_finished(config, found), file=sys.stderr)
+        return 0
+    from vectorlm.finetune import finetune
+    from vectorlm.reinforce import reinforce
+
+    try:
+        vectorlm.launch(finetune if config.rl is None else reinforce, config, world_size=args.world_size)
+    except KeyboardInterrupt:
+        print("interrupted; with checkpoints, the same command goes on from the last one", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def run_script(section: str, description: str) -> None:
+    """Be a script that does what ``vectorlm run`` does, for one kind of training.
+
+    Args:
+        section: The section of the config that the script needs: ``dataset`` or ``rl``.
+        description: What ``--help`` shows.
+    """
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=as_written)
+    add_config_arguments(parser)
+    args = parser.parse_args()
+    try:
+        if getattr(config_from_arguments(args), section) is None:
+            raise ConfigError(
+                f"{args.yaml_path} has no section {section!r}: llama_example_mp.py trains on text (dataset), "
+                "rl_example_mp.py on rewards (rl)."
+            )
+        code = run(args)
+    except VectorLMError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    sys.exit(code)
