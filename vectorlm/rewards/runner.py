@@ -12,9 +12,8 @@ from functools import partial
 from typing import Any
 
 from vectorlm.plugin import TookTooLong, time_limit
+from vectorlm.rewards.signature import COMPLETIONS, IDS, PROMPTS, RESERVED, RewardSignature
 
-BATCH_PARAMETER = "completions"
-"""A function whose first parameter has this name takes a list of completions, and lists of everything else."""
 LOOP_GRACE_S = 1.0
 """What all coroutines together may take beyond the limit of each, which ends them one by one."""
 
@@ -48,25 +47,27 @@ def run_reward(
 ) -> list[RewardResult]:
     """Score completions with one function.
 
-    The function gets the completion first, and by name whatever it asks for of ``prompt``, ``completion_ids`` and the
-    prompt's columns; with ``**columns``, all of them. It returns a float, or None for a completion that cannot be
-    scored. The calls of a coroutine function all run at once. If its first parameter is called ``completions`` it gets
-    lists, and returns a list of the same length. One call may take `timeout_s` (see `vectorlm.plugin.time_limit`). With
-    `stops_at_error` the first call that fails is the last: the others have no reward and no error.
+    The function gets the completion in its parameter `completion`, or the first one, and by name whatever it asks for
+    of ``prompt``, ``completion_ids`` and the prompt's columns; with ``**columns``, all of them. It returns a float, or
+    None for a completion that cannot be scored. The calls of a coroutine function all run at once. If a parameter is
+    called ``completions`` or ``prompts`` it gets lists by name, as TRL passes them, and returns a list of the same
+    length; where a prompt is messages, its completion in such a list is messages too. One call may take `timeout_s`
+    (see `vectorlm.plugin.time_limit`). With `stops_at_error` the first call that fails is the last: the others have no
+    reward and no error.
     """
     if not items:
         return []
-    if next(iter(inspect.signature(reward).parameters), "") == BATCH_PARAMETER:
-        return _run_batch(reward, items, timeout_s)
-    accepts = _accepts(reward)
+    signature = RewardSignature.of(reward)
+    if signature.takes_lists:
+        return _run_lists(reward, items, signature, timeout_s)
     if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
-        together = partial(asyncio_run, _run_together(reward, items, accepts, timeout_s))
+        together = partial(asyncio_run, _run_together(reward, items, signature, timeout_s))
         # For a coroutine that waits without `await`.
         answer = _attempt(together, timeout_s and timeout_s + LOOP_GRACE_S)
         return [answer] * len(items) if isinstance(answer, RewardResult) else answer
     results: list[RewardResult] = []
     for item in items:
-        results.append(_attempt(partial(_score, reward, item, accepts), timeout_s))
+        results.append(_attempt(partial(_score, reward, item, signature), timeout_s))
         if stops_at_error and results[-1].error is not None:
             break
     return results + [RewardResult(math.nan)] * (len(items) - len(results))
@@ -82,41 +83,42 @@ def asyncio_run(work: Coroutine[Any, Any, Any]) -> Any:
         return pool.submit(asyncio.run, work).result()
 
 
-def _accepts(reward: Callable[..., Any]) -> Callable[[str], bool]:
-    """Return what tells whether a function takes an argument by this name; its first is the completion."""
-    parameters = inspect.signature(reward).parameters
-    first = next(iter(parameters), "")
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return lambda name: name != first and (takes_any or name in parameters)
+def _offered(item: Scorable) -> dict[str, Any]:
+    return {**_columns(item), "prompt": item.prompt, IDS[0]: list(item.token_ids)}
 
 
-def _arguments(item: Scorable, accepts: Callable[[str], bool]) -> dict[str, Any]:
-    offered = {"prompt": item.prompt, "completion_ids": list(item.token_ids), **item.columns}
-    return {name: value for name, value in offered.items() if accepts(name)}
+def _columns(item: Scorable) -> dict[str, Any]:
+    return {name: value for name, value in item.columns.items() if name not in RESERVED}
 
 
-def _score(reward: Callable[..., Any], item: Scorable, accepts: Callable[[str], bool]) -> RewardResult:
-    return _to_result(reward(item.text, **_arguments(item, accepts)))
+def _score(reward: Callable[..., Any], item: Scorable, signature: RewardSignature) -> RewardResult:
+    return _to_result(signature.call(reward, _offered(item), item.text))
 
 
-def _run_batch(
-    reward: Callable[..., Any], items: Sequence[Scorable], timeout_s: float | None
+def _in_list(item: Scorable) -> Any:
+    """Return a completion as a list holds it: the text, or a message where the prompt is messages."""
+    is_chat = isinstance(item.prompt, list) and bool(item.prompt) and isinstance(item.prompt[0], Mapping)
+    return [{"role": "assistant", "content": item.text}] if is_chat else item.text
+
+
+def _run_lists(
+    reward: Callable[..., Any], items: Sequence[Scorable], signature: RewardSignature, timeout_s: float | None
 ) -> list[RewardResult]:
-    accepts = _accepts(reward)
-    names = dict.fromkeys(name for item in items for name in item.columns)
-    columns = {
-        "prompts": [item.prompt for item in items],
-        "completion_ids": [list(item.token_ids) for item in items],
-        **{name: [item.columns.get(name) for item in items] for name in names},
+    columns = [_columns(item) for item in items]
+    names = dict.fromkeys(name for each in columns for name in each)
+    token_ids = [list(item.token_ids) for item in items]
+    offered = {
+        **{name: [each.get(name) for each in columns] for name in names},
+        COMPLETIONS: [_in_list(item) for item in items],
+        PROMPTS: [item.prompt for item in items],
+        **dict.fromkeys(IDS, token_ids),
     }
-    arguments = {name: values for name, values in columns.items() if accepts(name)}
-    texts = [item.text for item in items]
 
     def call() -> list[Any]:
-        answer = reward(texts, **arguments)
+        answer = signature.call(reward, offered)
         found = list(asyncio_run(answer) if inspect.iscoroutine(answer) else answer)
-        if len(found) != len(texts):
-            raise ValueError(f"it returned {len(found)} rewards for {len(texts)} completions")
+        if len(found) != len(items):
+            raise ValueError(f"it returned {len(found)} rewards for {len(items)} completions")
         return found
 
     answer = _attempt(call, timeout_s)
@@ -128,13 +130,13 @@ def _run_batch(
 async def _run_together(
     reward: Callable[..., Any],
     items: Sequence[Scorable],
-    accepts: Callable[[str], bool],
+    signature: RewardSignature,
     timeout_s: float | None,
 ) -> list[RewardResult]:
     async def one(item: Scorable) -> RewardResult:
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                return _to_result(await reward(item.text, **_arguments(item, accepts)))
+                return _to_result(await signature.call(reward, _offered(item), item.text))
         except Exception as error:
             # A TimeoutError may also come from the function itself, or from a server that it asked.
             return _late(timeout_s) if limit.expired() else _raised(error)

@@ -1,0 +1,126 @@
+"""Reward functions as TRL's users write them, and their parameters wherever they stand."""
+
+import functools
+
+import pytest
+
+from vectorlm.rewards.runner import Scorable, run_reward
+from vectorlm.rewards.signature import RewardSignature
+
+ANSWERS = [Scorable("2", "1 + 1", (5,), {"answer": "2"}), Scorable("5", "2 + 2", (6, 7), {"answer": "4"})]
+RIGHT = [1.0, 0.0]
+
+
+def score(reward, items=ANSWERS):
+    results = run_reward(reward, items)
+    assert [each.error for each in results] == [None] * len(items)
+    return [each.reward for each in results]
+
+
+def equal(texts, wanted):
+    return [float(text == right) for text, right in zip(texts, wanted, strict=True)]
+
+
+def test_trls_signature_gets_lists_by_name():
+    def reward(prompts, completions, answer, **kwargs):
+        assert prompts == ["1 + 1", "2 + 2"]
+        assert kwargs == {"completion_ids": [[5], [6, 7]]}
+        return equal(completions, answer)
+
+    assert score(reward) == RIGHT
+
+
+def test_parameters_may_stand_in_any_order():
+    def last(answer, completions):
+        return equal(completions, answer)
+
+    def by_keyword(*, answer, completions, trainer_state=None, **kwargs):
+        assert trainer_state is None
+        return equal(completions, answer)
+
+    def one(answer, prompt, completion):
+        return float(completion == answer and prompt != completion)
+
+    def by_place(completion, answer, /):
+        return float(completion == answer)
+
+    assert [score(each) for each in (last, by_keyword, one, by_place)] == [RIGHT] * 4
+
+
+def test_what_names_neither_completions_nor_a_completion():
+    def lengths(completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    def other_spelling(completions_ids, answer):
+        return [float(len(ids)) for ids in completions_ids]
+
+    def of_prompts(prompts, **kwargs):
+        return equal([text[-1] for text in prompts], kwargs["answer"])
+
+    def of_anything(**kwargs):
+        return equal(kwargs["completions"], kwargs["answer"])
+
+    assert score(lengths) == score(other_spelling) == [1.0, 2.0]
+    assert score(of_prompts) == [0.0, 0.0]
+    assert score(of_anything) == RIGHT
+
+
+def test_methods_partials_and_coroutines_keep_their_names():
+    class Judge:
+        def __call__(self, prompts, completions, answer):
+            return equal(completions, answer)
+
+    def graded(right, completions, answer):
+        return [right * each for each in equal(completions, answer)]
+
+    async def asked(prompts, completions, answer, **kwargs):
+        return equal(completions, answer)
+
+    assert score(Judge()) == score(asked) == RIGHT
+    assert score(functools.partial(graded, 3.0)) == [3.0, 0.0]
+
+
+def test_completions_of_messages_are_messages_and_none_is_not_applicable():
+    question = [{"role": "user", "content": "2 + 2?"}]
+
+    def reward(completions, **kwargs):
+        return [1.0 if each[0] == {"role": "assistant", "content": "4"} else None for each in completions]
+
+    def one(completion, prompt):
+        return float(completion == "4" and prompt is question)
+
+    items = [Scorable("4", question, (1,), {}), Scorable("5", question, (2,), {})]
+    first, second = (each.reward for each in run_reward(reward, items))
+    assert first == 1.0
+    assert second != second  # NaN
+    assert score(one, items) == RIGHT
+
+
+def test_a_column_never_hides_the_completion():
+    """Datasets of prompts often hold a completion to learn from as well."""
+    columns = {"completion": "from the dataset", "completions": "likewise", "prompt": "likewise"}
+    items = [Scorable("4", "2 + 2", (1,), columns)]
+
+    def one(completion, prompt):
+        return float((completion, prompt) == ("4", "2 + 2"))
+
+    def several(completions, prompts, **kwargs):
+        assert "completion" not in kwargs
+        return [float(completions == ["4"] and prompts == ["2 + 2"])]
+
+    assert score(one, items) == score(several, items) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "missing"),
+    [
+        (lambda prompts, completions, answer, **kwargs: 0, []),
+        (lambda completion, answer, prompt: 0, []),
+        (lambda text, answer=None, trainer_state=None: 0, []),
+        (lambda completions, answr, trainer_state: 0, ["answr", "trainer_state"]),
+        (lambda text, prompt, response: 0, ["response"]),
+        (lambda *arguments, **kwargs: 0, []),
+    ],
+)
+def test_a_required_parameter_that_nothing_supplies_is_named(reward, missing):
+    assert RewardSignature.of(reward).missing(["answer"]) == missing

@@ -1,0 +1,77 @@
+"""What a reward function asks for: one completion or lists, which other arguments, and which it cannot do without."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+COMPLETION, COMPLETIONS, PROMPTS = "completion", "completions", "prompts"
+IDS = ("completion_ids", "completions_ids")
+OFFERED = {False: ("prompt", IDS[0]), True: (COMPLETIONS, PROMPTS, *IDS)}
+"""What there is besides columns for a function of one completion, and for one of lists."""
+RESERVED = (COMPLETION, "prompt", *OFFERED[True])
+"""Names that never mean a column."""
+OF_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL's trainer passes of itself."""
+
+
+@dataclass(frozen=True)
+class RewardSignature:
+    """The parameters of a reward function."""
+
+    takes_lists: bool
+    """Whether it takes lists with an entry for each completion, by name, and returns a list."""
+    completion: str | None
+    """The parameter that takes the one completion; None for lists, and where there is only ``*arguments``."""
+    kinds: Mapping[str, Any]
+    """`inspect`'s kind of each parameter, in order."""
+    required: tuple[str, ...]
+    """Parameters without a default, besides the completion."""
+
+    @classmethod
+    def of(cls, reward: Callable[..., Any]) -> RewardSignature:
+        """Read a function's parameters: `completions` or `prompts` means lists, and so do token ids in first place.
+
+        One completion goes to the parameter `completion`, or to the first one.
+        """
+        parameters = inspect.signature(reward).parameters
+        named = {
+            name: each
+            for name, each in parameters.items()
+            if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        }
+        first = next(iter(parameters.values()), None)
+        is_open = first is not None and first.kind is first.VAR_KEYWORD
+        takes_lists = COMPLETIONS in named or (
+            COMPLETION not in named and (PROMPTS in named or is_open or next(iter(named), "") in IDS)
+        )
+        completion = None
+        if not takes_lists and first is not None and first.kind is not first.VAR_POSITIONAL:
+            completion = COMPLETION if COMPLETION in named else first.name
+        required = tuple(
+            name for name, each in named.items() if each.default is each.empty and name != completion
+        )
+        return cls(takes_lists, completion, {name: each.kind for name, each in parameters.items()}, required)
+
+    def call(self, reward: Callable[..., Any], offered: Mapping[str, Any], completion: Any = None) -> Any:
+        """Call the function with the one completion, where it takes one, and what it accepts of `offered`."""
+        takes_any = inspect.Parameter.VAR_KEYWORD in self.kinds.values()
+        given = {
+            name: value
+            for name, value in offered.items()
+            # A list is offered by two names; ``**columns`` gets it by one.
+            if name != self.completion and (name in self.kinds or (takes_any and name != IDS[1]))
+        }
+        positional = [] if self.takes_lists or self.completion is not None else [completion]
+        if self.completion is not None:
+            given[self.completion] = completion
+        by_place = [name for name, kind in self.kinds.items() if kind is inspect.Parameter.POSITIONAL_ONLY]
+        positional += [given.pop(name) for name in by_place if name in given]
+        return reward(*positional, **given)
+
+    def missing(self, columns: Iterable[str]) -> list[str]:
+        """Return the required parameters that neither these columns nor the completion itself can fill."""
+        supplied = {*OFFERED[self.takes_lists], *columns}
+        return [name for name in self.required if name not in supplied]
