@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.config import Config, RLSettings
+from vectorlm.config.check_rewards import check_rewards
 from vectorlm.config.check_rl import check_rl, longest_sequence
 from vectorlm.config.check_teacher import check_teacher
 from vectorlm.data.prompts import check_lengths, read_prompts
@@ -65,6 +66,7 @@ def reinforce(config: Config, topology: Topology | None = None, engine: Sampling
         EngineError: The teacher's server does not answer.
     """
     spec = check_rl(config)
+    check_rewards(config)
     check_teacher(config)
     rl = config.rl
     assert rl is not None

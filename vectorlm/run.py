@@ -135,26 +135,35 @@ class Run:
         resumption = self._find_resumption(num_examples)
         resume_step = None if resumption is None else resumption.step
         sink, say = self._open_sinks(num_steps, resumption)
-        sampler, evaluation = settings.sampler, None
-        if turn is not None and sampler is not None:
-            evaluation = Evaluator(
-                turn,
-                read_prompts(sampler.evaluation.prompts),
-                samples_path=settings.samples_path if self.topology.is_main else None,
-                resume_step=resume_step,
-                reward=get_reward(sampler.evaluation.reward) if sampler.evaluation.reward else None,
-                timeout_s=sampler.engine.timeout_s,
-                say=say,
-            )
+        sampler = settings.sampler
         return Recorder(
             num_steps=num_steps,
             sink=sink,
             say=say,
-            evaluation=evaluation,
-            evaluate_every=sampler.evaluation.sample_frequency if sampler else 1,
+            evaluation=self._make_evaluator(turn, resume_step, say),
+            evaluate_every=(sampler and sampler.evaluation.sample_frequency) or num_steps,
             checkpoints=store,
             save_every=save_every,
             resume_step=resume_step,
+        )
+
+    def _make_evaluator(
+        self, turn: DeviceTurn | None, resume_step: int | None, say: Callable[[str], None]
+    ) -> Evaluator | None:
+        """Return what answers held-out prompts; None without any."""
+        settings = self.config.train_parameters
+        sampler = settings.sampler
+        if turn is None or sampler is None or sampler.evaluation.prompts is None:
+            return None
+        reward = sampler.evaluation.reward
+        return Evaluator(
+            turn,
+            read_prompts(sampler.evaluation.prompts),
+            samples_path=settings.samples_path if self.topology.is_main else None,
+            resume_step=resume_step,
+            reward=get_reward(reward) if reward else None,
+            timeout_s=sampler.engine.timeout_s,
+            say=say,
         )
 
     def export(self, model: nn.Module) -> None:

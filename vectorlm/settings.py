@@ -67,7 +67,7 @@ Text = Annotated[str, Rule("text that is not blank", lambda value: bool(value.st
 PromptSource = Annotated[
     str | tuple[str, ...],
     Rule(
-        "a list of texts, none of them empty, or the path of a JSONL file",
+        "a list of texts, none of them empty, or the path of a JSONL or Parquet file or of a saved dataset",
         lambda value: bool(value) and all(value),
         "data/prompts.jsonl",
     ),

@@ -25,7 +25,13 @@ def complete(write_config):
 
 def test_check_says_what_the_run_would_do(complete, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    here = ["--set", "train_parameters.use_flash_attention=False"]
+    Path("p.jsonl").write_text('{"prompt": "a", "numbers": [1, 2, 3], "target": 6}\n')
+    here = [
+        "--set",
+        "train_parameters.use_flash_attention=False",
+        "--set",
+        "train_parameters.sampler.prompts=p.jsonl",
+    ]
     assert main(["check", complete(FULL), "--world_size", "2", *here]) == 0
     assert capsys.readouterr().out == (
         "my.yaml: ok\n"
@@ -34,7 +40,7 @@ def test_check_says_what_the_run_would_do(complete, capsys, monkeypatch):
         "  training      1 epoch of data/train, evaluated on data/eval\n"
         "  global batch  256 sequences of up to 2048 tokens (2 ranks x train_bs 16 x accumulation 8)\n"
         "  optimizer     AdamW, lr 2e-05, plateau-with-warmup, warmup 5% of the steps\n"
-        "  sampler       2 prompts every 8 steps, scored by countdown, into data/samples.jsonl\n"
+        "  sampler       the prompts of p.jsonl every 8 steps, scored by countdown, into data/samples.jsonl\n"
         "  checkpoints   every 0.1 epoch\n"
         "  output        runs/full\n"
         "  no memory plan: models/tiny holds no .safetensors file\n"

@@ -52,8 +52,8 @@ def test_all_problems_are_listed_at_once(write_config):
         "  - model='models/tiny' is not a folder. Download the model and name its folder. (my.yaml:1)\n"
         "  - dataset.train_ds='data/train' is not a folder. Preprocess the dataset first. (my.yaml:11)\n"
         "  - dataset.eval_ds='data/eval' is not a folder. Preprocess the dataset first. (my.yaml:12)\n"
-        "  - train_parameters.sampler.prompts='p.jsonl' is not a file. "
-        f"Name a JSONL file, or list the prompts themselves. (--set {SAMPLER})"
+        "  - train_parameters.sampler.prompts='p.jsonl' does not exist. Name a JSONL or Parquet file or a saved "
+        f"dataset, or list the prompts themselves. (--set {SAMPLER})"
     )
 
 

@@ -358,12 +358,15 @@ REFUSED = {
     "train_parameters.sampler": {"true": "=true must be a section (`key: value` lines), or null."},
     "train_parameters.sampler.sample_frequency": {"0": "=0 must be an integer >= 1. Use 1, for example."},
     "train_parameters.sampler.prompts": {
-        "[]": "=[] must be a list of texts, none of them empty, or the path of a JSONL file. "
+        "[]": "=[] must be a list of texts, none of them empty, or the path of a JSONL or Parquet file "
+        "or of a saved dataset. "
         "Use data/prompts.jsonl, for example.",
-        "5": "=5 must be a list of texts, none of them empty, or the path of a JSONL file. "
+        "5": "=5 must be a list of texts, none of them empty, or the path of a JSONL or Parquet file "
+        "or of a saved dataset. "
         "Use data/prompts.jsonl, for example.",
         "[a, 5]": "[1]=5 must be text. Put quotes around it.",
-        "[a, '']": "=['a', ''] must be a list of texts, none of them empty, or the path of a JSONL file. "
+        "[a, '']": "=['a', ''] must be a list of texts, none of them empty, or the path of a JSONL or Parquet file "
+        "or of a saved dataset. "
         "Use data/prompts.jsonl, for example.",
     },
     "train_parameters.sampler.gpu_memory_utilization": {

@@ -6,6 +6,7 @@ import argparse
 import math
 
 from vectorlm.config.check import check_config
+from vectorlm.config.check_rewards import check_rewards
 from vectorlm.config.load import add_override_arguments, config_from_arguments
 from vectorlm.config.schema import Config
 from vectorlm.config.summary import summarise
@@ -50,6 +51,7 @@ def check_all(config: Config, world_size: int, num_nodes: int) -> None:
         ConfigError: The run cannot be carried out.
     """
     check_config(config, world_size, reward_names(), num_nodes)
+    check_rewards(config)
     if config.rl is None:
         return
     # These import torch, which the check of a config for fine-tuning does without.

@@ -84,6 +84,11 @@ def _contradictions(config: Config) -> Iterator[str]:
     sampler = config.train_parameters.sampler
     if config.rl is not None and sampler is None:
         yield f"the section 'rl' needs an engine to sample with, and there is no section '{_SAMPLER}'. Add it."
+    if config.rl is None and sampler is not None and sampler.evaluation.prompts is None:
+        yield (
+            f"missing setting '{_SAMPLER}.prompts' (the prompts to answer during fine-tuning). Add it, or leave the "
+            f"section '{_SAMPLER}' out to train without sampling."
+        )
     yield from _packing_problems(config)
     for name, value in (sampler.engine.engine_args if sampler is not None else {}).items():
         if name in _ENGINE_SETTINGS_ELSEWHERE:

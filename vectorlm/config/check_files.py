@@ -14,6 +14,7 @@ from vectorlm.config.check_vllm import CPU_HEAD_SIZES, head_size_without_kernel
 from vectorlm.config.resume import find_resumption
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
+from vectorlm.data.prompts import PARQUET
 from vectorlm.errors import CheckpointError
 
 SAMPLER = "train_parameters.sampler"
@@ -88,18 +89,27 @@ def _dataset_problems(config: Config) -> Iterator[str]:
         path = f"dataset.{name}"
         if not folder.is_dir():
             yield refuse(config, path, "is not a folder", "Preprocess the dataset first.")
-        elif (folder / "dataset_dict.json").is_file():
-            splits = sorted(child.name for child in folder.iterdir() if child.is_dir())
-            fix = f"Name one of: {', '.join(str(folder / split) for split in splits)}."
-            yield refuse(config, path, "holds several datasets", fix)
-        elif not (folder / "dataset_info.json").is_file():
-            fix = "Name a folder written by `datasets.Dataset.save_to_disk`."
-            yield refuse(config, path, "holds no dataset_info.json", fix)
-        elif (described := _described_columns(folder / "dataset_info.json")) is None:
-            yield refuse(config, path, "has a broken dataset_info.json", "Make the dataset again.")
-        elif missing := [name for name in ("input_ids", "labels") if described and name not in described]:
-            rule = f"has no column {' and no column '.join(map(repr, missing))}"
-            yield refuse(config, path, rule, "Preprocess it: training reads token ids and labels.")
+            continue
+        fix = "Preprocess it: training reads token ids and labels."
+        yield from _saved_dataset_problems(config, path, folder, ["input_ids", "labels"], fix)
+
+
+def _saved_dataset_problems(
+    config: Config, path: str, folder: Path, columns: Collection[str], fix: str
+) -> Iterator[str]:
+    """Say what is wrong with the folder of a dataset; `fix` is for one without one of the columns."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(child.name for child in folder.iterdir() if child.is_dir())
+        fix = f"Name one of: {', '.join(str(folder / split) for split in splits)}."
+        yield refuse(config, path, "holds several datasets", fix)
+    elif not (folder / "dataset_info.json").is_file():
+        fix = "Name a folder written by `datasets.Dataset.save_to_disk`."
+        yield refuse(config, path, "holds no dataset_info.json", fix)
+    elif (described := _described_columns(folder / "dataset_info.json")) is None:
+        yield refuse(config, path, "has a broken dataset_info.json", "Make the dataset again.")
+    elif missing := [name for name in columns if described and name not in described]:
+        rule = f"has no column {' and no column '.join(map(repr, missing))}"
+        yield refuse(config, path, rule, fix)
 
 
 def _described_columns(description: Path) -> Collection[str] | None:
@@ -120,9 +130,17 @@ def _prompt_problems(config: Config) -> Iterator[str]:
     for path, source in sources.items():
         if not isinstance(source, str):
             continue
-        if not Path(source).is_file():
-            yield refuse(config, path, "is not a file", "Name a JSONL file, or list the prompts themselves.")
+        if Path(source).is_dir():
+            yield from _saved_dataset_problems(
+                config, path, Path(source), ["prompt"], "Name the column `prompt`."
+            )
             continue
+        if not Path(source).is_file():
+            fix = "Name a JSONL or Parquet file or a saved dataset, or list the prompts themselves."
+            yield refuse(config, path, "does not exist", fix)
+            continue
+        if source.endswith(PARQUET):
+            continue  # Reading it is left to the run: that takes longer than all checks here.
         lines = enumerate(Path(source).read_bytes().split(b"\n"), start=1)
         filled = [(number, line) for number, line in lines if line.strip()]
         wrong = next((number for number, line in filled if not _is_prompt(line)), None)

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from vectorlm.config.check import check_consistency
-from vectorlm.config.schema import ALIASES, Config
+from vectorlm.config.schema import ALIASES, Config, SamplerSettings
 from vectorlm.config.setting import Setting, all_settings, build_section, settings_of, to_plain
 from vectorlm.config.source import Dumper, Entry, parse_yaml
 from vectorlm.config.value import convert, describe_refusal, raise_problems
@@ -41,7 +41,7 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Con
     problems: list[str] = []
     config = _read_section(Config, tree, "", problems)
     raise_problems(problems)
-    config = replace(config, origins=_origins(tree))
+    config = _with_sampler(replace(config, origins=_origins(tree)))
     check_consistency(config)
     return config
 
@@ -50,6 +50,14 @@ def save_config(config: Config, path: str | PathLike[str]) -> None:
     """Write every setting, defaults included, so that `load_config` reads an equal config back."""
     text = yaml.dump(to_plain(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
     Path(path).write_text(text, encoding="utf-8")
+
+
+def _with_sampler(config: Config) -> Config:
+    """Give reinforcement learning, which cannot do without one, a sampler with the defaults."""
+    train = config.train_parameters
+    if config.rl is None or train.sampler is not None:
+        return config
+    return replace(config, train_parameters=replace(train, sampler=SamplerSettings()))
 
 
 def _read_file(path: str) -> Entry:

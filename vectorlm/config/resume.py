@@ -143,7 +143,10 @@ def _fingerprint(dataset: Path) -> Any:
 
 
 def _digest(source: Any) -> str:
-    """Return a digest of a file's content, or of any other value."""
-    is_file = isinstance(source, str) and Path(source).is_file()
-    content = Path(source).read_bytes() if is_file else repr(source).encode()
+    """Return a digest of a file's content, of a saved dataset's fingerprint, or of any other value."""
+    path = Path(source) if isinstance(source, str) else None
+    if path is not None and path.is_dir():
+        content = repr(_fingerprint(path)).encode()
+    else:
+        content = path.read_bytes() if path is not None and path.is_file() else repr(source).encode()
     return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -44,9 +44,9 @@ ALIASES: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerSettings:
-    """Sampling with vLLM during training; leave the section out to train without it."""
+    """Sampling with vLLM during training. Left out, `rl` samples with the defaults and fine-tuning does not sample."""
 
-    evaluation: EvaluationSettings = inline()
+    evaluation: EvaluationSettings = inline(EvaluationSettings)
     engine: EngineSettings = inline(EngineSettings)
     turn: TurnSettings = inline(TurnSettings)
 
@@ -71,7 +71,7 @@ class TrainSettings:
     checkpointing_enabled: bool = False
     """Save checkpoints during training, and resume from the latest one."""
     sampler: SamplerSettings | None = None
-    """How the engine samples; null trains without sampling."""
+    """How the engine samples; null means the defaults with `rl`, and no sampling in fine-tuning."""
 
     @property
     def samples_path(self) -> Path:

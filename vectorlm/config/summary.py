@@ -89,10 +89,14 @@ def _sampler_row(sampler: SamplerSettings | None, train: TrainSettings) -> str:
     if sampler is None:
         return "none"
     evaluation = sampler.evaluation
+    if evaluation.prompts is None:
+        return "rollouts alone, without an evaluation"
     is_file = isinstance(evaluation.prompts, str)
     prompts = f"the prompts of {evaluation.prompts}" if is_file else _count(len(evaluation.prompts), "prompt")
     reward = f", scored by {evaluation.reward}" if evaluation.reward else ""
-    return f"{prompts} every {_count(evaluation.sample_frequency, 'step')}{reward}, into {train.samples_path}"
+    every = evaluation.sample_frequency
+    when = "before and after training" if every is None else f"every {_count(every, 'step')}"
+    return f"{prompts} {when}{reward}, into {train.samples_path}"
 
 
 def _count(number: int, noun: str, plural: str = "") -> str:

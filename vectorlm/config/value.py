@@ -119,10 +119,17 @@ def _convert_union(kinds: tuple[Any, ...], entry: Entry, path: str) -> Any:
     if entry.value is None and type(None) in kinds:
         return None
     for kind in kinds:
-        if kind is not type(None) and (get_origin(kind) is tuple) == isinstance(entry.value, list):
+        if kind is not type(None) and isinstance(entry.value, list) in _takes_lists(kind):
             # A kind with a rule speaks for itself; any other is refused in the name of the whole union.
             return (convert if get_origin(kind) is Annotated else _convert_base)(kind, entry, path)
     raise _WrongType
+
+
+def _takes_lists(kind: Any) -> set[bool]:
+    """Whether a kind takes lists, or single values, or as a union of its own both."""
+    base = _unwrap(kind)[0]
+    is_union = get_origin(base) in (Union, types.UnionType)
+    return {get_origin(each) is tuple for each in (get_args(base) if is_union else (base,))}
 
 
 def _refusal(hint: Any, entry: Entry, path: str) -> str:

@@ -14,24 +14,31 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Row = TypeVar("Row")
+PARQUET = ".parquet"
+PROMPT = "'prompt', which is a text, token ids or messages"
 
 
 def read_prompts(source: str | Path | Sequence[str], setting: str = "sampler.prompts") -> list[PromptRecord]:
-    """Take prompts as they are, or read a JSONL file of objects with a ``prompt`` and any other columns.
+    """Take prompts as they are, or read rows with a ``prompt`` and any other columns.
 
     Args:
-        source: Prompts, or the path of a file.
+        source: Prompts, or the path of a JSONL file, a Parquet file (``.parquet``) or a folder of
+            ``datasets.Dataset.save_to_disk``.
         setting: Name of the source in an error.
 
     Raises:
-        DatasetError: The file is missing or empty, or a line is not an object with a ``prompt``.
+        DatasetError: The source is missing, empty or broken, or a row has no ``prompt``.
     """
     if not isinstance(source, str | Path):
         return [PromptRecord(prompt) for prompt in source]
-    if not Path(source).is_file():
-        raise DatasetError(f"{setting}={str(source)!r} is not a file. Make it first, or list the prompts.")
-    rule = "every line must be a JSON object with a 'prompt', which is a text, token ids or messages."
-    prompt_records = read_rows(source, _prompt_record_of, rule)
+    path = Path(source)
+    if path.is_dir() or (path.suffix == PARQUET and path.is_file()):
+        prompt_records = _read_table(path, setting)
+    elif path.is_file():
+        rule = f"every line must be a JSON object with a {PROMPT}."
+        prompt_records = read_rows(source, _prompt_record_of, rule)
+    else:
+        raise DatasetError(f"{setting}={str(source)!r} does not exist. Make it first, or list the prompts.")
     if not prompt_records:
         raise DatasetError(f"{setting}={str(source)!r} is empty: it must hold at least one prompt.")
     return prompt_records
@@ -56,6 +63,37 @@ def read_rows(path: str | Path, read: Callable[[Any], Row], rule: str) -> list[R
                 f"{path}:{number} is {shown!r}, but {rule} ({type(error).__name__}: {error})"
             ) from error
     return rows
+
+
+def _read_table(path: Path, setting: str) -> list[PromptRecord]:
+    """Read a Parquet file, or a folder that the datasets library wrote."""
+    try:
+        if path.is_dir():
+            from datasets import load_from_disk
+
+            table: Any = load_from_disk(str(path))
+        else:
+            from pyarrow import parquet
+
+            table = parquet.read_table(path)
+        rows = table.to_list() if path.is_dir() else table.to_pylist()
+    except (OSError, ValueError, AttributeError, IndexError) as error:
+        # IndexError: the datasets library cannot load a folder without rows (5.2).
+        raise DatasetError(
+            f"{setting}={str(path)!r} cannot be read: it must be a Parquet file, or a folder of one dataset written by "
+            f"save_to_disk ({type(error).__name__}: {error})"
+        ) from error
+    records = []
+    for number, row in enumerate(rows):
+        names = ", ".join(row)
+        try:
+            records.append(_prompt_record_of(row))
+        except (KeyError, TypeError) as error:
+            raise DatasetError(
+                f"row {number} of {path} has the columns {names}, but every row must have a {PROMPT} "
+                f"({type(error).__name__}: {error})"
+            ) from error
+    return records
 
 
 def _prompt_record_of(columns: Any) -> PromptRecord:

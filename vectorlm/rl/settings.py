@@ -37,7 +37,8 @@ class CollectSettings:
     """Which prompts are sampled at each step, and how."""
 
     prompts: PromptSource
-    """The prompts to learn from: a JSONL file whose lines have a `prompt` and the rewards' columns, or texts."""
+    """The prompts to learn from: texts, or a JSONL or Parquet file, or a folder of `Dataset.save_to_disk`, whose rows
+    have a `prompt` and the rewards' columns."""
     prompts_per_step: PositiveInt
     """Prompts in a batch of rollouts."""
     group_size: PositiveInt = 1

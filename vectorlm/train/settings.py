@@ -43,6 +43,9 @@ WARMS_UP = ReadIf(
     "Use constant_with_warmup.",
 )
 WITH_CHECKPOINTS = ReadIf("train_parameters.checkpointing_enabled")
+WITH_QUESTIONS = ReadIf(
+    "train_parameters.sampler.prompts", fix="Leave it out, or name prompts to evaluate on."
+)
 BY_TOKENS = "Micro-batches follow from rl.max_tokens_per_micro_batch."
 
 GATHER_ONCE_BYTES = 2 << 30
@@ -140,11 +143,11 @@ class TurnSettings:
 class EvaluationSettings:
     """Which prompts the engine answers during training, and how the answers are scored."""
 
-    sample_frequency: PositiveInt
-    """Optimizer steps between two samplings."""
-    prompts: PromptSource
-    """The prompts, or a JSONL file whose lines have a `prompt` and any other columns."""
-    output_jsonl_path: Text | None = None
+    sample_frequency: Annotated[PositiveInt | None, WITH_QUESTIONS] = None
+    """Steps between two evaluations; null evaluates before and after training alone."""
+    prompts: PromptSource | None = None
+    """The prompts to evaluate on: texts, or a source like `rl.prompts`. With `rl` null evaluates nothing."""
+    output_jsonl_path: Annotated[Text | None, WITH_QUESTIONS] = None
     """File that the samples are appended to; null means `samples.jsonl` in `output_dir`."""
-    reward: Text | None = None
+    reward: Annotated[Text | None, WITH_QUESTIONS] = None
     """Name of the reward that scores each completion (for example `countdown`), logged as `eval/accuracy`."""

@@ -1,0 +1,144 @@
+"""Reward functions of a config whose parameters its prompts cannot fill; evaluation that is left out."""
+
+import json
+from pathlib import Path
+
+import pytest
+from config_texts import MINIMAL
+from datasets import Dataset
+from rank_processes import save_tiny_llama
+
+from vectorlm.cli import main
+from vectorlm.config import load_config, save_config
+from vectorlm.config.check import check_config
+from vectorlm.config.check_rewards import check_rewards, signature_problems
+from vectorlm.config.schema import SamplerSettings
+from vectorlm.errors import ConfigError
+from vectorlm.types import PromptRecord
+
+CONFIG = """\
+model: model
+train_parameters:
+  output_dir: runs/mine
+  max_seq_len: 64
+  optimizer: {lr: 1.0e-3}
+rl:
+  algorithm: grpo
+  max_steps: 2
+  prompts: questions.jsonl
+  prompts_per_step: 2
+  group_size: 2
+  rewards: {"rewards.py:reward": 1.0}
+"""
+ROWS = [{"prompt": "1 + 1", "answer": "2"}, {"prompt": "2 + 2", "answer": "4"}]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_tiny_llama(tmp_path / "model", hidden_size=64)
+    Path("my.yaml").write_text(CONFIG)
+    write_rows("questions.jsonl", ROWS)
+    return tmp_path
+
+
+def write_rows(path, rows):
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def define(signature):
+    Path("rewards.py").write_text(f"def reward({signature}):\n    return 0.0\n")
+
+
+def found(reward, rows=ROWS):
+    records = [
+        PromptRecord(row["prompt"], {name: row[name] for name in row if name != "prompt"}) for row in rows
+    ]
+    return [" -> ".join(each) for each in signature_problems(reward, records, "rl.prompts")]
+
+
+def test_trls_signature_passes_the_check_without_a_sampler_section(folder, capsys):
+    define("prompts, completions, answer, **kwargs")
+    assert main(["check", "my.yaml"]) == 0
+    assert "sampler      rollouts alone, without an evaluation\n" in capsys.readouterr().out
+
+
+def test_the_check_names_a_parameter_that_nothing_supplies(folder, capsys):
+    define("prompts, completions, answr, trainer_state")
+    assert main(["check", "my.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        "ConfigError: 2 problems:\n"
+        "  - rl.rewards.rewards.py:reward=1.0 asks for 'answr', which nothing supplies: the columns of rl.prompts are "
+        "answer. Did you mean 'answer'? (my.yaml:12)\n"
+        "  - rl.rewards.rewards.py:reward=1.0 asks for 'trainer_state', which nothing supplies: it belongs to TRL's "
+        "trainer. Give it a default: `trainer_state=None`. (my.yaml:12)\n"
+    )
+
+
+def test_a_column_that_one_prompt_lacks_is_missed_by_a_function_of_one_completion_alone():
+    rows = [*ROWS, {"prompt": "3 + 3"}]
+    assert found(lambda completions, answer: 0, rows) == []
+    assert found(lambda text, answer=None: 0, rows) == []
+    assert found(lambda text, answer: 0, rows) == [
+        "asks for 'answer', which prompt 2 of rl.prompts does not have -> Give it a default, or fill the column."
+    ]
+    assert found(lambda text, prompt, completion_ids: 0, rows) == []
+
+
+def test_a_function_without_a_parameter_for_the_completion_is_refused():
+    assert found(lambda prompt, answer: 0) == [
+        "has no parameter for the completion, which would go to its first one, 'prompt' -> "
+        "Add a parameter `completion`."
+    ]
+    assert found(lambda prompt, completion: 0) == []
+
+
+def test_the_reward_of_an_evaluation_is_checked_too(folder):
+    define("completion, solution")
+    reward = "train_parameters.sampler={prompts: questions.jsonl, reward: 'rewards.py:reward'}"
+    with pytest.raises(ConfigError) as caught:
+        check_rewards(load_config("my.yaml", [reward, "rl.rewards={countdown: 1.0}"]))
+    assert "rl.rewards.countdown=1.0 asks for 'numbers', which nothing supplies" in str(caught.value)
+    assert (
+        "train_parameters.sampler.reward='rewards.py:reward' asks for 'solution', which nothing supplies: the columns "
+        "of train_parameters.sampler.prompts are answer. Give it a default, or add the column."
+    ) in str(caught.value)
+
+
+@pytest.mark.parametrize("override", [None, "train_parameters.sampler=null", "train_parameters.sampler={}"])
+def test_reinforcement_learning_needs_neither_a_sampler_section_nor_questions(folder, override):
+    config = load_config("my.yaml", [override] if override else [])
+    assert config.train_parameters.sampler == SamplerSettings()
+    check_config(config, 1, [])
+    save_config(config, "saved.yaml")
+    assert load_config("saved.yaml") == config
+
+
+@pytest.mark.parametrize("name", ["sample_frequency: 2", "reward: countdown", "output_jsonl_path: a.jsonl"])
+def test_settings_of_an_evaluation_without_questions_are_refused(folder, name):
+    with pytest.raises(
+        ConfigError,
+        match=r"has no effect with train_parameters.sampler.prompts=null. Leave it out, or name prompts",
+    ):
+        load_config("my.yaml", [f"train_parameters.sampler={{{name}}}"])
+
+
+def test_a_sampler_of_fine_tuning_still_needs_prompts(tmp_path):
+    (tmp_path / "my.yaml").write_text(MINIMAL)
+    with pytest.raises(
+        ConfigError, match=r"missing setting 'train_parameters.sampler.prompts' .*leave the section"
+    ):
+        load_config(tmp_path / "my.yaml", ["train_parameters.sampler={}"])
+    config = load_config(tmp_path / "my.yaml", ["train_parameters.sampler={prompts: [a]}"])
+    assert config.train_parameters.sampler.evaluation.sample_frequency is None
+
+
+def test_prompts_may_be_a_saved_dataset_or_parquet(folder, capsys):
+    define("completions, answer")
+    Dataset.from_list(ROWS).save_to_disk("saved")
+    Dataset.from_list(ROWS).to_parquet("rows.parquet")
+    Dataset.from_list([{"question": "a"}]).save_to_disk("wrong")
+    for source in ("saved", "rows.parquet"):
+        assert main(["check", "my.yaml", "--set", f"rl.prompts={source}"]) == 0
+    assert main(["check", "my.yaml", "--set", "rl.prompts=wrong"]) == 2
+    assert "rl.prompts='wrong' has no column 'prompt'. Name the column `prompt`." in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""Prompts from every source."""
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from vectorlm.config.resume import _digest
+from vectorlm.data.prompts import read_prompts
+from vectorlm.errors import DatasetError
+from vectorlm.types import PromptRecord
+
+CHAT = [{"role": "user", "content": "2 + 2?"}]
+ROWS = [{"prompt": CHAT, "answer": 4}, {"prompt": [{"role": "user", "content": "3 + 3?"}], "answer": 6}]
+RECORDS = [PromptRecord(row["prompt"], {"answer": row["answer"]}) for row in ROWS]
+
+
+def write(folder, name, rows):
+    """Write rows as the ending of `name` says; without one, as the datasets library saves them."""
+    path = folder / name
+    if path.suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        Dataset.from_list(rows).save_to_disk(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "saved"])
+def test_messages_with_columns_are_the_same_from_every_source(tmp_path, name):
+    assert read_prompts(write(tmp_path, name, ROWS)) == RECORDS
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "saved"])
+def test_a_row_without_a_prompt_is_named_with_the_columns_that_it_has(tmp_path, name):
+    path = write(tmp_path, name, [{"prompt": "a", "answer": 1}, {"prompt": None, "answer": 2}])
+    with pytest.raises(
+        DatasetError, match=r"row 1 of .* has the columns prompt, answer, but every row must have"
+    ):
+        read_prompts(path)
+    path = write(tmp_path, f"other_{name}", [{"question": "a", "answer": 1}])
+    with pytest.raises(DatasetError, match=r"row 0 of .* has the columns question, answer, but"):
+        read_prompts(path)
+
+
+def test_what_cannot_be_read_is_a_dataset_error(tmp_path):
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1")
+    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "several")
+    (tmp_path / "empty").mkdir()
+    for name in ("torn.parquet", "several", "empty"):
+        with pytest.raises(
+            DatasetError, match=f"rl.prompts='{tmp_path}/{name}' cannot be read: it must be a Parquet"
+        ):
+            read_prompts(tmp_path / name, "rl.prompts")
+    for name in ("absent", "absent.parquet"):
+        with pytest.raises(DatasetError, match=f"rl.prompts='{tmp_path}/{name}' does not exist"):
+            read_prompts(tmp_path / name, "rl.prompts")
+
+
+def test_a_source_without_rows_is_refused(tmp_path):
+    Dataset.from_list(ROWS).select([]).to_parquet(tmp_path / "none.parquet")
+    with pytest.raises(DatasetError, match="is empty: it must hold at least one prompt"):
+        read_prompts(tmp_path / "none.parquet")
+    Dataset.from_list(ROWS).select([]).save_to_disk(tmp_path / "none")
+    with pytest.raises(DatasetError, match="cannot be read"):
+        read_prompts(tmp_path / "none")
+
+
+def test_a_run_notices_that_a_saved_dataset_is_another(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(Path(), "saved", ROWS)
+    before = _digest("saved")
+    assert _digest("saved") == before
+    write(Path(), "other", ROWS[:1])
+    Path("saved").rename("old")
+    Path("other").rename("saved")
+    assert _digest("saved") != before
