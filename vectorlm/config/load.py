@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from vectorlm.config.check import check_consistency
+from vectorlm.config.foreign import FOREIGN
 from vectorlm.config.schema import ALIASES, Config, SamplerSettings
 from vectorlm.config.setting import Setting, all_settings, build_section, settings_of, to_plain
 from vectorlm.config.source import Dumper, Entry, parse_yaml
@@ -181,7 +182,9 @@ def _require_known(parts: list[str], origin: str) -> None:
 
 
 def _describe_unknown(section: type, prefix: str, key: Any, origin: str) -> str:
-    """Say that a section has no such key, and name the nearest one that exists."""
+    """Say that a section has no such key, and name what it is called here, or the nearest one that exists."""
+    if (foreign := FOREIGN.get(str(key))) is not None:
+        return f"unknown setting '{prefix}{key}' ({origin}). {foreign.fix}"
     known = list(settings_of(section))
     nearest = difflib.get_close_matches(str(key), known, n=1)
     candidates = [prefix + name for name in nearest]

@@ -1,0 +1,107 @@
+"""Names of other libraries are answered with what they are called here."""
+
+import pytest
+from config_texts import MINIMAL
+
+from vectorlm.config import load_config
+from vectorlm.config.check_vllm import fields_of
+from vectorlm.config.foreign import FOREIGN
+from vectorlm.config.setting import all_settings
+from vectorlm.errors import ConfigError
+
+PLACES = sorted({place for each in FOREIGN.values() for place in each.places})
+RL = MINIMAL[: MINIMAL.index("dataset:")].replace("  epochs: 2\n", "") + (
+    "rl: {algorithm: grpo, max_steps: 2, prompts: [a], prompts_per_step: 1, rewards: {countdown: 1.0}}\n"
+)
+
+
+def refusal(text, *overrides, folder):
+    path = folder / "my.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_place_exists(place):
+    parent, _, name = place.rpartition(".")
+    settings = all_settings()
+    if place in settings:
+        return
+    assert settings[parent].is_mapping
+    if parent.endswith("sampling_params"):
+        assert name in fields_of("sampling_params.py", "SamplingParams")
+    elif name == "tensor_parallel_size":
+        assert name in fields_of("engine/arg_utils.py", "EngineArgs")
+    else:
+        # Arguments of wandb.init, and of the inference `server`.
+        assert place in ("wandb_config.name", "train_parameters.sampler.engine.url")
+
+
+def test_no_name_is_answered_that_means_something_here():
+    at_home = {path.rpartition(".")[2] for path in all_settings()}
+    assert FOREIGN.keys() & at_home == {
+        # Right in one section; their notes say what differs where they are written in another.
+        *("beta", "gradient_accumulation_steps", "logging_steps", "max_steps", "warmup_steps"),
+    }
+
+
+def test_every_note_is_a_sentence_and_every_entry_says_something():
+    for name, foreign in FOREIGN.items():
+        assert foreign.fix, name
+        assert not foreign.note or (foreign.note[-1] == "." and "Did you mean" not in foreign.note), name
+
+
+@pytest.mark.parametrize(
+    ("setting", "answer"),
+    [
+        ("rl.num_generations=8", "Did you mean 'rl.group_size'? It is 1 where not set."),
+        (
+            "rl.max_completion_length=256",
+            "Did you mean 'rl.sampling_params.max_tokens'? It is 16 where nothing is set.",
+        ),
+        ("train_parameters.learning_rate=1e-6", "Did you mean 'train_parameters.optimizer.lr'?"),
+        (
+            "beta=0.04",
+            "Did you mean 'rl.kl_coef' or 'rl.beta'? The second is for online_dpo and copg. Both libraries start GRPO "
+            "at 0.0.",
+        ),
+        ("rl.temperature=0.9", "Did you mean 'rl.sampling_params.temperature'?"),
+        (
+            "rl.repetition_penalty=1.1",
+            "It is refused: the trainer could not follow what the engine samples from.",
+        ),
+    ],
+)
+def test_an_unknown_setting_of_trl_is_answered_with_its_name_here(tmp_path, setting, answer):
+    name = setting.partition("=")[0]
+    text = refusal(RL, setting, folder=tmp_path)
+    assert text == f"unknown setting '{name}' (--set {setting}). {answer}"
+
+
+def test_a_file_of_trls_names_is_answered_line_by_line(tmp_path):
+    lines = ["num_generations: 8", "max_completion_length: 256", "learning_rate: 1.0e-6", "num_iterations: 2"]
+    text = refusal(RL + "\n".join(lines) + "\n", folder=tmp_path)
+    assert text.startswith("4 problems:\n")
+    wanted = [
+        "rl.group_size",
+        "rl.sampling_params.max_tokens",
+        "train_parameters.optimizer.lr",
+        "rl.num_epochs",
+    ]
+    assert [
+        f"Did you mean '{place}'?" in line for place, line in zip(wanted, text.splitlines()[1:], strict=True)
+    ] == [True] * 4
+
+
+def test_names_that_are_right_in_another_section_are_answered_with_that_section(tmp_path):
+    for name in (
+        "scale_rewards",
+        "top_entropy_quantile",
+        "lr_scheduler_type",
+        "warmup_ratio",
+        "weight_decay",
+    ):
+        place = next(path for path in all_settings() if path.rpartition(".")[2] == name)
+        assert f"Did you mean '{place}'?" in refusal(RL, f"{name}=1", folder=tmp_path)
