@@ -48,12 +48,12 @@ _LENGTH_OF_RUN = Foreign(
     "The first counts batches of rollouts, not optimizer steps; the second is for fine-tuning.",
 )
 _ALGORITHM = Foreign(("rl.algorithm",))
-_REDUCTION = Foreign(
-    ("rl.algorithm", "rl.reduction"),
-    "TRL's loss_type: dapo is algorithm: grpo with reduction: token_mean; docs/from_trl.md has the others.",
+_LOSS = Foreign(
+    ("rl.algorithm", "rl.reduction", "rl.preference"),
+    "TRL's loss_type: dapo is algorithm: grpo with reduction: token_mean, and docs/from_trl.md has the others; the third "
+    "is for online_dpo.",
 )
 _PRECISION = Foreign((_TRAIN + "use_mp",), "Left out, it means bfloat16 on CUDA alone; there is no float16.")
-_EVALUATION_TOKENS = Foreign((_SAMPLER + "sampling_params.n",))
 _SHARDING = Foreign((_TRAIN + "sharding_strategy",))
 _ENVIRONMENT = Foreign(
     ("rl.environment",), "An object for each rollout whose respond(text) answers the policy."
@@ -113,7 +113,7 @@ FOREIGN: Mapping[str, Foreign] = {
     **dict.fromkeys(
         ("num_generations", "n_samples_per_prompt"), Foreign(("rl.group_size",), "It is 1 where not set.")
     ),
-    "num_generations_eval": _EVALUATION_TOKENS,
+    "num_generations_eval": Foreign((_SAMPLER + "sampling_params.n",)),
     **dict.fromkeys(("max_completion_length", "max_new_tokens", "max_response_length"), _MAX_TOKENS),
     "generate_max_len": _MAX_TOKENS,
     **{name: Foreign((_SAMPLING + name,)) for name in ("temperature", "top_p", "top_k", "min_p")},
@@ -136,7 +136,8 @@ FOREIGN: Mapping[str, Foreign] = {
     "reward_funcs": Foreign(("rl.rewards",), "A mapping of file.py:NAME to weight."),
     "reward_weights": Foreign(("rl.rewards",), "A weight is the value beside each name."),
     **dict.fromkeys(("reward_model_path", "reward_pretrain"), Foreign(("rl.reward_models",))),
-    **dict.fromkeys(("loss_type", "loss_agg_mode"), _REDUCTION),
+    "loss_type": _LOSS,
+    "loss_agg_mode": Foreign(("rl.reduction",)),
     **dict.fromkeys(("adv_estimator", "advantage_estimator"), _ALGORITHM),
     "multi_objective_aggregation": Foreign(("rl.algorithm",), "normalize_then_sum is algorithm: gdpo."),
     **dict.fromkeys(("num_iterations", "ppo_epochs"), Foreign(("rl.num_epochs",))),
