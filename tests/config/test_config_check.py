@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from config_texts import MINIMAL
+from huggingface_hub import constants
 
 from vectorlm.config import check, check_config, load_config
 from vectorlm.config.check import LORA_CONFIG
@@ -49,7 +50,8 @@ def test_all_problems_are_listed_at_once(write_config):
         "5 problems:\n"
         "  - train_parameters.sharding_strategy='HYBRID_SHARD' needs at least 2 ranks, and world_size=1. "
         "Use NO_SHARD, or start more ranks. (--set train_parameters.sharding_strategy=HYBRID_SHARD)\n"
-        "  - model='models/tiny' is not a folder. Download the model and name its folder. (my.yaml:1)\n"
+        "  - model='models/tiny' is not a folder, and as a model of the Hugging Face Hub it is not in the cache "
+        f"{constants.HF_HUB_CACHE}. Run `hf download models/tiny`, or name a folder. (my.yaml:1)\n"
         "  - dataset.train_ds='data/train' is not a folder. Preprocess the dataset first. (my.yaml:11)\n"
         "  - dataset.eval_ds='data/eval' is not a folder. Preprocess the dataset first. (my.yaml:12)\n"
         "  - train_parameters.sampler.prompts='p.jsonl' is not a file. "
