@@ -21,6 +21,8 @@ HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 """What may be the name of a model on the Hub; every short relative path looks the same."""
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What is downloaded of a model; where none of it holds weights, its ``*.bin`` files too."""
+WHOLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Where the weights are that no index divides over several files."""
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 """What model families call their longest sequence in config.json."""
 
@@ -108,16 +110,17 @@ def missing_files(folder: Path) -> list[str]:
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         missing.append("tokenizer.json")
-    for index in sorted(folder.glob("*.index.json")):
-        named = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
-        if not (lacking := sorted(name for name in named if not (folder / name).is_file())):
-            return missing
-        missing += lacking[:3]
-        break
-    else:
-        if not any(path for kind in ("safetensors", "bin") for path in folder.glob(f"*.{kind}")):
-            missing.append("model.safetensors")
+    lacking = [
+        sorted(name for name in _weight_files(index) if not (folder / name).is_file())
+        for index in sorted(folder.glob("*.index.json"))
+    ]
+    if all(lacking) and not any((folder / name).is_file() for name in WHOLE_WEIGHTS):
+        missing += lacking[0][:3] if lacking else WHOLE_WEIGHTS[:1]
     return missing
+
+
+def _weight_files(index: Path) -> set[str]:
+    return set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
 
 
 def own_length(description: Mapping[str, Any]) -> int | None:
