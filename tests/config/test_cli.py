@@ -57,6 +57,19 @@ def test_check_takes_one_rank_and_overrides(complete, capsys):
     assert "checkpoints   none\n" in out
 
 
+def test_check_says_how_often_checkpoints_come(complete, capsys):
+    for share, text in {"1": "every epoch", "0.25": "every 0.25 of an epoch"}.items():
+        more = ["checkpointing_enabled=true", f"save_frequency={share}"]
+        arguments = [word for each in more for word in ("--set", f"train_parameters.{each}")]
+        assert main(["check", complete(MINIMAL), *arguments]) == 0
+        assert f"checkpoints   {text}\n" in capsys.readouterr().out
+
+
+def test_without_a_file_the_default_is_named(write_config, capsys):
+    assert main(["check"]) == 2
+    assert "'configs/config.yaml': No such file or directory. It is the default" in capsys.readouterr().err
+
+
 def test_check_counts_the_ranks_of_all_nodes(complete, capsys):
     assert main(["check", complete(MINIMAL), "--world_size", "4", "--nnodes", "2"]) == 0
     assert "ranks         4 on 2 nodes, FULL_SHARD, float32 (bfloat16 on CUDA)\n" in capsys.readouterr().out

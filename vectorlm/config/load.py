@@ -62,7 +62,8 @@ def _read_file(path: str) -> Entry:
         with open(path, "rb") as file:
             text = file.read()
     except OSError as error:
-        raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}.") from error
+        hint = " It is the default: name the file to read." if path == DEFAULT_PATH else ""
+        raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}.{hint}") from error
     tree = parse_yaml(text, lambda line: f"{path}:{line}")
     if tree.value is None:
         tree.value = {}

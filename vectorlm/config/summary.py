@@ -100,7 +100,8 @@ def _checkpoint_row(config: Config) -> str:
         return "none"
     if config.rl is not None:
         return f"every {_count(config.rl.save_every, 'step')}"
-    return f"every {config.train_parameters.loop.save_frequency:g} of an epoch"
+    share = config.train_parameters.loop.save_frequency
+    return "every epoch" if share == 1 else f"every {share:g} of an epoch"
 
 
 def _resumption_row(config: Config, world_size: int) -> dict[str, str]:
