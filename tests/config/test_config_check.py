@@ -211,6 +211,33 @@ def test_the_models_description_must_be_readable(complete, text):
     assert problems(complete).startswith("model='models/tiny' holds a broken config.json (")
 
 
+FLASH = "train_parameters.use_flash_attention=true"
+
+
+def test_flash_attention_needs_its_package_on_cuda_alone(complete, monkeypatch):
+    monkeypatch.setattr("vectorlm.config.check_files.has_cuda", lambda: False)
+    check_config(load_config(complete, [FLASH]), 1, REWARDS)
+    monkeypatch.setattr("vectorlm.config.check_files.has_cuda", lambda: True)
+    monkeypatch.setattr("vectorlm.config.check_files.find_spec", lambda name: None)
+    assert problems(complete, FLASH) == (
+        "train_parameters.use_flash_attention=true needs the package flash-attn on CUDA, and it is not installed. "
+        f"Run `pip install flash-attn`, or set it to false. (--set {FLASH})"
+    )
+    monkeypatch.setattr("vectorlm.config.check_files.find_spec", lambda name: object())
+    check_config(load_config(complete, [FLASH]), 1, REWARDS)
+
+
+def test_flash_attention_needs_16_bits(complete):
+    in_fp32 = [FLASH, "train_parameters.use_mp=false"]
+    load_config(complete, [*in_fp32, "train_parameters.dtype=bfloat16"])
+    with pytest.raises(ConfigError) as caught:
+        load_config(complete, in_fp32)
+    assert str(caught.value) == (
+        "train_parameters.use_flash_attention=true computes in 16 bits alone, and use_mp is false with dtype float32. "
+        f"Set use_mp to true, or use_flash_attention to false. (--set {FLASH})"
+    )
+
+
 def test_sequences_must_fit_the_model(complete):
     assert problems(complete, "train_parameters.max_seq_len=257") == (
         "train_parameters.max_seq_len=257 is beyond the model's limit of 256 tokens. Use 256 or less. "

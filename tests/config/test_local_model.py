@@ -95,6 +95,8 @@ def test_every_file_that_an_index_names_must_be_there(model, tmp_path):
     assert missing_files(tmp_path) == ["model-2.safetensors"]
     (tmp_path / "model-2.safetensors").touch()
     assert missing_files(tmp_path) == []
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    assert missing_files(tmp_path) == ["a readable model.safetensors.index.json"]
 
 
 def test_weights_in_one_file_do_without_those_that_an_index_of_another_format_names(model, tmp_path):
@@ -182,7 +184,7 @@ def test_minus_one_is_the_model_s_own_length(write_config, model):
     [
         ({"n_positions": 1024}, 1024),
         ({"text_config": {"max_position_embeddings": 512}}, 512),
-        ({"vocab_size": 8}, None),
+        ({"vocab_size": 8, "text_config": 3}, None),
     ],
 )
 def test_families_call_their_length_by_several_names(description, length):

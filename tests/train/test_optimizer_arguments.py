@@ -1,6 +1,7 @@
 """The arguments of AdamW, from the config to the step."""
 
 import inspect
+import json
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from rank_processes import save_tiny_llama
 from tiny_runs import rows
 
 from vectorlm.config import check_config, load_config
+from vectorlm.config.resume import find_resumption
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.finetune import finetune
@@ -113,6 +115,16 @@ def test_a_run_goes_on_with_its_own_number_of_averages_alone():
     assert '"step": 4' in Path("resumed/metrics.jsonl").read_text()
     with pytest.raises(CheckpointError, match=rf"{OPTIMIZER}.amsgrad=false \(was true\)"):
         finetune(load_config("my.yaml", [output, "train_parameters.epochs=3"]))
+
+
+def test_a_checkpoint_from_before_an_argument_was_known_goes_on():
+    finetune(config := load_config("my.yaml", ["train_parameters.output_dir=older"]))
+    (identity,) = Path("older/checkpoints").glob("*2/identity.json")
+    noted = json.loads(identity.read_text())
+    assert noted["settings"].pop(f"{OPTIMIZER}.amsgrad") is False
+    identity.write_text(json.dumps(noted))
+    found = find_resumption(config, 1)
+    assert (found.step, found.changes) == (2, ())
 
 
 @pytest.mark.parametrize(

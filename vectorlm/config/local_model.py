@@ -120,13 +120,16 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def _weight_files(index: Path) -> set[str]:
-    return set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, LookupError, AttributeError, TypeError):
+        return {f"a readable {index.name}"}
 
 
 def own_length(description: Mapping[str, Any]) -> int | None:
     """Return the longest sequence that a model's description (config.json) names; None where it names none."""
-    sections = (description, description.get("text_config") or {})
-    named = (section.get(name) for section in sections for name in LENGTHS)
+    sections = (description, description.get("text_config"))
+    named = (section.get(name) for section in sections if isinstance(section, Mapping) for name in LENGTHS)
     return next((length for length in named if type(length) is int and length > 0), None)
 
 
