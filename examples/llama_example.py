@@ -7,7 +7,7 @@ import argparse
 import sys
 from dataclasses import replace
 
-from vectorlm.config import add_config_arguments, check_config, config_from_arguments
+from vectorlm.config import add_config_arguments, check_config, config_from_arguments, with_download
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import VectorLMError
 from vectorlm.finetune import finetune
@@ -26,7 +26,7 @@ def main() -> None:
             f"--world_size {args.world_size} is torchrun's to set: torchrun --nproc_per_node {args.world_size}"
         )
     try:
-        config = config_from_arguments(args)
+        config = with_download(config_from_arguments(args))
         check_config(config, topology.world_size, reward_names())
         if config.train_parameters.sampler is not None:
             if topology.is_main:

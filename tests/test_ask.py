@@ -75,7 +75,10 @@ def test_a_wrong_argument_ends_with_one_line_and_code_2(model_path, capsys, monk
 
 
 def test_a_folder_without_a_model_is_named_before_anything_heavy_is_imported(tmp_path):
-    for folder, what in ((tmp_path, "has no config.json"), (tmp_path / "absent", "is not a folder")):
+    for folder, what in (
+        (tmp_path, "has no config.json: it must be a folder written by save_pretrained."),
+        (tmp_path / "absent", "is not a folder. Download the model and name its folder."),
+    ):
         code = (
             "import sys; from vectorlm.cli import main; code = main(sys.argv[1:]); "
             "sys.exit(code if not {'torch', 'vllm', 'transformers'} & set(sys.modules) else 9)"
@@ -83,9 +86,7 @@ def test_a_folder_without_a_model_is_named_before_anything_heavy_is_imported(tmp
         command = [sys.executable, "-c", code, "sample", "--model", str(folder), "--prompt", "a"]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 2
-        assert done.stderr == (
-            f"ConfigError: --model {folder} {what}: it must be a folder written by save_pretrained.\n"
-        )
+        assert done.stderr == f"ConfigError: --model {folder} {what}\n"
 
 
 def test_at_a_terminal_the_missing_prompt_is_asked_for(model_path, capsys, monkeypatch):

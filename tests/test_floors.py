@@ -30,7 +30,7 @@ FLOORS = [
     {"contracts"},
     {"lora"},
     {"engine"},
-    {"backends", "testing"},
+    {"backends", "sampling", "testing"},
     {"train"},
     {"rl", "checkpoint", "data", "telemetry"},
     {"rewards", "rollouts"},

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from vectorlm.checkpoint.folder import held, mark_finished, naming_the_full_disk
 from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.config import Config, save_config, to_plain
 from vectorlm.config.resume import Resumption, find_resumption, identity_of
+from vectorlm.config.summary import notes_of
 from vectorlm.data.prompts import read_prompts
 from vectorlm.dist.engine_ranks import capture, results_or_first_error
 from vectorlm.dist.launcher import process_group
@@ -93,11 +94,9 @@ class Run:
 
     def make_optimizer(self, model: nn.Module, lr: float | None = None) -> torch.optim.AdamW:
         """Return AdamW over the trainable parameters of `model`; `lr` replaces the config's learning rate."""
-        arguments = asdict(self.config.train_parameters.optimizer)
+        arguments = self.config.train_parameters.optimizer.arguments(self.topology.is_cuda)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # On CUDA torch would else make a temporary copy of all its state at once.
-        arguments |= {"fused": self.topology.is_cuda or None} | ({} if lr is None else {"lr": lr})
-        return torch.optim.AdamW(trainable, **arguments)
+        return torch.optim.AdamW(trainable, **arguments | ({} if lr is None else {"lr": lr}))
 
     def make_schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Schedule:
         """Return the learning rate's schedule over `num_steps` optimizer steps."""
@@ -218,7 +217,9 @@ def open_run(
     near = topology.local_world_size
     report = memory_report(config, topology.world_size, device_bytes=total, ranks_per_node=near)
     if topology.is_main:
-        print(report, file=sys.stderr, flush=True)
+        print(
+            *(f"  note: {note}" for note in notes_of(config)), report, sep="\n", file=sys.stderr, flush=True
+        )
     # ProgressSink shows the only progress bar of a run.
     disable_progress_bar()
     with ExitStack() as stack:

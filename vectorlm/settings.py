@@ -48,6 +48,9 @@ def _is_beta_pair(values: tuple[float, float]) -> bool:
 
 
 PositiveInt = Annotated[int, _at_least(1)]
+Length = Annotated[
+    int, Rule("an integer >= 1, or -1 for the model's own", lambda value: value >= 1 or value == -1, "1024")
+]
 NonNegativeInt = Annotated[int, _at_least(0)]
 Seed = Annotated[
     # NumPy's generators take 32 bits; a larger seed would fail in every rank, after the launch.
@@ -64,6 +67,9 @@ Betas = Annotated[
     tuple[float, float], Rule("a list of two numbers, each >= 0 and < 1", _is_beta_pair, "[0.9, 0.95]")
 ]
 Text = Annotated[str, Rule("text that is not blank", lambda value: bool(value.strip()))]
+AlwaysFalse = Annotated[
+    bool, Rule("false: no step of training is differentiated through", lambda value: not value, "false")
+]
 PromptSource = Annotated[
     str | tuple[str, ...],
     Rule(

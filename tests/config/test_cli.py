@@ -25,24 +25,26 @@ def complete(write_config):
 
 def test_check_says_what_the_run_would_do(complete, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
+    for module in ("check_files", "summary"):
+        monkeypatch.setattr(f"vectorlm.config.{module}.has_cuda", lambda: False)
     Path("p.jsonl").write_text('{"prompt": "a", "numbers": [1, 2, 3], "target": 6}\n')
-    here = [
-        "--set",
-        "train_parameters.use_flash_attention=False",
-        "--set",
-        "train_parameters.sampler.prompts=p.jsonl",
-    ]
+    here = ["--set", "train_parameters.sampler.prompts=p.jsonl"]
     assert main(["check", complete(FULL), "--world_size", "2", *here]) == 0
     assert capsys.readouterr().out == (
         "my.yaml: ok\n"
-        "  model         models/tiny with LoRA adapters\n"
-        "  ranks         2, HYBRID_SHARD, bfloat16\n"
-        "  training      1 epoch of data/train, evaluated on data/eval\n"
-        "  global batch  256 sequences of up to 2048 tokens (2 ranks x train_bs 16 x accumulation 8)\n"
-        "  optimizer     AdamW, lr 2e-05, plateau-with-warmup, warmup 5% of the steps\n"
-        "  sampler       the prompts of p.jsonl every 8 steps, scored by countdown, into data/samples.jsonl\n"
-        "  checkpoints   every 0.1 epoch\n"
-        "  output        runs/full\n"
+        "  model          models/tiny with LoRA adapters\n"
+        "  ranks          2, HYBRID_SHARD, bfloat16\n"
+        "  training       1 epoch of data/train\n"
+        "  evaluation     on data/eval every 500 optimizer steps\n"
+        "  global batch   256 sequences of up to 2048 tokens (2 ranks x train_bs 16 x accumulation 8)\n"
+        "  micro-batches  8 in an optimizer step: logging_steps 500 is every 4000, sample_frequency 8 is every 64. "
+        "VectorLM counted these, which in optimizer steps is logging_steps every 62.5, sample_frequency every 1\n"
+        "  optimizer      AdamW, lr 2e-05, plateau-with-warmup, warmup 5% of the steps\n"
+        "  sampler        the prompts of p.jsonl every 8 optimizer steps, scored by countdown, into "
+        "data/samples.jsonl\n"
+        "  checkpoints    every 0.1 of an epoch\n"
+        "  output         runs/full\n"
+        "  note           use_flash_attention: there is no CUDA device, so attention is torch's own (SDPA)\n"
         "  no memory plan: models/tiny holds no .safetensors file\n"
     )
 
@@ -54,8 +56,21 @@ def test_check_takes_one_rank_and_overrides(complete, capsys):
     out = capsys.readouterr().out
     assert "ranks         1, FULL_SHARD, float32 (bfloat16 on CUDA)\n" in out
     assert "7 epochs of" in out
-    assert "the prompts of p.jsonl every 1 step, into runs/tiny/samples.jsonl\n" in out
+    assert "the prompts of p.jsonl every 1 optimizer step, into runs/tiny/samples.jsonl\n" in out
     assert "checkpoints   none\n" in out
+
+
+def test_check_says_how_often_checkpoints_come(complete, capsys):
+    for share, text in {"1": "every epoch", "0.25": "every 0.25 of an epoch"}.items():
+        more = ["checkpointing_enabled=true", f"save_frequency={share}"]
+        arguments = [word for each in more for word in ("--set", f"train_parameters.{each}")]
+        assert main(["check", complete(MINIMAL), *arguments]) == 0
+        assert f"checkpoints   {text}\n" in capsys.readouterr().out
+
+
+def test_without_a_file_the_default_is_named(write_config, capsys):
+    assert main(["check"]) == 2
+    assert "'configs/config.yaml': No such file or directory. It is the default" in capsys.readouterr().err
 
 
 def test_check_counts_the_ranks_of_all_nodes(complete, capsys):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from config_texts import MINIMAL
+from huggingface_hub import constants
 
 from vectorlm.config import check, check_config, load_config
 from vectorlm.config.check import LORA_CONFIG
@@ -49,7 +50,8 @@ def test_all_problems_are_listed_at_once(write_config):
         "5 problems:\n"
         "  - train_parameters.sharding_strategy='HYBRID_SHARD' needs at least 2 ranks, and world_size=1. "
         "Use NO_SHARD, or start more ranks. (--set train_parameters.sharding_strategy=HYBRID_SHARD)\n"
-        "  - model='models/tiny' is not a folder. Download the model and name its folder. (my.yaml:1)\n"
+        "  - model='models/tiny' is not a folder, and as a model of the Hugging Face Hub it is not in the cache "
+        f"{constants.HF_HUB_CACHE}. Run `hf download models/tiny`, or name a folder. (my.yaml:1)\n"
         "  - dataset.train_ds='data/train' is not a folder. Preprocess the dataset first. (my.yaml:11)\n"
         "  - dataset.eval_ds='data/eval' is not a folder. Preprocess the dataset first. (my.yaml:12)\n"
         "  - train_parameters.sampler.prompts='p.jsonl' does not exist. Name a JSONL or Parquet file or a saved "
@@ -207,6 +209,33 @@ def test_the_model_folder_must_hold_a_description(complete):
 def test_the_models_description_must_be_readable(complete, text):
     Path("models/tiny/config.json").write_text(text)
     assert problems(complete).startswith("model='models/tiny' holds a broken config.json (")
+
+
+FLASH = "train_parameters.use_flash_attention=true"
+
+
+def test_flash_attention_needs_its_package_on_cuda_alone(complete, monkeypatch):
+    monkeypatch.setattr("vectorlm.config.check_files.has_cuda", lambda: False)
+    check_config(load_config(complete, [FLASH]), 1, REWARDS)
+    monkeypatch.setattr("vectorlm.config.check_files.has_cuda", lambda: True)
+    monkeypatch.setattr("vectorlm.config.check_files.find_spec", lambda name: None)
+    assert problems(complete, FLASH) == (
+        "train_parameters.use_flash_attention=true needs the package flash-attn on CUDA, and it is not installed. "
+        f"Run `pip install flash-attn`, or set it to false. (--set {FLASH})"
+    )
+    monkeypatch.setattr("vectorlm.config.check_files.find_spec", lambda name: object())
+    check_config(load_config(complete, [FLASH]), 1, REWARDS)
+
+
+def test_flash_attention_needs_16_bits(complete):
+    in_fp32 = [FLASH, "train_parameters.use_mp=false"]
+    load_config(complete, [*in_fp32, "train_parameters.dtype=bfloat16"])
+    with pytest.raises(ConfigError) as caught:
+        load_config(complete, in_fp32)
+    assert str(caught.value) == (
+        "train_parameters.use_flash_attention=true computes in 16 bits alone, and use_mp is false with dtype float32. "
+        f"Set use_mp to true, or use_flash_attention to false. (--set {FLASH})"
+    )
 
 
 def test_sequences_must_fit_the_model(complete):

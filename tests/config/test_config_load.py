@@ -261,7 +261,8 @@ def test_a_key_in_the_wrong_section_is_sent_to_its_own(write_config):
 def test_a_key_like_no_other_lists_the_section(write_config):
     assert error_text(write_config(MINIMAL, ("lr: 1e-4", "lr: 1e-4\n    zzz: 1"))) == (
         "unknown setting 'train_parameters.optimizer.zzz' (my.yaml:8). "
-        "The settings of 'train_parameters.optimizer' are: lr, weight_decay, betas, eps."
+        "The settings of 'train_parameters.optimizer' are: lr, weight_decay, betas, eps, amsgrad, maximize, foreach, "
+        "capturable, differentiable, fused."
     )
 
 
@@ -276,15 +277,17 @@ def test_missing_keys_are_all_named_with_their_meaning(write_config):
     path = write_config(MINIMAL, ("  output_dir: runs/tiny\n", ""), ("  max_seq_len: 128\n", ""))
     assert error_text(path) == (
         "missing settings 'train_parameters.output_dir' (Folder for checkpoints, metrics, samples, plots and "
-        "the final model), 'train_parameters.max_seq_len' (Longest sequence in tokens; at most the model's own limit) "
-        "(my.yaml:2). Add them."
+        "the final model), 'train_parameters.max_seq_len' (Longest sequence in tokens; at most the model's own limit, "
+        "which -1 stands for) (my.yaml:2). Add them, or give --set train_parameters.output_dir=VALUE "
+        "--set train_parameters.max_seq_len=VALUE."
     )
 
 
 def test_an_empty_file_misses_everything_required(write_config):
     assert error_text(write_config("# nothing\n")) == (
-        "missing settings 'model' (Folder of the model with its tokenizer, in Hugging Face layout), "
-        "'train_parameters' (How the model is trained) (my.yaml:1). Add them."
+        "missing settings 'model' (Folder of the model with its tokenizer, in Hugging Face layout; or its name on the "
+        "Hub (`google/gemma-2b`)), 'train_parameters' (How the model is trained) (my.yaml:1). Add them, or give "
+        "--set model=VALUE."
     )
 
 
@@ -297,9 +300,9 @@ def test_all_problems_of_a_file_are_listed(write_config):
         "Did you mean 'train_parameters.max_seq_len'?\n"
         "  - train_parameters.epochs=0 must be an integer >= 1. Use 1, for example. (my.yaml:5)\n"
         "  - missing setting 'train_parameters.max_seq_len' (Longest sequence in tokens; at most the model's "
-        "own limit) (my.yaml:2). Add it.\n"
+        "own limit, which -1 stands for) (my.yaml:2). Add it, or give --set train_parameters.max_seq_len=VALUE.\n"
         "  - missing setting 'dataset.train_bs' (Sequences per rank in one training micro-batch) "
-        "(my.yaml:8). Add it."
+        "(my.yaml:8). Add it, or give --set dataset.train_bs=VALUE."
     )
 
 
@@ -313,7 +316,9 @@ REFUSED = {
         "null": "=null must be an integer >= 1. Use 1, for example.",
     },
     "train_parameters.gradient_accumulation_steps": {"0": "=0 must be an integer >= 1. Use 1, for example."},
-    "train_parameters.max_seq_len": {"0": "=0 must be an integer >= 1. Use 1, for example."},
+    "train_parameters.max_seq_len": {
+        "0": "=0 must be an integer >= 1, or -1 for the model's own. Use 1024, for example."
+    },
     "train_parameters.logging_steps": {"0": "=0 must be an integer >= 1. Use 1, for example."},
     "train_parameters.seed": {
         "-1": "=-1 must be an integer from 0 to 4294967295. Use 11, for example.",

@@ -95,6 +95,7 @@ NOT_OF_THE_LOOP = (
         "train_parameters.lora_peft_config",
         "dataset",
         "dataset_preprocess",
+        "train_parameters.batch_size",
     ),
     # For its warning, `RolloutLogger` is told the number alone; where nothing is corrected there is none to warn of.
     *("rl.correction.min_ess", "rl.correction.band_low", "rl.correction.band_high"),
@@ -271,6 +272,8 @@ NOT_OF_TEXT = (
     "wandb_config",
     "train_parameters.lora_peft_config",
     "dataset_preprocess",
+    # Accepted so that existing files load.
+    "train_parameters.batch_size",
     "rl.",
 )
 

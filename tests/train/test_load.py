@@ -85,9 +85,16 @@ def test_attention_scores_that_the_model_caps_are_capped(load, tmp_path):
         assert (ours(tokens).logits - uncapped(tokens).logits).abs().max() > 1e-2
 
 
-def test_flash_attention_without_its_package_is_an_error(model_dir):
-    with pytest.raises(ConfigError, match="use_flash_attention=True needs the flash-attn package"):
+def test_flash_attention_without_its_package_is_an_error_on_cuda(model_dir, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: False)
+    with pytest.raises(ConfigError, match="use_flash_attention=True needs the package flash-attn on CUDA"):
         load_model(model_dir, flash_attention=True)
+
+
+def test_flash_attention_without_a_cuda_device_is_torch_s_attention(model_dir, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert load_model(model_dir, flash_attention=True).config._attn_implementation == "sdpa"
 
 
 def test_a_tokenizer_without_a_padding_token_pads_with_its_end_token(model_dir):

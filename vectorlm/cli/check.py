@@ -7,7 +7,7 @@ import math
 
 from vectorlm.config.check import check_config
 from vectorlm.config.check_rewards import check_rewards
-from vectorlm.config.load import add_override_arguments, config_from_arguments
+from vectorlm.config.load import add_override_arguments, add_path_argument, config_from_arguments
 from vectorlm.config.schema import Config
 from vectorlm.config.summary import summarise
 from vectorlm.memory.from_config import device_memory_bytes, memory_report
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="plan for CUDA devices of X GiB; by default for those of this machine, or its CPU",
     )
-    parser.add_argument("yaml_path", metavar="my.yaml", help="the config file")
+    add_path_argument(parser)
     add_override_arguments(parser)
     help_text = "number of machines, each with the same number of ranks (default 1)"
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help=help_text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from vectorlm.config.load import add_override_arguments, config_from_arguments
+from vectorlm.config.local_model import with_download
 from vectorlm.errors import ConfigError
 
 
@@ -25,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from vectorlm.data.preprocess import load_text, preprocess
     from vectorlm.train.load import load_tokenizer
 
+    config = with_download(config)
     text = load_text(settings.load_path, from_disk=settings.from_disk, split=settings.split)
     tokenizer, max_seq_len = load_tokenizer(config.model), config.train_parameters.max_seq_len
     dataset = preprocess(text, tokenizer, settings, max_seq_len)

@@ -6,7 +6,13 @@ import argparse
 import sys
 
 from vectorlm.cli.check import check_all
-from vectorlm.config.load import add_config_arguments, add_override_arguments, config_from_arguments
+from vectorlm.config.load import (
+    add_config_arguments,
+    add_override_arguments,
+    add_path_argument,
+    config_from_arguments,
+)
+from vectorlm.config.local_model import with_download
 from vectorlm.config.resume import find_resumption, say_finished
 from vectorlm.errors import ConfigError, VectorLMError
 
@@ -16,13 +22,13 @@ INTERRUPTED = 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm run``."""
-    parser.add_argument("yaml_path", metavar="my.yaml", help="the config file")
+    add_path_argument(parser)
     add_override_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the config, then train on every rank: by rewards where it has a section ``rl``, else on text."""
-    config = config_from_arguments(args)
+    config = with_download(config_from_arguments(args))
     import vectorlm
 
     # Under torchrun, torchrun decides the number of ranks and machines.
@@ -59,7 +65,7 @@ def run_script(section: str, description: str) -> None:
         if getattr(config_from_arguments(args), section) is None:
             raise ConfigError(
                 f"{args.yaml_path} has no section {section!r}: llama_example_mp.py trains on text (dataset), "
-                "rl_example_mp.py on rewards (rl)."
+                "rl_example_mp.py on rewards (rl). Name another file with --yaml_path."
             )
         code = run(args)
     except VectorLMError as error:

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 import yaml
 
+from vectorlm.config.local_model import describe_absent, download, local_folder
 from vectorlm.errors import ConfigError, EngineError
 from vectorlm.types import Completion
 
@@ -31,7 +32,8 @@ class SampleArguments:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm sample``."""
-    parser.add_argument("--model", required=True, metavar="DIR", help="a folder written by save_pretrained")
+    help_text = "a folder written by save_pretrained, or a name on the Hugging Face Hub"
+    parser.add_argument("--model", required=True, metavar="DIR", help=help_text)
     parser.add_argument(
         "--prompt",
         dest="prompts",
@@ -68,13 +70,19 @@ def run(args: argparse.Namespace) -> int:
 
 def read_request(args: argparse.Namespace, lines: TextIO) -> SampleArguments:
     """Check the parsed arguments, before anything heavy is imported."""
-    if not (Path(args.model) / "config.json").is_file():
-        what = "has no config.json" if Path(args.model).is_dir() else "is not a folder"
-        raise ConfigError(f"--model {args.model} {what}: it must be a folder written by save_pretrained.")
+    download(args.model)
+    model = local_folder(args.model)
+    if not Path(model).is_dir():
+        rule, fix = describe_absent(model)
+        raise ConfigError(f"--model {model} {rule}. {fix}")
+    if not (Path(model) / "config.json").is_file():
+        raise ConfigError(
+            f"--model {model} has no config.json: it must be a folder written by save_pretrained."
+        )
     if args.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError("--engine vllm needs the vllm package, which is not installed. Use --engine hf.")
     params = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
-    return SampleArguments(args.model, args.engine, _prompts(args, lines), params | _params(args.params))
+    return SampleArguments(model, args.engine, _prompts(args, lines), params | _params(args.params))
 
 
 def answer(request: SampleArguments, out: TextIO) -> None:

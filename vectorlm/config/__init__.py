@@ -2,6 +2,7 @@
 
 from vectorlm.config.check import check_config
 from vectorlm.config.load import add_config_arguments, config_from_arguments, load_config, save_config
+from vectorlm.config.local_model import with_download
 from vectorlm.config.schema import (
     AsyncSettings,
     Config,
@@ -35,4 +36,5 @@ __all__ = [
     "load_config",
     "save_config",
     "to_plain",
+    "with_download",
 ]

@@ -22,7 +22,7 @@ from vectorlm.contracts import BACKENDS
 from vectorlm.lora.options import largest_rank, refused_options
 from vectorlm.plugin import is_plugin
 
-_SAMPLER = "train_parameters.sampler"
+_SAMPLER, _OPTIMIZER = "train_parameters.sampler", "train_parameters.optimizer"
 _ENGINE_SETTINGS_ELSEWHERE = {
     "model": "model",
     "dtype": f"{_SAMPLER}.vllm_dtype",
@@ -68,6 +68,7 @@ def check_config(config: Config, world_size: int, reward_names: Collection[str],
         *_parallel_problems(config, world_size // max(num_nodes, 1)),
         *_sampler_problems(config, reward_names),
         *_wandb_problems(config),
+        *_optimizer_problems(config),
         *(refuse(config, *problem) for problem in vllm_problems(config)),
         *_lora_problems(config),
         *file_problems(config, world_size),
@@ -90,6 +91,7 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"section '{_SAMPLER}' out to train without sampling."
         )
     yield from _packing_problems(config)
+    yield from _compute_problems(config)
     for name, value in (sampler.engine.engine_args if sampler is not None else {}).items():
         if name in _ENGINE_SETTINGS_ELSEWHERE:
             fix = f"Set '{_ENGINE_SETTINGS_ELSEWHERE[name]}' instead."
@@ -125,6 +127,17 @@ def _secrets(path: str, given: Mapping[str, Any]) -> Iterator[str]:
             yield describe_refusal(f"{path}.{name}", "…", rule, fix)
 
 
+def _compute_problems(config: Config) -> Iterator[str]:
+    """Find what no device can compute: attention in too many bits, an optimizer step in two ways at once."""
+    train = config.train_parameters
+    if train.model.use_flash_attention and not train.model.computes_in_bf16(is_cuda=True):
+        rule = f"computes in 16 bits alone, and use_mp is false with dtype {train.model.dtype}"
+        fix = "Set use_mp to true, or use_flash_attention to false."
+        yield refuse(config, "train_parameters.use_flash_attention", rule, fix)
+    if train.optimizer.fused and train.optimizer.foreach:
+        yield refuse(config, f"{_OPTIMIZER}.foreach", "cannot go with fused: true", "Leave one of them out.")
+
+
 def _packing_problems(config: Config) -> Iterator[str]:
     preprocess = config.dataset_preprocess
     if preprocess is None or config.dataset is None:
@@ -137,7 +150,7 @@ def _packing_problems(config: Config) -> Iterator[str]:
         return
     num_special = 2 if preprocess.add_bos_eos_tokens else 0
     chunk = config.train_parameters.max_seq_len - num_special
-    if preprocess.overlap >= max(chunk, 1):
+    if config.train_parameters.max_seq_len != -1 and preprocess.overlap >= max(chunk, 1):
         special = " less BOS and EOS" if num_special else ""
         length = f"max_seq_len={config.train_parameters.max_seq_len}{special}"
         fix = f"Use {chunk // 8}, for example." if chunk > 0 else "Raise max_seq_len."
@@ -219,6 +232,13 @@ def _wandb_problems(config: Config) -> Iterator[str]:
     if host not in keys:
         fix = "Run `wandb login`, or set wandb_config.mode: offline."
         yield refuse(config, "enable_wandb_logging", f"needs a key for {host}", fix)
+
+
+def _optimizer_problems(config: Config) -> Iterator[str]:
+    train = config.train_parameters
+    if train.optimizer.capturable and (train.model.cpu_offload or not has_cuda()):
+        why = "and cpu_offload steps on the host" if has_cuda() else "and there is no such device here"
+        yield refuse(config, f"{_OPTIMIZER}.capturable", f"needs a CUDA device, {why}", "Leave it out.")
 
 
 def _lora_problems(config: Config) -> Iterator[str]:

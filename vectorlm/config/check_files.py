@@ -11,6 +11,7 @@ from shutil import which
 
 from vectorlm.checkpoint.folder import is_held
 from vectorlm.config.check_vllm import CPU_HEAD_SIZES, head_size_without_kernel
+from vectorlm.config.local_model import describe_absent, own_length
 from vectorlm.config.resume import find_resumption
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
@@ -36,11 +37,11 @@ def has_cuda() -> bool:
 
 def _model_problems(config: Config) -> Iterator[str]:
     if not Path(config.model).is_dir():
-        yield refuse(config, "model", "is not a folder", "Download the model and name its folder.")
+        yield refuse(config, "model", *describe_absent(config.model))
         return
     try:
         description = json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8"))
-        limit = description.get("max_position_embeddings")
+        limit = own_length(description)
     except FileNotFoundError:
         fix = "Name the folder that `save_pretrained` wrote."
         yield refuse(config, "model", "holds no config.json", fix)
@@ -62,9 +63,9 @@ def _model_problems(config: Config) -> Iterator[str]:
             config, "model", rule, "Resize the embeddings, or save the tokenizer that belongs to it."
         )
     path = "train_parameters.use_flash_attention"
-    if config.train_parameters.model.use_flash_attention and not (has_cuda() and find_spec("flash_attn")):
-        rule = "needs the flash-attn package and a CUDA device, and one of them is missing here"
-        yield refuse(config, path, rule, "Install it, or set it to false.")
+    if config.train_parameters.model.use_flash_attention and has_cuda() and not find_spec("flash_attn"):
+        rule = "needs the package flash-attn on CUDA, and it is not installed"
+        yield refuse(config, path, rule, "Run `pip install flash-attn`, or set it to false.")
     if config.train_parameters.model.compile and not (has_cuda() or which(os.environ.get("CXX", "g++"))):
         rule = "needs a C++ compiler on CPU, and none is found here"
         yield refuse(config, "train_parameters.compile", rule, "Install g++, or set it to false.")
@@ -87,7 +88,10 @@ def _dataset_problems(config: Config) -> Iterator[str]:
     for name in ("train_ds", "eval_ds"):
         folder = Path(getattr(config.dataset, name))
         path = f"dataset.{name}"
-        if not folder.is_dir():
+        if str(folder) == os.devnull:
+            rule = "is no dataset: VectorLM's benchmarks make rows of zeros instead, and this library reads all rows"
+            yield refuse(config, path, rule, f"Name a preprocessed one: --set {path}=VALUE.")
+        elif not folder.is_dir():
             yield refuse(config, path, "is not a folder", "Preprocess the dataset first.")
             continue
         fix = "Preprocess it: training reads token ids and labels."

@@ -36,7 +36,7 @@ _LORA = Foreign((_TRAIN + "lora_peft_config",))
 _PROMPTS = Foreign(
     ("rl.prompts",), "A file or a folder: save a dataset of the hub first (save_to_disk, to_parquet)."
 )
-_MODEL = Foreign(("model",), "It is a folder: download the model first.")
+_MODEL = Foreign(("model",))
 _BATCH = Foreign(("rl.prompts_per_step",), "It counts the prompts of a step on all ranks, not completions.")
 _MICRO_BATCH = Foreign(
     ("dataset.train_bs", "rl.max_tokens_per_micro_batch"),
@@ -50,8 +50,8 @@ _LENGTH_OF_RUN = Foreign(
 _ALGORITHM = Foreign(("rl.algorithm",))
 _LOSS = Foreign(
     ("rl.algorithm", "rl.reduction", "rl.preference"),
-    "TRL's loss_type: dapo is algorithm: grpo with reduction: token_mean, and docs/from_trl.md has the others; the third "
-    "is for online_dpo.",
+    "TRL's loss_type: dapo is algorithm: grpo with reduction: token_mean, and docs/from_trl.md has the others; the "
+    "third is for online_dpo.",
 )
 _PRECISION = Foreign((_TRAIN + "use_mp",), "Left out, it means bfloat16 on CUDA alone; there is no float16.")
 _SHARDING = Foreign((_TRAIN + "sharding_strategy",))

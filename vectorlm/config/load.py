@@ -14,11 +14,15 @@ import yaml
 
 from vectorlm.config.check import check_consistency
 from vectorlm.config.foreign import FOREIGN
+from vectorlm.config.local_model import resolve_model
 from vectorlm.config.schema import ALIASES, Config, SamplerSettings
 from vectorlm.config.setting import Setting, all_settings, build_section, settings_of, to_plain
 from vectorlm.config.source import Dumper, Entry, parse_yaml
 from vectorlm.config.value import convert, describe_refusal, raise_problems
 from vectorlm.errors import ConfigError
+
+DEFAULT_PATH = "configs/config.yaml"
+"""The config file of a command that names none."""
 
 
 def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -29,7 +33,8 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Con
         overrides: settings that win over the file's, each ``a.b=c`` with `c` read as YAML; the last one wins.
 
     Returns:
-        The resolved config, with every default filled in.
+        The resolved config, with every default filled in, and the model's folder where the file names a model of the
+        Hugging Face Hub that is in the local cache.
 
     Raises:
         ConfigError: the file cannot be read, or a setting is unknown, missing, of the wrong type or
@@ -42,7 +47,7 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Con
     problems: list[str] = []
     config = _read_section(Config, tree, "", problems)
     raise_problems(problems)
-    config = _with_sampler(replace(config, origins=_origins(tree)))
+    config = resolve_model(_with_sampler(replace(config, origins=_origins(tree))))
     check_consistency(config)
     return config
 
@@ -66,7 +71,8 @@ def _read_file(path: str) -> Entry:
         with open(path, "rb") as file:
             text = file.read()
     except OSError as error:
-        raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}.") from error
+        hint = " It is the default: name the file to read." if path == DEFAULT_PATH else ""
+        raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}.{hint}") from error
     tree = parse_yaml(text, lambda line: f"{path}:{line}")
     if tree.value is None:
         tree.value = {}
@@ -203,15 +209,24 @@ def _describe_missing(section: type, prefix: str, names: Sequence[str], origin: 
     settings = settings_of(section)
     lacking = [f"'{prefix}{name}' ({settings[name].doc.rstrip('.')})" for name in names]
     noun = "setting" if len(names) == 1 else "settings"
-    return f"missing {noun} {', '.join(lacking)} ({origin}). Add {'it' if len(names) == 1 else 'them'}."
+    plain = [f"--set {prefix}{name}=VALUE" for name in names if settings[name].section is None]
+    fix = f"Add {'it' if len(names) == 1 else 'them'}{', or give ' * bool(plain)}{' '.join(plain)}."
+    return f"missing {noun} {', '.join(lacking)} ({origin}). {fix}"
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--yaml_path``, ``--world_size`` and the repeatable ``--set``."""
-    parser.add_argument("--yaml_path", required=True, help="the config file")
+    help_text = f"the config file (default {DEFAULT_PATH})"
+    parser.add_argument("--yaml_path", default=DEFAULT_PATH, help=help_text)
     for name in ("--nnodes", "--node_rank", "--rdzv_endpoint"):
         parser.add_argument(name, action=_Torchrun, help=argparse.SUPPRESS)
     add_override_arguments(parser)
+
+
+def add_path_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the config file as the command's only positional argument."""
+    help_text = f"the config file (default {DEFAULT_PATH})"
+    parser.add_argument("yaml_path", nargs="?", default=DEFAULT_PATH, metavar="my.yaml", help=help_text)
 
 
 def add_override_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,9 @@ the run would do. An unknown key, a wrong type or an impossible value is an erro
 rule and a fix; so is a setting that has no effect, unless the file itself turns off what it belongs to.
 Relative paths start at the working directory. `1e-5` is a number.
 
+[from_vectorlm.md](from_vectorlm.md) says what differs for files of VectorLM; `configs/config.yaml` has every
+setting of fine-tuning with a comment, and is what the commands read without a file.
+
 This page is made from the settings dataclasses (nested in `vectorlm/config/schema.py`) by
 `python -m vectorlm.config.reference`.
 """

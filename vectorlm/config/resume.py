@@ -11,13 +11,14 @@ from typing import Any
 
 from vectorlm.checkpoint.folder import newest
 from vectorlm.config.schema import Config
-from vectorlm.config.setting import to_plain
+from vectorlm.config.setting import all_settings, to_plain
 from vectorlm.config.value import show
 from vectorlm.errors import CheckpointError
 
 FIXED = (
     "train_parameters.seed",
     "train_parameters.lora_peft_config",
+    "train_parameters.optimizer.amsgrad",
     "rl.algorithm",
     "rl.critic.model",
     "rl.num_epochs",
@@ -103,7 +104,8 @@ def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[st
     refused: list[str] = []
     changes: list[str] = []
     for name in sorted(before["settings"].keys() | now["settings"].keys()):
-        old, new = before["settings"].get(name), now["settings"].get(name)
+        # A version that did not know a setting did what is its default now.
+        old, new = before["settings"].get(name, _default(name)), now["settings"].get(name)
         if old != new:
             is_fixed = any(name == each or name.startswith(f"{each}.") for each in FIXED)
             (refused if is_fixed else changes).append(f"{name}={show(new)} (was {show(old)})")
@@ -116,6 +118,13 @@ def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[st
             more = " (world_size x train_bs x gradient_accumulation_steps)" if name == "global batch" else ""
             refused.append(f"{name}={new}{more} (was {old})")
     return refused, changes
+
+
+def _default(name: str) -> Any:
+    """Return a setting's default as JSON holds it; None where it has none, or is not a plain value."""
+    setting = all_settings().get(name)
+    is_plain = setting is not None and not setting.is_required and setting.section is None
+    return json.loads(json.dumps(setting.default)) if setting is not None and is_plain else None
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -24,7 +24,7 @@ from vectorlm.rl.settings import (
     UpdateSettings,
 )
 from vectorlm.rollouts.settings import AsyncSettings, RolloutSettings
-from vectorlm.settings import NonNegativeInt, PositiveFloat, PositiveInt, Seed, Text, inline, partial
+from vectorlm.settings import Length, NonNegativeInt, PositiveFloat, PositiveInt, Seed, Text, inline, partial
 from vectorlm.train.settings import (
     WITH_CHECKPOINTS,
     EvaluationSettings,
@@ -57,8 +57,8 @@ class TrainSettings:
 
     output_dir: Text
     """Folder for checkpoints, metrics, samples, plots and the final model."""
-    max_seq_len: PositiveInt
-    """Longest sequence in tokens; at most the model's own limit."""
+    max_seq_len: Length
+    """Longest sequence in tokens; at most the model's own limit, which -1 stands for."""
     seed: Seed = 11
     """Seed of every random generator of the run."""
     loop: LoopSettings = inline(LoopSettings)
@@ -67,6 +67,8 @@ class TrainSettings:
     """Arguments of `peft.LoraConfig`; null trains all weights. May also stand at the top of the file."""
     optimizer: OptimizerSettings
     """The arguments of the optimizer."""
+    batch_size: int | None = None
+    """Not read; accepted so that existing files load."""
     schedule: ScheduleSettings = inline(ScheduleSettings)
     checkpointing_enabled: bool = False
     """Save checkpoints during training, and resume from the latest one."""
@@ -117,7 +119,7 @@ class Config:
     """All settings of a run."""
 
     model: Text
-    """Folder of the model with its tokenizer, in Hugging Face layout."""
+    """Folder of the model with its tokenizer, in Hugging Face layout; or its name on the Hub (`google/gemma-2b`)."""
     enable_wandb_logging: bool = False
     """Log to Weights & Biases as well."""
     wandb_config: Mapping[str, Any] = field(default_factory=dict)
@@ -134,6 +136,8 @@ class Config:
         default_factory=dict, compare=False, repr=False, metadata={"is_setting": False}
     )
     """Where each setting was written (``my.yaml:5``, ``--set a.b=c``); not a setting itself."""
+    notes: tuple[str, ...] = field(default=(), compare=False, repr=False, metadata={"is_setting": False})
+    """What `load_config` put in the place of what was written; not a setting itself."""
 
     @property
     def overlap(self) -> AsyncSettings | None:

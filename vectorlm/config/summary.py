@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from vectorlm.config.check_files import has_cuda
 from vectorlm.config.resume import find_resumption, say_finished
-from vectorlm.config.schema import Config, RLSettings, SamplerSettings, TrainSettings
+from vectorlm.config.schema import Config, RLSettings, TrainSettings
 from vectorlm.train.settings import ModelSettings
 
 
@@ -17,13 +20,35 @@ def summarise(config: Config, world_size: int, num_nodes: int = 1) -> str:
         **(_text_rows(config, world_size) if config.rl is None else _rl_rows(config.rl, train)),
         "optimizer": f"AdamW, lr {train.optimizer.lr:g}, {train.schedule.lr_scheduler_type}, "
         f"warmup {train.schedule.warmup_ratio:.0%} of the steps",
-        "sampler": _sampler_row(train.sampler, train),
+        "sampler": _sampler_row(config),
         "checkpoints": _checkpoint_row(config),
         "output": train.output_dir,
         **_resumption_row(config, world_size),
     }
     width = max(map(len, rows))
-    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+    lines = [f"  {name:<{width}}  {text}" for name, text in rows.items()]
+    return "\n".join(lines + [f"  {'note':<{width}}  {text}" for text in notes_of(config)])
+
+
+def notes_of(config: Config) -> Iterator[str]:
+    """Yield what the run does in another way than the file says."""
+    yield from config.notes
+    train = config.train_parameters
+    if train.model.use_flash_attention and not has_cuda():
+        yield "use_flash_attention: there is no CUDA device, so attention is torch's own (SDPA)"
+
+
+def _micro_batch_row(train: TrainSettings) -> dict[str, str]:
+    """Say how often things happen in micro-batches, which VectorLM counted."""
+    num, every = train.loop.gradient_accumulation_steps, {"logging_steps": train.loop.logging_steps}
+    if train.sampler is not None and (frequency := train.sampler.evaluation.sample_frequency) is not None:
+        every["sample_frequency"] = frequency
+    if num == 1:
+        return {}
+    here = ", ".join(f"{name} {steps} is every {steps * num}" for name, steps in every.items())
+    there = ", ".join(f"{name} every {steps / num:g}" for name, steps in every.items())
+    vectorlm = f"VectorLM counted these, which in optimizer steps is {there}"
+    return {"micro-batches": f"{num} in an optimizer step: {here}. {vectorlm}"}
 
 
 def _precision(settings: ModelSettings) -> str:
@@ -38,9 +63,11 @@ def _text_rows(config: Config, world_size: int) -> dict[str, str]:
     batch = world_size * data.train_bs * train.loop.gradient_accumulation_steps
     parts = f"{_count(world_size, 'rank')} x train_bs {data.train_bs}"
     return {
-        "training": f"{_count(train.loop.epochs, 'epoch')} of {data.train_ds}, evaluated on {data.eval_ds}",
+        "training": f"{_count(train.loop.epochs, 'epoch')} of {data.train_ds}",
+        "evaluation": f"on {data.eval_ds} every {_count(train.loop.logging_steps, 'optimizer step')}",
         "global batch": f"{_count(batch, 'sequence')} of up to {train.max_seq_len} tokens "
         f"({parts} x accumulation {train.loop.gradient_accumulation_steps})",
+        **_micro_batch_row(train),
     }
 
 
@@ -73,7 +100,8 @@ def _checkpoint_row(config: Config) -> str:
         return "none"
     if config.rl is not None:
         return f"every {_count(config.rl.save_every, 'step')}"
-    return f"every {config.train_parameters.loop.save_frequency:g} epoch"
+    share = config.train_parameters.loop.save_frequency
+    return "every epoch" if share == 1 else f"every {share:g} of an epoch"
 
 
 def _resumption_row(config: Config, world_size: int) -> dict[str, str]:
@@ -85,8 +113,9 @@ def _resumption_row(config: Config, world_size: int) -> dict[str, str]:
     return {"goes on": "; ".join([f"from step {found.step}", *found.changes])}
 
 
-def _sampler_row(sampler: SamplerSettings | None, train: TrainSettings) -> str:
-    if sampler is None:
+def _sampler_row(config: Config) -> str:
+    train = config.train_parameters
+    if (sampler := train.sampler) is None:
         return "none"
     evaluation = sampler.evaluation
     if evaluation.prompts is None:
@@ -95,7 +124,8 @@ def _sampler_row(sampler: SamplerSettings | None, train: TrainSettings) -> str:
     prompts = f"the prompts of {evaluation.prompts}" if is_file else _count(len(evaluation.prompts), "prompt")
     reward = f", scored by {evaluation.reward}" if evaluation.reward else ""
     every = evaluation.sample_frequency
-    when = "before and after training" if every is None else f"every {_count(every, 'step')}"
+    step = "optimizer step" if config.rl is None else "step"
+    when = "before and after training" if every is None else f"every {_count(every, step)}"
     return f"{prompts} {when}{reward}, into {train.samples_path}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,11 +112,8 @@ class SamplingEngine:
         devices = devices_of_engine(devices, data_parallel_size, topology)
         num_devices = topology.local_world_size // data_parallel_size if devices is None else len(devices)
         arguments.require_devices(engine_args.get("tensor_parallel_size", 1), num_devices, topology)
-        self._sampling_params, self._timeout_s, self._start_timeout_s = (
-            sampling_params,
-            timeout_s,
-            start_timeout_s,
-        )
+        self._sampling_params = sampling_params
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._collectives = Collectives(topology, timeout_s)
         self._engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
         self._ready: messages.Ready | None = None
@@ -162,11 +160,9 @@ class SamplingEngine:
             try:
                 load = lambda: self._channel.answer(0, self._start_timeout_s, "loading the model")  # noqa: E731
                 self._ready = self._engine_ranks.on_engine_ranks("load the engine", load)[0]
-            except EngineTimeout:
-                raise
             except EngineError as error:
-                # The sampler sends it once, and every later call raises it again.
-                self._start_error = error
+                # The sampler sends it once, and every later call raises it again; silence may end.
+                self._start_error = None if isinstance(error, EngineTimeout) else error
                 raise
         return self._ready
 
@@ -226,6 +222,11 @@ class SamplingEngine:
     def generate_text(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[str]:
         """Return the first completion of each prompt as text; raises as `sample` does."""
         return [completions[0].text for completions in self.sample(prompts, sampling_params)]
+
+    def generate_text_only(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[str]:
+        """Do what `generate_text` does, under the name that VectorLM has for it; deprecated."""
+        warnings.warn("generate_text_only is now generate_text.", DeprecationWarning, stacklevel=2)
+        return self.generate_text(prompts, sampling_params)
 
     def submit(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> BatchHandle:
         """Start sampling and return at once; the engine samples while the ranks do something else.
@@ -300,7 +301,7 @@ class SamplingEngine:
         Raises:
             EngineError: Requests are running, or the engine was built without sleep mode; nothing sleeps then.
         """
-        self._rest(messages.Sleep(weights, kv_cache))
+        self._rest(messages.Sleep(weights, kv_cache), "put the engine to sleep")
         if weights:
             self._swap.forget()
 
@@ -313,7 +314,7 @@ class SamplingEngine:
         Raises:
             EngineError: The device has too little free memory; what could not be woken sleeps on.
         """
-        self._rest(messages.WakeUp(weights, kv_cache))
+        self._rest(messages.WakeUp(weights, kv_cache), "wake the engine up")
 
     def close(self) -> None:
         """End the engine; safe to call twice, and not a collective."""
@@ -377,9 +378,8 @@ class SamplingEngine:
             self._channel.advance(until, min(wait_s, WAIT_S))
         return self._engine_ranks.on_all_ranks(place, look)
 
-    def _rest(self, command: messages.Sleep | messages.WakeUp) -> None:
+    def _rest(self, command: messages.Sleep | messages.WakeUp, place: str) -> None:
         self.wait_until_ready()
-        place = "put the engine to sleep" if isinstance(command, messages.Sleep) else "wake the engine up"
         self._engine_ranks.check_same_args(place, command, str(command))
         self._engine_ranks.on_engine_ranks(place, lambda: self._channel.call(command, self._timeout_s))
 

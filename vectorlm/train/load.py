@@ -77,16 +77,20 @@ def _model_directory(path: str | Path) -> Path:
 
 
 def _attention(directory: Path, flash_attention: bool) -> str | None:
-    """Return the attention to ask for; None for the best that transformers has for the model."""
+    """Return the attention to ask for; None for the best that transformers has for the model.
+
+    Without a CUDA device there is no Flash Attention, and the model's own computes the same.
+    """
+    import torch
     from transformers.utils import is_flash_attn_2_available
 
-    if flash_attention and not is_flash_attn_2_available():
+    if flash_attention and torch.cuda.is_available():
+        if is_flash_attn_2_available():
+            return "flash_attention_2"
         raise ConfigError(
-            "train_parameters.use_flash_attention=True needs the flash-attn package and a CUDA device, and "
-            "one of them is missing here. Install it, or set use_flash_attention: False."
+            "train_parameters.use_flash_attention=True needs the package flash-attn on CUDA, and it is not "
+            "installed. Run `pip install flash-attn`, or set use_flash_attention: False."
         )
-    if flash_attention:
-        return "flash_attention_2"
     # transformers 5.19: torch's kernel silently leaves out the cap on Gemma 2's attention scores, and the trainer's
     # log-probabilities would differ from the engine's.
     capped = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("attn_logit_softcapping")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal, get_args
 
 from vectorlm.settings import (
     AlsoWritten,
+    AlwaysFalse,
     Betas,
     ClippingNorm,
     Fraction,
@@ -74,7 +75,7 @@ class ModelSettings:
     compile: bool = False
     """Compile the transformer blocks (torch.compile): the first steps take minutes. Needs a C++ compiler on CPU."""
     use_flash_attention: bool = False
-    """Use Flash Attention where the model supports it; rows are padded then."""
+    """Use Flash Attention where the model supports it (CUDA; elsewhere torch's attention); rows are padded then."""
     low_cpu_mem_usage: bool | None = None
     """Load the weights on rank 0 alone; other ranks receive their shards from it. null means where there are any."""
     cpu_offload: bool = False
@@ -101,6 +102,26 @@ class OptimizerSettings:
     """Decay rates of the running averages of the gradient and of its square."""
     eps: NonNegativeFloat = 1e-8
     """Added to the denominator of the step."""
+    amsgrad: bool = False
+    """Divide by the largest average of squared gradients so far: a third number for each trained weight."""
+    maximize: bool = False
+    """Step up the gradient, so that the loss grows."""
+    foreach: bool | None = None
+    """Step all weights in few calls, with a copy of the state; null leaves the choice to torch."""
+    capturable: bool = False
+    """Let a CUDA graph capture the step (CUDA)."""
+    differentiable: AlwaysFalse = False
+    """Let autograd follow the step; accepted as false, so that files may list every argument."""
+    fused: bool | None = None
+    """Step in one kernel. null means on CUDA, unless `foreach` is true."""
+
+    def arguments(self, is_cuda: bool) -> dict[str, Any]:
+        """Return the arguments of `torch.optim.AdamW` on this kind of device."""
+        given = asdict(self)
+        if self.fused is None and not self.foreach:
+            # On CUDA torch would else make a temporary copy of all its state at once.
+            given["fused"] = is_cuda or None
+        return given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +165,10 @@ class EvaluationSettings:
     """Which prompts the engine answers during training, and how the answers are scored."""
 
     sample_frequency: Annotated[PositiveInt | None, WITH_QUESTIONS] = None
-    """Steps between two evaluations; null evaluates before and after training alone."""
+    """Optimizer steps between two evaluations (with `rl` steps); null evaluates before and after training alone."""
     prompts: PromptSource | None = None
     """The prompts to evaluate on: texts, or a source like `rl.prompts`. With `rl` null evaluates nothing."""
     output_jsonl_path: Annotated[Text | None, WITH_QUESTIONS] = None
-    """File that the samples are appended to; null means `samples.jsonl` in `output_dir`."""
+    """File of the samples; null means `samples.jsonl` in `output_dir`. A file of another run is kept beside it."""
     reward: Annotated[Text | None, WITH_QUESTIONS] = None
     """Name of the reward that scores each completion (for example `countdown`), logged as `eval/accuracy`."""

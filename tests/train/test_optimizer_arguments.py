@@ -1,0 +1,145 @@
+"""The arguments of AdamW, from the config to the step."""
+
+import inspect
+import json
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from rank_processes import save_tiny_llama
+from tiny_runs import rows
+
+from vectorlm.config import check_config, load_config
+from vectorlm.config.resume import find_resumption
+from vectorlm.dist.topology import Topology
+from vectorlm.errors import CheckpointError, ConfigError
+from vectorlm.finetune import finetune
+from vectorlm.memory.from_config import plan_of_config
+from vectorlm.run import Run
+from vectorlm.train.settings import OptimizerSettings
+
+TEXT = """\
+model: model
+train_parameters:
+  output_dir: run
+  max_seq_len: 16
+  optimizer: {lr: 0.01}
+  logging_steps: 100
+  checkpointing_enabled: true
+dataset: {train_bs: 4, eval_bs: 4, train_ds: data, eval_ds: data}
+"""
+OPTIMIZER = "train_parameters.optimizer"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def here(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("optimizer")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        save_tiny_llama(folder / "model")
+        Dataset.from_list(rows(8)).save_to_disk("data")
+        (folder / "my.yaml").write_text(TEXT)
+        yield folder
+
+
+def optimizer_of(settings, device="cpu"):
+    train = SimpleNamespace(optimizer=settings)
+    run = SimpleNamespace(config=SimpleNamespace(train_parameters=train), topology=Topology(device=device))
+    return Run.make_optimizer(run, torch.nn.Linear(2, 2))
+
+
+def test_every_argument_of_adamw_is_a_setting():
+    arguments = set(inspect.signature(torch.optim.AdamW).parameters) - {"params"}
+    assert {field.name for field in fields(OptimizerSettings)} == arguments
+
+
+def test_the_defaults_are_torch_s():
+    settings = OptimizerSettings(lr=1e-3)
+    mine = optimizer_of(settings).defaults
+    assert mine == torch.optim.AdamW(torch.nn.Linear(2, 2).parameters(), lr=1e-3).defaults
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "fused"),
+    [
+        ({}, "cuda:0", True),
+        ({"foreach": True}, "cuda:0", None),
+        ({"fused": False}, "cuda:0", False),
+        ({"fused": True}, "cpu", True),
+    ],
+)
+def test_fused_is_on_cuda_unless_something_else_is_asked_for(given, device, fused):
+    assert optimizer_of(OptimizerSettings(lr=1e-3, **given), device).defaults["fused"] is fused
+
+
+def test_each_argument_reaches_the_steps():
+    """Two steps each: `maximize` goes the other way, `amsgrad` keeps a third average, the others compute the same."""
+    weights = {}
+    for name in ("lr", "amsgrad", "maximize", "foreach", "fused"):
+        given = [] if name == "lr" else [f"{OPTIMIZER}.{name}=true"]
+        finetune(load_config("my.yaml", [f"train_parameters.output_dir={name}", *given]))
+        weights[name] = _final(name)
+    start, plain = _weights("model"), weights["lr"]
+    for name in ("foreach", "fused"):
+        torch.testing.assert_close(weights[name], plain, rtol=1e-5, atol=1e-6)
+    assert ((weights["maximize"] - start) * (plain - start)).sum() < 0
+    assert not torch.equal(plain, weights["maximize"])
+
+
+def _final(output):
+    return _weights(f"{output}/final-model")
+
+
+def _weights(folder):
+    from safetensors.torch import load_file
+
+    tensors = load_file(f"{folder}/model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def test_amsgrad_takes_a_third_more_state():
+    def state(*given):
+        plan = plan_of_config(load_config("my.yaml", given), 1)
+        return next(row.training for row in plan.rows if row.name == "optimizer state")
+
+    assert state(f"{OPTIMIZER}.amsgrad=true") * 2 == state() * 3
+
+
+def test_a_run_goes_on_with_its_own_number_of_averages_alone():
+    amsgrad, output = f"{OPTIMIZER}.amsgrad=true", "train_parameters.output_dir=resumed"
+    finetune(load_config("my.yaml", [output, amsgrad]))
+    finetune(load_config("my.yaml", [output, amsgrad, "train_parameters.epochs=2"]))
+    assert '"step": 4' in Path("resumed/metrics.jsonl").read_text()
+    with pytest.raises(CheckpointError, match=rf"{OPTIMIZER}.amsgrad=false \(was true\)"):
+        finetune(load_config("my.yaml", [output, "train_parameters.epochs=3"]))
+
+
+def test_a_checkpoint_from_before_an_argument_was_known_goes_on():
+    finetune(config := load_config("my.yaml", ["train_parameters.output_dir=older"]))
+    (identity,) = Path("older/checkpoints").glob("*2/identity.json")
+    noted = json.loads(identity.read_text())
+    assert noted["settings"].pop(f"{OPTIMIZER}.amsgrad") is False
+    identity.write_text(json.dumps(noted))
+    found = find_resumption(config, 1)
+    assert (found.step, found.changes) == (2, ())
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"momentum": 0.9}, f"unknown setting '{OPTIMIZER}.momentum'"),
+        ({"differentiable": "true"}, f"{OPTIMIZER}.differentiable=true must be false: no step of training"),
+        ({"fused": "true", "foreach": "true"}, f"{OPTIMIZER}.foreach=true cannot go with fused: true"),
+        ({"capturable": "true"}, f"{OPTIMIZER}.capturable=true needs a CUDA device, and there is no such"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(given, text, monkeypatch):
+    monkeypatch.setattr("vectorlm.config.check.has_cuda", lambda: False)
+    overrides = [f"{OPTIMIZER}.{name}={value}" for name, value in given.items()]
+    check = lambda: check_config(load_config("my.yaml", overrides), 1, ())  # noqa: E731
+    with pytest.raises(ConfigError) as caught:
+        check()
+    assert text in str(caught.value)

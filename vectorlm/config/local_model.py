@@ -1,0 +1,154 @@
+"""The model of a config as a folder of this machine: the one that it names, or a snapshot of the Hugging Face Hub.
+
+A snapshot is a folder in the local Hugging Face cache (``HF_HOME``), one for each revision of a model. A complete one
+is used as it is, without a look at the Hub, so that a run that resumes finds the files that it began with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vectorlm.config.schema import Config
+from vectorlm.config.setting import refuse
+from vectorlm.errors import ConfigError
+
+HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
+"""What may be the name of a model on the Hub; every short relative path looks the same."""
+FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+"""What is downloaded of a model; where none of it holds weights, its ``*.bin`` files too."""
+WHOLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Where the weights are that no index divides over several files."""
+LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+"""What model families call their longest sequence in config.json."""
+
+
+def resolve_model(config: Config) -> Config:
+    """Put the model's folder in the place of its name on the Hub, and its own length in the place of -1.
+
+    A model that is not here stays as it is, for `check_config` to refuse. Loads no package where the config names a
+    folder that exists.
+
+    Raises:
+        ConfigError: The length is -1, and the model is here but names none.
+    """
+    notes, train = list(config.notes), config.train_parameters
+    folder = local_folder(config.model)
+    if folder != config.model:
+        notes.append(f"model: {config.model} is {folder}")
+        config = replace(config, model=folder)
+    if train.max_seq_len == -1 and (described := _described(Path(config.model))) is not None:
+        length = own_length(described)
+        if length is None:
+            rule = "stands for the model's own length, and its config.json names none"
+            raise ConfigError(refuse(config, "train_parameters.max_seq_len", rule, "Use 1024, for example."))
+        notes.append(f"max_seq_len: -1 is the model's own length, {length} tokens")
+        config = replace(config, train_parameters=replace(train, max_seq_len=length))
+    return replace(config, notes=tuple(notes))
+
+
+def with_download(config: Config) -> Config:
+    """Download the config's model where it is one of the Hub that the cache lacks; return the config with its folder.
+
+    Raises:
+        ConfigError: As `download` and `resolve_model`.
+    """
+    return resolve_model(config) if download(config.model) else config
+
+
+def local_folder(name: str) -> str:
+    """Return the cache's folder of a model of the Hub, where it is complete; else the name itself."""
+    if Path(name).exists() or not HUB_NAME.fullmatch(name):
+        return name
+    snapshot = _snapshot(name)
+    return name if snapshot is None or missing_files(snapshot) else str(snapshot)
+
+
+def download(name: str) -> bool:
+    """Fetch what the cache lacks of a model of the Hub, and return whether that was needed; offline it is not done.
+
+    Raises:
+        ConfigError: The Hub does not answer, has no such model, or wants a login.
+    """
+    if Path(name).exists() or not HUB_NAME.fullmatch(name) or local_folder(name) != name:
+        return False
+    from huggingface_hub import constants, snapshot_download
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        folder = snapshot_download(name, allow_patterns=list(FILES))
+        if missing_files(Path(folder)):
+            snapshot_download(name, allow_patterns=["*.bin"])
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise ConfigError(
+            f"model={name!r} is not a folder, and its download from the Hugging Face Hub failed: {reason}. Correct the "
+            "name or the connection, or run `hf auth login` for a model behind a login."
+        ) from error
+    return True
+
+
+def describe_absent(name: str) -> tuple[str, str]:
+    """Return what is wrong with a model that is no folder, and what to do about it."""
+    if not HUB_NAME.fullmatch(name):
+        return "is not a folder", "Download the model and name its folder."
+    from huggingface_hub import constants
+
+    cache, snapshot = constants.HF_HUB_CACHE, _snapshot(name)
+    lacking = "is not" if snapshot is None else f"lacks {', '.join(missing_files(snapshot))}"
+    rule = f"is not a folder, and as a model of the Hugging Face Hub it {lacking} in the cache {cache}"
+    return rule, f"Run `hf download {name}`, or name a folder."
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Name what a model's folder lacks: its description, its tokenizer, weights."""
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        missing.append("tokenizer.json")
+    lacking = [
+        sorted(name for name in _weight_files(index) if not (folder / name).is_file())
+        for index in sorted(folder.glob("*.index.json"))
+    ]
+    if all(lacking) and not any((folder / name).is_file() for name in WHOLE_WEIGHTS):
+        missing += lacking[0][:3] if lacking else WHOLE_WEIGHTS[:1]
+    return missing
+
+
+def _weight_files(index: Path) -> set[str]:
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, LookupError, AttributeError, TypeError):
+        return {f"a readable {index.name}"}
+
+
+def own_length(description: Mapping[str, Any]) -> int | None:
+    """Return the longest sequence that a model's description (config.json) names; None where it names none."""
+    sections = (description, description.get("text_config"))
+    named = (section.get(name) for section in sections if isinstance(section, Mapping) for name in LENGTHS)
+    return next((length for length in named if type(length) is int and length > 0), None)
+
+
+def _described(folder: Path) -> Mapping[str, Any] | None:
+    """Read a model's config.json; None where that fails, which `check_config` reports."""
+    try:
+        description = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return description if isinstance(description, Mapping) else None
+
+
+def _snapshot(name: str) -> Path | None:
+    """Return the folder of a model's newest revision in the cache, complete or not."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        description = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(description).parent if isinstance(description, str) else None
