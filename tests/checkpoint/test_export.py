@@ -41,7 +41,7 @@ def test_the_final_model_loads_with_transformers_and_equals_the_trained_one(tmp_
 
 
 def fail_while_exporting(topology, model_dir, path):
-    def fail(_):
+    def fail(*_):
         raise RuntimeError("disk full")
 
     export.folder.finish = fail

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import yaml
 
 from vectorlm.errors import ConfigError, EngineError
+from vectorlm.lora.folder import base_of, is_adapter_folder
 from vectorlm.types import Completion
 
 FLAGS = ("max_tokens", "temperature", "n", "seed")
@@ -27,11 +28,18 @@ class SampleArguments:
     engine: str
     prompts: Sequence[str]
     sampling_params: Mapping[str, Any]
+    adapter: str | None = None
+    """A folder of adapters on `model`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm sample``."""
-    parser.add_argument("--model", required=True, metavar="DIR", help="a folder written by save_pretrained")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="a folder written by save_pretrained: a model, or LoRA adapters that name their base model",
+    )
     parser.add_argument(
         "--prompt",
         dest="prompts",
@@ -68,13 +76,17 @@ def run(args: argparse.Namespace) -> int:
 
 def read_request(args: argparse.Namespace, lines: TextIO) -> SampleArguments:
     """Check the parsed arguments, before anything heavy is imported."""
-    if not (Path(args.model) / "config.json").is_file():
-        what = "has no config.json" if Path(args.model).is_dir() else "is not a folder"
-        raise ConfigError(f"--model {args.model} {what}: it must be a folder written by save_pretrained.")
+    model, adapter = args.model, None
+    if is_adapter_folder(Path(model)):
+        model, adapter = str(base_of(Path(model))), model
+    elif not (Path(model) / "config.json").is_file():
+        what = "has no config.json" if Path(model).is_dir() else "is not a folder"
+        raise ConfigError(f"--model {model} {what}: it must be a folder written by save_pretrained.")
     if args.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError("--engine vllm needs the vllm package, which is not installed. Use --engine hf.")
     params = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
-    return SampleArguments(args.model, args.engine, _prompts(args, lines), params | _params(args.params))
+    params |= _params(args.params)
+    return SampleArguments(model, args.engine, _prompts(args, lines), params, adapter)
 
 
 def answer(request: SampleArguments, out: TextIO) -> None:
@@ -89,6 +101,8 @@ def answer(request: SampleArguments, out: TextIO) -> None:
         raise ConfigError(str(error)) from error
     try:
         with _engine(request) as engine:
+            if request.adapter is not None:
+                engine.update(_adapted(request.model, Path(request.adapter)), 0)
             answers = engine.sample(list(request.prompts), dict(request.sampling_params))
     except EngineError as error:
         # The rest is the engine's traceback, which does not help somebody at the command line.
@@ -115,6 +129,17 @@ def _engine(request: SampleArguments) -> Any:
 
     logging.disable_progress_bar()
     return HFEngine(request.model)
+
+
+def _adapted(base: str, adapter: Path) -> Any:
+    """Load a model with adapters, whose merged weights an engine takes over like those of a training step."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from vectorlm.lora.folder import load_adapters
+
+    disable_progress_bar()
+    return load_adapters(adapter, AutoModelForCausalLM.from_pretrained(base, dtype="auto"))
 
 
 def _prompts(args: argparse.Namespace, lines: TextIO) -> list[str]:

@@ -19,6 +19,7 @@ def summarise(config: Config, world_size: int, num_nodes: int = 1) -> str:
         f"warmup {train.schedule.warmup_ratio:.0%} of the steps",
         "sampler": _sampler_row(train.sampler, train),
         "checkpoints": _checkpoint_row(config),
+        **_early_stop_row(train),
         "output": train.output_dir,
         **_resumption_row(config, world_size),
     }
@@ -71,9 +72,23 @@ def _teacher_row(rl: RLSettings) -> dict[str, str]:
 def _checkpoint_row(config: Config) -> str:
     if not config.train_parameters.checkpointing_enabled:
         return "none"
-    if config.rl is not None:
-        return f"every {_count(config.rl.save_every, 'step')}"
-    return f"every {config.train_parameters.loop.save_frequency:g} epoch"
+    every, keep = config.train_parameters.loop.save_frequency, config.train_parameters.keep
+    if config.rl is not None or every > 1:
+        text = f"every {_count(round(every) if config.rl is None else config.rl.save_every, 'step')}"
+    else:
+        text = f"every {every:g} epoch"
+    if keep.keep_best:
+        return f"{text}; the newest {keep.keep_checkpoints} stay, and the best"
+    return text if keep.keep_checkpoints == 2 else f"{text}; the newest {keep.keep_checkpoints} stay"
+
+
+def _early_stop_row(train: TrainSettings) -> dict[str, str]:
+    patience = train.keep.early_stopping_patience
+    return (
+        {}
+        if patience is None
+        else {"stops early": f"after {_count(patience, 'evaluation')} without improvement"}
+    )
 
 
 def _resumption_row(config: Config, world_size: int) -> dict[str, str]:
