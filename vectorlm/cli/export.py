@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vectorlm.checkpoint import folder
+from vectorlm.cli.run import INTERRUPTED
 from vectorlm.config.load import load_config
 from vectorlm.errors import ConfigError
 from vectorlm.lora.folder import base_of, is_adapter_folder, load_adapters, merged
@@ -66,7 +68,11 @@ def run(args: argparse.Namespace) -> int:
     path = _output(source, args)
     if path.exists():
         raise ConfigError(f"{path} exists. Delete it, or name another folder with --output.")
-    export(source, path, merges=args.merge, dtype=args.dtype)
+    try:
+        export(source, path, merges=args.merge, dtype=args.dtype)
+    except KeyboardInterrupt:
+        print(f"interrupted; nothing of {path} is left", file=sys.stderr)
+        return INTERRUPTED
     print(path)
     return 0
 
