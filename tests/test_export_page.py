@@ -2,6 +2,8 @@
 
 import re
 import shlex
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,18 +28,18 @@ def test_a_command_of_vectorlm_parses_and_names_configs_that_exist(command):
 
 @pytest.mark.slow
 def test_the_commands_of_vllm_parse():
-    from vllm.entrypoints.openai.api_server import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    # It moved within the versions that vectorlm supports.
+    home = "launchers" if find_spec("vllm.entrypoints.launchers") else "openai"
+    cli_args = import_module(f"vllm.entrypoints.{home}.cli_args")
     ours = [each for each in COMMANDS if not each.startswith("vectorlm ")]
     starts = ("vllm serve ", "python -m vllm.entrypoints.openai.api_server ")
     assert len(ours) == 4
+    parser = cli_args.make_arg_parser(FlexibleArgumentParser())
     for command in ours:
         (start,) = (each for each in starts if command.startswith(each))
-        parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(
-            shlex.split(command.removeprefix(start))
-        )
-        validate_parsed_serve_args(parsed)
+        cli_args.validate_parsed_serve_args(parser.parse_args(shlex.split(command.removeprefix(start))))
 
 
 def test_the_page_names_settings_that_exist_and_all_that_decide_what_is_kept():
