@@ -201,7 +201,8 @@ def test_lora_options_that_the_engine_cannot_follow_end_the_run_before_it_starts
         finetune(load_config(path, [sampler]))
     assert str(raised.value) == (
         "train_parameters.lora_peft_config.use_dora=True is beyond vLLM's LoRA layers. Leave it out, or use "
-        "lora_mode: merged, which publishes merged weights."
+        'train_parameters.sampler.lora_mode: merged (in Python SamplingEngine(..., lora_mode="merged")), which '
+        "publishes merged weights."
     )
 
 

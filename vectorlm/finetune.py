@@ -28,7 +28,7 @@ def finetune(config: Config, topology: Topology | None = None) -> None:
     with open_run(config, topology) as run:
         loop = _make_loop(run)
         loop.run()
-        run.export(loop.optimizer_step.model)
+        run.finish(loop.optimizer_step.model, loop.recorder, loop.step)
 
 
 def _make_loop(run: Run) -> FineTuningLoop:
@@ -38,11 +38,17 @@ def _make_loop(run: Run) -> FineTuningLoop:
     model = run.load_model()
     optimizer = run.make_optimizer(model)
     schedule = run.make_schedule(optimizer, num_steps)
+    frequency, steps_per_epoch = settings.loop.save_frequency, len(train_loader)
+
+    def end_epoch(epoch: int) -> None:
+        run.export(model, f"epoch-{epoch}-model", epoch * steps_per_epoch)
+
     recorder = run.make_recorder(
         run.make_turn(model, optimizer),
         num_steps=num_steps,
-        save_every=max(1, round(settings.loop.save_frequency * len(train_loader))),
+        save_every=round(frequency if frequency > 1 else max(1, frequency * steps_per_epoch)),
         num_examples=train_loader.num_examples,
+        **({"end_epoch": end_epoch} if settings.keep.epoch_models else {}),
     )
     loop = FineTuningLoop(
         optimizer_step=OptimizerStep(

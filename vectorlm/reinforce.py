@@ -75,7 +75,7 @@ def reinforce(config: Config, topology: Topology | None = None, engine: Sampling
     with open_run(config, topology, engine, **more) as run:
         loop = _build(run, rl, spec)
         loop.run()
-        run.export(loop.models.policy.model)
+        run.finish(loop.models.policy.model, loop.recorder, loop.step)
 
 
 def _build(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLLoop:

@@ -18,9 +18,17 @@ from torch import nn
 from transformers import set_seed
 from transformers.utils.logging import disable_progress_bar
 
+from vectorlm.checkpoint.card import card_of
 from vectorlm.checkpoint.export import export_model
-from vectorlm.checkpoint.folder import held, mark_finished, naming_the_full_disk, require_shared
-from vectorlm.checkpoint.state import CheckpointStore
+from vectorlm.checkpoint.folder import (
+    folder_of,
+    held,
+    mark_finished,
+    naming_the_full_disk,
+    require_shared,
+)
+from vectorlm.checkpoint.state import CheckpointStore, load_weights
+from vectorlm.checkpoint.watch import BestWatch
 from vectorlm.config import Config, save_config, to_plain
 from vectorlm.config.resume import Resumption, find_resumption, identity_of
 from vectorlm.config.summary import notes_of
@@ -122,18 +130,37 @@ class Run:
         )
 
     def make_recorder(
-        self, turn: DeviceTurn | None, *, num_steps: int, save_every: int, num_examples: int | None = None
+        self,
+        turn: DeviceTurn | None,
+        *,
+        num_steps: int,
+        save_every: int,
+        num_examples: int | None = None,
+        **more: Any,
     ) -> Recorder:
-        """Open metrics, checkpoints and evaluation; `num_examples` are the rows of a training dataset."""
+        """Open metrics, checkpoints and evaluation.
+
+        Args:
+            turn: Gives the devices to the engine for evaluations; None without an engine.
+            num_steps: Steps of the whole run.
+            save_every: Steps between two checkpoints.
+            num_examples: The rows of a training dataset.
+            **more: Other fields of the recorder.
+        """
         settings = self.config.train_parameters
-        store = None
         if settings.checkpointing_enabled:
             require_shared(settings.output_dir, self.topology)
-            identity = identity_of(self.config, self.topology.world_size, num_examples)
-            store = CheckpointStore(self.output / "checkpoints", identity)
         resumption = self._find_resumption(num_examples)
         resume_step = None if resumption is None else resumption.step
         sink, say = self._open_sinks(num_steps, resumption)
+        metric = "eval/loss" if self.config.rl is None else "eval/accuracy"
+        watch, store = BestWatch(metric, settings.keep, say), None
+        if settings.checkpointing_enabled:
+            identity = identity_of(self.config, self.topology.world_size, num_examples)
+            num_kept = settings.keep.keep_checkpoints
+            store = CheckpointStore(
+                self.output / "checkpoints", identity, num_kept, best_step=lambda: watch.best_step
+            )
         sampler = settings.sampler
         return Recorder(
             num_steps=num_steps,
@@ -144,6 +171,8 @@ class Run:
             checkpoints=store,
             save_every=save_every,
             resume_step=resume_step,
+            watch=watch,
+            **more,
         )
 
     def _make_evaluator(
@@ -165,11 +194,23 @@ class Run:
             say=say,
         )
 
-    def export(self, model: nn.Module) -> None:
-        """Write the final model; called on all ranks."""
-        export_model(model, self.tokenizer, self.output / "final-model")
-        if self.topology.is_main and self.config.train_parameters.checkpointing_enabled:
-            mark_finished(self.output / "checkpoints")
+    def finish(self, model: nn.Module, recorder: Recorder, step: int) -> None:
+        """Write the final model after the last `step`; called on all ranks, and the model holds its weights then."""
+        settings, checkpoints = self.config.train_parameters, self.output / "checkpoints"
+        best = recorder.watch.best_step if recorder.watch is not None else None
+        if settings.keep.final_model == "best" and best is not None and best != step:
+            recorder.say(f"the final model is the best one, of step {best}")
+            load_weights(folder_of(checkpoints, best), model)
+            step = best
+        self.export(model, "final-model", step)
+        if self.topology.is_main and settings.checkpointing_enabled:
+            mark_finished(checkpoints, recorder.has_stopped)
+
+    def export(self, model: nn.Module, name: str, step: int) -> None:
+        """Write the model after `step` into the folder `name` of the run; called on all ranks."""
+        is_adapter = self.config.train_parameters.lora_peft_config is not None
+        card = card_of(self.output, step, is_adapter=is_adapter) if self.topology.is_main else None
+        export_model(model, self.tokenizer, self.output / name, card)
 
     def _find_resumption(self, num_examples: int | None) -> Resumption | None:
         """Look for checkpoints on rank 0: a shared file system may show the other ranks an older state."""

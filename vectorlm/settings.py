@@ -63,6 +63,14 @@ ClippingNorm = Annotated[
 ]
 UnitInterval = Annotated[float, Rule("a number from 0 to 1", lambda value: 0 <= value <= 1, "0.05")]
 Fraction = Annotated[float, Rule("a number > 0 and <= 1", lambda value: 0 < value <= 1, "0.25")]
+SaveFrequency = Annotated[
+    float,
+    Rule(
+        "a share of an epoch (> 0 and <= 1), or an integer > 1 of optimizer steps",
+        lambda value: 0 < value <= 1 or (value > 1 and float(value).is_integer()),
+        "0.25 or 100",
+    ),
+]
 Betas = Annotated[
     tuple[float, float], Rule("a list of two numbers, each >= 0 and < 1", _is_beta_pair, "[0.9, 0.95]")
 ]

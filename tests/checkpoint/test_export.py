@@ -1,11 +1,14 @@
+import errno
 import json
 
 import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
+from transformers import LlamaForCausalLM
 
 from vectorlm.checkpoint import export, folder
 from vectorlm.checkpoint.export import export_model
+from vectorlm.errors import CheckpointError
 from vectorlm.lora.load import add_lora
 from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.shard import shard_model
@@ -41,7 +44,7 @@ def test_the_final_model_loads_with_transformers_and_equals_the_trained_one(tmp_
 
 
 def fail_while_exporting(topology, model_dir, path):
-    def fail(_):
+    def fail(*_):
         raise RuntimeError("disk full")
 
     export.folder.finish = fail
@@ -107,3 +110,57 @@ def test_whatever_the_options_the_final_adapter_loads_with_peft_and_equals_the_t
     model_dir = save_tiny_llama(tmp_path / "llama")
     for name, expected in zip(cases, on_ranks(2, export_all, model_dir, tmp_path, cases)[0], strict=True):
         assert_loads_as(expected, model_dir, tmp_path / name)
+
+
+def export_in_pieces(topology, model_dir, path):
+    export.MAX_SHARD = "20KB"
+    return change_and_export(topology, model_dir, path)
+
+
+def test_a_large_model_is_written_in_several_files_with_all_that_belongs_to_it(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model_dir, path = save_tiny_llama(tmp_path / "llama"), tmp_path / "final-model"
+    generation = json.loads((model_dir / "generation_config.json").read_text()) | {"max_new_tokens": 7}
+    (model_dir / "generation_config.json").write_text(json.dumps(generation))
+    trained = on_ranks(2, export_in_pieces, model_dir, path)[0]
+    pieces = sorted(path.glob("*.safetensors"))
+    assert len(pieces) > 2
+    # A tensor is never cut: the largest, of 48 x 32 numbers in fp32, takes 6 KB, and a header some more.
+    assert all(piece.stat().st_size < 25_000 for piece in pieces)
+    assert (path / "model.safetensors.index.json").is_file()
+    found = AutoModelForCausalLM.from_pretrained(path)
+    assert all(torch.equal(each, trained[name]) for name, each in found.named_parameters())
+    assert found.generation_config.max_new_tokens == 7
+    assert "message.content" in (path / "chat_template.jinja").read_text()
+
+
+def test_adapters_name_their_base_by_a_path_that_holds_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_tiny_llama(tmp_path / "llama")
+    on_ranks(1, export_adapter, "llama", tmp_path / "final-model", {"target_modules": ["q_proj"]})
+    options = json.loads((tmp_path / "final-model" / "adapter_config.json").read_text())
+    assert options["base_model_name_or_path"] == str(tmp_path / "llama")
+    # peft's own card is a template with the path as the name of the base model.
+    assert not (tmp_path / "final-model" / "README.md").exists()
+
+
+def export_to_a_full_disk(topology, model_dir, path):
+    def write(self, work, **_):
+        (work / "half").write_text("a half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    LlamaForCausalLM.save_pretrained = write
+    with pytest.raises(CheckpointError) as raised:
+        change_and_export(topology, model_dir, path)
+    return str(raised.value)
+
+
+def test_a_full_disk_is_named_and_takes_no_more_room(tmp_path):
+    model_dir, path = save_tiny_llama(tmp_path / "llama"), tmp_path / "run" / "final-model"
+    (text,) = on_ranks(1, export_to_a_full_disk, model_dir, path)
+    assert text == (
+        f"the model {path} cannot be written (OSError: [Errno 28] No space left on device). No half of it is left: "
+        "once the disk can be written to, the same command writes it."
+    )
+    assert list(path.parent.iterdir()) == []

@@ -10,6 +10,7 @@ from vectorlm.config import check, check_config, load_config
 from vectorlm.config.check import LORA_CONFIG
 from vectorlm.config.check_vllm import fields_of
 from vectorlm.errors import ConfigError
+from vectorlm.lora.options import MERGED
 
 REWARDS = ["countdown", "length"]
 SAMPLER = "train_parameters.sampler={sample_frequency: 2, prompts: p.jsonl}"
@@ -152,19 +153,21 @@ def test_a_reward_must_exist(complete):
         (
             "{r: 4, use_dora: true}",
             "adapter",
-            "use_dora=true is beyond vLLM's LoRA layers. Leave it out, or use lora_mode: merged, which publishes "
+            "use_dora=true is beyond vLLM's LoRA layers. Leave it out, or use "
+            f"{MERGED}, which publishes "
             "merged weights.",
         ),
         (
             "{bias: all}",
             "adapter",
-            "bias='all' is beyond vLLM's LoRA layers. Leave it out, or use lora_mode: merged, which publishes merged "
+            "bias='all' is beyond vLLM's LoRA layers. Leave it out, or use "
+            f"{MERGED}, which publishes merged "
             "weights.",
         ),
         (
             "{r: 8, rank_pattern: {q_proj: 600}}",
             "adapter",
-            "r=600 is beyond vLLM's largest adapter rank of 512. Use a smaller rank, or lora_mode: merged.",
+            f"r=600 is beyond vLLM's largest adapter rank of 512. Use a smaller rank, or {MERGED}.",
         ),
         (
             "{lora_bias: true}",

@@ -346,7 +346,11 @@ REFUSED = {
         "1.5": "=1.5 must be a number from 0 to 1. Use 0.05, for example.",
         "-0.1": "=-0.1 must be a number from 0 to 1. Use 0.05, for example.",
     },
-    "train_parameters.save_frequency": {"0": "=0 must be a number > 0 and <= 1. Use 0.25, for example."},
+    "train_parameters.save_frequency": {
+        value: f"={value} must be a share of an epoch (> 0 and <= 1), or an integer > 1 of optimizer steps. Use 0.25 "
+        "or 100, for example."
+        for value in ("0", "1.5", "-2")
+    },
     "train_parameters.optimizer": {"adam": "='adam' must be a section (`key: value` lines)."},
     "train_parameters.optimizer.lr": {
         "-1": "=-1 must be a finite number >= 0. Use 0.1, for example.",

@@ -204,7 +204,11 @@ REFUSED = {
             r"use_dora=True is beyond vLLM's LoRA layers\. .*lora_mode: merged, which publishes",
         ),
         ({"bias": "lora_only"}, r"bias='lora_only' is beyond vLLM's LoRA layers"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is beyond"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            r"modules_to_save=\['lm_head'\] is beyond .*sampler.lora_mode: merged \(in Python "
+            r'SamplingEngine\(\.\.\., lora_mode="merged"\)\)',
+        ),
         ({"r": 513}, r"r=513 is beyond vLLM's largest adapter rank of 512\. Use a smaller rank"),
         (
             {"trainable_token_indices": [1]},

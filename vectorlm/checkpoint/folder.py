@@ -26,6 +26,8 @@ HELD_PATIENCE_S = 3.0
 """A run that was killed a moment ago may not be gone yet."""
 OF_OTHER_RANKS = re.compile(r"gloo|NCCL|^Dist\w*Error")
 """How torch says that another rank is gone, or does not come."""
+EARLY = "stopped early"
+"""What a run that stopped early notes in its newest checkpoint."""
 PATIENCE_S = 10.0
 """Network file systems may take some seconds to show another machine's new file."""
 
@@ -40,6 +42,8 @@ class FoundCheckpoint:
     """What it notes of its run."""
     is_finished: bool
     """Whether the run ended with it and exported its model."""
+    stopped_early: bool = False
+    """Whether it ended before its last step."""
 
 
 def steps_in(path: Path) -> list[int]:
@@ -66,13 +70,15 @@ def newest(path: Path) -> FoundCheckpoint | None:
     with readable(found):
         identity = json.loads((found / "identity.json").read_text(encoding="utf-8"))
         assert isinstance(identity, dict), "identity.json holds no object"
-    return FoundCheckpoint(steps[-1], found, identity, (found / "finished").exists())
+    note = found / "finished"
+    is_finished = note.exists()
+    return FoundCheckpoint(steps[-1], found, identity, is_finished, is_finished and note.read_text() == EARLY)
 
 
-def mark_finished(path: Path) -> None:
+def mark_finished(path: Path, stopped_early: bool = False) -> None:
     """Note in the newest checkpoint under `path` that its run has exported its model."""
     for step in steps_in(path)[-1:]:
-        (folder_of(path, step) / "finished").touch()
+        (folder_of(path, step) / "finished").write_text(EARLY if stopped_early else "")
 
 
 @contextlib.contextmanager
@@ -92,15 +98,31 @@ def writable(path: Path) -> Iterator[None]:
     """Name the checkpoint `path`, and whether its disk is full, in what the block raises while writing it."""
 
     def say(cause: str) -> str:
-        disk = next(each for each in path.parents if each.exists())
-        space = "" if shutil.disk_usage(disk).free else "No space left on device: "
         return (
-            f"the checkpoint {path} cannot be written ({space}{cause}). The one before is whole: once the disk can be "
-            "written to, the same command goes on from it."
+            f"the checkpoint {path} cannot be written ({_space(path)}{cause}). The one before is whole: once the disk "
+            "can be written to, the same command goes on from it."
         )
 
     with _as_checkpoint_error(say):
         yield
+
+
+@contextlib.contextmanager
+def exported(path: Path) -> Iterator[None]:
+    """Name the model folder `path`, and whether its disk is full, in what the block raises while writing it."""
+    with _as_checkpoint_error(
+        lambda cause: (
+            f"the model {path} cannot be written ({_space(path)}{cause}). No half of it is left: once the disk can be "
+            "written to, the same command writes it."
+        )
+    ):
+        yield
+
+
+def _space(path: Path) -> str:
+    """Say that the disk of `path` is full, if it is: not every library that writes says so."""
+    disk = next(each for each in path.absolute().parents if each.exists())
+    return "" if shutil.disk_usage(disk).free else "No space left on device: "
 
 
 @contextlib.contextmanager
@@ -109,7 +131,7 @@ def _as_checkpoint_error(say: Callable[[str], str]) -> Iterator[None]:
         yield
     except BaseException as error:
         of_others = OF_OTHER_RANKS.search(f"{type(error).__name__}: {error}")
-        if of_others or isinstance(error, KeyboardInterrupt | SystemExit):
+        if of_others or isinstance(error, KeyboardInterrupt | SystemExit | CheckpointError):
             raise
         # torch's CheckpointException, a BaseException, holds what each rank raised; its own first line says nothing.
         causes = [cause for _, (cause, _) in sorted(getattr(error, "failures", {}).items())]
@@ -156,18 +178,19 @@ def begin(path: Path) -> Path:
     return unfinished(path)
 
 
-def finish(path: Path) -> None:
-    """Rename the folder written for `path` to `path`, replacing an older one.
+def finish(path: Path, work: Path | None = None) -> None:
+    """Rename the folder written for `path`, `unfinished` or `work`, to `path`, replacing an older one.
 
     Everything in it is on disk by then: a folder with its final name is complete even after a power cut.
     """
-    for each in unfinished(path).rglob("*"):
+    work = unfinished(path) if work is None else work
+    for each in work.rglob("*"):
         _sync(each)
-    _sync(unfinished(path))
+    _sync(work)
     replaced = path.with_name(f".{path.name}.replaced")
     if path.exists():
         os.replace(path, replaced)
-    os.replace(unfinished(path), path)
+    os.replace(work, path)
     _sync(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,15 +27,13 @@ from vectorlm.types import TrainedModel
 
 DIGESTS = "files.json"
 """Names and digests of the files of a checkpoint."""
-NUM_KEPT = 2
-"""Complete checkpoints that stay on disk."""
 
 # Frozen weights are loaded from the model's folder again; a LoRA checkpoint holds only the adapters.
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 class CheckpointStore:
-    """The checkpoints under one folder, ``step-00000040/`` and so on; the newest ones are kept.
+    """The checkpoints under one folder, ``step-00000040/`` and so on; the newest ones are kept, and the best.
 
     A checkpoint holds the shards of the weights and of the optimizer's state, and for each rank its random
     generators and the loop's own state. It gets its name when all ranks have written, and notes the digest of each
@@ -42,10 +42,19 @@ class CheckpointStore:
     Args:
         path: The folder; it need not exist.
         identity: What each checkpoint notes of the run, as JSON values.
+        num_kept: Newest checkpoints that stay on disk, >= 1.
+        best_step: Returns the step of a checkpoint that stays too, or None.
     """
 
-    def __init__(self, path: str | Path, identity: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        identity: Mapping[str, Any],
+        num_kept: int = 2,
+        best_step: Callable[[], int | None] = lambda: None,
+    ) -> None:
         self._path, self._identity = Path(path), identity
+        self._num_kept, self._best_step = num_kept, best_step
 
     def save(self, step: int, models: Mapping[str, TrainedModel], loop: dict[str, Any]) -> None:
         """Write the checkpoint of `step`, with this rank's `loop` state of tensors and plain values.
@@ -72,10 +81,12 @@ class CheckpointStore:
         written = _digests(work, files)
         if rank == 0:
             (work / DIGESTS).write_text(json.dumps(written, indent=2))
-            (work / "identity.json").write_text(json.dumps(self._identity, indent=2))
+            best = self._best_step()
+            (work / "identity.json").write_text(json.dumps({**self._identity, "best_step": best}, indent=2))
             folder.finish(target)
-            for old in folder.steps_in(self._path)[:-NUM_KEPT]:
-                folder.retire(folder.folder_of(self._path, old))
+            for old in folder.steps_in(self._path)[: -self._num_kept]:
+                if old != best:
+                    folder.retire(folder.folder_of(self._path, old))
         dist.barrier()
 
     def load(self, step: int, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
@@ -88,10 +99,7 @@ class CheckpointStore:
         """
         source, rank = folder.folder_of(self._path, step), dist.get_rank()
         with folder.readable(source):
-            written = json.loads((source / DIGESTS).read_text())
-            present = _digests(source, written)
-            if spoiled := [name for name in written if written[name] != present[name]]:
-                raise ValueError(f"{', '.join(spoiled)} is not as it was written")
+            _require_as_written(source)
             states = {name: state_of(model) for name, model in models.items()}
             dcp.load(states, checkpoint_id=source / "shards")
             is_new = not (source / f"rank-{rank}.pt").exists()
@@ -107,8 +115,35 @@ class CheckpointStore:
         return saved["loop"]
 
 
+def load_weights(path: Path, model: nn.Module, name: str = "policy") -> None:
+    """Load the weights of the model `name` from the checkpoint `path`; called on all ranks, or without any.
+
+    Of a model with adapters only the trained tensors are there, and the others stay as they are.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read, or is not as it was written.
+    """
+    with folder.readable(path):
+        _require_as_written(path)
+        state = {name: {"model": get_model_state_dict(model, options=_OPTIONS)}}
+        with warnings.catch_warnings():
+            # That there are no ranks is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.load(state, checkpoint_id=path / "shards")
+        set_model_state_dict(model, state[name]["model"], options=_OPTIONS)
+
+
+def _require_as_written(path: Path) -> None:
+    written = json.loads((path / DIGESTS).read_text())
+    present = _digests(path, written)
+    if spoiled := [name for name in written if written[name] != present[name]]:
+        raise ValueError(f"{', '.join(spoiled)} is not as it was written")
+
+
 def _digests(path: Path, names: Iterable[str]) -> dict[str, str]:
     """Return the digests of the files below `path` on every rank; each rank reads its share."""
+    if not dist.is_initialized():
+        return folder.digests(path, names)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shares: list[Any] = [None] * world_size
     dist.all_gather_object(shares, folder.digests(path, sorted(names)[rank::world_size]))

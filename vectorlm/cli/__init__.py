@@ -42,6 +42,11 @@ COMMANDS = {
         'vectorlm sample --model data/countdown/model --prompt "Using the numbers 3, 5, 8 make 16."',
         "vectorlm.cli.sample",
     ),
+    "export": Command(
+        "make a model folder of a run, a checkpoint or LoRA adapters, for vLLM and transformers",
+        "vectorlm export runs/countdown_lora --merge --dtype bfloat16",
+        "vectorlm.cli.export",
+    ),
     "serve": Command(
         "run a vLLM server whose weights a trainer on this machine can replace",
         "vectorlm serve --model data/countdown/model --port 8000 -- --dtype float32",

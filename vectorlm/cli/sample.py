@@ -14,6 +14,7 @@ import yaml
 
 from vectorlm.config.local_model import describe_absent, download, local_folder
 from vectorlm.errors import ConfigError, EngineError
+from vectorlm.lora.folder import base_of, is_adapter_folder
 from vectorlm.types import Completion
 
 FLAGS = ("max_tokens", "temperature", "n", "seed")
@@ -28,11 +29,16 @@ class SampleArguments:
     engine: str
     prompts: Sequence[str]
     sampling_params: Mapping[str, Any]
+    adapter: str | None = None
+    """A folder of adapters on `model`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm sample``."""
-    help_text = "a folder written by save_pretrained, or a name on the Hugging Face Hub"
+    help_text = (
+        "a folder written by save_pretrained, a model or LoRA adapters that name their base model; or a name on the "
+        "Hugging Face Hub"
+    )
     parser.add_argument("--model", required=True, metavar="DIR", help=help_text)
     parser.add_argument(
         "--prompt",
@@ -71,18 +77,21 @@ def run(args: argparse.Namespace) -> int:
 def read_request(args: argparse.Namespace, lines: TextIO) -> SampleArguments:
     """Check the parsed arguments, before anything heavy is imported."""
     download(args.model)
-    model = local_folder(args.model)
+    model, adapter = local_folder(args.model), None
     if not Path(model).is_dir():
         rule, fix = describe_absent(model)
         raise ConfigError(f"--model {model} {rule}. {fix}")
-    if not (Path(model) / "config.json").is_file():
+    if is_adapter_folder(Path(model)):
+        model, adapter = str(base_of(Path(model))), model
+    elif not (Path(model) / "config.json").is_file():
         raise ConfigError(
             f"--model {model} has no config.json: it must be a folder written by save_pretrained."
         )
     if args.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError("--engine vllm needs the vllm package, which is not installed. Use --engine hf.")
     params = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
-    return SampleArguments(model, args.engine, _prompts(args, lines), params | _params(args.params))
+    params |= _params(args.params)
+    return SampleArguments(model, args.engine, _prompts(args, lines), params, adapter)
 
 
 def answer(request: SampleArguments, out: TextIO) -> None:
@@ -97,6 +106,8 @@ def answer(request: SampleArguments, out: TextIO) -> None:
         raise ConfigError(str(error)) from error
     try:
         with _engine(request) as engine:
+            if request.adapter is not None:
+                engine.update(_adapted(request.model, Path(request.adapter)), 0)
             answers = engine.sample(list(request.prompts), dict(request.sampling_params))
     except EngineError as error:
         # The rest is the engine's traceback, which does not help somebody at the command line.
@@ -123,6 +134,17 @@ def _engine(request: SampleArguments) -> Any:
 
     logging.disable_progress_bar()
     return HFEngine(request.model)
+
+
+def _adapted(base: str, adapter: Path) -> Any:
+    """Load a model with adapters, whose merged weights an engine takes over like those of a training step."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from vectorlm.lora.folder import load_adapters
+
+    disable_progress_bar()
+    return load_adapters(adapter, AutoModelForCausalLM.from_pretrained(base, dtype="auto"))
 
 
 def _prompts(args: argparse.Namespace, lines: TextIO) -> list[str]:

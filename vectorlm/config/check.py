@@ -99,6 +99,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     if sampler is not None:
         yield from _secrets(f"{_SAMPLER}.engine", sampler.engine.engine_args)
     yield from _secrets("wandb_config", config.wandb_config)
+    yield from _keep_problems(config)
     yield from _unread_settings(config)
 
 
@@ -114,6 +115,17 @@ def _unread_settings(config: Config) -> Iterator[str]:
             if not (found in other.values if other.values else found or other.path in config.origins):
                 rule = f"has no effect with {other.path}={show(found)}"
                 yield refuse(config, path, rule, other.fix or f"Leave it out, or set {other.path}.", value)
+
+
+def _keep_problems(config: Config) -> Iterator[str]:
+    """Under `rl` only a reward of the held-out prompts says which weights are the best."""
+    keep, sampler = config.train_parameters.keep, config.train_parameters.sampler
+    if config.rl is None or (sampler is not None and sampler.evaluation.reward is not None):
+        return
+    for name in ("keep_best", "early_stopping_patience"):
+        if getattr(keep, name):
+            rule = f"needs {_SAMPLER}.reward, whose eval/accuracy says which weights are the best"
+            yield refuse(config, f"train_parameters.{name}", rule, "Name a reward there.")
 
 
 def _secrets(path: str, given: Mapping[str, Any]) -> Iterator[str]:

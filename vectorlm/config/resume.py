@@ -27,6 +27,11 @@ FIXED = (
     "rl.rollout.source",
 )
 """What decides which tensors a checkpoint holds, the order of the data, or how its optimizer steps are counted."""
+STOPS_EARLY = (
+    "train_parameters.early_stopping_patience",
+    "train_parameters.early_stopping_min_delta",
+)
+"""What decides whether a run that stopped early goes on."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class Resumption:
     """Settings that are no longer what they were, such as ``train_parameters.epochs=4 (was 2)``."""
     is_finished: bool
     """Nothing is left to do: the checkpoint is of the run's last step, and the model was exported."""
+    stopped_early: bool = False
+    """Whether it was the last step because training no longer improved."""
 
 
 def identity_of(config: Config, world_size: int, num_examples: int | None = None) -> dict[str, Any]:
@@ -81,16 +88,21 @@ def find_resumption(config: Config, world_size: int, num_examples: int | None = 
             f"the data depend on this. Restore it, or choose another output_dir{start}. To start over, delete {path}."
         )
     length = _length_setting(config)
-    is_over = now["settings"][length] <= found.identity["settings"][length]
-    return Resumption(found.step, tuple(changes), found.is_finished and is_over)
+    # A longer run would stop again at its next evaluation.
+    decisive = STOPS_EARLY if found.stopped_early else ()
+    before = found.identity["settings"]
+    is_over = found.stopped_early or now["settings"][length] <= before[length]
+    is_over &= all(now["settings"].get(name) == before.get(name) for name in decisive)
+    return Resumption(found.step, tuple(changes), found.is_finished and is_over, found.stopped_early)
 
 
 def say_finished(config: Config, found: Resumption) -> str:
     """Say that a run is over, and how to train longer."""
     output = config.train_parameters.output_dir
+    setting = STOPS_EARLY[0] if found.stopped_early else _length_setting(config)
     return (
-        f"{output} is finished at step {found.step}; its model is {output}/final-model. To train longer, raise "
-        f"{_length_setting(config)}; to start over, delete {output}/checkpoints."
+        f"{output} {'stopped early' if found.stopped_early else 'is finished'} at step {found.step}; its model is "
+        f"{output}/final-model. To train longer, raise {setting}; to start over, delete {output}/checkpoints."
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from vectorlm.algorithms.hyperparameters import Hyperparameters
+from vectorlm.checkpoint.settings import KeepSettings
 from vectorlm.data.settings import DatasetSettings, PreprocessSettings
 from vectorlm.engine.settings import EngineSettings
 from vectorlm.errors import ConfigError
@@ -72,6 +73,7 @@ class TrainSettings:
     schedule: ScheduleSettings = inline(ScheduleSettings)
     checkpointing_enabled: bool = False
     """Save checkpoints during training, and resume from the latest one."""
+    keep: KeepSettings = inline(KeepSettings)
     sampler: SamplerSettings | None = None
     """How the engine samples; null means the defaults with `rl`, and no sampling in fine-tuning."""
 

@@ -22,6 +22,7 @@ def summarise(config: Config, world_size: int, num_nodes: int = 1) -> str:
         f"warmup {train.schedule.warmup_ratio:.0%} of the steps",
         "sampler": _sampler_row(config),
         "checkpoints": _checkpoint_row(config),
+        **_early_stop_row(train),
         "output": train.output_dir,
         **_resumption_row(config, world_size),
     }
@@ -98,10 +99,21 @@ def _teacher_row(rl: RLSettings) -> dict[str, str]:
 def _checkpoint_row(config: Config) -> str:
     if not config.train_parameters.checkpointing_enabled:
         return "none"
-    if config.rl is not None:
-        return f"every {_count(config.rl.save_every, 'step')}"
-    share = config.train_parameters.loop.save_frequency
-    return "every epoch" if share == 1 else f"every {share:g} of an epoch"
+    every, keep = config.train_parameters.loop.save_frequency, config.train_parameters.keep
+    if config.rl is not None or every > 1:
+        text = f"every {_count(round(every) if config.rl is None else config.rl.save_every, 'step')}"
+    else:
+        text = "every epoch" if every == 1 else f"every {every:g} of an epoch"
+    if keep.keep_best:
+        return f"{text}; the newest {keep.keep_checkpoints} stay, and the best"
+    return text if keep.keep_checkpoints == 2 else f"{text}; the newest {keep.keep_checkpoints} stay"
+
+
+def _early_stop_row(train: TrainSettings) -> dict[str, str]:
+    patience = train.keep.early_stopping_patience
+    if patience is None:
+        return {}
+    return {"stops early": f"after {_count(patience, 'evaluation')} without improvement"}
 
 
 def _resumption_row(config: Config, world_size: int) -> dict[str, str]:

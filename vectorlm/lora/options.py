@@ -25,6 +25,9 @@ MERGEABLE = frozenset({"use_dora", "bias", "modules_to_save"})
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as ``max_lora_rank`` (0.26 to 0.32)."""
 
+MERGED = 'train_parameters.sampler.lora_mode: merged (in Python SamplingEngine(..., lora_mode="merged"))'
+"""What an engine follows that merged weights express."""
+
 Refusal = tuple[str, Any, str, str]
 """Option, value, the rule that it breaks, the fix."""
 
@@ -44,15 +47,10 @@ def refused_options(options: Mapping[str, Any], lora_mode: str) -> Iterator[Refu
             yield option, value, rule, "Leave it out, or train without a sampler."
         elif lora_mode == "adapter":
             rule = "is beyond vLLM's LoRA layers"
-            yield (
-                option,
-                value,
-                rule,
-                "Leave it out, or use lora_mode: merged, which publishes merged weights.",
-            )
+            yield option, value, rule, f"Leave it out, or use {MERGED}, which publishes merged weights."
     if lora_mode == "adapter" and (rank := largest_rank(options)) > ENGINE_RANKS[-1]:
         rule = f"is beyond vLLM's largest adapter rank of {ENGINE_RANKS[-1]}"
-        yield "r", rank, rule, "Use a smaller rank, or lora_mode: merged."
+        yield "r", rank, rule, f"Use a smaller rank, or {MERGED}."
 
 
 def largest_rank(options: Mapping[str, Any]) -> int:

@@ -91,7 +91,7 @@ class RLLoop:
             self.recorder.sink.write(0, self._evaluate())
         else:
             self._load_state(saved)
-        while self.step < self.recorder.num_steps:
+        while self.step < self.recorder.num_steps and not self.recorder.has_stopped:
             metrics = self._train()
             self.step += 1
             metrics |= self._follow(metrics)
@@ -161,6 +161,7 @@ class RLLoop:
     def _evaluate(self) -> dict[str, float]:
         began = time.perf_counter()
         metrics = self.recorder.evaluate_if_due(self.step)
+        metrics |= self.recorder.observe(self.step, metrics)
         if metrics:
             self._evaluations.append(("time/exam_s", began, time.perf_counter()))
         return metrics

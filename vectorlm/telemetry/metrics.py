@@ -1,8 +1,8 @@
 """Sinks: where the metrics of a training step are written.
 
 Fine-tuning writes ``train/loss train/learning_rate train/grad_norm train/tokens_per_s train/step_s eval/loss
-eval/accuracy sampler/tokens_per_s sampler/generate_s weights/publish_s weights/load_s weights/update_s``; the metrics
-of reinforcement learning are in docs/metrics.md.
+eval/accuracy eval/stopped_early sampler/tokens_per_s sampler/generate_s weights/publish_s weights/load_s
+weights/update_s``; the metrics of reinforcement learning are in docs/metrics.md.
 """
 
 from __future__ import annotations

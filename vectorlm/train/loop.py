@@ -70,12 +70,16 @@ class FineTuningLoop:
             metrics = self.optimize(micro_batches)
             self.step += 1
             recorder.sink.write(self.step, metrics | self.evaluate_if_due())
+            if self.step % len(self.train_loader) == 0:
+                recorder.end_epoch(self.step // len(self.train_loader))
             recorder.save_if_due(self.step, models, lambda: {"schedule": schedule.state_dict()})
 
     def remaining_steps(self) -> Iterator[list[Batch]]:
         """Yield this rank's micro-batches of each remaining optimizer step."""
         for epoch in range(self.step // len(self.train_loader), self.settings.epochs):
             for step in self.train_loader.steps(epoch, start_step=self.step % len(self.train_loader)):
+                if self.recorder.has_stopped:
+                    return
                 yield [self._apart(batch) for batch in step]
 
     def optimize(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
@@ -105,6 +109,7 @@ class FineTuningLoop:
             metrics["eval/loss"] = self.held_out_loss()
             assert self.optimizer_step.schedule is not None
             self.optimizer_step.schedule.observe(metrics["eval/loss"])
+            metrics |= self.recorder.observe(self.step, metrics)
         return metrics | self.recorder.evaluate_if_due(self.step)
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from vectorlm.types import Checkpoints, Evaluation, MetricSink, TrainedModel
+from vectorlm.types import Checkpoints, Evaluation, MetricSink, TrainedModel, Watch
 
 Span = tuple[str, float, float]
 """A name, a start and an end, in seconds."""
@@ -64,10 +64,23 @@ class Recorder:
     """Steps between two checkpoints; there is one at the end too."""
     resume_step: int | None = None
     """The step of the checkpoint to resume from; None in a new run."""
+    watch: Watch | None = None
+    """Says which evaluation was the best, and ends training that no longer improves."""
+    end_epoch: Callable[[int], None] = lambda epoch: None
+    """Called at the end of each epoch, with its number from 1."""
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether training ends before its last step."""
+        return self.watch is not None and self.watch.is_over
 
     def is_due(self, every: int, step: int) -> bool:
         """Whether `step` is a multiple of `every` or the last step."""
-        return step % every == 0 or step == self.num_steps
+        return step % every == 0 or step == self.num_steps or self.has_stopped
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Show an evaluation's metrics to the watch, and return what it adds to them."""
+        return {} if self.watch is None else self.watch.observe(step, metrics)
 
     def evaluate_if_due(self, step: int) -> dict[str, float]:
         """Evaluate where an evaluation is due, and return its metrics."""
@@ -84,11 +97,16 @@ class Recorder:
         self, step: int, models: Mapping[str, TrainedModel], state: Callable[[], dict[str, Any]]
     ) -> None:
         """Save the models and the loop's own state where a checkpoint is due: a longer run may go on from the last."""
-        if self.checkpoints is not None and self.is_due(self.save_every, step):
-            self.checkpoints.save(step, models, state())
+        is_best = self.watch is not None and self.watch.best_step == step
+        if self.checkpoints is not None and (is_best or self.is_due(self.save_every, step)):
+            watched = {} if self.watch is None else {"watch": self.watch.state_dict()}
+            self.checkpoints.save(step, models, state() | watched)
 
     def resume(self, models: Mapping[str, TrainedModel]) -> dict[str, Any] | None:
         """Load the checkpoint into the models and return the loop's own state; None in a new run."""
         if self.resume_step is None or self.checkpoints is None:
             return None
-        return self.checkpoints.load(self.resume_step, models)
+        saved = self.checkpoints.load(self.resume_step, models)
+        if self.watch is not None and "watch" in saved:
+            self.watch.load_state_dict(saved["watch"])
+        return saved

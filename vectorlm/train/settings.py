@@ -10,11 +10,11 @@ from vectorlm.settings import (
     AlwaysFalse,
     Betas,
     ClippingNorm,
-    Fraction,
     NonNegativeFloat,
     PositiveInt,
     PromptSource,
     ReadIf,
+    SaveFrequency,
     Text,
     UnitInterval,
 )
@@ -146,8 +146,10 @@ class LoopSettings:
     """Micro-batches per optimizer step on each rank."""
     logging_steps: Annotated[PositiveInt, ReadIf("dataset", fix="Use sampler.sample_frequency.")] = 50
     """Optimizer steps between two evaluations."""
-    save_frequency: Annotated[Fraction, ReadIf("dataset", fix="Use rl.save_every."), WITH_CHECKPOINTS] = 0.25
-    """Share of an epoch between two checkpoints."""
+    save_frequency: Annotated[
+        SaveFrequency, ReadIf("dataset", fix="Use rl.save_every."), WITH_CHECKPOINTS
+    ] = 0.25
+    """Up to 1 the share of an epoch between two checkpoints, above 1 the optimizer steps between them."""
 
 
 @dataclass(frozen=True, kw_only=True)

