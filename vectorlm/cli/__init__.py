@@ -42,6 +42,16 @@ COMMANDS = {
         'vectorlm sample --model data/countdown/model --prompt "Using the numbers 3, 5, 8 make 16."',
         "vectorlm.cli.sample",
     ),
+    "plot": Command(
+        "draw the curves of runs, over each other",
+        "vectorlm plot runs/countdown_sft runs/countdown_lora --output compared.png",
+        "vectorlm.cli.plot",
+    ),
+    "report": Command(
+        "make one HTML page of runs: settings, curves, samples, times",
+        "vectorlm report runs/countdown_sft --output report.html",
+        "vectorlm.cli.report",
+    ),
     "serve": Command(
         "run a vLLM server whose weights a trainer on this machine can replace",
         "vectorlm serve --model data/countdown/model --port 8000 -- --dtype float32",

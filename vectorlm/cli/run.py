@@ -6,7 +6,12 @@ import argparse
 import sys
 
 from vectorlm.cli.check import check_all
-from vectorlm.config.load import add_config_arguments, add_override_arguments, config_from_arguments
+from vectorlm.config.load import (
+    add_config_arguments,
+    add_override_arguments,
+    add_profile_argument,
+    config_from_arguments,
+)
 from vectorlm.config.resume import find_resumption, say_finished
 from vectorlm.errors import ConfigError, VectorLMError
 
@@ -18,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm run``."""
     parser.add_argument("yaml_path", metavar="my.yaml", help="the config file")
     add_override_arguments(parser)
+    add_profile_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,6 +21,8 @@ from vectorlm.config.value import describe_refusal, raise_problems, show
 from vectorlm.contracts import BACKENDS
 from vectorlm.lora.options import largest_rank, refused_options
 from vectorlm.plugin import is_plugin
+from vectorlm.telemetry.profile import short_run
+from vectorlm.telemetry.trackers import PACKAGES, missing_package
 
 _SAMPLER = "train_parameters.sampler"
 _ENGINE_SETTINGS_ELSEWHERE = {
@@ -68,6 +70,7 @@ def check_config(config: Config, world_size: int, reward_names: Collection[str],
         *_parallel_problems(config, world_size // max(num_nodes, 1)),
         *_sampler_problems(config, reward_names),
         *_wandb_problems(config),
+        *_tracker_problems(config),
         *(refuse(config, *problem) for problem in vllm_problems(config)),
         *_lora_problems(config),
         *file_problems(config, world_size),
@@ -92,6 +95,12 @@ def _contradictions(config: Config) -> Iterator[str]:
     if sampler is not None:
         yield from _secrets(f"{_SAMPLER}.engine", sampler.engine.engine_args)
     yield from _secrets("wandb_config", config.wandb_config)
+    for name, arguments in config.trackers.items():
+        yield from _secrets(f"trackers.{name}", arguments if isinstance(arguments, Mapping) else {})
+    if config.rl is not None:
+        profile_steps, num_steps = config.train_parameters.profile.profile_steps, config.rl.max_steps
+        if (problem := short_run(profile_steps, num_steps)) is not None:
+            yield refuse(config, "train_parameters.profile_steps", *problem)
     yield from _unread_settings(config)
 
 
@@ -214,6 +223,26 @@ def _wandb_problems(config: Config) -> Iterator[str]:
     if host not in keys:
         fix = "Run `wandb login`, or set wandb_config.mode: offline."
         yield refuse(config, "enable_wandb_logging", f"needs a key for {host}", fix)
+
+
+def _tracker_problems(config: Config) -> Iterator[str]:
+    """Find trackers that are unknown or not installed."""
+    for name, arguments in config.trackers.items():
+        path = f"trackers.{name}"
+        if name == "wandb":
+            yield refuse(
+                config, path, "has settings of its own", "Set enable_wandb_logging and wandb_config."
+            )
+        elif name not in PACKAGES:
+            fix = nearest(name, PACKAGES) or f"Use {' or '.join(PACKAGES)}."
+            yield refuse(config, path, "is not a tracker that exists", fix, arguments)
+        elif (package := missing_package(name)) is not None:
+            yield refuse(
+                config, path, f"needs the package {package}", f"Run `pip install {package}`.", arguments
+            )
+        elif not isinstance(arguments or {}, Mapping):
+            rule = "must be a mapping of the tracker's arguments"
+            yield refuse(config, path, rule, "Use {} for none.", arguments)
 
 
 def _lora_problems(config: Config) -> Iterator[str]:

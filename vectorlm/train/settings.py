@@ -11,6 +11,7 @@ from vectorlm.settings import (
     ClippingNorm,
     Fraction,
     NonNegativeFloat,
+    PositiveFloat,
     PositiveInt,
     PromptSource,
     ReadIf,
@@ -124,6 +125,8 @@ class LoopSettings:
     """Optimizer steps between two evaluations."""
     save_frequency: Annotated[Fraction, ReadIf("dataset", fix="Use rl.save_every."), WITH_CHECKPOINTS] = 0.25
     """Share of an epoch between two checkpoints."""
+    device_peak_tflops: PositiveFloat | None = None
+    """Peak speed of one device, in 1e12 operations per second, for `perf/mfu`; null leaves that metric out."""
 
 
 @dataclass(frozen=True, kw_only=True)
