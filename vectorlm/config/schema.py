@@ -24,7 +24,7 @@ from vectorlm.rl.settings import (
     UpdateSettings,
 )
 from vectorlm.rollouts.settings import AsyncSettings, RolloutSettings
-from vectorlm.settings import NonNegativeInt, PositiveInt, Seed, Text, inline, partial
+from vectorlm.settings import NonNegativeInt, PositiveInt, Rule, Seed, Text, inline, partial
 from vectorlm.telemetry.profile import ProfileSettings
 from vectorlm.train.settings import (
     WITH_CHECKPOINTS,
@@ -42,6 +42,11 @@ ALIASES: Mapping[str, str] = {
     "dataset_preprocess.separator": "dataset_preprocess.seperator",
 }
 """Places where an existing file may hold a setting, and the place where the resolved config holds it."""
+
+Trackers = Annotated[
+    Mapping[str, Any],
+    Rule("a mapping of trackers to their arguments", lambda value: True, "{tensorboard: {}}"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +128,7 @@ class Config:
     """Log to Weights & Biases as well."""
     wandb_config: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `wandb.init`."""
-    trackers: Mapping[str, Any] = field(default_factory=dict)
+    trackers: Trackers = field(default_factory=dict)
     """More trackers, each with its arguments: `tensorboard` (of tensorboardX's writer), `trackio` (of its `init`)."""
     train_parameters: TrainSettings
     """How the model is trained."""
