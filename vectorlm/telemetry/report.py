@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from vectorlm.telemetry.plots import PANELS, filled_panels
+from vectorlm.telemetry.plots import filled_panels
 from vectorlm.telemetry.profile import PHASES, PhaseTimes
 from vectorlm.telemetry.runs import RunFolder, Series, differences, names_of, read_lines
 from vectorlm.telemetry.timeline import PHASES as TIMELINE
@@ -63,9 +63,6 @@ def _describe(run: RunFolder, name: str) -> dict[str, Any]:
     times = PhaseTimes()
     for line in run.metrics:
         times.add(line)
-    usual = {metric for panel in PANELS for metric in panel.curves}
-    # The usual panels first: then the page need not sort.
-    metrics = sorted(run.metric_names, key=lambda metric: (metric not in usual, metric))
     rollouts = run.path / "rollouts.jsonl"
     return {
         "name": name,
@@ -73,7 +70,7 @@ def _describe(run: RunFolder, name: str) -> dict[str, Any]:
         "steps": max((line["step"] for line in run.metrics), default=0),
         "config": {path: _cut(value) for path, value in run.config.items()},
         "versions": run.versions,
-        "series": {metric: _thin(run.series(metric)) for metric in metrics},
+        "series": {metric: _thin(run.series(metric)) for metric in run.metric_names},
         "phases": times.rows(),
         "timeline": _timeline(run.path / "timeline.jsonl"),
         "samples": _sampled(run.samples_path, _answer),
