@@ -61,12 +61,12 @@ def test_the_page_holds_the_run_and_asks_for_nothing_else(tmp_path):
 
 
 def test_the_worst_prompts_are_those_with_the_lowest_mean_reward_over_the_whole_run(tmp_path):
-    rows = [rollout(1, "easy", 1.0), rollout(1, "hard", 0.0), rollout(9, "hard", 0.5, "last try")]
+    rows = [rollout(1, "easy", 1.0), rollout(1, "hard", 0.0), *[rollout(9, "hard", 0.5, "last try")] * 3]
     rows += [rollout(1, "never", None), rollout(2, "hopeless", 0.0)]
     (run,) = data_of(report_of(tmp_path, make_run(tmp_path / "run", rollouts=rows)))["runs"]
     assert [(row["prompt"], row["mean"], row["num"]) for row in run["worst"]] == [
         ("hopeless", 0.0, 1),
-        ("hard", 0.25, 2),
+        ("hard", 0.375, 4),
         ("easy", 1.0, 1),
     ]
     assert run["worst"][1]["text"] == "last try"

@@ -286,7 +286,8 @@ def _draw_ratios(axes: Axes, run: RunFolder, drift: list[dict[str, Any]], band: 
     bounds = [math.log(bound) for bound in band if bound > 0]
     for bound in bounds:
         axes.axvline(bound, color="#666666", linewidth=1, linestyle=":")
-    reach = 1.15 * max([reach, *map(abs, bounds)])
+    # Beside the band there is room for the legend.
+    reach = 1.9 * max([reach, *map(abs, bounds)])
     # Whatever was found, the axis spans four decades at least: else a healthy peak has an axis from 0.46 to 0.55.
     axes.set(yscale="log", xlim=(-reach, reach), ylim=(min(1e-4, smallest / 2), 1.6))
     finish(axes, with_legend=True)
