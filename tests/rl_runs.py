@@ -89,7 +89,7 @@ def lines(path):
 def is_documented(name):
     parts = name.split("/")
     pattern = f"reward/<name>/{parts[2]}" if len(parts) == 3 else name
-    return pattern in METRICS or parts[0] in ("weights", "sampler", "eval")
+    return pattern in METRICS
 
 
 def numbers(folder):

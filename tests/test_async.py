@@ -82,7 +82,7 @@ def test_a_run_overlaps_and_keeps_its_bound(files, tmp_path, case):
     assert all(0 <= each < 1 for each in idle)
     assert (tmp_path / "run" / "timeline.png").exists()
     spans = [name for line in lines(tmp_path / "run" / "timeline.jsonl") for name, _, _ in line["trainer"]]
-    assert {"exam", "publish", "generate", "update"} <= set(spans)
+    assert {"evaluate", "publish", "generate", "update"} <= set(spans)
     for row in lines(tmp_path / "run" / "rollouts.jsonl"):
         assert len(row["versions"]) == len(row["sampler_logprobs"]) == len(row["token_ids"])
         assert row["train_step"] - 1 - min(row["versions"]) <= max(ages)

@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import shutil
@@ -65,7 +66,7 @@ def test_a_run_leaves_model_metrics_plot_and_a_config_that_loads_again(inputs, t
     output = tmp_path / "run"
     config = make_config(inputs, output)
     on_ranks(2, run, config)
-    names = ["config.yaml", "final-model", "metrics.jsonl", "run.png"]
+    names = ["config.yaml", "final-model", "metrics.jsonl", "run.png", "versions.json"]
     assert sorted(path.name for path in output.iterdir()) == names
     assert load_config(output / "config.yaml") == config
     metrics = lines(output / "metrics.jsonl")
@@ -76,6 +77,31 @@ def test_a_run_leaves_model_metrics_plot_and_a_config_that_loads_again(inputs, t
     # Two of six steps warm up: transformers' first learning rate is 0.
     rates = [line["train/learning_rate"] for line in metrics[1:4]]
     assert rates == pytest.approx([0.0, 0.005, 0.01])
+    versions = json.loads((output / "versions.json").read_text())
+    assert (versions["torch"], versions["world_size"]) == (torch.__version__, 2)
+
+
+def test_a_profiled_run_leaves_a_trace_of_each_step_and_the_time_of_each_phase(inputs, tmp_path):
+    output = tmp_path / "profiled"
+    config = make_config(inputs, output, profile_steps=2)
+    on_ranks(1, run, config)
+    traces = sorted(output.glob("trace-step-*.json.gz"))
+    assert [path.name for path in traces] == ["trace-step-3.json.gz", "trace-step-4.json.gz"]
+    with gzip.open(traces[0]) as file:
+        named = [event["name"] for event in json.load(file)["traceEvents"] if "name" in event]
+    # Two micro-batches a step.
+    assert named.count("time/forward_s") == named.count("time/backward_s") == 2
+    assert named.count("time/optimizer_s") == 1
+    phases = {line.split()[0] for line in (output / "profile.txt").read_text().splitlines()}
+    assert phases == {"time", "forward", "backward", "optimizer", "held_out", "other", "all"}
+
+
+def test_a_profile_of_a_run_that_is_too_short_is_refused(inputs, tmp_path):
+    config = make_config(inputs, tmp_path / "short", profile_steps=2, epochs=1, gradient_accumulation_steps=8)
+    with pytest.raises(
+        Exception, match=r"profile_steps=2 records nothing of 2 steps: it leaves out the first 2"
+    ):
+        on_ranks(1, run, config)
 
 
 def test_what_saves_memory_changes_no_number(inputs, tmp_path):

@@ -36,7 +36,9 @@ def files(tmp_path_factory):
 
 
 def test_a_grpo_run_leaves_model_metrics_rollouts_and_samples(files, tmp_path):
-    config = config_of(files, tmp_path / "grpo", overrides=["rl.num_epochs=2", "rl.device_peak_tflops=0.5"])
+    config = config_of(
+        files, tmp_path / "grpo", overrides=["rl.num_epochs=2", "train_parameters.device_peak_tflops=0.5"]
+    )
     vectorlm.launch(reinforce, config, world_size=2)
     output = tmp_path / "grpo"
     metrics = lines(output / "metrics.jsonl")
@@ -50,6 +52,13 @@ def test_a_grpo_run_leaves_model_metrics_rollouts_and_samples(files, tmp_path):
     by_hand = sum(row["reward"] for row in rollouts if row["train_step"] == 1) / 16
     assert metrics[1]["reward/mean"] == pytest.approx(by_hand)
     assert all(row["advantage"] is not None for row in rollouts)
+    assert all(row["columns"] == {"wanted": row["prompt"][0]} for row in rollouts)
+    timeline = lines(output / "timeline.jsonl")
+    # Of the last step, only the evaluation after it brings when the engine computed.
+    sampled_from = next(begin for name, begin, _ in timeline[-1]["trainer"] if name == "generate")
+    assert max(end for _, end in timeline[-1]["engine"]) > sampled_from
+    assert metrics[0]["time/start_s"] > 0
+    assert [line["step"] for line in metrics if "time/save_s" in line] == [3]
     from transformers import AutoModelForCausalLM
 
     trained = AutoModelForCausalLM.from_pretrained(output / "final-model")

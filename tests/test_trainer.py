@@ -4,6 +4,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from metrics_page import METRICS
 from rank_processes import on_ranks, save_tiny_llama
 from tiny_runs import GLOBAL_BATCH, LEARNING_RATE, NUM_STEPS, build_loop, loader, rows, whole_weights
 from torch.distributed.tensor import DTensor
@@ -130,6 +131,31 @@ def test_a_step_reports_its_learning_rate_and_its_tokens(model_dir):
     num_tokens = sum(int(batch.attention_mask.sum()) for batch in steps[0])
     assert first["train/tokens_per_s"] * first["train/step_s"] == pytest.approx(num_tokens)
     assert num_tokens < GLOBAL_BATCH * 12
+    epoch = sum(int(batch.attention_mask.sum()) for step in steps for batch in step)
+    assert (first["perf/tokens_seen"], third["perf/tokens_seen"]) == (num_tokens, epoch)
+    phases = {"time/forward_s", "time/backward_s", "time/optimizer_s"}
+    assert sum(first[name] for name in phases) < first["train/step_s"]
+    assert first["perf/memory_max_bytes"] > 50e6
+    assert set(first) - {"step"} <= METRICS
+
+
+def flops_and_mfu(topology, model_dir):
+    training = build_loop(topology, model_dir, device_peak_tflops=2.0)
+    training.run()
+    step = training.recorder.sink[1]
+    names = [name for name, _ in training.optimizer_step.model.named_parameters()]
+    assert any("embed_tokens" in name for name in names)
+    weights = whole_weights(training.optimizer_step.model)
+    num_weights = sum(weight.numel() for name, weight in weights.items() if "embed_tokens" not in name)
+    by_hand = 6 * num_weights * step["train/tokens_per_s"]
+    assert step["perf/model_flops_per_s"] == pytest.approx(by_hand)
+    assert step["perf/mfu"] == pytest.approx(by_hand / (2e12 * topology.world_size))
+    return step["perf/tokens_seen"]
+
+
+def test_a_step_reports_its_operations_as_a_share_of_what_all_devices_could_do(model_dir):
+    one, two = on_ranks(1, flops_and_mfu, model_dir), on_ranks(2, flops_and_mfu, model_dir)
+    assert two == one * 2
 
 
 def meet_nan(topology, model_dir):

@@ -69,6 +69,7 @@ def build_loop(
     output: Path | None = None,
     logging_steps: int = 4,
     packs: bool = True,
+    device_peak_tflops: float | None = None,
     **recorded: Any,
 ) -> FineTuningLoop:
     """Build the loop that all tests share; with `output` it keeps checkpoints and metrics there."""
@@ -86,7 +87,9 @@ def build_loop(
         optimizer_step=OptimizerStep(model, optimizer, schedule, 0.5, topology, "model"),
         train_loader=loader(topology, rows(21), num_micro_batches=num_micro_batches),
         eval_loader=loader(topology, rows(11, seed=1), shuffle=False),
-        settings=LoopSettings(epochs=NUM_EPOCHS, logging_steps=logging_steps),
+        settings=LoopSettings(
+            epochs=NUM_EPOCHS, logging_steps=logging_steps, device_peak_tflops=device_peak_tflops
+        ),
         recorder=Recorder(num_steps=NUM_STEPS, sink=sink, save_every=2, **recorded),
         packs=packs,
     )

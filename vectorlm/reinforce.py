@@ -160,6 +160,7 @@ def _teacher(run: Run, rl: RLSettings, policy: LanguageModel) -> Teacher | Serve
 
 def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSettings:
     settings = run.config.train_parameters
+    peak_tflops = settings.loop.device_peak_tflops
     return StepSettings(
         hparams=spec.hyperparameters(rl.hyperparameters),
         correction=correction_of(rl.correction, spec),
@@ -172,7 +173,7 @@ def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSetting
         max_tokens=rl.collect.sampling["max_tokens"] or settings.max_seq_len,
         seed=settings.seed,
         pad_token_id=run.tokenizer.pad_token_id or 0,
-        peak_flops=rl.device_peak_tflops and rl.device_peak_tflops * 1e12 * run.topology.world_size,
+        peak_flops=peak_tflops and peak_tflops * 1e12 * run.topology.world_size,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -43,13 +44,16 @@ from vectorlm.lora.options import engine_arguments, refused_options
 from vectorlm.memory.from_config import memory_report
 from vectorlm.rewards.evaluation import Evaluator
 from vectorlm.rewards.registry import get_reward
-from vectorlm.telemetry.metrics import CoreWatch, FanOut, JsonlSink, ProgressSink, Sink, WandbSink
+from vectorlm.telemetry.metrics import CoreWatch, FanOut, JsonlSink, ProgressSink, Sink
 from vectorlm.telemetry.plots import plot_correction, plot_run
+from vectorlm.telemetry.profile import ProfileSink, short_run
+from vectorlm.telemetry.runs import save_versions
 from vectorlm.telemetry.timeline import plot_timeline
+from vectorlm.telemetry.trackers import WandbSink, open_trackers
 from vectorlm.train.device_turn import DeviceTurn, put_to_sleep
 from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.optimizer_step import Schedule
-from vectorlm.train.recorder import Recorder
+from vectorlm.train.recorder import Recorder, Timer
 from vectorlm.train.shard import load_sharded
 
 if TYPE_CHECKING:
@@ -152,7 +156,12 @@ class Run:
             require_shared(settings.output_dir, self.topology)
         resumption = self._find_resumption(num_examples)
         resume_step = None if resumption is None else resumption.step
-        sink, say = self._open_sinks(num_steps, resumption)
+        timer = self._make_timer(num_steps - (resume_step or 0))
+        if self.engine is not None:
+            # The engine loads beside the model; what is left of that is no part of the first evaluation.
+            with timer.span("time/start_s"):
+                self.engine.wait_until_ready()
+        sink, say = self._open_sinks(num_steps, resumption, timer)
         metric = "eval/loss" if self.config.rl is None else "eval/accuracy"
         watch, store = BestWatch(metric, settings.keep, say), None
         if settings.checkpointing_enabled:
@@ -172,8 +181,24 @@ class Run:
             save_every=save_every,
             resume_step=resume_step,
             watch=watch,
+            timer=timer,
             **more,
         )
+
+    def _make_timer(self, num_steps: int) -> Timer:
+        """Return what times the phases; where a run of `num_steps` is profiled, it waits for the device's own work."""
+        profile_steps = self.config.train_parameters.profile.profile_steps
+        if (problem := short_run(profile_steps, num_steps)) is not None:
+            rule, fix = problem
+            raise ConfigError(f"train_parameters.profile_steps={profile_steps} {rule}. {fix}")
+        if not (profile_steps and self.topology.is_cuda):
+            return Timer()
+
+        def clock() -> float:
+            torch.cuda.synchronize()
+            return time.perf_counter()
+
+        return Timer(clock)
 
     def _make_evaluator(
         self, turn: DeviceTurn | None, resume_step: int | None, say: Callable[[str], None]
@@ -223,13 +248,14 @@ class Run:
         return resumption
 
     def _open_sinks(
-        self, num_steps: int, resumption: Resumption | None
+        self, num_steps: int, resumption: Resumption | None, timer: Timer
     ) -> tuple[FanOut, Callable[[str], None]]:
         """Open what takes metrics, and what shows text, on rank 0; the other ranks write nothing."""
         if not self.topology.is_main:
             return FanOut([]), lambda text: None
         self.output.mkdir(parents=True, exist_ok=True)
         save_config(self.config, self.output / "config.yaml")
+        save_versions(self.output / "versions.json", self.topology.world_size, self.topology.device)
         resume_step = None if resumption is None else resumption.step
         # Under the launcher its other ranks are this process's siblings.
         root = psutil.Process(os.getppid() if self.topology.error_file else os.getpid())
@@ -237,6 +263,12 @@ class Run:
         sinks: list[Sink] = [JsonlSink(self.output / "metrics.jsonl", resume_step), progress]
         if self.config.enable_wandb_logging:
             sinks.append(WandbSink(self.config.wandb_config, to_plain(self.config)))
+        sinks += open_trackers(self.config.trackers, self.output, to_plain(self.config), resume_step)
+        if num_traced := self.config.train_parameters.profile.profile_steps:
+            first = resume_step or 0
+            sinks.append(
+                ProfileSink(self.output, num_traced, timer=timer, initial_step=first, say=progress.say)
+            )
         if resumption is not None:
             folder = self.config.train_parameters.output_dir
             progress.say(f"resuming {folder} from step {resume_step}; delete its checkpoints to start over")

@@ -415,3 +415,34 @@ def test_wandb_that_is_not_installed_is_refused_before_a_model_is_loaded(complet
     assert "needs the package wandb. Run `pip install wandb`" in problems(
         complete, "enable_wandb_logging=true"
     )
+
+
+@pytest.mark.parametrize(
+    ("trackers", "text"),
+    [
+        (
+            "{tensorbord: {}}",
+            "trackers.tensorbord={} is not a tracker that exists. Did you mean 'tensorboard'?",
+        ),
+        (
+            "{wandb: {}}",
+            "trackers.wandb={} has settings of its own. Set enable_wandb_logging and wandb_config.",
+        ),
+        ("{tensorboard: logs}", "trackers.tensorboard='logs' must be a mapping of the tracker's arguments."),
+        ("{trackio: {}}", "trackers.trackio={} needs the package trackio. Run `pip install trackio`."),
+    ],
+)
+def test_a_tracker_that_would_not_work_is_refused_before_the_start(complete, monkeypatch, trackers, text):
+    monkeypatch.setattr("vectorlm.telemetry.trackers.find_spec", lambda name: name != "trackio" or None)
+    assert text in problems(complete, f"trackers={trackers}")
+
+
+def test_a_tracker_needs_no_arguments_and_takes_no_secrets(complete):
+    check_config(load_config(complete, ["trackers={tensorboard: }"]), 2, REWARDS)
+    with pytest.raises(ConfigError, match=r"trackers.tensorboard.hf_token='…' is a secret"):
+        load_config(complete, ["trackers={tensorboard: {hf_token: abc}}"])
+
+
+def test_the_peak_speed_may_stand_where_it_stood(complete):
+    config = load_config(complete, ["rl.device_peak_tflops=2.5"])
+    assert config.train_parameters.loop.device_peak_tflops == 2.5

@@ -269,7 +269,7 @@ def test_a_key_like_no_other_lists_the_section(write_config):
 def test_a_key_like_no_other_at_the_top_lists_the_top(write_config):
     assert error_text(write_config(MINIMAL + "7: x\n")) == (
         "unknown setting '7' (my.yaml:13). The settings of the top level are: model, enable_wandb_logging, "
-        "wandb_config, train_parameters, dataset, rl, dataset_preprocess."
+        "wandb_config, trackers, train_parameters, dataset, rl, dataset_preprocess."
     )
 
 

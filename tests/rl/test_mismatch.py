@@ -9,7 +9,9 @@ from batches import batch_of
 
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.metrics import count_log_ratios, mismatch_metrics
+from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rollouts.logger import RolloutLogger
+from vectorlm.types import PromptRecord
 
 BAND = (0.5, 2.0)
 
@@ -60,3 +62,15 @@ def test_a_low_effective_sample_size_is_said_once_until_it_has_recovered(tmp_pat
     lines = [json.loads(line) for line in (tmp_path / "correction.jsonl").read_text().splitlines()]
     assert [line["train_step"] for line in lines] == [1, 2, 3, 4, 5]
     assert lines[0]["tokens"] == [1, 1]
+
+
+def test_a_rollout_keeps_the_columns_of_its_question_and_of_long_ones_the_beginning(tmp_path):
+    columns = {"target": 24, "numbers": [4, 6], "proof": "x" * 5000, **{f"more{n}": n for n in range(50)}}
+    rollout = Rollout(PromptRecord("ab", columns), (1, 2), (3,), (True,), (-1.0,), (0,), "c", "stop")
+    group = RolloutGroup([rollout], torch.tensor([0.5]), {"mine": torch.tensor([0.5])})
+    RolloutLogger(tmp_path, show_every=0, say=lambda text: None).write(1, [group], None)
+    (line,) = map(json.loads, (tmp_path / "rollouts.jsonl").read_text().splitlines())
+    kept = line["columns"]
+    assert (kept["target"], kept["numbers"]) == (24, [4, 6])
+    assert kept["proof"] == '"' + "x" * 199 + "…"
+    assert len(kept) == 20

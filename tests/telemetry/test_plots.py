@@ -1,106 +1,199 @@
-"""The picture of a run is drawn from whatever the run logged."""
+"""The pictures of runs are drawn from whatever the runs logged."""
 
 import json
-from pathlib import Path
+import math
 
 import pytest
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from vectorlm.errors import ConfigError
 from vectorlm.telemetry.metrics import JsonlSink
-from vectorlm.telemetry.plots import plot_correction, plot_run
+from vectorlm.telemetry.plots import plot_correction, plot_run, plot_runs
+from vectorlm.telemetry.runs import RunFolder
+from vectorlm.telemetry.style import short
+
+HEALTHY = {
+    "lowest": -2.0,
+    "highest": 2.0,
+    "histogram": [0, 46, 54, 0],
+    "tokens_per_place": 2,
+    "tokens": [60, 40],
+    "out_of_band": [0, 0],
+}
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[float, float]]]:
-    """Collect what is drawn, by panel title and label, while drawing it."""
-    series: dict[str, list[tuple[float, float]]] = {}
-    plot, text = Axes.plot, Axes.text
+def figures(monkeypatch):
+    """Collect the figures that are saved, while saving them."""
+    kept, save = [], Figure.savefig
 
-    def note_plot(axes: Axes, steps: tuple, values: tuple, **style: object) -> object:
-        series[f"{axes.get_title()}: {style['label']}"] = list(zip(steps, values, strict=True))
-        return plot(axes, steps, values, **style)
+    def note(figure, path):
+        kept.append(figure)
+        save(figure, path)
 
-    def note_text(axes: Axes, x: float, y: float, words: str, **style: object) -> object:
-        series[f"{axes.get_title()}: {words}"] = []
-        return text(axes, x, y, words, **style)
-
-    monkeypatch.setattr(Axes, "plot", note_plot)
-    monkeypatch.setattr(Axes, "text", note_text)
-    return series
+    monkeypatch.setattr(Figure, "savefig", note)
+    return kept
 
 
-def test_losses_and_share_of_right_answers_are_drawn_over_steps(
-    tmp_path: Path, drawn: dict[str, list[tuple[float, float]]]
-) -> None:
-    with JsonlSink(tmp_path / "metrics.jsonl") as sink:
-        sink.write(10, {"train/loss": 2.0})
-        sink.write(20, {"train/loss": 1.0, "eval/loss": 1.25, "eval/accuracy": 0.25})
-        sink.write(40, {"eval/loss": 1.0, "eval/accuracy": 0.75})
-    plot_run(tmp_path / "metrics.jsonl", tmp_path / "pictures" / "run.png")
-    assert drawn == {
+def panels(figure):
+    return {axes.get_title(loc="left"): axes for axes in figure.axes}
+
+
+def curves(figure):
+    """Return what is drawn, by panel title and label."""
+    return {
+        f"{title}: {line.get_label()}": list(zip(*line.get_data(), strict=True))
+        for title, axes in panels(figure).items()
+        for line in axes.lines
+        if not line.get_label().startswith("_")
+    }
+
+
+def write_metrics(folder, *lines):
+    with JsonlSink(folder / "metrics.jsonl") as sink:
+        for step, values in lines:
+            sink.write(step, values)
+    return folder / "metrics.jsonl"
+
+
+def test_losses_and_share_of_right_answers_are_drawn_over_steps(tmp_path, figures):
+    metrics = write_metrics(
+        tmp_path,
+        (10, {"train/loss": 2.0}),
+        (20, {"train/loss": 1.0, "eval/loss": 1.25, "eval/accuracy": 0.25}),
+        (40, {"eval/loss": 1.0, "eval/accuracy": 0.75}),
+    )
+    assert plot_run(metrics, tmp_path / "pictures" / "run.png")
+    assert curves(figures[0]) == {
         "Loss: train": [(10, 2.0), (20, 1.0)],
         "Loss: held out": [(20, 1.25), (40, 1.0)],
         "Right answers: held out": [(20, 0.25), (40, 0.75)],
     }
-    height, width, _ = imread(tmp_path / "pictures" / "run.png").shape
-    assert (height, width) == (504, 1320)
+    assert imread(tmp_path / "pictures" / "run.png").shape[:2] == (432, 1056)
 
 
-def test_a_panel_without_data_says_so_and_a_null_is_a_gap(
-    tmp_path: Path, drawn: dict[str, list[tuple[float, float]]]
-) -> None:
-    (tmp_path / "metrics.jsonl").write_text(
+def test_a_panel_says_what_to_look_for_and_its_unit(tmp_path, figures):
+    plot_run(
+        write_metrics(tmp_path, (1, {"policy/kl": 0.01, "train/tokens_per_s": 5e3})), tmp_path / "run.png"
+    )
+    shown = panels(figures[0])
+    assert list(shown) == ["KL divergence", "Throughput"]
+    kl = shown["KL divergence"]
+    assert (kl.get_xlabel(), kl.get_ylabel()) == ("step", "nats per token")
+    assert [text.get_text() for text in kl.texts] == ["small and steady; a jump comes before a collapse"]
+    assert shown["Throughput"].get_ylim()[0] == 0
+
+
+def test_a_value_that_is_null_is_a_gap(tmp_path, figures):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(
         '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": null}\n{"step": 3, "train/loss": 1.0}\n'
     )
-    plot_run(tmp_path / "metrics.jsonl", tmp_path / "run.png", title="a run")
-    steps, values = zip(*drawn["Loss: train"], strict=True)
-    assert steps == (1, 2, 3)
-    assert str(values) == "(2.0, nan, 1.0)"
-    assert "Right answers: not logged" in drawn
-    assert (tmp_path / "run.png").stat().st_size > 0
+    plot_run(metrics, tmp_path / "run.png", title="a run")
+    ((_, points),) = curves(figures[0]).items()
+    assert [step for step, _ in points] == [1, 2, 3]
+    assert math.isnan(points[1][1])
 
 
-def test_a_run_that_logged_nothing_still_gives_a_picture(
-    tmp_path: Path, drawn: dict[str, list[tuple[float, float]]]
-) -> None:
+def test_a_run_that_logged_nothing_gives_no_picture(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
-    plot_run(tmp_path / "metrics.jsonl", tmp_path / "run.png")
-    assert drawn == {"Loss: not logged": [], "Right answers: not logged": []}
+    assert not plot_run(tmp_path / "metrics.jsonl", tmp_path / "run.png")
+    assert not plot_correction(
+        tmp_path / "metrics.jsonl", tmp_path / "no.jsonl", tmp_path / "run.png", (0.5, 2.0)
+    )
+    assert not (tmp_path / "run.png").exists()
 
 
-def test_the_distance_of_engine_and_trainer_is_drawn_in_four_panels(
-    tmp_path: Path, drawn: dict[str, list[tuple[float, float]]]
-) -> None:
-    with JsonlSink(tmp_path / "metrics.jsonl") as sink:
-        for step, ess in ((1, 1.0), (2, 0.5)):
-            sink.write(
+def healthy_run(folder):
+    """A run whose engine and trainer agree but for rounding."""
+    metrics = write_metrics(
+        folder,
+        *(
+            (
                 step,
                 {
-                    "correction/ess": ess,
-                    "correction/ess_sequences": ess / 2,
-                    "sampler/logprob_gap_mean": 0.1 * step,
-                    "sampler/logprob_gap_max": 0.2 * step,
+                    "correction/ess": 1.0,
+                    "correction/ess_sequences": 1.0,
+                    "sampler/logprob_gap_mean": 1.1e-7,
+                    "sampler/logprob_gap_max": 1.2e-7,
                 },
             )
-    places = {"tokens_per_place": 2, "tokens": [4, 2], "out_of_band": [1, 2]}
-    line = {"lowest": -2.0, "highest": 2.0, "histogram": [0, 5, 1, 0], **places}
-    (tmp_path / "drift.jsonl").write_text(f"{json.dumps(line)}\n" * 2)
-    plot_correction(tmp_path / "metrics.jsonl", tmp_path / "drift.jsonl", tmp_path / "out.png", (0.5, 2.0))
-    assert drawn == {
-        "Effective sample size: tokens": [(1, 1.0), (2, 0.5)],
-        "Effective sample size: completions": [(1, 0.5), (2, 0.25)],
-        "Tokens with a ratio outside 0.5 to 2: all steps": [(0, 0.25), (2, 1.0)],
-        "Gap of log-probabilities: mean": [(1, 0.1), (2, 0.2)],
-        "Gap of log-probabilities: largest": [(1, 0.2), (2, 0.4)],
-    }
-    assert imread(tmp_path / "out.png").shape[:2] == (912, 1320)
+            for step in (1, 2)
+        ),
+    )
+    (folder / "drift.jsonl").write_text(f"{json.dumps(HEALTHY)}\n" * 2)
+    return metrics, folder / "drift.jsonl"
 
 
-def test_a_run_that_never_compared_them_still_gives_a_picture(
-    tmp_path: Path, drawn: dict[str, list[tuple[float, float]]]
-) -> None:
-    (tmp_path / "metrics.jsonl").write_text("")
-    plot_correction(tmp_path / "metrics.jsonl", tmp_path / "drift.jsonl", tmp_path / "out.png", (0.5, 2.0))
-    assert len(drawn) == 4
-    assert all(name.endswith("not logged") for name in drawn)
+def test_a_healthy_run_looks_healthy(tmp_path, figures):
+    plot_correction(*healthy_run(tmp_path), tmp_path / "out.png", (0.5, 2.0))
+    ratios, size, places, gap = figures[0].axes
+    assert ratios.get_yscale() == "log"
+    assert ratios.get_ylim() == (1e-4, 1.6)
+    assert ratios.get_xlim()[1] > math.log(2)
+    assert size.get_ylim() == (-0.03, 1.03)
+    assert places.get_ylim() == (0, 0.01)
+    assert "none" in places.texts[0].get_text()
+    assert math.log10(gap.get_ylim()[1] / gap.get_ylim()[0]) == pytest.approx(2)
+
+
+def test_tokens_out_of_band_are_drawn_by_their_place(tmp_path, figures):
+    metrics, drift = healthy_run(tmp_path)
+    drift.write_text(f"{json.dumps({**HEALTHY, 'out_of_band': [15, 40]})}\n" * 2)
+    plot_correction(metrics, drift, tmp_path / "out.png", (0.5, 2.0))
+    assert curves(figures[0])["Tokens with a ratio outside 0.5 to 2: all steps"] == [(0, 0.25), (2, 1.0)]
+    assert figures[0].axes[2].get_ylim()[1] > 1
+
+
+def test_panels_without_data_are_left_out(tmp_path, figures):
+    metrics = write_metrics(tmp_path, (1, {"sampler/logprob_gap_mean": 0.1, "sampler/logprob_gap_max": 0.2}))
+    plot_correction(metrics, tmp_path / "no.jsonl", tmp_path / "out.png", (0.5, 2.0))
+    assert list(panels(figures[0])) == ["Gap of log-probabilities"]
+
+
+def two_runs(tmp_path):
+    for name, lr, loss in (("slow", "1.0e-4", 2.0), ("fast", "1.0e-3", 1.0)):
+        (tmp_path / name).mkdir()
+        write_metrics(
+            tmp_path / name, (1, {"train/loss": loss, "eval/loss": loss}), (2, {"train/loss": loss / 2})
+        )
+        text = f"model: m\ntrain_parameters: {{output_dir: {name}, optimizer: {{lr: {lr}}}}}\n"
+        (tmp_path / name / "config.yaml").write_text(text)
+    return [RunFolder(tmp_path / "slow"), RunFolder(tmp_path / "fast")]
+
+
+def test_runs_lie_over_each_other_with_the_settings_that_differ(tmp_path, figures):
+    plot_runs(two_runs(tmp_path), [], tmp_path / "both.png")
+    (axes,) = figures[0].axes
+    colours = [line.get_color() for line in axes.lines]
+    assert colours[0] == colours[1] != colours[2] == colours[3]
+    assert [line.get_linestyle() for line in axes.lines] == ["-", "--", "-", "--"]
+    (legend,) = figures[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["slow: lr=0.0001", "fast: lr=0.001"]
+
+
+def test_chosen_metrics_get_a_panel_each_and_unknown_ones_are_named(tmp_path, figures):
+    runs = two_runs(tmp_path)
+    plot_runs(runs, ["eval/loss"], tmp_path / "both.png")
+    assert list(panels(figures[0])) == ["eval/loss"]
+    with pytest.raises(
+        ConfigError, match=r"'train/los' was not logged: it must be one of eval/loss, train/loss"
+    ):
+        plot_runs(runs, ["train/los"], tmp_path / "both.png")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.25, "0.25"),
+        (2e-4, "2e-4"),
+        (1.5e-7, "1.5e-7"),
+        (1500, "1.5k"),
+        (-2e7, "-20M"),
+        (100, "100"),
+    ],
+)
+def test_numbers_on_axes_are_short(value, text):
+    assert short(value) == text

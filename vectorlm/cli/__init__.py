@@ -47,6 +47,16 @@ COMMANDS = {
         "vectorlm export runs/countdown_lora --merge --dtype bfloat16",
         "vectorlm.cli.export",
     ),
+    "plot": Command(
+        "draw the curves of runs, over each other",
+        "vectorlm plot runs/countdown_sft runs/countdown_lora --output compared.png",
+        "vectorlm.cli.plot",
+    ),
+    "report": Command(
+        "make one HTML page of runs: settings, curves, samples, times",
+        "vectorlm report runs/countdown_sft --output report.html",
+        "vectorlm.cli.report",
+    ),
     "serve": Command(
         "run a vLLM server whose weights a trainer on this machine can replace",
         "vectorlm serve --model data/countdown/model --port 8000 -- --dtype float32",

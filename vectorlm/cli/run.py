@@ -10,6 +10,7 @@ from vectorlm.config.load import (
     add_config_arguments,
     add_override_arguments,
     add_path_argument,
+    add_profile_argument,
     config_from_arguments,
 )
 from vectorlm.config.local_model import with_download
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm run``."""
     add_path_argument(parser)
     add_override_arguments(parser)
+    add_profile_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,6 +21,8 @@ from vectorlm.config.value import describe_refusal, raise_problems, show
 from vectorlm.contracts import BACKENDS
 from vectorlm.lora.options import largest_rank, refused_options
 from vectorlm.plugin import is_plugin
+from vectorlm.telemetry.profile import short_run
+from vectorlm.telemetry.trackers import PACKAGES, missing_package
 
 _SAMPLER, _OPTIMIZER = "train_parameters.sampler", "train_parameters.optimizer"
 _ENGINE_SETTINGS_ELSEWHERE = {
@@ -69,6 +71,7 @@ def check_config(config: Config, world_size: int, reward_names: Collection[str],
         *_sampler_problems(config, reward_names),
         *_wandb_problems(config),
         *_optimizer_problems(config),
+        *_tracker_problems(config),
         *(refuse(config, *problem) for problem in vllm_problems(config)),
         *_lora_problems(config),
         *file_problems(config, world_size),
@@ -100,6 +103,12 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield from _secrets(f"{_SAMPLER}.engine", sampler.engine.engine_args)
     yield from _secrets("wandb_config", config.wandb_config)
     yield from _keep_problems(config)
+    for name, arguments in config.trackers.items():
+        yield from _secrets(f"trackers.{name}", arguments if isinstance(arguments, Mapping) else {})
+    if config.rl is not None:
+        profile_steps, num_steps = config.train_parameters.profile.profile_steps, config.rl.max_steps
+        if (problem := short_run(profile_steps, num_steps)) is not None:
+            yield refuse(config, "train_parameters.profile_steps", *problem)
     yield from _unread_settings(config)
 
 
@@ -251,6 +260,26 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
     if train.optimizer.capturable and (train.model.cpu_offload or not has_cuda()):
         why = "and cpu_offload steps on the host" if has_cuda() else "and there is no such device here"
         yield refuse(config, f"{_OPTIMIZER}.capturable", f"needs a CUDA device, {why}", "Leave it out.")
+
+
+def _tracker_problems(config: Config) -> Iterator[str]:
+    """Find trackers that are unknown or not installed."""
+    for name, arguments in config.trackers.items():
+        path = f"trackers.{name}"
+        if name == "wandb":
+            yield refuse(
+                config, path, "has settings of its own", "Set enable_wandb_logging and wandb_config."
+            )
+        elif name not in PACKAGES:
+            fix = nearest(name, PACKAGES) or f"Use {' or '.join(PACKAGES)}."
+            yield refuse(config, path, "is not a tracker that exists", fix, arguments)
+        elif (package := missing_package(name)) is not None:
+            yield refuse(
+                config, path, f"needs the package {package}", f"Run `pip install {package}`.", arguments
+            )
+        elif not isinstance(arguments or {}, Mapping):
+            rule = "must be a mapping of the tracker's arguments"
+            yield refuse(config, path, rule, "Use {} for none.", arguments)
 
 
 def _lora_problems(config: Config) -> Iterator[str]:

@@ -20,6 +20,7 @@ from vectorlm.config.setting import Setting, all_settings, build_section, settin
 from vectorlm.config.source import Dumper, Entry, parse_yaml
 from vectorlm.config.value import convert, describe_refusal, raise_problems
 from vectorlm.errors import ConfigError
+from vectorlm.telemetry.profile import DEFAULT_STEPS
 
 DEFAULT_PATH = "configs/config.yaml"
 """The config file of a command that names none."""
@@ -221,6 +222,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("--nnodes", "--node_rank", "--rdzv_endpoint"):
         parser.add_argument(name, action=_Torchrun, help=argparse.SUPPRESS)
     add_override_arguments(parser)
+    add_profile_argument(parser)
 
 
 def add_path_argument(parser: argparse.ArgumentParser) -> None:
@@ -240,6 +242,17 @@ def add_override_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE",
         help="override one setting, for example train_parameters.epochs=3; may be repeated",
+    )
+
+
+def add_profile_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--profile``, which is an override of one setting."""
+    parser.add_argument(
+        "--profile",
+        dest="overrides",
+        action="append_const",
+        const=f"train_parameters.profile_steps={DEFAULT_STEPS}",
+        help=f"record {DEFAULT_STEPS} steps with torch's profiler, and end with the time of each phase",
     )
 
 

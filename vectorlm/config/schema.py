@@ -25,7 +25,8 @@ from vectorlm.rl.settings import (
     UpdateSettings,
 )
 from vectorlm.rollouts.settings import AsyncSettings, RolloutSettings
-from vectorlm.settings import Length, NonNegativeInt, PositiveFloat, PositiveInt, Seed, Text, inline, partial
+from vectorlm.settings import Length, NonNegativeInt, PositiveInt, Rule, Seed, Text, inline, partial
+from vectorlm.telemetry.profile import ProfileSettings
 from vectorlm.train.settings import (
     WITH_CHECKPOINTS,
     EvaluationSettings,
@@ -38,9 +39,15 @@ from vectorlm.train.settings import (
 
 ALIASES: Mapping[str, str] = {
     "lora_peft_config": "train_parameters.lora_peft_config",
+    "rl.device_peak_tflops": "train_parameters.device_peak_tflops",
     "dataset_preprocess.separator": "dataset_preprocess.seperator",
 }
 """Places where an existing file may hold a setting, and the place where the resolved config holds it."""
+
+Trackers = Annotated[
+    Mapping[str, Any],
+    Rule("a mapping of trackers to their arguments", lambda value: True, "{tensorboard: {}}"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +71,7 @@ class TrainSettings:
     """Seed of every random generator of the run."""
     loop: LoopSettings = inline(LoopSettings)
     model: ModelSettings = inline(ModelSettings)
+    profile: ProfileSettings = inline(ProfileSettings)
     lora_peft_config: Mapping[str, Any] | None = None
     """Arguments of `peft.LoraConfig`; null trains all weights. May also stand at the top of the file."""
     optimizer: OptimizerSettings
@@ -112,8 +120,6 @@ class RLSettings:
     """Steps between two checkpoints, with `train_parameters.checkpointing_enabled`."""
     show_every: NonNegativeInt = 10
     """Steps between two tables of rollouts on the console; 0 shows none."""
-    device_peak_tflops: PositiveFloat | None = None
-    """Peak speed of one device, in 1e12 operations per second, for `perf/mfu`; null leaves that metric out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +132,8 @@ class Config:
     """Log to Weights & Biases as well."""
     wandb_config: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `wandb.init`."""
+    trackers: Trackers = field(default_factory=dict)
+    """More trackers, each with its arguments: `tensorboard` (of tensorboardX's writer), `trackio` (of its `init`)."""
     train_parameters: TrainSettings
     """How the model is trained."""
     dataset: DatasetSettings | None = None

@@ -18,7 +18,7 @@ from vectorlm.rl.rollout import RolloutGroup
 from vectorlm.rl.settings import StepSettings
 from vectorlm.rl.update import Updater
 from vectorlm.train.device_turn import DeviceTurn
-from vectorlm.train.recorder import Recorder, Span, Timer
+from vectorlm.train.recorder import Recorder, Span
 
 
 class RolloutLog(Protocol):
@@ -76,7 +76,7 @@ class RLLoop:
             None if kl.kl_target is None else AdaptiveKL(kl.kl_coef, kl.kl_target, kl.kl_horizon)
         )
         self.step = 0
-        self._evaluations: list[Span] = []
+        self._busy: list[tuple[float, float]] = []
 
     def run(self) -> None:
         """Train to the end, from the start or from the recorder's checkpoint; called on all ranks.
@@ -88,25 +88,29 @@ class RLLoop:
         models = self.models.trained(with_reference=self.settings.kl.reference_sync_every is not None)
         saved = self.recorder.resume(models)
         if saved is None:
-            self.recorder.sink.write(0, self._evaluate())
+            self.recorder.write(0, self._evaluate())
         else:
             self._load_state(saved)
         while self.step < self.recorder.num_steps and not self.recorder.has_stopped:
             metrics = self._train()
             self.step += 1
-            metrics |= self._follow(metrics)
-            self.recorder.sink.write(self.step, metrics | self._evaluate())
+            metrics |= self._follow(metrics) | self._evaluate()
+            # After the last step only the evaluation's hot swap has brought when the engine computed.
+            is_last = self.step == self.recorder.num_steps or self.recorder.has_stopped
+            busy = self._busy + self.turn.busy if is_last else self._busy
+            self.timeline.write(self.step, self.recorder.timer.spans, busy)
+            self.recorder.write(self.step, metrics)
             self.recorder.save_if_due(self.step, models, self._state)
 
     def _train(self) -> dict[str, float]:
         """Make one step: a batch of rollouts, and the optimizer steps on it."""
-        timer, batch = Timer(), None
+        timer, batch = self.recorder.timer, None
         with timer.span("time/step_s"):
             began = time.perf_counter()
             with self.turn.sampling(self.step) as report:
                 timer.spans.append(("time/publish_s", began, time.perf_counter()))
-                busy, self.turn.busy = self.turn.busy, []
-                metrics = self.meter.engine_idle(busy, self.turn.swapped_at)
+                self._busy, self.turn.busy = self.turn.busy, []
+                metrics = self.meter.engine_idle(self._busy, self.turn.swapped_at)
                 groups = self.source.collect(self.step, timer)
             metrics |= rollout_metrics(groups, self.step) | self.source.metrics(self.step)
             metrics |= {"time/publish_s": report.total_s, "time/stall_s": report.stall_s}
@@ -128,10 +132,7 @@ class RLLoop:
             if batch is not None and batch.rows.mask.any():
                 with timer.span("time/update_s"):
                     metrics |= batch_metrics(batch) | self._update(batch)
-        self.timeline.write(self.step + 1, [*self._evaluations, *timer.spans], busy)
-        self._evaluations.clear()
-        times = timer.drain()
-        return metrics | times | self.meter.speeds(times, metrics)
+        return metrics | self.meter.speeds(timer.seconds, metrics)
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
         is_warm = self.models.critic is None or self.step >= self.settings.critic.warmup_steps
@@ -159,12 +160,8 @@ class RLLoop:
         return found
 
     def _evaluate(self) -> dict[str, float]:
-        began = time.perf_counter()
         metrics = self.recorder.evaluate_if_due(self.step)
-        metrics |= self.recorder.observe(self.step, metrics)
-        if metrics:
-            self._evaluations.append(("time/exam_s", began, time.perf_counter()))
-        return metrics
+        return metrics | self.recorder.observe(self.step, metrics)
 
     def _state(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides models and optimizers."""

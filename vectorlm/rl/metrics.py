@@ -15,6 +15,7 @@ from vectorlm.dist.topology import Topology
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.models import RLModels
 from vectorlm.rl.rollout import Rollout, RolloutGroup, kept_groups
+from vectorlm.train.speed import memory_bytes, num_multiplied
 
 LOWEST, HIGHEST, NUM_BINS = -2.0, 2.0, 80
 """The histogram of log-ratios; values beyond count in the outermost bins."""
@@ -137,10 +138,11 @@ class SpeedMeter:
     def __init__(self, models: RLModels, group_size: int, peak_flops: float | None = None) -> None:
         """Count the weights that every token is multiplied with; `peak_flops` is what all devices could do."""
         policy: Any = models.policy.model
-        self._num_weights = _num_multiplied(policy, bool(policy.config.tie_word_embeddings))
+        self._num_weights = num_multiplied(policy, bool(policy.config.tie_word_embeddings))
         if models.critic is not None:
-            self._num_weights += _num_multiplied(models.critic.model, has_tied_head=False)
+            self._num_weights += num_multiplied(models.critic.model, has_tied_head=False)
         self._group_size, self._peak_flops = group_size, peak_flops
+        self._device = models.policy_step.topology.device
         self._swapped_at: float | None = None
         self.tokens_seen = 0
         """Tokens of prompts and completions that the whole run has sampled."""
@@ -171,9 +173,7 @@ class SpeedMeter:
             found["perf/model_flops_per_s"] = work / times["time/update_s"]
             if self._peak_flops is not None:
                 found["perf/mfu"] = found["perf/model_flops_per_s"] / self._peak_flops
-        if torch.cuda.is_available():
-            found["perf/device_memory_max_bytes"] = float(torch.cuda.max_memory_allocated())
-        return found
+        return found | {"perf/memory_max_bytes": float(memory_bytes(self._device))}
 
 
 class MetricAccumulator:
@@ -270,9 +270,3 @@ def _spread(name: str, values: torch.Tensor, *which: str, separator: str | None 
     }
     between = separator or ("/" if "std" in which else "_")
     return {f"{name}{between}{each}": found[each].item() for each in which or ("mean", "min", "max")}
-
-
-def _num_multiplied(model: Any, has_tied_head: bool) -> int:
-    """Count the weights that a token is multiplied with: of the embeddings it only reads one row."""
-    total = sum(parameter.numel() for parameter in model.parameters())
-    return total if has_tied_head else total - model.get_input_embeddings().weight.numel()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from vectorlm.rl.rollout import RolloutGroup, kept_groups
 from vectorlm.rollouts.replay import record_of
 from vectorlm.telemetry.step_lines import StepLines
 
+MAX_COLUMNS, MAX_COLUMN = 20, 200
+"""Columns of the question in a line, and characters of each; with tokens they are whole, as replaying needs them."""
 WIDTH = 60
 """Characters of a prompt or completion on the console."""
 
@@ -84,6 +87,7 @@ class RolloutLogger:
                 record = {
                     "group": p,
                     "prompt": rollout.prompt_record.prompt,
+                    "columns": _bounded(rollout.prompt_record.columns),
                     "completion": rollout.text,
                     "reward": _number(group.rewards[g]),
                     "rewards": {name: _number(values[g]) for name, values in group.rewards_by_name.items()},
@@ -118,6 +122,15 @@ def _advantages(batch: TrainBatch | None) -> dict[tuple[int, int], float]:
         for p, columns in enumerate(rows.columns.tolist())
         for k, column in enumerate(columns)
         if rows.valid[p, k]
+    }
+
+
+def _bounded(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the question's own columns; of a value that is long only the beginning of its text."""
+    found = {name: (value, json.dumps(value, ensure_ascii=False)) for name, value in columns.items()}
+    return {
+        name: value if len(text) <= MAX_COLUMN else f"{text[:MAX_COLUMN]}…"
+        for name, (value, text) in list(found.items())[:MAX_COLUMNS]
     }
 
 

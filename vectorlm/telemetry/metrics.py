@@ -1,9 +1,4 @@
-"""Sinks: where the metrics of a training step are written.
-
-Fine-tuning writes ``train/loss train/learning_rate train/grad_norm train/tokens_per_s train/step_s eval/loss
-eval/accuracy eval/stopped_early sampler/tokens_per_s sampler/generate_s weights/publish_s weights/load_s
-weights/update_s``; the metrics of reinforcement learning are in docs/metrics.md.
-"""
+"""Sinks: where the metrics of a training step are written; docs/metrics.md lists them."""
 
 from __future__ import annotations
 
@@ -19,10 +14,11 @@ from typing import Any, Protocol, Self, TextIO
 import psutil
 from tqdm import tqdm
 
-from vectorlm.errors import ConfigError
 from vectorlm.telemetry.step_lines import StepLines
 from vectorlm.types import MetricSink
 
+FEW_STEPS = 30
+"""A run of as many steps prints a line for each."""
 WATCH_S = 10.0
 MIN_TAKEN, MAX_IDLE = 0.4, 0.25
 """Cores, and a share of all cores."""
@@ -53,38 +49,6 @@ class JsonlSink:
         pass  # each line is in the file already
 
 
-class WandbSink:
-    """Send the metrics to Weights & Biases; with ``mode: offline`` they stay in a local folder.
-
-    Args:
-        settings: Keyword arguments of ``wandb.init``: ``project``, ``name``, ``entity``, ``mode``, ``dir`` ….
-        run_config: The resolved config, shown beside the run.
-
-    Raises:
-        ConfigError: wandb is not installed.
-    """
-
-    def __init__(self, settings: Mapping[str, Any], run_config: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "enable_wandb_logging=true needs the package wandb, which is not installed. "
-                "Install it with `pip install wandb`, or set enable_wandb_logging: false."
-            ) from error
-        self._run = wandb.init(**settings, config=dict(run_config))
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the values; several calls for one step become one row."""
-        self._run.log(dict(values), step=step)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        self._run.finish(exit_code=0 if kind is None else 1)
-
-
 _SHOWN: dict[str, Callable[[float], str]] = {
     "train/loss": lambda x: f"loss {x:.4f}",
     "reward/mean": lambda x: f"reward {x:.3f}",
@@ -100,7 +64,8 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 class ProgressSink:
     """Show the progress of a run: a bar in a terminal, plain lines in a log file.
 
-    Outside a terminal a line is printed at most every `interval_s`, but always for an evaluation and for the last step.
+    Outside a terminal a run of few steps prints a line for each. A longer one prints a line at most every `interval_s`,
+    or every step where steps take longer than half of it, and always for an evaluation and for the last step.
 
     Args:
         total_steps: Optimizer steps of the whole run.
@@ -125,7 +90,8 @@ class ProgressSink:
         self._stream = stream or sys.stderr
         self._clock = clock
         self._latest: dict[str, float] = {}
-        self._next_line_s = clock()
+        self._is_short = total_steps - initial_step <= FEW_STEPS
+        self._next_line_s = self._last_step_s = clock()
         self._bar: tqdm | None = None
         if self._stream.isatty():
             self._bar = tqdm(
@@ -141,13 +107,16 @@ class ProgressSink:
         if self._bar is not None:
             self._bar.set_postfix_str(shown, refresh=False)
             self._bar.update(step - self._bar.n)
-        elif self._is_due(step, values):
-            self._next_line_s = self._clock() + self._interval_s
+        elif self._is_due(step, values, now := self._clock()):
+            self._next_line_s = now + self._interval_s
             print(f"step {step}/{self._total_steps}: {shown}", file=self._stream, flush=True)
 
-    def _is_due(self, step: int, values: Mapping[str, float]) -> bool:
+    def _is_due(self, step: int, values: Mapping[str, float], now: float) -> bool:
+        is_slow = now - self._last_step_s > self._interval_s / 2
+        self._last_step_s = now
         is_evaluation = any(name.startswith("eval/") for name in values)
-        return is_evaluation or step >= self._total_steps or self._clock() >= self._next_line_s
+        is_last = step >= self._total_steps
+        return self._is_short or is_slow or is_evaluation or is_last or now >= self._next_line_s
 
     def say(self, text: str) -> None:
         """Print `text` on separate lines, above the bar."""

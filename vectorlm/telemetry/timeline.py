@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import json
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vectorlm.telemetry.runs import read_lines
 from vectorlm.telemetry.step_lines import StepLines
+from vectorlm.telemetry.style import COLOURS, head, save
 from vectorlm.train.recorder import Span
 
-COLOURS = {
-    "sample": "tab:blue",
-    "generate": "lightgray",
-    "publish": "tab:red",
-    "score": "tab:olive",
-    "assess": "tab:orange",
-    "update": "tab:green",
-    "exam": "tab:purple",
+PHASES = {
+    "sample": ("engine computes", COLOURS[0]),
+    "generate": ("trainer waits for completions", "#d5d8dc"),
+    "score": ("rewards", COLOURS[1]),
+    "assess": ("assess: forward passes", COLOURS[6]),
+    "update": ("optimizer steps", COLOURS[2]),
+    "publish": ("hot swap", COLOURS[3]),
+    "evaluate": ("evaluation", COLOURS[4]),
+    "save": ("checkpoint", COLOURS[5]),
 }
-LABELS = {"sample": "engine computes", "generate": "trainer waits for completions"}
+"""Label and colour of what engine and trainer do."""
 NUM_STEPS = 12
 """The picture shows this many of the last steps."""
 
@@ -32,10 +35,19 @@ class Timeline:
         self._lines = None if path is None else StepLines(path, resume_step)
 
     def write(self, step: int, trainer: Iterable[Span], engine: Sequence[tuple[float, float]]) -> None:
-        """Write the spans of `step`: the trainer's, and when the engine computed before its weights changed."""
+        """Write the spans of `step`: the trainer's, and when the engine computed up to the step's hot swap."""
         if self._lines is not None:
-            spans = [(_short(name), start, end) for name, start, end in trainer if _short(name) in COLOURS]
+            spans = [(_short(name), start, end) for name, start, end in trainer if _short(name) in PHASES]
             self._lines.write(step, [{"trainer": spans, "engine": [list(span) for span in engine]}])
+
+
+def last_steps(timeline_path: Path) -> list[dict[str, Any]]:
+    """Return the lines of the last steps, without the evaluation at the end, of which the engine never reports."""
+    lines = list(deque(read_lines(timeline_path), NUM_STEPS))
+    if lines:
+        ends = [span for span in lines[-1]["trainer"] if span[0] not in ("evaluate", "save")]
+        lines[-1] = {**lines[-1], "trainer": ends}
+    return [line for line in lines if line["trainer"]]
 
 
 def plot_timeline(timeline_path: str | Path, output_png: str | Path) -> None:
@@ -43,37 +55,43 @@ def plot_timeline(timeline_path: str | Path, output_png: str | Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    path = Path(timeline_path)
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    lines = lines[-NUM_STEPS:]
-    starts = [start for line in lines for _, start, _ in line["trainer"]]
-    if not starts:
+    lines = last_steps(Path(timeline_path))
+    if not lines:
         return
-    origin, end = min(starts), max(end for line in lines for *_, end in line["trainer"])
-    figure = Figure(figsize=(11, 2.8), dpi=120, layout="constrained")
+    origin = min(start for line in lines for _, start, _ in line["trainer"])
+    end = max(end for line in lines for *_, end in line["trainer"])
+    figure = Figure(figsize=(11, 3.1), dpi=120, layout="constrained")
     axes = figure.subplots()
+    used = set()
     for line in lines:
-        for name, start, stop in line["trainer"]:
-            axes.broken_barh([(start - origin, stop - start)], (0.1, 0.8), color=COLOURS[name], linewidth=0)
-        for start, stop in line["engine"]:
-            if stop > origin:
-                begin = max(start, origin) - origin
-                axes.broken_barh(
-                    [(begin, stop - origin - begin)], (1.1, 0.8), color=COLOURS["sample"], linewidth=0
-                )
-    axes.set(
-        title=f"Steps {lines[0]['train_step']} to {lines[-1]['train_step']}",
-        xlabel="seconds",
-        xlim=(0, end - origin),
-        ylim=(0, 2),
+        bars = [(name, start, stop, 0.1) for name, start, stop in line["trainer"]]
+        bars += [("sample", start, stop, 1.1) for start, stop in line["engine"]]
+        for name, start, stop, row in bars:
+            start, stop = max(start, origin), min(stop, end)
+            if stop > start and name in PHASES:
+                span = (start - origin, stop - start)
+                axes.broken_barh([span], (row, 0.8), color=PHASES[name][1], linewidth=0)
+                used.add(name)
+        first = line["trainer"][0][1] - origin
+        axes.text(first, 2.02, str(line["train_step"]), fontsize=8, color="#666666")
+        axes.axvline(first, color="#666666", linewidth=0.6, linestyle=":")
+    title = f"Who worked when, steps {lines[0]['train_step']} to {lines[-1]['train_step']}"
+    head(axes, title, "", xlabel="seconds", xlim=(0, end - origin), ylim=(0, 2))
+    axes.text(
+        1,
+        1.13,
+        "gaps in the upper bar: the engine idles; grey below: the trainer waits",
+        ha="right",
+        transform=axes.transAxes,
+        fontsize=8,
+        color="#666666",
     )
     axes.set_yticks([0.5, 1.5], ["trainer", "engine"])
+    axes.tick_params(labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    patches = [Patch(color=colour, label=LABELS.get(name, name)) for name, colour in COLOURS.items()]
-    axes.legend(
-        handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=7, frameon=False, fontsize=8
-    )
-    figure.savefig(output_png)
+    patches = [Patch(color=colour, label=text) for name, (text, colour) in PHASES.items() if name in used]
+    figure.legend(handles=patches, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
+    save(figure, Path(output_png))
 
 
 def _short(name: Any) -> str:

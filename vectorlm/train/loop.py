@@ -18,6 +18,7 @@ from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.packing import Rows
 from vectorlm.train.recorder import Recorder
 from vectorlm.train.settings import LoopSettings
+from vectorlm.train.speed import memory_bytes, num_multiplied
 from vectorlm.types import Batch, TrainedModel
 from vectorlm.weights.plan import reshard
 
@@ -53,7 +54,10 @@ class FineTuningLoop:
     """Optimizer steps done."""
 
     def __post_init__(self) -> None:
-        self.language_model = LanguageModel(self.optimizer_step.model, packs=self.packs, device=self._device)
+        model = self.optimizer_step.model
+        self.language_model = LanguageModel(model, packs=self.packs, device=self._device)
+        self._num_weights = num_multiplied(model, bool(model.config.tie_word_embeddings))
+        self._tokens_seen = 0
 
     def run(self) -> None:
         """Train to the end of the last epoch, from the start or from the recorder's checkpoint."""
@@ -62,17 +66,23 @@ class FineTuningLoop:
         assert schedule is not None
         saved = recorder.resume(models)
         if saved is None:
-            recorder.sink.write(0, self.evaluate_if_due())
+            recorder.write(0, self.evaluate_if_due())
         else:
             schedule.load_state_dict(saved["schedule"])
+            self._tokens_seen = saved.get("tokens_seen", 0)
             self.step = recorder.resume_step or 0
         for micro_batches in self.remaining_steps():
             metrics = self.optimize(micro_batches)
             self.step += 1
-            recorder.sink.write(self.step, metrics | self.evaluate_if_due())
+            recorder.write(self.step, metrics | self.evaluate_if_due())
             if self.step % len(self.train_loader) == 0:
                 recorder.end_epoch(self.step // len(self.train_loader))
-            recorder.save_if_due(self.step, models, lambda: {"schedule": schedule.state_dict()})
+            recorder.save_if_due(self.step, models, self._state)
+
+    def _state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds besides model and optimizer."""
+        assert self.optimizer_step.schedule is not None
+        return {"schedule": self.optimizer_step.schedule.state_dict(), "tokens_seen": self._tokens_seen}
 
     def remaining_steps(self) -> Iterator[list[Batch]]:
         """Yield this rank's micro-batches of each remaining optimizer step."""
@@ -84,15 +94,18 @@ class FineTuningLoop:
 
     def optimize(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
         """Make one optimizer step, and return its metrics."""
-        start_s = time.perf_counter()
-        num_targets, num_tokens = self._count(micro_batches)
+        start_s, span = time.perf_counter(), self.recorder.timer.span
+        num_targets, num_tokens, most_bytes = self._count(micro_batches)
         my_loss = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, batch in enumerate(micro_batches):
-            loss = self.sum_loss(batch) / num_targets
-            self.optimizer_step.backward(loss, is_last=index == len(micro_batches) - 1)
+            with span("time/forward_s"):
+                loss = self.sum_loss(batch) / num_targets
+            with span("time/backward_s"):
+                self.optimizer_step.backward(loss, is_last=index == len(micro_batches) - 1)
             my_loss += loss.detach()
-        loss_value = self._add_up_finite(my_loss, micro_batches)
-        finished = self.optimizer_step.finish(self.step + 1)
+        with span("time/optimizer_s"):
+            loss_value = self._add_up_finite(my_loss, micro_batches)
+            finished = self.optimizer_step.finish(self.step + 1)
         step_s = time.perf_counter() - start_s
         return {
             "train/loss": loss_value,
@@ -100,13 +113,23 @@ class FineTuningLoop:
             "train/grad_norm": finished["grad_norm"],
             "train/tokens_per_s": num_tokens / step_s,
             "train/step_s": step_s,
-        }
+        } | self._speeds(num_tokens, step_s, most_bytes)
+
+    def _speeds(self, num_tokens: int, step_s: float, most_bytes: int) -> dict[str, float]:
+        self._tokens_seen += num_tokens
+        found = {"perf/tokens_seen": float(self._tokens_seen), "perf/memory_max_bytes": float(most_bytes)}
+        found["perf/model_flops_per_s"] = 6 * self._num_weights * num_tokens / step_s
+        if self.settings.device_peak_tflops is not None:
+            peak = self.settings.device_peak_tflops * 1e12 * self.optimizer_step.topology.world_size
+            found["perf/mfu"] = found["perf/model_flops_per_s"] / peak
+        return found
 
     def evaluate_if_due(self) -> dict[str, float]:
         """Evaluate the held-out text and the engine's answers where either is due, and return the metrics."""
         metrics: dict[str, float] = {}
         if self.recorder.is_due(self.settings.logging_steps, self.step):
-            metrics["eval/loss"] = self.held_out_loss()
+            with self.recorder.timer.span("time/held_out_s"):
+                metrics["eval/loss"] = self.held_out_loss()
             assert self.optimizer_step.schedule is not None
             self.optimizer_step.schedule.observe(metrics["eval/loss"])
             metrics |= self.recorder.observe(self.step, metrics)
@@ -184,15 +207,17 @@ class FineTuningLoop:
         is_target[:, 0] = False
         return is_target
 
-    def _count(self, micro_batches: Sequence[Batch]) -> tuple[int, int]:
-        """Count the target tokens and the tokens of a step, on all ranks; at least one of each."""
-        totals = torch.zeros(2, dtype=torch.int64, device=self._device)
+    def _count(self, micro_batches: Sequence[Batch]) -> tuple[int, int, int]:
+        """Count the target tokens and the tokens of a step, at least one of each, and the bytes of the fullest rank."""
+        topology = self.optimizer_step.topology
+        totals = torch.zeros(2 + topology.world_size, dtype=torch.int64, device=self._device)
         for batch in micro_batches:
             totals[0] += self._is_target(batch).sum()
             totals[1] += batch.attention_mask.sum()
+        totals[2 + topology.rank] = memory_bytes(self._device)
         dist.all_reduce(totals)
-        num_targets, num_tokens = totals.clamp(min=1).tolist()
-        return num_targets, num_tokens
+        num_targets, num_tokens, *each_bytes = totals.clamp(min=1).tolist()
+        return num_targets, num_tokens, max(each_bytes)
 
     def _add_up_finite(self, my_loss: torch.Tensor, micro_batches: Sequence[Batch]) -> float:
         """Return the sum of all ranks' losses; stop every rank if one of them is not finite."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch.profiler import record_function
 
 from vectorlm.types import Checkpoints, Evaluation, MetricSink, TrainedModel, Watch
 
@@ -24,26 +26,29 @@ class Timer:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+        """Seconds by name since the last drain."""
         self.spans: list[Span] = []
-        """Every span so far, in the order of their ends."""
+        """Every span since the last drain, in the order of their ends."""
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Add the time of the block to `name`, also when the block raises; nested spans count for both names."""
         start = self._clock()
         try:
-            yield
+            # So that a profile's trace names the phases.
+            with record_function(name):
+                yield
         finally:
             end = self._clock()
-            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + end - start
             if self.spans and self.spans[-1][0] == name and start - self.spans[-1][2] < BREAK_S:
                 start = self.spans.pop()[1]
             self.spans.append((name, start, end))
 
     def drain(self) -> dict[str, float]:
-        """Return the seconds by name since the last drain, and start again from 0."""
-        drained, self._seconds = self._seconds, {}
+        """Return the seconds by name since the last drain, and start again, without spans."""
+        drained, self.seconds, self.spans = self.seconds, {}, []
         return drained
 
 
@@ -68,11 +73,17 @@ class Recorder:
     """Says which evaluation was the best, and ends training that no longer improves."""
     end_epoch: Callable[[int], None] = lambda epoch: None
     """Called at the end of each epoch, with its number from 1."""
+    timer: Timer = field(default_factory=Timer)
+    """Times evaluations and checkpoints, and whatever the loop times with it."""
 
     @property
     def has_stopped(self) -> bool:
         """Whether training ends before its last step."""
         return self.watch is not None and self.watch.is_over
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of `step`, with the seconds of each phase since the last line."""
+        self.sink.write(step, {**metrics, **self.timer.drain()})
 
     def is_due(self, every: int, step: int) -> bool:
         """Whether `step` is a multiple of `every` or the last step."""
@@ -86,7 +97,8 @@ class Recorder:
         """Evaluate where an evaluation is due, and return its metrics."""
         if self.evaluation is None or not self.is_due(self.evaluate_every, step):
             return {}
-        return self.evaluation.evaluate(step)
+        with self.timer.span("time/evaluate_s"):
+            return self.evaluation.evaluate(step)
 
     def say_padded(self, reason: str | None) -> None:
         """Say why rows are padded, if they are."""
@@ -100,7 +112,8 @@ class Recorder:
         is_best = self.watch is not None and self.watch.best_step == step
         if self.checkpoints is not None and (is_best or self.is_due(self.save_every, step)):
             watched = {} if self.watch is None else {"watch": self.watch.state_dict()}
-            self.checkpoints.save(step, models, state() | watched)
+            with self.timer.span("time/save_s"):
+                self.checkpoints.save(step, models, state() | watched)
 
     def resume(self, models: Mapping[str, TrainedModel]) -> dict[str, Any] | None:
         """Load the checkpoint into the models and return the loop's own state; None in a new run."""

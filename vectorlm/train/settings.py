@@ -11,6 +11,7 @@ from vectorlm.settings import (
     Betas,
     ClippingNorm,
     NonNegativeFloat,
+    PositiveFloat,
     PositiveInt,
     PromptSource,
     ReadIf,
@@ -150,6 +151,8 @@ class LoopSettings:
         SaveFrequency, ReadIf("dataset", fix="Use rl.save_every."), WITH_CHECKPOINTS
     ] = 0.25
     """Up to 1 the share of an epoch between two checkpoints, above 1 the optimizer steps between them."""
+    device_peak_tflops: PositiveFloat | None = None
+    """Peak speed of one device, in 1e12 operations per second, for `perf/mfu`; null leaves that metric out."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,117 @@
+"""Each tracker gets the metrics of every step under their names."""
+
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from vectorlm.errors import ConfigError
+from vectorlm.telemetry.trackers import TrackioSink, WandbSink, open_trackers
+
+
+def events(folder):
+    """Read TensorBoard's files back: length, checksum, record, checksum."""
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            yield Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+
+
+def scalars(folder):
+    return [
+        (event.step, value.tag, value.simple_value)
+        for event in events(folder)
+        for value in event.summary.value
+        if value.HasField("simple_value")
+    ]
+
+
+def test_tensorboard_gets_every_value_and_the_config(tmp_path):
+    (sink,) = open_trackers({"tensorboard": None}, tmp_path, {"model": "tiny"}, resume_step=None)
+    with sink:
+        sink.write(1, {"train/loss": 2.5})
+        sink.write(2, {"train/loss": 2.25, "eval/accuracy": 0.5})
+    folder = tmp_path / "tensorboard"
+    expected = [(1, "train/loss", 2.5), (2, "train/loss", 2.25), (2, "eval/accuracy", 0.5)]
+    assert scalars(folder) == expected
+    assert any(b"model: tiny" in event.SerializeToString() for event in events(folder))
+
+
+def test_tensorboard_hides_the_steps_that_a_resumed_run_makes_again(tmp_path):
+    for resume_step, steps in ((None, (1, 2, 3)), (2, (3, 4))):
+        (sink,) = open_trackers({"tensorboard": {"logdir": str(tmp_path)}}, Path("unused"), {}, resume_step)
+        with sink:
+            for step in steps:
+                sink.write(step, {"train/loss": 1.0})
+    starts = [event.step for event in events(tmp_path) if event.HasField("session_log")]
+    assert starts == [3]
+    assert not Path("unused").exists()
+
+
+class Trackio:
+    """The part of trackio's interface that is used, as its sources declare it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def init(self, project, name=None, resume="never", config=None, space_id=None):
+        self.calls.append(("init", project, name, resume, config, space_id))
+        return SimpleNamespace(log=self.log)
+
+    def log(self, metrics, step=None):
+        self.calls.append(("log", metrics, step))
+
+    def finish(self):
+        self.calls.append(("finish",))
+
+
+@pytest.mark.parametrize(("resume_step", "resume"), [(None, "never"), (7, "allow")])
+def test_trackio_gets_a_run_named_as_its_folder(monkeypatch, tmp_path, resume_step, resume):
+    trackio = Trackio()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    (sink,) = open_trackers({"trackio": {"project": "mine"}}, tmp_path / "grpo", {"model": "m"}, resume_step)
+    with sink:
+        sink.write(8, {"reward/mean": 0.5})
+    assert trackio.calls == [
+        ("init", "mine", "grpo", resume, {"model": "m"}, None),
+        ("log", {"reward/mean": 0.5}, 8),
+        ("finish",),
+    ]
+
+
+def test_a_missing_package_says_what_to_install(monkeypatch, tmp_path):
+    for package in ("trackio", "tensorboardX", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=r"trackers.trackio needs .* `pip install trackio`, or leave"):
+        TrackioSink({}, {})
+    with pytest.raises(ConfigError, match=r"trackers.tensorboard needs .* `pip install tensorboardX`"):
+        open_trackers({"tensorboard": {}}, tmp_path, {}, None)
+    with pytest.raises(ConfigError, match=r"pip install wandb.*enable_wandb_logging: false"):
+        WandbSink({}, {})
+
+
+def test_wandb_offline_keeps_settings_config_and_values(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    script = (
+        "import sys; from vectorlm.telemetry.trackers import WandbSink\n"
+        "settings = {'project': 'countdown', 'mode': 'offline', 'dir': sys.argv[1]}\n"
+        "with WandbSink(settings, {'train_parameters': {'seed': 7}}) as sink:\n"
+        "    sink.write(10, {'train/loss': 2.5}); sink.write(10, {'eval/accuracy': 0.5})\n"
+        "    sink.write(20, {'train/loss': 2.25})\n"
+        "    print(sink._run.project, sink._run.config['train_parameters'], dict(sink._run.summary))\n"
+    )
+    # A process of its own: wandb starts a service process and hooks into the interpreter that loads it.
+    run = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "countdown {'seed': 7}" in run.stdout
+    # wandb completes a row when the next step begins: both calls for step 10 are in it.
+    assert "'train/loss': 2.5" in run.stdout
+    assert "'eval/accuracy': 0.5" in run.stdout
+    assert "'_step': 10" in run.stdout
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))

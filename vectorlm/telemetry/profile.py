@@ -1,0 +1,160 @@
+"""The profile of a run: what rank 0 did in a few steps, and how long each phase took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from vectorlm.settings import Rule
+
+if TYPE_CHECKING:
+    from vectorlm.train.recorder import Timer
+
+WARMUP_STEPS = 2
+"""The first steps allocate memory and compile kernels; the trace leaves them out."""
+DEFAULT_STEPS = 3
+MAX_BYTES = 32 << 20
+"""After this much no further step is recorded."""
+PHASES = {
+    "start": "wait for the engine to load",
+    "forward": "forward passes",
+    "backward": "backward passes",
+    "optimizer": "loss over ranks, gradient norm, optimizer step",
+    "held_out": "loss on held-out text",
+    "publish": "hot swap of the weights",
+    "generate": "wait for completions",
+    "score": "rewards",
+    "assess": "forward passes of old policy, reference, critic, teacher",
+    "update": "optimizer steps on the batch",
+    "evaluate/publish": "evaluation: hot swap",
+    "evaluate/sample": "evaluation: sampling",
+    "evaluate/score": "evaluation: rewards and files",
+    "save": "checkpoints",
+}
+"""The phases that metrics name ``time/<phase>_s``, in the order of a step; evaluations in parts."""
+
+StepCount = Annotated[
+    int, Rule("an integer from 0 to 20", lambda value: 0 <= value <= 20, str(DEFAULT_STEPS))
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileSettings:
+    """Whether a run is profiled."""
+
+    profile_steps: StepCount = 0
+    """Steps of rank 0 that torch's profiler records, after two others; 0 records none. `--profile` sets 3."""
+
+
+def short_run(profile_steps: int, num_steps: int) -> tuple[str, str] | None:
+    """Return why nothing is recorded in a run of `num_steps` steps, and what to do; None where something is."""
+    if not profile_steps or num_steps > WARMUP_STEPS:
+        return None
+    rule = f"records nothing of {num_steps} steps: it leaves out the first {WARMUP_STEPS}"
+    return rule, "Set it to 0, or train longer."
+
+
+class PhaseTimes:
+    """Adds up the seconds of each phase over the metrics of steps."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    def add(self, values: Mapping[str, float | None]) -> None:
+        """Add what a line of metrics says."""
+        for phase in PHASES:
+            self.seconds[phase] += values.get(f"time/{phase}_s") or 0.0
+        publish, sample = (values.get(name) or 0.0 for name in ("weights/update_s", "sampler/generate_s"))
+        if whole := values.get("time/evaluate_s"):
+            self.seconds["evaluate/publish"] += publish
+            self.seconds["evaluate/sample"] += sample
+            self.seconds["evaluate/score"] += max(whole - publish - sample, 0.0)
+
+    def rows(self, whole_s: float | None = None) -> list[tuple[str, float, float]]:
+        """Return the phases that took any time with their seconds and shares; with `whole_s` the rest as well."""
+        found = {phase: seconds for phase, seconds in self.seconds.items() if seconds}
+        total = sum(found.values())
+        if whole_s is not None and whole_s > total:
+            found["other"], total = whole_s - total, whole_s
+        return [(phase, seconds, seconds / total) for phase, seconds in found.items()]
+
+
+class ProfileSink:
+    """Records a trace of some steps, and leaves the table of times in ``profile.txt``.
+
+    A trace is ``trace-step-<n>.json.gz``, which chrome://tracing and ui.perfetto.dev open.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        num_traced: int,
+        *,
+        timer: Timer,
+        initial_step: int = 0,
+        say: Callable[[str], None] = print,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Record `num_traced` steps, the third after `initial_step` first; `timer` has what no line has taken yet."""
+        self._folder, self._timer, self._say, self._clock = folder, timer, say, clock
+        self._first = initial_step + WARMUP_STEPS
+        self._last = self._first + num_traced
+        self._times, self._num_steps = PhaseTimes(), 0
+        # What was timed before counts too.
+        self._began = clock() - sum(timer.seconds.values())
+        self._profiler: Any = None
+        self._num_bytes = 0
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """End the recording of `step`, and begin that of the next where it is asked for."""
+        self._times.add(values)
+        self._num_steps += step > 0
+        self._stop(step)
+        if self._first <= step < self._last and self._num_bytes < MAX_BYTES:
+            self._start()
+
+    def _start(self) -> None:
+        from torch.profiler import profile, supported_activities
+
+        self._profiler = profile(activities=supported_activities())
+        self._profiler.start()
+
+    def _stop(self, step: int) -> None:
+        if self._profiler is None:
+            return
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        path = self._folder / f"trace-step-{step}.json.gz"
+        profiler.export_chrome_trace(str(path))
+        self._num_bytes += path.stat().st_size
+        self._say(f"profile: {path}")
+        if self._num_bytes >= MAX_BYTES and step < self._last:
+            self._say(f"profile: the traces have {self._num_bytes >> 20} MiB; later steps are not recorded")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+        self._times.add(self._timer.drain())
+        text = time_table(self._times, self._clock() - self._began, self._num_steps)
+        (self._folder / "profile.txt").write_text(text + "\n", encoding="utf-8")
+        self._say(text)
+
+
+def time_table(times: PhaseTimes, whole_s: float, num_steps: int) -> str:
+    """Return seconds, share and milliseconds a step of each phase, one a line."""
+    lines = [f"{'time by phase':<18}{'s':>9}{'share':>7}{'ms/step':>10}"]
+    for phase, seconds, share in times.rows(whole_s):
+        per_step = 1e3 * seconds / max(num_steps, 1)
+        meaning = PHASES.get(phase, "everything else: data, logging, export")
+        lines.append(f"  {phase:<16}{seconds:>9.2f}{share:>7.0%}{per_step:>10.1f}  {meaning}")
+    lines.append(f"  {'all':<16}{whole_s:>9.2f}{1:>7.0%}{1e3 * whole_s / max(num_steps, 1):>10.1f}")
+    return "\n".join(lines)

@@ -1,0 +1,152 @@
+"""Trackers: other programs that take a run's metrics (Weights & Biases, TensorBoard, trackio)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Self
+
+import yaml
+
+from vectorlm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vectorlm.telemetry.metrics import Sink
+
+PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio"}
+"""The trackers of the setting `trackers`, and the package that each needs."""
+
+
+def open_trackers(
+    trackers: Mapping[str, Mapping[str, Any] | None],
+    output: Path,
+    run_config: Mapping[str, Any],
+    resume_step: int | None,
+) -> list[Sink]:
+    """Open the trackers of a run whose folder is `output`.
+
+    Args:
+        trackers: The arguments of each tracker, by its name in `PACKAGES`.
+        output: The run's folder; its name is the run's name.
+        run_config: The resolved config, shown beside the run.
+        resume_step: The last step of the run that is continued; None in a new run.
+    """
+    found: list[Sink] = []
+    for name, arguments in trackers.items():
+        if name == "tensorboard":
+            placed = {"logdir": str(output / "tensorboard"), **(arguments or {})}
+            found.append(TensorBoardSink(placed, run_config, resume_step))
+        else:
+            resume = "never" if resume_step is None else "allow"
+            named = {"project": "vectorlm", "name": output.resolve().name, "resume": resume}
+            found.append(TrackioSink({**named, **(arguments or {})}, run_config))
+    return found
+
+
+def missing_package(tracker: str) -> str | None:
+    """Return the package that a tracker needs and that is not installed."""
+    package = PACKAGES[tracker]
+    return None if find_spec(package) else package
+
+
+class WandbSink:
+    """Send the metrics to Weights & Biases; with ``mode: offline`` they stay in a local folder.
+
+    Args:
+        settings: Keyword arguments of ``wandb.init``: ``project``, ``name``, ``entity``, ``mode``, ``dir`` ….
+        run_config: The resolved config, shown beside the run.
+
+    Raises:
+        ConfigError: wandb is not installed.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], run_config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "enable_wandb_logging=true needs the package wandb, which is not installed. "
+                "Install it with `pip install wandb`, or set enable_wandb_logging: false."
+            ) from error
+        self._run = wandb.init(**settings, config=dict(run_config))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values; several calls for one step become one row."""
+        self._run.log(dict(values), step=step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        self._run.finish(exit_code=0 if kind is None else 1)
+
+
+class TensorBoardSink:
+    """Write TensorBoard's event files with tensorboardX.
+
+    Args:
+        arguments: Keyword arguments of ``tensorboardX.SummaryWriter``: ``logdir``, ``flush_secs`` ….
+        run_config: The resolved config, shown as a text.
+        resume_step: TensorBoard hides what an earlier run wrote after this step; None in a new run.
+
+    Raises:
+        ConfigError: tensorboardX is not installed.
+    """
+
+    def __init__(
+        self, arguments: Mapping[str, Any], run_config: Mapping[str, Any], resume_step: int | None = None
+    ) -> None:
+        writer = _import("tensorboard").SummaryWriter
+        self._writer = writer(**{"purge_step": None if resume_step is None else resume_step + 1, **arguments})
+        text = yaml.safe_dump(dict(run_config), sort_keys=False)
+        self._writer.add_text("config", "    " + text.replace("\n", "\n    "), resume_step or 0)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write each value as a scalar."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._writer.close()
+
+
+class TrackioSink:
+    """Send the metrics to trackio, which keeps them on this machine unless `arguments` name a Space or a server.
+
+    Args:
+        arguments: Keyword arguments of ``trackio.init``: ``project``, ``name``, ``space_id`` ….
+        run_config: The resolved config, shown beside the run.
+
+    Raises:
+        ConfigError: trackio is not installed.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], run_config: Mapping[str, Any]) -> None:
+        self._trackio = _import("trackio")
+        self._run = self._trackio.init(**arguments, config=dict(run_config))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values as a row."""
+        self._run.log(dict(values), step=step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._trackio.finish()
+
+
+def _import(tracker: str) -> ModuleType:
+    package = PACKAGES[tracker]
+    try:
+        return __import__(package)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"trackers.{tracker} needs the package {package}, which is not installed. Install it with "
+            f"`pip install {package}`, or leave the tracker out."
+        ) from error
