@@ -143,7 +143,10 @@ class ProgressSink:
             self._bar.update(step - self._bar.n)
         elif self._is_due(step, values):
             self._next_line_s = self._clock() + self._interval_s
-            print(f"step {step}/{self._total_steps}: {shown}", file=self._stream, flush=True)
+            line = (
+                f"step {step}/{self._total_steps}: {shown}" if shown else f"step {step}/{self._total_steps}"
+            )
+            print(line, file=self._stream, flush=True)
 
     def _is_due(self, step: int, values: Mapping[str, float]) -> bool:
         is_evaluation = any(name.startswith("eval/") for name in values)
