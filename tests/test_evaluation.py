@@ -46,7 +46,7 @@ def test_questions_are_listed_prompts_or_lines_with_other_columns_for_the_reward
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, r"sampler.prompts='.*eval.jsonl' is not a file"),
+        (None, r"sampler.prompts='.*eval.jsonl' does not exist"),
         ("", r"eval.jsonl' is empty: it must hold at least one prompt"),
         (
             '{"prompt": "a"}\n{"question": "b"}\n',

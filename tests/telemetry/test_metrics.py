@@ -249,3 +249,11 @@ def test_real_processes_that_take_the_cores(monkeypatch):
         for process in [*busy, own]:
             process.kill()
             process.wait()
+
+
+def test_a_line_without_numbers_ends_with_the_step():
+    """A run without held-out questions has none before its first step."""
+    stream = io.StringIO()
+    with ProgressSink(4, stream=stream) as progress:
+        progress.write(0, {})
+    assert stream.getvalue() == "step 0/4\n"

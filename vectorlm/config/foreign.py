@@ -17,7 +17,8 @@ class Foreign(NamedTuple):
     @property
     def fix(self) -> str:
         """What to write instead."""
-        asked = " or ".join(f"'{place}'" for place in self.places)
+        *others, last = [f"'{place}'" for place in self.places] or [""]
+        asked = f"{', '.join(others)} or {last}" if others else last
         return " ".join(part for part in (asked and f"Did you mean {asked}?", self.note) if part)
 
 
@@ -50,8 +51,8 @@ _LENGTH_OF_RUN = Foreign(
 _ALGORITHM = Foreign(("rl.algorithm",))
 _LOSS = Foreign(
     ("rl.algorithm", "rl.reduction", "rl.preference"),
-    "TRL's loss_type: dapo is algorithm: grpo with reduction: token_mean, and docs/from_trl.md has the others; the "
-    "third is for online_dpo.",
+    "TRL's loss_type: dapo is algorithm: grpo with reduction: token_mean; docs/from_trl.md has the others. The third "
+    "is for online_dpo.",
 )
 _PRECISION = Foreign((_TRAIN + "use_mp",), "Left out, it means bfloat16 on CUDA alone; there is no float16.")
 _SHARDING = Foreign((_TRAIN + "sharding_strategy",))

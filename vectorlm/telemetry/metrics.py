@@ -109,7 +109,8 @@ class ProgressSink:
             self._bar.update(step - self._bar.n)
         elif self._is_due(step, values, now := self._clock()):
             self._next_line_s = now + self._interval_s
-            print(f"step {step}/{self._total_steps}: {shown}", file=self._stream, flush=True)
+            line = f"step {step}/{self._total_steps}" + (f": {shown}" if shown else "")
+            print(line, file=self._stream, flush=True)
 
     def _is_due(self, step: int, values: Mapping[str, float], now: float) -> bool:
         is_slow = now - self._last_step_s > self._interval_s / 2
