@@ -287,7 +287,7 @@ def _draw_ratios(axes: Axes, run: RunFolder, drift: list[dict[str, Any]], band: 
     for bound in bounds:
         axes.axvline(bound, color="#666666", linewidth=1, linestyle=":")
     # Beside the band there is room for the legend.
-    reach = 1.9 * max([reach, *map(abs, bounds)])
+    reach = 2.4 * max([reach, *map(abs, bounds)])
     # Whatever was found, the axis spans four decades at least: else a healthy peak has an axis from 0.46 to 0.55.
     axes.set(yscale="log", xlim=(-reach, reach), ylim=(min(1e-4, smallest / 2), 1.6))
     finish(axes, with_legend=True)
