@@ -153,7 +153,7 @@ def test_a_reward_that_fails_ends_the_evaluation_by_its_name(files, capsys):
 
 
 def test_without_the_harness_its_tasks_are_refused_by_the_package_s_name(files, capsys, monkeypatch):
-    monkeypatch.setattr("vectorlm.cli.evaluate.find_spec", lambda name: None)
+    monkeypatch.setattr("vectorlm.cli.evaluate.is_installed", lambda name: False)
     assert evaluate(files, "--tasks", "choice") == 2
     assert "--tasks needs the package lm_eval, which is not installed." in capsys.readouterr().err
 

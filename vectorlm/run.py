@@ -22,6 +22,7 @@ from vectorlm.checkpoint.export import export_model
 from vectorlm.checkpoint.folder import held, mark_finished, naming_the_full_disk, require_shared
 from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.config import Config, save_config, to_plain
+from vectorlm.config.check_packages import NO_PICTURES, is_installed
 from vectorlm.config.resume import Resumption, find_resumption, identity_of
 from vectorlm.data.prompts import read_prompts
 from vectorlm.dist.engine_ranks import capture, results_or_first_error
@@ -210,6 +211,8 @@ def open_run(
     report = memory_report(config, topology.world_size, device_bytes=total, ranks_per_node=near)
     if topology.is_main:
         print(report, file=sys.stderr, flush=True)
+        if not is_installed("matplotlib"):
+            print(f"  pictures: {NO_PICTURES}", file=sys.stderr, flush=True)
     # ProgressSink shows the only progress bar of a run.
     disable_progress_bar()
     with ExitStack() as stack:
@@ -221,7 +224,7 @@ def open_run(
         engine = engine or open_engine(config, topology, stack, placement, **engine_args)
         with naming_the_full_disk(config.train_parameters.output_dir):
             yield Run(config, topology, engine, load_tokenizer(config.model), stack)
-    if topology.is_main:
+    if topology.is_main and is_installed("matplotlib"):
         _plot(config)
 
 

@@ -9,7 +9,6 @@ import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from vectorlm.cli.sample import (
     require_model,
     sampling_params,
 )
+from vectorlm.config.check_packages import is_installed
 from vectorlm.config.load import load_config
 from vectorlm.config.schema import Config
 from vectorlm.data.prompts import read_prompts
@@ -108,7 +108,7 @@ def _require_sense(args: argparse.Namespace) -> None:
     given = [name for name, value in own.items() if value not in (None, [])]
     if args.tasks and given:
         raise ConfigError(f"{given[0]} has no effect with --tasks: each task brings its own. Leave it out.")
-    if args.tasks and find_spec("lm_eval") is None:
+    if args.tasks and not is_installed("lm_eval"):
         raise ConfigError(
             "--tasks needs the package lm_eval, which is not installed. pip install 'vectorlm[eval]'"
         )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import netrc
-import os
 from collections.abc import Collection, Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any
-from urllib.parse import urlsplit
 
 from vectorlm.config.check_files import file_problems, has_cuda
+from vectorlm.config.check_packages import package_problems
 from vectorlm.config.check_vllm import (
     fields_of,
     nearest,
@@ -32,9 +29,6 @@ _ENGINE_SETTINGS_ELSEWHERE = {
 
 _SECRETS = {"token": "VECTORLM_SERVER_TOKEN", "hf_token": "HF_TOKEN", "api_key": "WANDB_API_KEY"}
 """Keys that hold secrets, and the environment variables that they belong into."""
-
-WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-"""What wandb takes instead of a line in ~/.netrc."""
 
 LORA_CONFIG = (
     ("config.py", "PeftConfigMixin"),
@@ -67,7 +61,7 @@ def check_config(config: Config, world_size: int, reward_names: Collection[str],
         *_rank_problems(config, world_size, num_nodes),
         *_parallel_problems(config, world_size // max(num_nodes, 1)),
         *_sampler_problems(config, reward_names),
-        *_wandb_problems(config),
+        *package_problems(config),
         *(refuse(config, *problem) for problem in vllm_problems(config)),
         *_lora_problems(config),
         *file_problems(config, world_size),
@@ -196,24 +190,6 @@ def _inference_problems(config: Config, sampler: SamplerSettings) -> Iterator[st
     if name != "vllm" and has_adapters and sampler.engine.lora_mode == "adapter":
         rule = f"is for vLLM in the process, and inference is {name!r}"
         yield refuse(config, f"{_SAMPLER}.lora_mode", rule, "Set it to 'merged'.")
-
-
-def _wandb_problems(config: Config) -> Iterator[str]:
-    """Say that wandb is not there or has no key, before a run has loaded its model."""
-    if config.enable_wandb_logging and find_spec("wandb") is None:
-        yield refuse(config, "enable_wandb_logging", "needs the package wandb", "Run `pip install wandb`.")
-        return
-    mode = config.wandb_config.get("mode") or os.environ.get("WANDB_MODE", "online")
-    if not config.enable_wandb_logging or mode != "online" or any(map(os.environ.get, WANDB_KEYS)):
-        return
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
-    try:
-        keys = netrc.netrc(os.environ.get("NETRC")).hosts
-    except (OSError, netrc.NetrcParseError):
-        keys = {}
-    if host not in keys:
-        fix = "Run `wandb login`, or set wandb_config.mode: offline."
-        yield refuse(config, "enable_wandb_logging", f"needs a key for {host}", fix)
 
 
 def _lora_problems(config: Config) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vectorlm.config.check_packages import NO_PICTURES, is_installed
 from vectorlm.config.resume import find_resumption, say_finished
 from vectorlm.config.schema import Config, RLSettings, SamplerSettings, TrainSettings
 from vectorlm.train.settings import ModelSettings
@@ -20,6 +21,7 @@ def summarise(config: Config, world_size: int, num_nodes: int = 1) -> str:
         "sampler": _sampler_row(train.sampler, train),
         "checkpoints": _checkpoint_row(config),
         "output": train.output_dir,
+        **({} if is_installed("matplotlib") else {"pictures": NO_PICTURES}),
         **_resumption_row(config, world_size),
     }
     width = max(map(len, rows))

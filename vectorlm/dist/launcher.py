@@ -51,10 +51,8 @@ WORKERS_REST_S = 0.1
 interpreter; one that asks for it while the interpreter ends aborts the process."""
 SCRATCH_VARIABLE, UNGUARDED = "VECTORLM_SCRATCH", "unguarded"
 """Where a rank that runs the whole script again leaves a file of this name."""
-GUARD_RULE = (
-    "the script calls launch() while it is imported, and every rank imports it. Put the call, and whatever else must "
-    'run once, under `if __name__ == "__main__":`.'
-)
+GUARD_RULE = """the script calls launch() while it is imported, and every rank imports it. Put the call, and whatever \
+else must run once, under `if __name__ == "__main__":`."""
 WAITED_S = 10.0
 """After this long a rank says that it waits for others to start, and again whenever twice the time has passed."""
 NODE_ARGUMENTS = ("nnodes", "node_rank", "rdzv_endpoint", "start_timeout_s")
@@ -325,18 +323,16 @@ def process_group(
 @contextlib.contextmanager
 def _saying_that_it_waits(topology: Topology) -> Iterator[None]:
     """Print a line where the block takes long, on the first rank of each node: it may wait for a machine for ever."""
-    done = threading.Event()
+    done, place = threading.Event(), ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    text = f"rank {topology.rank} is waiting for the other ranks of {topology.world_size}, at {place}"
 
-    def say() -> None:
-        waited = WAITED_S
-        while not done.wait(waited):
-            place = f"{os.environ.get('MASTER_ADDR', LOOPBACK)}:{os.environ.get('MASTER_PORT', '')}"
-            text = f"rank {topology.rank} is waiting for the other ranks of {topology.world_size}, at {place}"
+    def say(waited_s: float) -> None:
+        if not done.wait(waited_s):
             print(text, file=sys.stderr, flush=True)
-            waited *= 2
+            say(2 * waited_s)
 
     if topology.local_rank == 0 and topology.world_size > 1:
-        threading.Thread(target=say, name="waiting", daemon=True).start()
+        threading.Thread(target=say, args=(WAITED_S,), daemon=True).start()
     try:
         yield
     finally:

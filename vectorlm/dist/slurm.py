@@ -14,8 +14,8 @@ FIRST_PORT, NUM_PORTS = 20_000, 10_000
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what torchrun would have set for this task of srun; nothing outside srun, or where there is one task.
 
-    Only variables of a step count: the script of sbatch has SLURM_PROCID and SLURM_NTASKS too, and is no task. Each task
-    is a rank, and the first one's node holds the store, at MASTER_ADDR and MASTER_PORT where these are set.
+    Only variables of a step count: the script of sbatch has SLURM_PROCID and SLURM_NTASKS too, and is no task. The first
+    task's node holds the store, at MASTER_ADDR and MASTER_PORT where these are set.
 
     Raises:
         LaunchError: The nodes run different numbers of tasks, or a variable is missing.
@@ -27,10 +27,8 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
         if name not in environment:
             raise LaunchError(f"srun started {num_tasks} tasks, but {name} is not set. Pass SLURM's variables on.")
     if num_tasks % num_nodes:
-        raise LaunchError(
-            f"srun started {num_tasks} tasks on {num_nodes} nodes, but every node must run equally many. Use srun "
-            "--ntasks-per-node."
-        )
+        rule = "every node must run equally many. Use srun --ntasks-per-node."
+        raise LaunchError(f"srun started {num_tasks} tasks on {num_nodes} nodes, but {rule}")
     host = "127.0.0.1" if num_nodes == 1 else first_host(environment["SLURM_STEP_NODELIST"])
     # A port of the step's own: another may run on the same node.
     job, step = (int(environment.get(f"SLURM_{what}_ID", 0)) for what in ("JOB", "STEP"))

@@ -51,8 +51,7 @@ class Topology:
             raise LaunchError(
                 f"RANK={rank} of WORLD_SIZE={world_size} is LOCAL_RANK={local_rank} of "
                 f"LOCAL_WORLD_SIZE={local_world_size}, but every node must run equally many ranks, numbered node by "
-                "node. Start torchrun with the same --nproc_per_node on every node, or srun with --ntasks-per-node and "
-                "--distribution=block."
+                "node. Start torchrun with the same --nproc_per_node on every node, or srun with --ntasks-per-node."
             )
         error_file = variables.get("TORCHELASTIC_ERROR_FILE")
         return cls(rank, local_rank, world_size, local_world_size, device_of(local_rank), error_file)
@@ -90,9 +89,8 @@ def is_rank(environment: Mapping[str, str] | None = None) -> bool:
 
 def with_rank_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
     """Return the variables with torchrun's added in a task of srun; a torchrun that srun has started set its own."""
-    if all(name in environment for name in RANK_VARIABLES):
-        return environment
-    return {**environment, **rank_variables(environment)}
+    is_given = all(name in environment for name in RANK_VARIABLES)
+    return environment if is_given else {**environment, **rank_variables(environment)}
 
 
 def device_of(local_rank: int) -> str:
