@@ -55,6 +55,9 @@ COMMANDS = {
 }
 """By name; adding a command is adding a line here."""
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
 HELP = """Train a language model with PyTorch FSDP and sample from it with vLLM on the same devices: the weights are
 hot-swapped inside the running engine between optimizer steps.
 
@@ -69,13 +72,16 @@ config.md every setting, engines.md the engines, architecture.md how it works.""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 1 (the run failed) or 2 (the input was wrong)."""
+    """Run the command line and return the exit code: 0, 1 (the run failed), 2 (the input was wrong) or 130 (Ctrl-C)."""
     args = build_parser().parse_args(argv)
     try:
         return args.run_command(args)
     except VectorLMError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from vectorlm.cli import INTERRUPTED
 from vectorlm.cli.check import check_all
 from vectorlm.config.accelerate import accelerate_overrides
 from vectorlm.config.load import (
@@ -16,9 +17,6 @@ from vectorlm.config.load import (
 )
 from vectorlm.config.resume import find_resumption, say_finished
 from vectorlm.errors import ConfigError, VectorLMError
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
