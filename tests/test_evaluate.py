@@ -84,7 +84,7 @@ def test_questions_and_a_reward_give_a_mean_with_its_error_and_a_file_with_every
     mean = sum(map(sum, rewards)) / 16
     assert found["rewards"]["letters"]["mean"] == pytest.approx(mean)
     assert (found["num_questions"], found["num_answers"]) == (8, 16)
-    assert [row["wanted"] for row in found["answers"]] == list("abcdefgh")
+    assert [row["columns"]["wanted"] for row in found["answers"]] == list("abcdefgh")
     line, counted, seconds = capsys.readouterr().out.splitlines()
     error = found["rewards"]["letters"]["mean_error"]
     assert f"mean reward {mean:.4f} ± {error:.4f}" in line
@@ -144,6 +144,15 @@ def test_a_wrong_argument_ends_with_one_line_and_code_2(files, capsys, arguments
     assert printed.out == ""
     assert printed.err.count("\n") == 1
     assert message in printed.err
+
+
+def test_rewards_of_one_name_are_told_apart_by_their_files(files, tmp_path):
+    (tmp_path / "other.py").write_text("def letters(text):\n    return 1.0\n")
+    output, other = tmp_path / "found.json", f"{tmp_path / 'other.py'}:letters"
+    assert evaluate(files, *questions(files), "--reward", other, "--limit", 2, "--output", output) == 0
+    found = json.loads(output.read_text())["rewards"]
+    assert list(found) == [f"{files / 'rewards.py'}:letters", other, "sum"]
+    assert found[other]["accuracy"] == 1.0
 
 
 def test_a_reward_that_fails_ends_the_evaluation_by_its_name(files, capsys):

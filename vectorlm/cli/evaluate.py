@@ -200,14 +200,17 @@ def _exam_of(config: Config, reads_prompts: bool) -> Exam:
 def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Answer the questions of an exam; return what is written to a file, and the lines to print."""
     exam = read_exam(args)
-    functions = {name: get_reward(name) for name in exam.rewards}
+    # Functions of two files may have one name.
+    short = [short_name(name) for name in exam.rewards]
+    labels = short if len(set(short)) == len(short) else list(exam.rewards)
+    functions = [get_reward(name) for name in exam.rewards]
     prompts = [record.prompt for record in exam.prompt_records]
     answers = ask(SampleArguments(args.model, args.engine, prompts, exam.sampling_params, exam.engine_args))
     scored = {
-        short_name(name): score_answers(
+        label: score_answers(
             function, exam.prompt_records, answers, timeout_s=exam.timeout_s, setting=f"the reward {name!r}"
         )
-        for name, function in functions.items()
+        for label, name, function in zip(labels, exam.rewards, functions, strict=True)
     }
     if len(scored) > 1:
         scored["sum"] = _weighted(list(scored.values()), list(exam.rewards.values()))
@@ -250,7 +253,7 @@ def _answer_rows(
     return [
         {
             "prompt": record.prompt,
-            **record.columns,
+            "columns": record.columns,
             "completions": [
                 {
                     "text": completion.text,
