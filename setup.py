@@ -30,6 +30,7 @@ setup(
         "wandb": ["wandb"],
         "tensorboard": ["tensorboardX"],
         "trackio": ["trackio"],
+        "eval": ["lm_eval"],
     },
     entry_points={"console_scripts": ["vectorlm=vectorlm.cli:main"]},
 )

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Fine-tune on two machines of a SLURM cluster, with an engine on each (docs/multi_node.md). Start it in a clone with
 #   sbatch examples/slurm.sh
-# Arguments are passed on, for example: sbatch examples/slurm.sh --set train_parameters.epochs=1
+# CONFIG names another config file. Arguments are passed on: sbatch examples/slurm.sh --set train_parameters.epochs=1
 #SBATCH --job-name=vectorlm
 #SBATCH --nodes=2
 # One task per node: torchrun starts the ranks of its node.
@@ -21,6 +21,9 @@ PORT=$((29400 + SLURM_JOB_ID % 1000))
 # export GLOO_SOCKET_IFNAME=eth0
 # export NCCL_SOCKET_IFNAME=eth0
 
+# torchrun says nothing while it waits for the others.
+echo "waiting until torchrun has started on all $SLURM_NNODES machines, at $MASTER:$PORT" >&2
+
 # --kill-on-bad-exit: when one node fails, SLURM ends the others at once.
 srun --kill-on-bad-exit=1 torchrun \
   --nnodes "$SLURM_NNODES" \
@@ -29,6 +32,6 @@ srun --kill-on-bad-exit=1 torchrun \
   --rdzv_backend c10d \
   --rdzv_endpoint "$MASTER:$PORT" \
   examples/llama_example_mp.py \
-  --yaml_path configs/countdown_sft.yaml \
+  --yaml_path "${CONFIG:-configs/countdown_sft.yaml}" \
   --set train_parameters.sharding_strategy=HYBRID_SHARD \
   "$@"

@@ -144,6 +144,7 @@ def test_no_module_imports_itself_through_others():
         # In engine.py for an annotation alone.
         ("vllm", ("backends/vllm/", "backends/server/", "lora/", "engine/engine.py")),
         ("wandb", ("telemetry/trackers.py",)),
+        ("lm_eval", ("rewards/harness.py",)),
     ],
 )
 def test_heavy_packages_are_imported_where_they_belong(package, homes):

@@ -199,7 +199,9 @@ def test_the_slurm_script_starts_one_torchrun_on_each_node(tmp_path):
         "SLURM_GPUS_ON_NODE": "4",
     }
     environment = variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    words = run(["bash", "examples/slurm.sh", "--set", "a=1"], ROOT, env=environment).split()
+    printed = run(["bash", "examples/slurm.sh", "--set", "a=1"], ROOT, env=environment)
+    assert "waiting until torchrun has started on all 2 machines, at one:29407" in printed
+    words = next(line for line in printed.splitlines() if line.startswith("--")).split()
     assert words[:2] == ["--kill-on-bad-exit=1", "torchrun"]
     assert dict(zip(words[2:12:2], words[3:12:2], strict=True)) == {
         "--nnodes": "2",

@@ -31,6 +31,7 @@ from vectorlm.checkpoint.folder import (
 from vectorlm.checkpoint.state import CheckpointStore, load_weights
 from vectorlm.checkpoint.watch import BestWatch
 from vectorlm.config import Config, save_config, to_plain
+from vectorlm.config.check_packages import is_installed
 from vectorlm.config.resume import Resumption, find_resumption, identity_of
 from vectorlm.config.summary import notes_of
 from vectorlm.data.prompts import read_prompts
@@ -304,7 +305,7 @@ def open_run(
         engine = engine or open_engine(config, topology, stack, placement, **engine_args)
         with naming_the_full_disk(config.train_parameters.output_dir):
             yield Run(config, topology, engine, load_tokenizer(config.model), stack)
-    if topology.is_main:
+    if topology.is_main and is_installed("matplotlib"):
         _plot(config)
 
 

@@ -126,7 +126,7 @@ def test_the_files_that_the_help_names_exist(capsys):
     main([])
     root = Path(__file__).parents[2]
     named = set(re.findall(r"[\w/.]+\.(?:md|yaml)", capsys.readouterr().out)) - {"my.yaml"}
-    assert len(named) == 5
+    assert len(named) == 6
     assert [
         name for name in named if not (root / name).exists() and not (root / "docs" / name).exists()
     ] == []

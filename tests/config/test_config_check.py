@@ -6,7 +6,7 @@ import pytest
 from config_texts import MINIMAL
 from huggingface_hub import constants
 
-from vectorlm.config import check, check_config, load_config
+from vectorlm.config import check_config, check_packages, load_config
 from vectorlm.config.check import LORA_CONFIG
 from vectorlm.config.check_vllm import fields_of
 from vectorlm.errors import ConfigError
@@ -411,7 +411,7 @@ def test_wandb_without_a_key_is_refused_before_a_model_is_loaded(complete, monke
 
 
 def test_wandb_that_is_not_installed_is_refused_before_a_model_is_loaded(complete, monkeypatch):
-    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    monkeypatch.setattr(check_packages, "is_installed", lambda name: name != "wandb")
     assert "needs the package wandb. Run `pip install wandb`" in problems(
         complete, "enable_wandb_logging=true"
     )

@@ -1,5 +1,8 @@
 import os
 import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 
@@ -9,6 +12,7 @@ from watched_run import WatchedRun
 
 import vectorlm
 from vectorlm.dist.collectives import Collectives
+from vectorlm.dist.launcher import process_group
 from vectorlm.errors import HandoffTimeout, LaunchError, RankFailed
 
 
@@ -122,7 +126,7 @@ def test_exchanges_do_not_mix_and_leave_no_keys_behind():
 
 def test_ranks_wait_in_short_loops_and_the_caller_keeps_its_own_variables(monkeypatch):
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert vectorlm.launch(lambda: os.environ.get("GOMP_SPINCOUNT")) == ["1000"]
+    assert vectorlm.launch(lambda: os.environ.get("GOMP_SPINCOUNT")) == ["10000"]
     assert "GOMP_SPINCOUNT" not in os.environ
 
 
@@ -201,6 +205,34 @@ def test_a_rank_that_raises_after_its_launcher_was_killed_leaves_no_note_of_it(t
     assert code == -signal.SIGKILL
 
 
+def test_a_script_without_its_guard_is_told_so_once(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text("import vectorlm\nvectorlm.launch(print, world_size=2)\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.endswith(
+        "LaunchError: the script calls launch() while it is imported, and every rank imports it. Put the call, and "
+        'whatever else must run once, under `if __name__ == "__main__":`.\n'
+    )
+
+
+def test_a_rank_that_waits_for_others_to_start_says_so(monkeypatch, capfd):
+    monkeypatch.setattr("vectorlm.dist.launcher.WAITED_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with (
+        pytest.raises(Exception, match="(?i)timed? ?out"),
+        process_group(vectorlm.Topology(0, 0, 2, 1, "cpu"), timeout_s=1.0),
+    ):
+        pass
+    said = capfd.readouterr().err.splitlines()
+    text = f"rank 0 is waiting for the other ranks of 2, at 127.0.0.1:{port}"
+    assert text in said
+
+
 def test_the_callers_signal_handlers_are_put_back():
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
@@ -249,9 +281,6 @@ def test_a_rank_cannot_ask_for_another_number_of_ranks(as_torchrun):
 
 
 def test_importing_the_package_loads_neither_torch_nor_vllm():
-    import subprocess
-    import sys
-
     code = "import sys, vectorlm; print([name for name in ('torch', 'vllm') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 

@@ -57,6 +57,11 @@ COMMANDS = {
         "vectorlm report runs/countdown_sft --output report.html",
         "vectorlm.cli.report",
     ),
+    "evaluate": Command(
+        "say how well a model answers a run's questions, or tasks of the lm-evaluation-harness",
+        "vectorlm evaluate --model runs/countdown_grpo/final-model configs/countdown_grpo.yaml",
+        "vectorlm.cli.evaluate",
+    ),
     "serve": Command(
         "run a vLLM server whose weights a trainer on this machine can replace",
         "vectorlm serve --model data/countdown/model --port 8000 -- --dtype float32",
@@ -64,6 +69,9 @@ COMMANDS = {
     ),
 }
 """By name; adding a command is adding a line here."""
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
 
 HELP = """Train a language model with PyTorch FSDP and sample from it with vLLM on the same devices: the weights are
 hot-swapped inside the running engine between optimizer steps.
@@ -79,13 +87,16 @@ config.md every setting, engines.md the engines, architecture.md how it works.""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 1 (the run failed) or 2 (the input was wrong)."""
+    """Run the command line and return the exit code: 0, 1 (the run failed), 2 (the input was wrong) or 130 (Ctrl-C)."""
     args = build_parser().parse_args(argv)
     try:
         return args.run_command(args)
     except VectorLMError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from vectorlm.config.check_packages import is_installed
 from vectorlm.config.load import add_override_arguments, config_from_arguments
 from vectorlm.config.local_model import with_download
 from vectorlm.errors import ConfigError
@@ -23,6 +24,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{args.yaml_path} has no section dataset_preprocess: it says what to make, and from what."
         )
+    if not is_installed("datasets"):
+        raise ConfigError("preprocessing needs the package datasets. Run `pip install datasets`.")
     from vectorlm.data.preprocess import load_text, preprocess
     from vectorlm.train.load import load_tokenizer
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
+from vectorlm.cli import INTERRUPTED
 from vectorlm.cli.check import check_all
+from vectorlm.config.accelerate import accelerate_overrides
 from vectorlm.config.load import (
     add_config_arguments,
     add_override_arguments,
     add_path_argument,
     add_profile_argument,
     config_from_arguments,
+    load_config,
 )
 from vectorlm.config.local_model import with_download
 from vectorlm.config.resume import find_resumption, say_finished
 from vectorlm.errors import ConfigError, VectorLMError
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,13 +31,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the config, then train on every rank: by rewards where it has a section ``rl``, else on text."""
-    config = with_download(config_from_arguments(args))
+    config = config_from_arguments(args)
+    asked = accelerate_overrides(config, os.environ, args.world_size)
+    if asked:
+        config = load_config(args.yaml_path, [*args.overrides, *asked])
+    config = with_download(config)
     import vectorlm
 
     # Under torchrun, torchrun decides the number of ranks and machines.
     topology = vectorlm.Topology.from_environment()
     world_size = max(args.world_size, topology.world_size)
     check_all(config, world_size, topology.num_nodes)
+    if asked and topology.is_main:
+        print(f"from accelerate: {', '.join(asked)}", file=sys.stderr)
     found = find_resumption(config, world_size)
     if found is not None and found.is_finished:
         print(say_finished(config, found), file=sys.stderr)

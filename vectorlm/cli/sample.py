@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,7 +16,7 @@ import yaml
 from vectorlm.config.local_model import describe_absent, download, local_folder
 from vectorlm.errors import ConfigError, EngineError
 from vectorlm.lora.folder import base_of, is_adapter_folder
-from vectorlm.types import Completion
+from vectorlm.types import Completion, Prompt
 
 FLAGS = ("max_tokens", "temperature", "n", "seed")
 MAX_TOKENS = 64
@@ -27,10 +28,12 @@ class SampleArguments:
 
     model: str
     engine: str
-    prompts: Sequence[str]
+    prompts: Sequence[Prompt]
     sampling_params: Mapping[str, Any]
     adapter: str | None = None
     """A folder of adapters on `model`."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="what to continue; may be repeated; without it, every line of the standard input is a prompt",
     )
+    add_sampling_arguments(parser)
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say how an engine samples, and which."""
     parser.add_argument(
         "--max_tokens", type=int, default=MAX_TOKENS, metavar="N", help=f"default {MAX_TOKENS}"
     )
@@ -76,6 +84,16 @@ def run(args: argparse.Namespace) -> int:
 
 def read_request(args: argparse.Namespace, lines: TextIO) -> SampleArguments:
     """Check the parsed arguments, before anything heavy is imported."""
+    model, adapter = require_model(args)
+    return SampleArguments(model, args.engine, _prompts(args, lines), sampling_params(args), adapter)
+
+
+def require_model(args: argparse.Namespace) -> tuple[str, str | None]:
+    """Return the model's folder, and that of the adapters on it where ``--model`` names those.
+
+    Raises:
+        ConfigError: ``--model`` is no model's folder, or ``--engine`` is not installed.
+    """
     download(args.model)
     model, adapter = local_folder(args.model), None
     if not Path(model).is_dir():
@@ -89,13 +107,23 @@ def read_request(args: argparse.Namespace, lines: TextIO) -> SampleArguments:
         )
     if args.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError("--engine vllm needs the vllm package, which is not installed. Use --engine hf.")
-    params = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
-    params |= _params(args.params)
-    return SampleArguments(model, args.engine, _prompts(args, lines), params, adapter)
+    return model, adapter
+
+
+def sampling_params(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling parameters that the command line names."""
+    flags = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
+    return flags | read_pairs("--param", "top_p=0.9", args.params)
 
 
 def answer(request: SampleArguments, out: TextIO) -> None:
-    """Start the engine, and print each prompt with its answers; an `EngineError` keeps one line of its text."""
+    """Start the engine, and print each prompt with its answers."""
+    for index, (prompt, completions) in enumerate(zip(request.prompts, ask(request), strict=True)):
+        print("\n" * (index > 0) + _page(prompt, completions), file=out)
+
+
+def ask(request: SampleArguments) -> list[list[Completion]]:
+    """Start the engine and return its completions of each prompt."""
     from vectorlm.backends.transformers.parameters import NAMES, read_parameters
 
     own = {name: value for name, value in request.sampling_params.items() if name in NAMES}
@@ -104,36 +132,44 @@ def answer(request: SampleArguments, out: TextIO) -> None:
         read_parameters(request.sampling_params if request.engine == "hf" else own)
     except EngineError as error:
         raise ConfigError(str(error)) from error
+    with in_one_line(), open_engine(request) as engine:
+        return engine.sample(list(request.prompts), dict(request.sampling_params))
+
+
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """Keep one line of an `EngineError`: the rest is the engine's traceback, which helps nobody at a terminal."""
     try:
-        with _engine(request) as engine:
-            if request.adapter is not None:
-                engine.update(_adapted(request.model, Path(request.adapter)), 0)
-            answers = engine.sample(list(request.prompts), dict(request.sampling_params))
+        yield
     except EngineError as error:
-        # The rest is the engine's traceback, which does not help somebody at the command line.
         raise type(error)(str(error).partition("\n\n")[0]) from error
-    for index, (prompt, completions) in enumerate(zip(request.prompts, answers, strict=True)):
-        print("\n" * (index > 0) + _page(prompt, completions), file=out)
 
 
-def _page(prompt: str, completions: Sequence[Completion]) -> str:
+def _page(prompt: Prompt, completions: Sequence[Completion]) -> str:
     texts = [completion.text.strip() or "(nothing)" for completion in completions]
     if len(texts) > 1:
         texts = [f"[{number}] {text}" for number, text in enumerate(texts, start=1)]
     return "\n".join([f"> {prompt}", *texts])
 
 
-def _engine(request: SampleArguments) -> Any:
+@contextmanager
+def open_engine(request: SampleArguments) -> Iterator[Any]:
+    """Start the engine that the command line asks for, with the weights of its adapters where it names some."""
     if request.engine == "vllm":
         from vectorlm.engine.engine import SamplingEngine
 
-        return SamplingEngine(request.model)
-    from transformers.utils import logging
+        opened: Any = SamplingEngine(request.model, **request.engine_args)
+    else:
+        from transformers.utils import logging
 
-    from vectorlm.backends.transformers import HFEngine
+        from vectorlm.backends.transformers import HFEngine
 
-    logging.disable_progress_bar()
-    return HFEngine(request.model)
+        logging.disable_progress_bar()
+        opened = HFEngine(request.model)
+    with opened as engine:
+        if request.adapter is not None:
+            engine.update(_adapted(request.model, Path(request.adapter)), 0)
+        yield engine
 
 
 def _adapted(base: str, adapter: Path) -> Any:
@@ -162,16 +198,17 @@ def _prompts(args: argparse.Namespace, lines: TextIO) -> list[str]:
     return prompts
 
 
-def _params(texts: Sequence[str]) -> dict[str, Any]:
-    params = {}
+def read_pairs(flag: str, example: str, texts: Sequence[str]) -> dict[str, Any]:
+    """Read what a repeatable ``NAME=VALUE`` argument was given, each value as YAML."""
+    pairs = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise ConfigError(
-                f"--param {text} must be a name and a value. Write --param top_p=0.9, for example."
+                f"{flag} {text} must be a name and a value. Write {flag} {example}, for example."
             )
         try:
-            params[name] = yaml.safe_load(value)
+            pairs[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise ConfigError(f"--param {text} has a value that is not YAML. Quote it.") from error
-    return params
+            raise ConfigError(f"{flag} {text} has a value that is not YAML. Quote it.") from error
+    return pairs

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import netrc
-import os
 from collections.abc import Collection, Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any
-from urllib.parse import urlsplit
 
 from vectorlm.config.check_files import file_problems, has_cuda
+from vectorlm.config.check_packages import package_problems
 from vectorlm.config.check_vllm import (
     fields_of,
     nearest,
@@ -22,7 +19,6 @@ from vectorlm.contracts import BACKENDS
 from vectorlm.lora.options import largest_rank, refused_options
 from vectorlm.plugin import is_plugin
 from vectorlm.telemetry.profile import short_run
-from vectorlm.telemetry.trackers import PACKAGES, missing_package
 
 _SAMPLER, _OPTIMIZER = "train_parameters.sampler", "train_parameters.optimizer"
 _ENGINE_SETTINGS_ELSEWHERE = {
@@ -34,9 +30,6 @@ _ENGINE_SETTINGS_ELSEWHERE = {
 
 _SECRETS = {"token": "VECTORLM_SERVER_TOKEN", "hf_token": "HF_TOKEN", "api_key": "WANDB_API_KEY"}
 """Keys that hold secrets, and the environment variables that they belong into."""
-
-WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-"""What wandb takes instead of a line in ~/.netrc."""
 
 LORA_CONFIG = (
     ("config.py", "PeftConfigMixin"),
@@ -69,9 +62,8 @@ def check_config(config: Config, world_size: int, reward_names: Collection[str],
         *_rank_problems(config, world_size, num_nodes),
         *_parallel_problems(config, world_size // max(num_nodes, 1)),
         *_sampler_problems(config, reward_names),
-        *_wandb_problems(config),
         *_optimizer_problems(config),
-        *_tracker_problems(config),
+        *package_problems(config),
         *(refuse(config, *problem) for problem in vllm_problems(config)),
         *_lora_problems(config),
         *file_problems(config, world_size),
@@ -237,49 +229,11 @@ def _inference_problems(config: Config, sampler: SamplerSettings) -> Iterator[st
         yield refuse(config, f"{_SAMPLER}.lora_mode", rule, "Set it to 'merged'.")
 
 
-def _wandb_problems(config: Config) -> Iterator[str]:
-    """Say that wandb is not there or has no key, before a run has loaded its model."""
-    if config.enable_wandb_logging and find_spec("wandb") is None:
-        yield refuse(config, "enable_wandb_logging", "needs the package wandb", "Run `pip install wandb`.")
-        return
-    mode = config.wandb_config.get("mode") or os.environ.get("WANDB_MODE", "online")
-    if not config.enable_wandb_logging or mode != "online" or any(map(os.environ.get, WANDB_KEYS)):
-        return
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
-    try:
-        keys = netrc.netrc(os.environ.get("NETRC")).hosts
-    except (OSError, netrc.NetrcParseError):
-        keys = {}
-    if host not in keys:
-        fix = "Run `wandb login`, or set wandb_config.mode: offline."
-        yield refuse(config, "enable_wandb_logging", f"needs a key for {host}", fix)
-
-
 def _optimizer_problems(config: Config) -> Iterator[str]:
     train = config.train_parameters
     if train.optimizer.capturable and (train.model.cpu_offload or not has_cuda()):
         why = "and cpu_offload steps on the host" if has_cuda() else "and there is no such device here"
         yield refuse(config, f"{_OPTIMIZER}.capturable", f"needs a CUDA device, {why}", "Leave it out.")
-
-
-def _tracker_problems(config: Config) -> Iterator[str]:
-    """Find trackers that are unknown or not installed."""
-    for name, arguments in config.trackers.items():
-        path = f"trackers.{name}"
-        if name == "wandb":
-            yield refuse(
-                config, path, "has settings of its own", "Set enable_wandb_logging and wandb_config."
-            )
-        elif name not in PACKAGES:
-            fix = nearest(name, PACKAGES) or f"Use {' or '.join(PACKAGES)}."
-            yield refuse(config, path, "is not a tracker that exists", fix, arguments)
-        elif (package := missing_package(name)) is not None:
-            yield refuse(
-                config, path, f"needs the package {package}", f"Run `pip install {package}`.", arguments
-            )
-        elif not isinstance(arguments or {}, Mapping):
-            rule = "must be a mapping of the tracker's arguments"
-            yield refuse(config, path, rule, "Use {} for none.", arguments)
 
 
 def _lora_problems(config: Config) -> Iterator[str]:

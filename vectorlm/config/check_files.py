@@ -16,6 +16,7 @@ from vectorlm.config.resume import find_resumption
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
 from vectorlm.data.prompts import PARQUET
+from vectorlm.dist.topology import with_rank_variables
 from vectorlm.errors import CheckpointError
 
 SAMPLER = "train_parameters.sampler"
@@ -168,7 +169,7 @@ def _output_problems(config: Config, world_size: int) -> Iterator[str]:
     if Path(train.output_dir).exists() and not Path(train.output_dir).is_dir():
         yield refuse(config, path, "exists and is not a folder", "Name another folder.")
     # Under torchrun rank 0 may hold it already when the other ranks come here.
-    elif os.environ.get("RANK", "0") == "0" and is_held(Path(train.output_dir)):
+    elif with_rank_variables(os.environ).get("RANK", "0") == "0" and is_held(Path(train.output_dir)):
         yield refuse(config, path, "is in use by another run", "Wait for its end, or name another folder.")
     else:
         try:

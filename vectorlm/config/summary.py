@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vectorlm.config.check_files import has_cuda
+from vectorlm.config.check_packages import NO_PICTURES, is_installed
 from vectorlm.config.resume import find_resumption, say_finished
 from vectorlm.config.schema import Config, RLSettings, TrainSettings
 from vectorlm.train.settings import ModelSettings
@@ -34,6 +35,8 @@ def summarise(config: Config, world_size: int, num_nodes: int = 1) -> str:
 def notes_of(config: Config) -> Iterator[str]:
     """Yield what the run does in another way than the file says."""
     yield from config.notes
+    if not is_installed("matplotlib"):
+        yield NO_PICTURES
     train = config.train_parameters
     if train.model.use_flash_attention and not has_cuda():
         yield "use_flash_attention: there is no CUDA device, so attention is torch's own (SDPA)"

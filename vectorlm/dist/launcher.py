@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import re
 import shutil
@@ -30,7 +31,7 @@ from vectorlm.dist.process_end import (
     write_fault,
     write_stack_at_end,
 )
-from vectorlm.dist.topology import Topology, device_of, is_rank
+from vectorlm.dist.topology import Topology, device_of, is_rank, with_rank_variables
 from vectorlm.errors import LaunchError, RankFailed
 
 AGENT_VARIABLES = {
@@ -48,6 +49,12 @@ LINGER_S = 1.0
 WORKERS_REST_S = 0.1
 """gloo's threads let go of the tensors of the last collective after it has returned, for which they need the
 interpreter; one that asks for it while the interpreter ends aborts the process."""
+SCRATCH_VARIABLE, UNGUARDED = "VECTORLM_SCRATCH", "unguarded"
+"""Where a rank that runs the whole script again leaves a file of this name."""
+GUARD_RULE = """the script calls launch() while it is imported, and every rank imports it. Put the call, and whatever \
+else must run once, under `if __name__ == "__main__":`."""
+WAITED_S = 10.0
+"""After this long a rank says that it waits for others to start, and again whenever twice the time has passed."""
 NODE_ARGUMENTS = ("nnodes", "node_rank", "rdzv_endpoint", "start_timeout_s")
 
 
@@ -58,7 +65,7 @@ def launch(
 
     Every rank is a process of its own under torch's elastic agent, with the default process group initialised
     (gloo on CPU; NCCL for tensors on CUDA). `fn` may live in ``__main__`` or in a notebook cell. In a process that
-    torchrun made a rank, `fn` is called right here, so one script serves one machine and, with torchrun, several.
+    torchrun, accelerate or srun made a rank, `fn` is called right here, so one script serves one machine and several.
 
     Args:
         fn: What each rank runs; its result must pickle.
@@ -71,8 +78,8 @@ def launch(
         The results of `fn`, by rank; under torchrun the result of this rank alone.
 
     Raises:
-        LaunchError: The ranks could not be started, there are fewer devices than ranks, or torchrun started another
-            number of them.
+        LaunchError: The ranks could not be started, there are fewer devices than ranks, torchrun started another number
+            of them, or the script calls this outside ``if __name__ == "__main__":``, so that a rank would call it too.
         RankFailed: A rank raised or died; the text holds the rank's own error and traceback. All ranks are gone by
             then.
         KeyboardInterrupt: Ctrl-C arrived; all ranks are gone by then.
@@ -81,6 +88,7 @@ def launch(
         _refuse(list(unknown))
     if world_size < 1:
         raise LaunchError(f"world_size={world_size} cannot run: it must be at least 1.")
+    _refuse_inside_an_import()
     if is_rank():
         return [_call_here(fn, args, world_size, timeout_s)]
     device_of(world_size - 1)
@@ -101,15 +109,29 @@ def _refuse(unknown: list[str]) -> None:
     )
 
 
+def _refuse_inside_an_import() -> None:
+    """Stop where a new process, which runs the script again to know its functions, comes to `launch`."""
+    # As multiprocessing asks; its own error would come from every rank, with a traceback of 40 lines.
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
+    if scratch := os.environ.get(SCRATCH_VARIABLE):
+        Path(scratch, UNGUARDED).touch()
+        os._exit(1)
+    raise LaunchError(GUARD_RULE)
+
+
 def _call_here(fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout_s: float) -> Any:
-    """Call the function as the rank that torchrun made this process."""
+    """Call the function as the rank that torchrun or srun made this process."""
+    # For torch, and for what this rank starts.
+    os.environ.update(with_rank_variables(os.environ))
     topology = Topology.from_environment()
     try:
+        starter = "torchrun" if topology.error_file or "SLURM_STEP_ID" not in os.environ else "srun"
         if world_size not in (1, topology.world_size):
             raise LaunchError(
-                f"world_size={world_size} differs from the {topology.world_size} ranks that torchrun started "
-                f"({topology.num_nodes} x {topology.local_world_size}). Leave world_size out, or change torchrun's "
-                "--nnodes and --nproc_per_node."
+                f"world_size={world_size} differs from the {topology.world_size} ranks that {starter} started "
+                f"({topology.num_nodes} x {topology.local_world_size}). Leave world_size out, or start another number "
+                "of them."
             )
         if topology.error_file is not None:
             follow_parent(os.getppid())
@@ -150,6 +172,8 @@ def _run_ranks(payload: bytes, world_size: int, timeout_s: float, scratch: str) 
         with _agent_side_effects_undone(scratch):
             results = elastic_launch(config, _rank_main)(payload, os.getpid(), scratch, timeout_s, port)
     except ChildFailedError as error:
+        if Path(scratch, UNGUARDED).exists():
+            raise LaunchError(GUARD_RULE) from None
         raise RankFailed(_first_failure(error, scratch, world_size)) from None
     except SignalException as error:
         if error.sigval == signal.SIGINT:
@@ -227,7 +251,7 @@ def _agent_side_effects_undone(scratch: str) -> Iterator[None]:
     # Only the main thread may set handlers. In a notebook Ctrl-C needs its own.
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS} if is_main else {}
-    variables = {**AGENT_VARIABLES, **bounded_spin(os.environ)}
+    variables = {**AGENT_VARIABLES, **bounded_spin(os.environ), SCRATCH_VARIABLE: scratch}
     before = {name: os.environ.get(name) for name in variables}
     tempdir, tempfile.tempdir = tempfile.tempdir, scratch
     os.environ.update({name: value for name, value in variables.items() if value is not None})
@@ -276,14 +300,15 @@ def process_group(
         store = dist.HashStore()
     elif store_port is not None:
         store = dist.TCPStore(LOOPBACK, store_port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if topology.is_cuda else "gloo",
-        store=store,
-        rank=topology.rank,
-        world_size=topology.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=torch.device(topology.device) if topology.is_cuda else None,
-    )
+    with _saying_that_it_waits(topology):
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if topology.is_cuda else "gloo",
+            store=store,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=torch.device(topology.device) if topology.is_cuda else None,
+        )
     yield
     # Only after success: after an error these calls would wait for peers that may be gone.
     if dist.is_initialized():
@@ -293,3 +318,22 @@ def process_group(
             dist.all_reduce(torch.zeros(1))
         dist.destroy_process_group()
         time.sleep(WORKERS_REST_S if topology.world_size > 1 else 0.0)
+
+
+@contextlib.contextmanager
+def _saying_that_it_waits(topology: Topology) -> Iterator[None]:
+    """Print a line where the block takes long, on the first rank of each node: it may wait for a machine for ever."""
+    done, place = threading.Event(), ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    text = f"rank {topology.rank} is waiting for the other ranks of {topology.world_size}, at {place}"
+
+    def say(waited_s: float) -> None:
+        if not done.wait(waited_s):
+            print(text, file=sys.stderr, flush=True)
+            say(2 * waited_s)
+
+    if topology.local_rank == 0 and topology.world_size > 1:
+        threading.Thread(target=say, args=(WAITED_S,), daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from vectorlm.dist.slurm import rank_variables
 from vectorlm.errors import LaunchError
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -33,12 +34,12 @@ class Topology:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Topology:
-        """Read torchrun's variables from `environment` or ``os.environ``; without them this is a lone process.
+        """Read torchrun's variables, or srun's, from `environment` or ``os.environ``; else this is a lone process.
 
         Raises:
             LaunchError: The rank lies outside the world, it has no device, or the nodes do not run equally many ranks.
         """
-        variables = os.environ if environment is None else environment
+        variables = with_rank_variables(os.environ if environment is None else environment)
         rank = int(variables.get("RANK", 0))
         world_size = int(variables.get("WORLD_SIZE", 1))
         local_rank = int(variables.get("LOCAL_RANK", rank))
@@ -50,7 +51,7 @@ class Topology:
             raise LaunchError(
                 f"RANK={rank} of WORLD_SIZE={world_size} is LOCAL_RANK={local_rank} of "
                 f"LOCAL_WORLD_SIZE={local_world_size}, but every node must run equally many ranks, numbered node by "
-                "node. Start torchrun with the same --nproc_per_node on every node."
+                "node. Start torchrun with the same --nproc_per_node on every node, or srun with --ntasks-per-node."
             )
         error_file = variables.get("TORCHELASTIC_ERROR_FILE")
         return cls(rank, local_rank, world_size, local_world_size, device_of(local_rank), error_file)
@@ -81,9 +82,15 @@ DRIVER_FILES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")
 
 
 def is_rank(environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether torchrun, or a launcher that sets the same variables, made this process a rank."""
-    variables = os.environ if environment is None else environment
+    """Return whether torchrun, a launcher that sets the same variables, or srun made this process a rank."""
+    variables = with_rank_variables(os.environ if environment is None else environment)
     return all(name in variables for name in RANK_VARIABLES)
+
+
+def with_rank_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the variables with torchrun's added in a task of srun; a torchrun that srun has started set its own."""
+    is_given = all(name in environment for name in RANK_VARIABLES)
+    return environment if is_given else {**environment, **rank_variables(environment)}
 
 
 def device_of(local_rank: int) -> str:

@@ -13,7 +13,7 @@ from vectorlm.dist.topology import Topology
 CORES_VARIABLE = "VECTORLM_SAMPLER_CORES"
 """The cores that only the sampler process uses, if there are any."""
 TRAINER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TRAINER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE_")
+TRAINER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE_", "SLURM_STEP_")
 
 
 def sampler_environment(

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vectorlm.errors import RewardError
-from vectorlm.rewards.runner import Scorable, run_reward
+from vectorlm.rewards.runner import score_answers
 from vectorlm.telemetry.step_lines import StepLines
 from vectorlm.train.device_turn import DeviceTurn
 from vectorlm.types import Completion, PromptRecord
@@ -70,20 +69,9 @@ class Evaluator:
     def _score(self, answers: Answers) -> list[list[float]] | None:
         if self._reward is None:
             return None
-        items = [
-            Scorable(completion.text, record.prompt, completion.token_ids, record.columns)
-            for record, options in zip(self._prompt_records, answers, strict=True)
-            for completion in options
-        ]
-        results = run_reward(self._reward, items, self._timeout_s, stops_at_error=True)
-        for item, result in zip(items, results, strict=True):
-            if result.error is not None:
-                raise RewardError(
-                    f"sampler.reward failed: {result.error} (prompt {str(item.prompt)[:80]!r}, completion "
-                    f"{item.text[:80]!r}). Correct the function."
-                )
-        rewards = iter(result.reward for result in results)
-        return [[next(rewards) for _ in options] for options in answers]
+        return score_answers(
+            self._reward, self._prompt_records, answers, timeout_s=self._timeout_s, setting="sampler.reward"
+        )
 
     def _samples(
         self, answers: Answers, rewards: list[list[float]] | None, time_taken_s: float

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from vectorlm.errors import RewardError
 from vectorlm.plugin import TookTooLong, time_limit
 from vectorlm.rewards.signature import COMPLETIONS, IDS, PROMPTS, RESERVED, RewardSignature
+from vectorlm.types import Completion, PromptRecord
 
 LOOP_GRACE_S = 1.0
 """What all coroutines together may take beyond the limit of each, which ends them one by one."""
@@ -71,6 +73,35 @@ def run_reward(
         if stops_at_error and results[-1].error is not None:
             break
     return results + [RewardResult(math.nan)] * (len(items) - len(results))
+
+
+def score_answers(
+    reward: Callable[..., Any],
+    prompt_records: Sequence[PromptRecord],
+    answers: Sequence[Sequence[Completion]],
+    *,
+    timeout_s: float | None,
+    setting: str,
+) -> list[list[float]]:
+    """Return the reward of each answer to each prompt; NaN for an answer that the function returns None for.
+
+    Raises:
+        RewardError: The function raised or took longer than `timeout_s`; the text begins with `setting`.
+    """
+    items = [
+        Scorable(completion.text, record.prompt, completion.token_ids, record.columns)
+        for record, options in zip(prompt_records, answers, strict=True)
+        for completion in options
+    ]
+    results = run_reward(reward, items, timeout_s, stops_at_error=True)
+    for item, result in zip(items, results, strict=True):
+        if result.error is not None:
+            raise RewardError(
+                f"{setting} failed: {result.error} (prompt {str(item.prompt)[:80]!r}, completion "
+                f"{item.text[:80]!r}). Correct the function."
+            )
+    rewards = iter(result.reward for result in results)
+    return [[next(rewards) for _ in options] for options in answers]
 
 
 def asyncio_run(work: Coroutine[Any, Any, Any]) -> Any:

@@ -1,0 +1,31 @@
+import math
+
+import pytest
+
+from vectorlm.rewards.grade import grade
+
+
+def test_a_question_counts_once_with_the_mean_of_its_answers():
+    # Means 0.5, 1 and 0: mean 0.5, standard deviation 0.5, three questions.
+    found = grade([[1.0, 0.0], [1.0, 1.0], [0.0]])
+    assert (found.mean, found.accuracy, found.num_questions, found.num_unscored) == (0.5, 0.5, 3, 0)
+    assert found.mean_error == pytest.approx(0.5 / math.sqrt(3))
+
+
+def test_only_a_reward_of_one_is_a_right_answer():
+    found = grade([[0.1], [1.0], [2.0], [0.1]])
+    assert found.mean == pytest.approx(0.8)
+    assert found.accuracy == 0.25
+    # One right of four: sqrt(p (1 - p) / (n - 1)).
+    assert found.accuracy_error == pytest.approx(math.sqrt(0.25 * 0.75 / 3))
+
+
+def test_an_answer_without_a_reward_counts_nowhere():
+    found = grade([[math.nan, 1.0], [math.nan], [0.0]])
+    assert (found.mean, found.num_questions, found.num_unscored) == (0.5, 2, 2)
+
+
+def test_one_question_has_no_standard_error_and_none_no_mean():
+    assert grade([[1.0]]).mean == 1.0
+    assert math.isnan(grade([[1.0]]).mean_error)
+    assert math.isnan(grade([[math.nan]]).mean)

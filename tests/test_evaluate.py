@@ -1,0 +1,206 @@
+"""``vectorlm evaluate``, as somebody at a terminal meets it."""
+
+import json
+
+import pytest
+from rl_runs import config_of, save_files
+
+from vectorlm.backends.transformers import HFEngine
+from vectorlm.cli import main
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+test_split: test
+doc_to_text: "{{{{question}}}}"
+target_delimiter: ""
+"""
+CHOICE = """
+output_type: multiple_choice
+doc_to_choice: "{{options}}"
+doc_to_target: "{{gold}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+GENERATE = """
+output_type: generate_until
+doc_to_target: "{{options[0]}}"
+generation_kwargs: {until: ["t"], max_gen_toks: 8}
+metric_list: [{metric: exact_match, ignore_punctuation: true}]
+"""
+ROLLING = """
+output_type: loglikelihood_rolling
+doc_to_target: "{{question}}{{options[0]}}"
+metric_list: [{metric: bits_per_byte}]
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model, questions, rewards, and a task of the harness of each kind with its data."""
+    folder = save_files(tmp_path_factory.mktemp("evaluate"))
+    # The model ends where its tokenizer does, or transformers would go on behind the end token.
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((folder / "model" / name).read_text())
+        (folder / "model" / name).write_text(json.dumps(settings | {"eos_token_id": 0}))
+    words = ("abcdefgh", "bcdefgh", "hijklmn", "nopqrst", "tuvwxyz", "qwertyu", "asdfghj", "mnbvcxz")
+    rows = [
+        {"question": word[:3], "options": [word[3:], word[:2:-1], "zzz"], "gold": place % 3}
+        for place, word in enumerate(words)
+    ]
+    (folder / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, kind in (("choice", CHOICE), ("generate", GENERATE), ("rolling", ROLLING)):
+        head = TASK.format(name=name, data=folder / "docs.jsonl", cache=folder / "cache")
+        (folder / f"{name}.yaml").write_text(head + kind)
+    return folder
+
+
+def evaluate(files, *arguments, engine="hf"):
+    return main(["evaluate", "--model", str(files / "model"), "--engine", engine, *map(str, arguments)])
+
+
+def questions(files):
+    return ["--prompts", files / "questions.jsonl", "--reward", f"{files / 'rewards.py'}:letters"]
+
+
+def test_questions_and_a_reward_give_a_mean_with_its_error_and_a_file_with_every_answer(
+    files, tmp_path, capsys
+):
+    output = tmp_path / "found.json"
+    arguments = ["--n", 2, "--seed", 3, "--max_tokens", 6, "--output", output]
+    assert evaluate(files, *questions(files), *arguments) == 0
+    found = json.loads(output.read_text())
+    with HFEngine(files / "model") as engine:
+        params = {"n": 2, "seed": 3, "max_tokens": 6}
+        answers = engine.sample([letter * 3 for letter in "abcdefgh"], params)
+    texts = [[each["text"] for each in row["completions"]] for row in found["answers"]]
+    assert texts == [[completion.text for completion in options] for options in answers]
+    rewards = [
+        [text.count(letter) / 8 for text in options]
+        for letter, options in zip("abcdefgh", texts, strict=True)
+    ]
+    by_row = [[each["rewards"]["letters"] for each in row["completions"]] for row in found["answers"]]
+    assert by_row == rewards
+    mean = sum(map(sum, rewards)) / 16
+    assert found["rewards"]["letters"]["mean"] == pytest.approx(mean)
+    assert (found["num_questions"], found["num_answers"]) == (8, 16)
+    assert [row["columns"]["wanted"] for row in found["answers"]] == list("abcdefgh")
+    line, counted, seconds = capsys.readouterr().out.splitlines()
+    error = found["rewards"]["letters"]["mean_error"]
+    assert f"mean reward {mean:.4f} ± {error:.4f}" in line
+    assert counted == "8 questions, 16 answers"
+    assert seconds.endswith(" s")
+
+
+def test_a_run_s_config_brings_questions_rewards_and_sampling_parameters(files, tmp_path, capsys):
+    config_of(files, tmp_path / "run")
+    output = tmp_path / "found.json"
+    assert evaluate(files, files / "run.yaml", "--limit", 3, "--temperature", 0, "--output", output) == 0
+    found = json.loads(output.read_text())
+    # The line of the command wins over the config.
+    assert found["sampling_params"] == {"temperature": 0.0, "max_tokens": 8, "seed": 7}
+    assert list(found["rewards"]) == ["letters"]
+    assert found["num_questions"] == 3
+    assert not (tmp_path / "run").exists()
+    capsys.readouterr()
+    # Without sampler.reward the rewards of rl, with their weights.
+    rewards = f"{files / 'rewards.py'}"
+    override = [
+        "train_parameters.sampler.reward=null",
+        f"rl.rewards={{'{rewards}:vowels': 2, '{rewards}:letters': 1}}",
+    ]
+    sets = [part for each in override for part in ("--set", each)]
+    assert evaluate(files, files / "run.yaml", *sets, "--output", output) == 0
+    found = json.loads(output.read_text())["rewards"]
+    assert list(found) == ["vowels", "letters", "sum"]
+    assert found["sum"]["mean"] == pytest.approx(2 * found["vowels"]["mean"] + found["letters"]["mean"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "there are no questions. Name a config file, --prompts FILE --reward NAME, or --tasks."),
+        (["--prompts", "{files}/questions.jsonl"], "nothing scores the answers. Use --reward countdown"),
+        (["--prompts", "nowhere.jsonl", "--reward", "countdown"], "--prompts nowhere.jsonl is not a file"),
+        (["--prompts", "{files}/questions.jsonl", "--reward", "cuontdown"], "Did you mean 'countdown'?"),
+        (["--tasks", "x", "--n", "2"], "--n has no effect with --tasks: each task brings its own."),
+        (["--tasks", "x", "--reward", "countdown"], "--reward has no effect with --tasks"),
+        (["--tasks", "nowhere.yaml"], "--tasks nowhere.yaml is not a file."),
+        (["--set", "a=1", "--prompts", "p"], "--set has no effect without a config file."),
+        (
+            ["--prompts", "{files}/questions.jsonl", "--engine_arg", "max_model_len=8"],
+            "--engine_arg is for vLLM's engine",
+        ),
+        (["--prompts", "{files}/questions.jsonl", "--limit", "0"], "--limit 0 leaves no question"),
+        (
+            ["--prompts", "{files}/questions.jsonl", "--output", "nowhere/o.json"],
+            "--output nowhere/o.json cannot be written",
+        ),
+    ],
+)
+def test_a_wrong_argument_ends_with_one_line_and_code_2(files, capsys, arguments, message):
+    assert evaluate(files, *(each.format(files=files) for each in arguments)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+
+
+def test_rewards_of_one_name_are_told_apart_by_their_files(files, tmp_path):
+    (tmp_path / "other.py").write_text("def letters(text):\n    return 1.0\n")
+    output, other = tmp_path / "found.json", f"{tmp_path / 'other.py'}:letters"
+    assert evaluate(files, *questions(files), "--reward", other, "--limit", 2, "--output", output) == 0
+    found = json.loads(output.read_text())["rewards"]
+    assert list(found) == [f"{files / 'rewards.py'}:letters", other, "sum"]
+    assert found[other]["accuracy"] == 1.0
+
+
+def test_a_reward_that_fails_ends_the_evaluation_by_its_name(files, capsys):
+    rewards = f"{files / 'rewards.py'}:fails"
+    assert evaluate(files, "--prompts", files / "questions.jsonl", "--reward", rewards, "--limit", 1) == 1
+    assert "rewards.py:fails' failed: KeyError: 'no such answer'" in capsys.readouterr().err
+
+
+def test_without_the_harness_its_tasks_are_refused_by_the_package_s_name(files, capsys, monkeypatch):
+    monkeypatch.setattr("vectorlm.cli.evaluate.is_installed", lambda name: False)
+    assert evaluate(files, "--tasks", "choice") == 2
+    assert "--tasks needs the package lm_eval, which is not installed." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_engine_and_transformers_give_the_harness_the_same_numbers(files, tmp_path, capsys):
+    pytest.importorskip("lm_eval")
+    names = ",".join(str(files / f"{name}.yaml") for name in ("choice", "generate", "rolling"))
+    results = {}
+    for engine in ("hf", "vllm"):
+        output = tmp_path / f"{engine}.json"
+        # In the model's own precision: vLLM would load float32 weights as bfloat16.
+        more = ["--engine_arg", "dtype=float32", "--engine_arg", "kv_cache_memory_bytes=16777216"]
+        arguments = ["--tasks", names, "--output", output, *(more if engine == "vllm" else [])]
+        assert evaluate(files, *arguments, engine=engine) == 0
+        results[engine] = json.loads(output.read_text())
+    ours, theirs = results["vllm"], results["hf"]
+    assert ours["results"]["choice"]["acc,none"] == theirs["results"]["choice"]["acc,none"]
+    assert 0 < ours["results"]["choice"]["acc,none"] < 1
+    for task, count in (("choice", 24), ("rolling", 8)):
+        pairs = [
+            (numbers(mine), numbers(other))
+            for sample, reference in zip(ours["samples"][task], theirs["samples"][task], strict=True)
+            for mine, other in zip(sample["resps"], reference["resps"], strict=True)
+        ]
+        assert len(pairs) == count
+        for mine, other in pairs:
+            # Sums of up to eight log-probabilities in float32.
+            assert mine == pytest.approx(other, abs=1e-3)
+    words = [
+        [sample["resps"][0][0].split() for sample in result["samples"]["generate"]]
+        for result in (ours, theirs)
+    ]
+    assert words[0] == words[1]
+    assert any(words[0])
+    assert "choice  acc 0." in capsys.readouterr().out
+
+
+def numbers(response):
+    (answer,) = response
+    return list(answer) if isinstance(answer, list) else [answer]

@@ -1,0 +1,64 @@
+"""The same script under accelerate and in a cluster's jobs; test_node_runs.py has torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_slurm import put_on_path
+from test_finetune import ROOT, inputs, lines, make_config  # noqa: F401 (`inputs` is a fixture)
+
+from vectorlm.config import load_config
+
+
+@pytest.fixture
+def my_yaml(inputs, tmp_path):  # noqa: F811
+    make_config(inputs, tmp_path / "run")
+    return tmp_path / "run.yaml"
+
+
+def finish(command, environment=None):
+    """Run a command to its end, and return what it said."""
+    done = subprocess.run(
+        list(map(str, command)),
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_accelerate_starts_the_ranks_and_its_fsdp_settings_are_honoured(my_yaml, tmp_path):
+    accelerate = [Path(sys.executable).with_name("accelerate"), "launch", "--num_processes", 2, "--use_fsdp"]
+    accelerate += ["--main_process_port", 0, "--fsdp_sharding_strategy", "SHARD_GRAD_OP"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf")}
+    said = finish([*accelerate, "examples/llama_example_mp.py", "--yaml_path", my_yaml], environment)
+    assert said.count("from accelerate: train_parameters.sharding_strategy='SHARD_GRAD_OP'") == 1
+    saved = load_config(tmp_path / "run" / "config.yaml")
+    assert saved.train_parameters.model.sharding_strategy == "SHARD_GRAD_OP"
+    # 21 rows twice, two ranks with two times two rows each.
+    assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(7))
+
+
+@pytest.mark.slow
+def test_the_job_for_one_machine_starts_a_rank_per_device(my_yaml, tmp_path):
+    environment = put_on_path(tmp_path / "bin", SLURM_GPUS_ON_NODE="2", CONFIG=str(my_yaml))
+    finish(["bash", "examples/slurm_one_node.sh", "--set", "train_parameters.epochs=1"], environment)
+    assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(4))
+
+
+@pytest.mark.slow
+def test_the_job_for_several_machines_makes_one_run_of_them(my_yaml, tmp_path):
+    nodes = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "localhost,localhost", "TMPDIR": str(tmp_path)}
+    environment = put_on_path(tmp_path / "bin", CONFIG=str(my_yaml), **nodes)
+    said = finish(["bash", "examples/slurm.sh", "--set", "train_parameters.epochs=1"], environment)
+    assert "waiting until torchrun has started on all 2 machines, at localhost:" in said
+    saved = load_config(tmp_path / "run" / "config.yaml")
+    assert saved.train_parameters.model.sharding_strategy == "HYBRID_SHARD"
+    assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(4))

@@ -1,0 +1,120 @@
+"""Runs without the packages that not every run needs."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from rank_processes import on_ranks, save_tiny_llama
+from rl_runs import config_of, save_files
+from test_finetune import inputs, lines, make_config  # noqa: F401 (`inputs` is a fixture)
+
+from vectorlm.cli import main
+from vectorlm.finetune import finetune
+
+NO_PICTURES = "pictures: none, for the package matplotlib is not installed. Run `pip install matplotlib`."
+HIDING = """
+import sys
+from importlib.machinery import PathFinder
+
+class Hiding:
+    invalidate_caches, find_distributions = PathFinder.invalidate_caches, PathFinder.find_distributions
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        hidden = name.partition(".")[0] in {names!r}
+        return None if hidden else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
+"""
+
+
+def hide(*names):
+    """Hide packages from this process, as if they were not installed."""
+    exec(HIDING.format(names=names), {})
+
+
+@pytest.fixture
+def hidden(monkeypatch):
+    """Call it with the names of packages to hide them during the test."""
+
+    def hide_for_now(*names):
+        for name in names:
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        hide(*names)
+
+    before = list(sys.meta_path)
+    yield hide_for_now
+    sys.meta_path[:] = before
+
+
+def test_the_check_refuses_what_needs_a_package_that_is_not_there(inputs, tmp_path, hidden, capsys):  # noqa: F811
+    make_config(inputs, tmp_path / "run")
+    hidden("datasets", "wandb")
+    assert main(["check", str(tmp_path / "run.yaml"), "--set", "enable_wandb_logging=true"]) == 2
+    refused = capsys.readouterr().err
+    assert (
+        "fine-tuning (the section 'dataset') needs the package datasets, which is not installed." in refused
+    )
+    assert "enable_wandb_logging=true needs the package wandb" in refused
+
+
+def test_the_check_says_that_there_will_be_no_pictures(inputs, tmp_path, hidden, capsys):  # noqa: F811
+    make_config(inputs, tmp_path / "run")
+    assert main(["check", str(tmp_path / "run.yaml")]) == 0
+    assert "pictures" not in capsys.readouterr().out
+    hidden("matplotlib")
+    assert main(["check", str(tmp_path / "run.yaml")]) == 0
+    assert NO_PICTURES in capsys.readouterr().out
+
+
+def test_preprocessing_without_datasets_is_refused(inputs, tmp_path, hidden, capsys):  # noqa: F811
+    make_config(inputs, tmp_path / "run")
+    section = "dataset_preprocess={load_path: raw, save_path: made, data_field: text}"
+    hidden("datasets")
+    assert main(["preprocess", str(tmp_path / "run.yaml"), "--set", section]) == 2
+    assert "preprocessing needs the package datasets." in capsys.readouterr().err
+
+
+def fine_tune_without(topology, config, *names):
+    hide(*names)
+    finetune(config, topology)
+    return sorted(name for name in names if name in sys.modules)
+
+
+def test_fine_tuning_without_matplotlib_leaves_everything_but_pictures(inputs, tmp_path, capfd):  # noqa: F811
+    config = make_config(inputs, tmp_path / "run", epochs=1)
+    assert on_ranks(1, fine_tune_without, config, "matplotlib", "wandb") == [[]]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "config.yaml",
+        "final-model",
+        "metrics.jsonl",
+    ]
+    said = capfd.readouterr().err
+    # At the start, not at the end.
+    assert said.index(NO_PICTURES) < said.index("step ")
+
+
+RL = """
+from vectorlm import FakeEngine
+from vectorlm.config import load_config
+from vectorlm.reinforce import reinforce
+
+config = load_config(sys.argv[1], sys.argv[2:])
+with FakeEngine(lambda prompt, version: "aeiou") as engine:
+    reinforce(config, engine=engine)
+"""
+
+
+def test_reinforcement_learning_without_datasets_goes_on(tmp_path):
+    config_of(save_files(tmp_path), tmp_path / "run")
+    # The tokens of a FakeEngine are characters.
+    save_tiny_llama(tmp_path / "model", vocab_size=128)
+    code = HIDING.format(names=("datasets", "matplotlib", "wandb")) + RL
+    command = [sys.executable, "-c", code, str(tmp_path / "run.yaml"), "rl.max_steps=1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").open()] == [0, 1]
+    assert NO_PICTURES in done.stderr

@@ -1,0 +1,310 @@
+"""``vectorlm evaluate``: how well a model answers, by a run's own questions and rewards or by tasks of a harness."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import operator
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vectorlm.cli.sample import (
+    MAX_TOKENS,
+    SampleArguments,
+    add_sampling_arguments,
+    ask,
+    in_one_line,
+    open_engine,
+    read_pairs,
+    require_model,
+    sampling_params,
+)
+from vectorlm.config.check_packages import is_installed
+from vectorlm.config.load import load_config
+from vectorlm.config.schema import Config
+from vectorlm.data.prompts import read_prompts
+from vectorlm.errors import ConfigError
+from vectorlm.rewards.grade import Grade, grade
+from vectorlm.rewards.registry import get_reward, short_name
+from vectorlm.rewards.runner import score_answers
+from vectorlm.types import Completion, PromptRecord
+
+REWARD_TIMEOUT_S = 300.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``vectorlm evaluate``."""
+    parser.add_argument("--model", required=True, metavar="DIR", help="as for `vectorlm sample`")
+    parser.add_argument(
+        "yaml_path",
+        nargs="?",
+        metavar="my.yaml",
+        help="a run's config file: its held-out questions (sampler.prompts), rewards and sampling parameters",
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="override a setting",
+    )
+    parser.add_argument("--prompts", metavar="FILE", help="questions: a JSONL file, a `prompt` in every line")
+    parser.add_argument(
+        "--reward",
+        dest="rewards",
+        action="append",
+        metavar="NAME",
+        help="what scores the answers: countdown, or file.py:NAME; may be repeated",
+    )
+    parser.add_argument(
+        "--tasks",
+        metavar="NAME,…",
+        help="tasks of the lm-evaluation-harness instead, or YAML files of such tasks",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N questions (of each task)")
+    parser.add_argument("--output", metavar="FILE", help="write the numbers and every answer there, as JSON")
+    parser.add_argument(
+        "--engine_arg",
+        dest="engine_args",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument of vLLM's engine, for example max_model_len=2048; may be repeated",
+    )
+    add_sampling_arguments(parser)
+    # A config or a task may say it.
+    parser.set_defaults(max_tokens=None)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Say how well a model answers questions."""
+    require_model(args)
+    _require_sense(args)
+    start_s = time.perf_counter()
+    found, lines = _answer_tasks(args) if args.tasks else _answer_questions(args)
+    print("\n".join(lines))
+    print(f"{time.perf_counter() - start_s:.1f} s")
+    if args.output is not None:
+        result = {
+            "model": args.model,
+            "engine": args.engine,
+            "seconds": time.perf_counter() - start_s,
+            **found,
+        }
+        Path(args.output).write_text(json.dumps(_plain(result), indent=1, ensure_ascii=False) + "\n")
+    return 0
+
+
+def _require_sense(args: argparse.Namespace) -> None:
+    """Refuse arguments that are missing, would have no effect, or fail only after the work."""
+    own = {"my.yaml": args.yaml_path, "--prompts": args.prompts, "--reward": args.rewards}
+    own |= {"--set": args.overrides, "--max_tokens": args.max_tokens, "--temperature": args.temperature}
+    own |= {"--n": args.n, "--seed": args.seed, "--param": args.params}
+    given = [name for name, value in own.items() if value not in (None, [])]
+    if args.tasks and given:
+        raise ConfigError(f"{given[0]} has no effect with --tasks: each task brings its own. Leave it out.")
+    if args.tasks and not is_installed("lm_eval"):
+        raise ConfigError(
+            "--tasks needs the package lm_eval, which is not installed. pip install 'vectorlm[eval]'"
+        )
+    if not args.tasks and not args.yaml_path and not args.prompts:
+        raise ConfigError(
+            "there are no questions. Name a config file, --prompts FILE --reward NAME, or --tasks."
+        )
+    if args.overrides and not args.yaml_path:
+        raise ConfigError("--set has no effect without a config file. Name one, or leave it out.")
+    if args.engine_args and args.engine == "hf":
+        raise ConfigError(
+            "--engine_arg is for vLLM's engine, and has no effect with --engine hf. Leave it out."
+        )
+    if args.prompts and not Path(args.prompts).is_file():
+        raise ConfigError(
+            f"--prompts {args.prompts} is not a file: name a JSONL file with a prompt in every line."
+        )
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"--limit {args.limit} leaves no question: it must be at least 1.")
+    folder = Path(args.output or ".").parent
+    if not folder.is_dir() or (args.output and Path(args.output).is_dir()):
+        raise ConfigError(f"--output {args.output} cannot be written: name a file in a folder that exists.")
+
+
+@dataclass(frozen=True)
+class Exam:
+    """What a model is asked, how it samples, and what scores its answers."""
+
+    prompt_records: Sequence[PromptRecord]
+    rewards: Mapping[str, float]
+    """The weight of each reward function, by its name."""
+    sampling_params: Mapping[str, Any]
+    engine_args: Mapping[str, Any]
+    timeout_s: float | None = REWARD_TIMEOUT_S
+    """Longest call of a reward function, in seconds."""
+
+
+def read_exam(args: argparse.Namespace) -> Exam:
+    """Read an exam from a config file, the command line, or both; the command line wins.
+
+    Raises:
+        ConfigError, DatasetError: There are no questions or no rewards, or they cannot be read.
+    """
+    exam = Exam((), {}, {"max_tokens": MAX_TOKENS}, {})
+    if args.yaml_path:
+        exam = _exam_of(load_config(args.yaml_path, args.overrides), reads_prompts=not args.prompts)
+    if args.prompts:
+        exam = replace(exam, prompt_records=read_prompts(args.prompts, "--prompts"))
+    if args.rewards:
+        exam = replace(exam, rewards=dict.fromkeys(args.rewards, 1.0))
+    if not exam.rewards:
+        raise ConfigError("nothing scores the answers. Use --reward countdown, or --reward file.py:NAME.")
+    engine_args = read_pairs("--engine_arg", "max_model_len=2048", args.engine_args)
+    return replace(
+        exam,
+        prompt_records=exam.prompt_records[: args.limit],
+        sampling_params={**exam.sampling_params, **sampling_params(args)},
+        engine_args={**exam.engine_args, **engine_args},
+    )
+
+
+def _exam_of(config: Config, reads_prompts: bool) -> Exam:
+    """Return the held-out questions of a run with what scores them; without a sampler's reward, that of `rl`."""
+    sampler, rl = config.train_parameters.sampler, config.rl
+    if sampler is None or (sampler.evaluation.prompts is None and reads_prompts):
+        raise ConfigError(
+            "the config has no held-out questions (train_parameters.sampler.prompts). Use --prompts, and --reward if "
+            "the config has no reward either."
+        )
+    if rl is not None and rl.collect.environment is not None:
+        raise ConfigError(
+            f"rl.environment={rl.collect.environment!r} answers the model between its turns, and evaluate asks for one "
+            "answer. Use --prompts and --reward without the config."
+        )
+    settings, held_out = sampler.engine, sampler.evaluation
+    engine_args = (
+        {"dtype": settings.vllm_dtype, **settings.engine_args} if settings.inference == "vllm" else {}
+    )
+    rewards = {} if held_out.reward is None else {held_out.reward: 1.0}
+    timeout_s: float | None = settings.timeout_s
+    if rl is not None and not rewards:
+        rewards, timeout_s = dict(rl.reward.rewards), rl.reward.reward_timeout_s
+        if rl.reward.reward_models:
+            raise ConfigError("rl.reward_models cannot be evaluated. Use --reward, or set sampler.reward.")
+    prompts = read_prompts(held_out.prompts) if reads_prompts and held_out.prompts is not None else ()
+    return Exam(prompts, rewards, settings.sampling_params, engine_args, timeout_s)
+
+
+def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Answer the questions of an exam; return what is written to a file, and the lines to print."""
+    exam = read_exam(args)
+    # Functions of two files may have one name.
+    short = [short_name(name) for name in exam.rewards]
+    labels = short if len(set(short)) == len(short) else list(exam.rewards)
+    functions = [get_reward(name) for name in exam.rewards]
+    prompts = [record.prompt for record in exam.prompt_records]
+    model, adapter = require_model(args)
+    request = SampleArguments(
+        model, args.engine, prompts, exam.sampling_params, adapter, engine_args=exam.engine_args
+    )
+    answers = ask(request)
+    scored = {
+        label: score_answers(
+            function, exam.prompt_records, answers, timeout_s=exam.timeout_s, setting=f"the reward {name!r}"
+        )
+        for label, name, function in zip(labels, exam.rewards, functions, strict=True)
+    }
+    if len(scored) > 1:
+        scored["sum"] = _weighted(list(scored.values()), list(exam.rewards.values()))
+    grades = {name: grade(rewards) for name, rewards in scored.items()}
+    width = max(map(len, grades))
+    lines = [
+        f"{name:{width}}  {_describe(each, has_accuracy=name != 'sum')}" for name, each in grades.items()
+    ]
+    num_answers = sum(map(len, answers))
+    lines.append(f"{len(prompts)} questions, {num_answers} answers")
+    found = {
+        "sampling_params": exam.sampling_params,
+        "num_questions": len(prompts),
+        "num_answers": num_answers,
+        "rewards": {name: asdict(each) for name, each in grades.items()},
+        "answers": _answer_rows(exam.prompt_records, answers, scored),
+    }
+    return found, lines
+
+
+def _weighted(scored: Sequence[list[list[float]]], weights: Sequence[float]) -> list[list[float]]:
+    """Return the weighted sum of the rewards of each answer; NaN where one is missing."""
+    return [
+        [sum(map(operator.mul, weights, answer)) for answer in zip(*question, strict=True)]
+        for question in zip(*scored, strict=True)
+    ]
+
+
+def _describe(found: Grade, has_accuracy: bool) -> str:
+    accuracy = f"{found.accuracy:6.1%} ± {found.accuracy_error:.1%} right, " if has_accuracy else ""
+    unscored = f", {found.num_unscored} answers without a reward" if found.num_unscored else ""
+    return f"{accuracy}mean reward {found.mean:.4f} ± {found.mean_error:.4f}{unscored}"
+
+
+def _answer_rows(
+    prompt_records: Sequence[PromptRecord],
+    answers: Sequence[Sequence[Completion]],
+    scored: Mapping[str, list[list[float]]],
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": record.prompt,
+            "columns": record.columns,
+            "completions": [
+                {
+                    "text": completion.text,
+                    "finish_reason": completion.finish_reason,
+                    "rewards": {name: rewards[row][column] for name, rewards in scored.items()},
+                }
+                for column, completion in enumerate(completions)
+            ],
+        }
+        for row, (record, completions) in enumerate(zip(prompt_records, answers, strict=True))
+    ]
+
+
+def _answer_tasks(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Run tasks of the harness; return its results, and the lines to print."""
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils import logging
+
+    from vectorlm.rewards import harness
+
+    logging.disable_progress_bar()
+    model, adapter = require_model(args)
+    tasks = harness.load_tasks(args.tasks.split(","))
+    if args.engine == "hf":
+        results = harness.run_tasks(harness.transformers_model(model, adapter), tasks, args.limit)
+    else:
+        given = read_pairs("--engine_arg", "max_model_len=2048", args.engine_args)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        longest = harness.context_length(AutoConfig.from_pretrained(model), tokenizer)
+        engine_args = {"max_model_len": longest, **given}
+        request = SampleArguments(model, "vllm", (), {}, adapter, engine_args=engine_args)
+        with in_one_line(), open_engine(request) as engine:
+            scored = harness.EngineLM(engine, tokenizer, engine_args["max_model_len"])
+            results = harness.run_tasks(scored, tasks, args.limit)
+    return results, [_describe_task(*row) for row in harness.result_lines(results)]
+
+
+def _describe_task(task: str, metric: str, value: float, error: float | None, num_documents: int) -> str:
+    margin = "" if error is None else f" ± {error:.4f}"
+    counted = f", {num_documents} documents" if num_documents else ""
+    return f"{task}  {metric} {value:{'.4f' if abs(value) < 1e6 else '.4g'}}{margin}{counted}"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: NaN as null."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
