@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from vectorlm import FakeEngine
 from vectorlm.cli import main
 from vectorlm.config import load_config
 from vectorlm.config.resume import find_resumption, say_finished
-from vectorlm.errors import ConfigError
+from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.finetune import finetune
 from vectorlm.reinforce import reinforce
 from vectorlm.train.loop import FineTuningLoop
@@ -213,23 +214,46 @@ def answer(prompt, version):
     return "xy" if version == 2 else "ab"
 
 
+def by_rewards(inputs, output, *changes):
+    (inputs / "rewards.py").write_text(RIGHT)
+    save_tiny_llama(inputs / "model-of-bytes", vocab_size=128)
+    path = Path(f"{output}.yaml")
+    path.write_text(RL.format(inputs=inputs, output=output))
+    config = load_config(path, [f"model={inputs}/model-of-bytes", *changes])
+    with FakeEngine(answer, sampling_params={"max_tokens": 4}) as engine:
+        reinforce(config, engine=engine)
+    return config
+
+
 @pytest.mark.parametrize("overlap", ["rl.async=null", "rl.async={max_staleness: 1}"])
 def test_reinforcement_learning_keeps_the_most_accurate_model_and_stops_when_it_gets_no_better(
     inputs, tmp_path, overlap
 ):
-    (inputs / "rewards.py").write_text(RIGHT)
-    save_tiny_llama(inputs / "model-of-bytes", vocab_size=128)
-    path, output = tmp_path / "rl.yaml", tmp_path / "run"
-    path.write_text(RL.format(inputs=inputs, output=output))
-    config = load_config(path, [overlap, f"model={inputs}/model-of-bytes"])
-    with FakeEngine(answer, sampling_params={"max_tokens": 4}) as engine:
-        reinforce(config, engine=engine)
+    output = tmp_path / "run"
+    config = by_rewards(inputs, output, overlap)
     assert [line["step"] for line in metrics_of(output)] == [0, 1, 2, 3, 4]
     assert steps_of(output) == [2, 4]
     best = exported(output, 2, tmp_path / "of-2")
     assert are_equal(weights_of(output / "final-model"), best)
     assert "| `eval/accuracy` | 1 | 2 |" in (output / "final-model" / "README.md").read_text()
     assert find_resumption(config, 1).is_finished
+
+
+def test_a_best_checkpoint_that_was_deleted_is_named_and_the_last_weights_are_exported_instead(
+    inputs, tmp_path
+):
+    output = tmp_path / "run"
+    by_rewards(inputs, output)
+    for gone in ("checkpoints/step-00000002", "final-model"):
+        shutil.rmtree(output / gone)
+    # As if the run had been killed before it exported its model.
+    (output / "checkpoints/step-00000004/finished").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002, is gone, .*'best' needs it\. Set it to last, and"
+    ):
+        by_rewards(inputs, output)
+    by_rewards(inputs, output, "train_parameters.final_model=last")
+    assert are_equal(weights_of(output / "final-model"), exported(output, 4, tmp_path / "of-4"))
 
 
 def test_without_a_reward_nothing_says_which_weights_are_the_best(inputs, tmp_path):

@@ -39,7 +39,7 @@ from vectorlm.dist.engine_ranks import capture, results_or_first_error
 from vectorlm.dist.launcher import process_group
 from vectorlm.dist.placement import Placement, set_affinity, share_cores, split_node
 from vectorlm.dist.topology import Topology
-from vectorlm.errors import ConfigError
+from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.lora.load import add_lora
 from vectorlm.lora.options import engine_arguments, refused_options
 from vectorlm.memory.from_config import memory_report
@@ -226,6 +226,11 @@ class Run:
         best = recorder.watch.best_step if recorder.watch is not None else None
         if settings.keep.final_model == "best" and best is not None and best != step:
             recorder.say(f"the final model is the best one, of step {best}")
+            if not folder_of(checkpoints, best).is_dir():
+                raise CheckpointError(
+                    f"the best checkpoint, {folder_of(checkpoints, best)}, is gone, and train_parameters.final_model="
+                    "'best' needs it. Set it to last, and the same command exports the last weights."
+                )
             load_weights(folder_of(checkpoints, best), model)
             step = best
         self.export(model, "final-model", step)

@@ -56,7 +56,8 @@ def test_training_is_over_after_as_many_evaluations_in_a_row_that_are_not_better
     assert [each["eval/stopped_early"] for each in metrics] == [0.0, 0.0, 0.0, 0.0, 1.0]
     assert watch.is_over
     assert said == [
-        "stopped early at step 5: eval/loss has not improved by more than 0.5 in 2 evaluations (best: 1.4000 at step 3)"
+        "stopped early at step 5: eval/loss has not improved by more than 0.5 in 2 evaluations "
+        "(to beat: 1.4000 of step 3)"
     ]
     assert watch.best_step == 4, "the best checkpoint needs no margin"
 

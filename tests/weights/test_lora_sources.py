@@ -201,7 +201,7 @@ REFUSED = {
     "adapter": [
         (
             {"use_dora": True},
-            r"use_dora=True is beyond vLLM's LoRA layers\. .*lora_mode: merged, which publishes",
+            r"use_dora=True is beyond vLLM's LoRA layers\. .*lora_mode: merged .*, which publishes",
         ),
         ({"bias": "lora_only"}, r"bias='lora_only' is beyond vLLM's LoRA layers"),
         (

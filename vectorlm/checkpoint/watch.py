@@ -71,11 +71,11 @@ class BestWatch:
 
     def _why(self, step: int, min_delta: float) -> str:
         value, at = self._to_beat
-        best = "" if at is None else f" (best: {self._sign * value:.4f} at step {at})"
+        to_beat = "" if at is None else f" (to beat: {self._sign * value:.4f} of step {at})"
         by = f" by more than {min_delta:g}" if min_delta else ""
         return (
             f"stopped early at step {step}: {self._metric} has not improved{by} in {self._num_without} "
-            f"evaluations{best}"
+            f"evaluations{to_beat}"
         )
 
 
