@@ -1,49 +1,31 @@
 """Preprocessing: from text to rows."""
 
 from itertools import product
+from pathlib import Path
 
 import pytest
-from datasets import Dataset, DatasetDict
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from letters import BOS, EOS, IGNORE, letter_tokenizer, made_of, spell
 
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
-from vectorlm.data.preprocess import load_text, preprocess
-from vectorlm.data.settings import PreprocessSettings
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError, DatasetError
 
 TEXTS = ["abc", "defgh", "", "ijklmnopq", "r"]
-BOS, EOS, IGNORE = 1, 2, -100
 
 
-def letter_tokenizer(with_special_tokens=True):
-    """A tokenizer of single letters, whose ids are code points."""
-    vocabulary = {"<unk>": 0, "<s>": BOS, "</s>": EOS} | {chr(code): code for code in range(32, 127)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    names = {"bos_token": "<s>", "eos_token": "</s>"} if with_special_tokens else {}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **names)
-
-
-def settings(**options):
-    return PreprocessSettings(**{"load_path": "raw", "save_path": "rows", "data_field": "text"} | options)
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def rows_of(texts, max_seq_len=6, **options):
     """Preprocess and write each row as letters: ``^`` BOS, ``$`` EOS, ``.`` a label that does not count."""
-    how = settings(**options)
-    dataset = preprocess(Dataset.from_dict({"text": texts}), letter_tokenizer(), how, max_seq_len)
-    names = {BOS: "^", EOS: "$", how.ignore_index: "."}
-
-    def spell(ids):
-        return "".join(names.get(i) or chr(i) for i in ids)
-
+    dataset, _ = made_of(texts, max_seq_len, **options)
+    names = {BOS: "^", EOS: "$", options.get("ignore_index", IGNORE): "."}
     assert dataset["id"][:] == list(range(len(dataset)))
     for row in dataset:
         assert row["attention_mask"] == [1] * len(row["input_ids"])
-    return [(spell(row["input_ids"]), spell(row["labels"])) for row in dataset]
+    return [(spell(row["input_ids"], names), spell(row["labels"], names)) for row in dataset]
 
 
 def test_without_packing_each_text_is_a_row():
@@ -51,9 +33,9 @@ def test_without_packing_each_text_is_a_row():
     assert rows_of(TEXTS[:3], add_bos_eos_tokens=False) == [("abc", "abc"), ("defgh", "defgh")]
 
 
-def test_truncation_cuts_tokens_and_labels_alike():
-    assert rows_of(["abc", "defghij"], truncate=True) == [("^abc$", ".abc$"), ("^defgh", ".defgh")]
-    assert rows_of(["a:bcdefgh"], truncate=True, seperator=":") == [("^a:bcd", "...bcd")]
+def test_truncation_cuts_tokens_and_labels_alike_and_ends_the_row_in_an_eos_that_does_not_count():
+    assert rows_of(["abc", "defghij"], truncate=True) == [("^abc$", ".abc$"), ("^defg$", ".defg.")]
+    assert rows_of(["a:bcdefgh"], truncate=True, seperator=":") == [("^a:bc$", "...bc.")]
 
 
 def test_partial_packing_cuts_each_text_by_itself():
@@ -90,8 +72,7 @@ def test_full_packing_joins_texts_and_leaves_no_room_but_at_the_very_end():
 
 def test_a_row_says_how_long_each_of_its_texts_is():
     def lengths(texts, **options):
-        dataset = Dataset.from_dict({"text": texts})
-        return preprocess(dataset, letter_tokenizer(), settings(**options), 8)["seq_lengths"][:]
+        return made_of(texts, 8, **options)[0]["seq_lengths"][:]
 
     assert lengths(TEXTS, packing_type="full") == [[5, 3], [5, 3], [8], [3, 2]]
     assert lengths(TEXTS, packing_type="full", add_bos_eos_tokens=False) == [[3, 5], [8], [1, 1]]
@@ -150,21 +131,19 @@ def test_pre_pended_text_counts_like_the_text_itself_without_a_separator():
 
 
 def test_the_ignore_index_is_the_one_asked_for():
-    text = Dataset.from_dict({"text": ["a:b"]})
-    dataset = preprocess(text, letter_tokenizer(), settings(seperator=":", ignore_index=-1), 9)
+    dataset, _ = made_of(["a:b"], 9, seperator=":", ignore_index=-1)
     assert dataset[0]["labels"] == [-1, -1, -1, ord("b"), EOS]
 
 
-def test_a_text_without_the_separator_is_refused_by_its_row():
-    with pytest.raises(DatasetError) as caught:
-        rows_of(["a:b", "cd"], seperator=":")
-    assert str(caught.value) == (
-        "row 1 ('cd') does not contain the separator ':': every text must. Correct `seperator`, or remove the row."
-    )
+def test_a_text_without_the_separator_is_skipped_and_counted():
+    dataset, summary = made_of(["a:b", "cd", "", "ef"], seperator=":")
+    assert len(dataset) == 1
+    assert summary.skipped == {"no separator ':'": (2, "row 1"), "an empty text": (1, "row 2")}
+    assert "3: 2 with no separator ':' (first: row 1), 1 with an empty text (first: row 2)" in str(summary)
 
 
 def test_a_row_without_text_is_refused():
-    with pytest.raises(DatasetError, match="row 1 holds None: it must be text"):
+    with pytest.raises(DatasetError, match="row 1 holds 'None' in 'text': it must be text"):
         rows_of(["a", None])
 
 
@@ -175,15 +154,18 @@ def test_a_missing_column_is_refused_with_those_there_are():
 
 
 def test_a_dataset_of_nothing_but_empty_texts_is_refused():
-    with pytest.raises(DatasetError, match="no row is left after preprocessing"):
+    with pytest.raises(
+        DatasetError, match="nothing is left to learn from: of 2 rows were skipped 2: 2 with an empty"
+    ):
         rows_of(["", ""])
+    assert not Path("rows").exists()
 
 
 def test_special_tokens_that_the_tokenizer_lacks_are_refused_unless_not_asked_for():
-    dataset, tokenizer = Dataset.from_dict({"text": ["ab"]}), letter_tokenizer(with_special_tokens=False)
+    tokenizer = letter_tokenizer(with_special_tokens=False)
     with pytest.raises(ConfigError, match="the tokenizer has no bos_token and no eos_token"):
-        preprocess(dataset, tokenizer, settings(), 6)
-    rows = preprocess(dataset, tokenizer, settings(add_bos_eos_tokens=False), 6)
+        made_of(["ab"], tokenizer=tokenizer)
+    rows, _ = made_of(["ab"], tokenizer=tokenizer, add_bos_eos_tokens=False)
     assert rows[0]["input_ids"] == [ord("a"), ord("b")]
 
 
@@ -193,12 +175,10 @@ def test_an_overlap_that_leaves_no_room_is_refused(overlap):
         rows_of(["abc"], packing_type="full", overlap=overlap)
 
 
-def test_what_is_saved_can_be_trained_on(tmp_path):
-    texts = Dataset.from_dict({"text": TEXTS})
-    dataset = preprocess(texts, letter_tokenizer(), settings(packing_type="full"), 6)
-    dataset.save_to_disk(tmp_path / "rows")
+def test_what_is_saved_can_be_trained_on():
+    dataset, _ = made_of(TEXTS, packing_type="full")
     loader = StepLoader(
-        load_dataset(tmp_path / "rows"),
+        load_dataset("rows"),
         Collator(pad_token_id=0, ignore_index=IGNORE, max_seq_len=6),
         Topology(),
         micro_batch_size=4,
@@ -215,17 +195,3 @@ def test_what_is_saved_can_be_trained_on(tmp_path):
         for ids, mask in zip(batch.text_ids, batch.attention_mask, strict=True)
     ]
     assert lengths == dataset["seq_lengths"][:4]
-
-
-def test_text_is_loaded_from_disk_with_its_split(tmp_path):
-    dataset = Dataset.from_dict({"text": ["a"]})
-    dataset.save_to_disk(tmp_path / "one")
-    DatasetDict({"train": dataset, "test": dataset}).save_to_disk(tmp_path / "two")
-    assert load_text(str(tmp_path / "one"))["text"][:] == ["a"]
-    assert load_text(str(tmp_path / "two"), split="test")["text"][:] == ["a"]
-    with pytest.raises(
-        DatasetError, match=r"holds several splits, and split=None is none of them\. Use one of train, test"
-    ):
-        load_text(str(tmp_path / "two"))
-    with pytest.raises(DatasetError, match="with from_disk it must be one that save_to_disk wrote"):
-        load_text(str(tmp_path / "three"))

@@ -22,12 +22,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{args.yaml_path} has no section dataset_preprocess: it says what to make, and from what."
         )
-    from vectorlm.data.preprocess import load_text, preprocess
+    from vectorlm.data.preprocess import preprocess
     from vectorlm.train.load import load_tokenizer
 
-    text = load_text(settings.load_path, from_disk=settings.from_disk, split=settings.split)
-    tokenizer, max_seq_len = load_tokenizer(config.model), config.train_parameters.max_seq_len
-    dataset = preprocess(text, tokenizer, settings, max_seq_len)
-    dataset.save_to_disk(settings.save_path)
-    print(f"{settings.save_path}: {len(dataset)} rows of at most {max_seq_len} tokens")
+    summary = preprocess(settings, load_tokenizer(config.model), config.train_parameters.max_seq_len)
+    print(f"{settings.save_path}:\n{summary}")
     return 0

@@ -57,9 +57,8 @@ def _model_problems(config: Config) -> Iterator[str]:
     num_tokens, largest = description.get("vocab_size"), _largest_token(Path(config.model))
     if isinstance(num_tokens, int) and largest >= num_tokens:
         rule = f"has embeddings for {num_tokens} tokens, and its tokenizer has a token {largest}"
-        yield refuse(
-            config, "model", rule, "Resize the embeddings, or save the tokenizer that belongs to it."
-        )
+        fix = "Resize the embeddings (docs/data.md shows how), or save the tokenizer that belongs to it."
+        yield refuse(config, "model", rule, fix)
     path = "train_parameters.use_flash_attention"
     if config.train_parameters.model.use_flash_attention and not (has_cuda() and find_spec("flash_attn")):
         rule = "needs the flash-attn package and a CUDA device, and one of them is missing here"
@@ -83,6 +82,8 @@ def _largest_token(model: Path) -> int:
 def _dataset_problems(config: Config) -> Iterator[str]:
     if config.dataset is None:
         return
+    if find_spec("datasets") is None:
+        yield "fine-tuning needs the package datasets, which is not installed. Run `pip install datasets`."
     for name in ("train_ds", "eval_ds"):
         folder = Path(getattr(config.dataset, name))
         path = f"dataset.{name}"
