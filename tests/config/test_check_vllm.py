@@ -125,6 +125,14 @@ def test_a_tokenizer_larger_than_the_embeddings_is_refused(path):
     check_config(load_config(path, [SAMPLER]), 1, ["countdown"])
 
 
+def test_fine_tuning_without_the_package_datasets_is_refused(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert (
+        "fine-tuning needs the package datasets, which is not installed. Run `pip install datasets`."
+        in problems(path)
+    )
+
+
 def test_neither_torch_nor_vllm_is_loaded(path):
     code = (
         "import sys; from vectorlm.cli import main; status = main(sys.argv[1:]); "

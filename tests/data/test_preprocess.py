@@ -4,9 +4,12 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from letters import BOS, EOS, IGNORE, letter_tokenizer, made_of, spell
 
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
+from vectorlm.data.pack import best_fit
+from vectorlm.data.progress import with_progress
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError, DatasetError
 
@@ -96,7 +99,7 @@ def test_an_overlap_is_shown_again_but_counts_once():
 
 @pytest.mark.parametrize(
     ("packing_type", "overlap", "with_special_tokens", "max_seq_len"),
-    list(product(["partial", "full"], [0, 1, 3], [True, False], [6, 7, 11, 50])),
+    list(product(["partial", "full", "best_fit"], [0, 1, 3], [True, False], [6, 7, 11, 50])),
 )
 def test_packing_neither_loses_nor_repeats_a_token_in_the_loss(
     packing_type, overlap, with_special_tokens, max_seq_len
@@ -106,11 +109,14 @@ def test_packing_neither_loses_nor_repeats_a_token_in_the_loss(
     rows = rows_of(texts, seperator=":", max_seq_len=max_seq_len, **options)
     end = "$" if with_special_tokens else ""
     counted = "".join(label for _, labels in rows for label in labels if label != ".")
-    assert counted == "".join(text[2:] + end for text in texts)
+    expected = "".join(text[2:] + end for text in texts)
+    # Best-fit changes the order of the texts.
+    put = sorted if packing_type == "best_fit" else list
+    assert put(counted) == put(expected)
     assert max(len(tokens) for tokens, _ in rows) <= max_seq_len
     for tokens, labels in rows:
         assert all(label in (token, ".") for token, label in zip(tokens, labels, strict=True))
-        assert not with_special_tokens or (tokens[0] == "^" and tokens[-1] == "$" and "^" not in tokens[1:])
+        assert not with_special_tokens or (tokens[0] == "^" and tokens[-1] == "$")
 
 
 def test_the_prompt_up_to_the_first_separator_is_left_out_of_the_loss():
@@ -195,3 +201,100 @@ def test_what_is_saved_can_be_trained_on():
         for ids, mask in zip(batch.text_ids, batch.attention_mask, strict=True)
     ]
     assert lengths == dataset["seq_lengths"][:4]
+
+
+def test_best_fit_takes_the_row_with_the_least_room_that_suffices():
+    # 6 opens a row (room 4), 5 too (room 5); 4 fills the first, 3 and both ones go to the second.
+    assert best_fit([3, 6, 5, 4, 1, 1], 10) == [[1, 3], [2, 0, 4, 5]]
+    # 5 and 6 leave room for 5 and 4: 4 takes the tighter row, not the first.
+    assert best_fit([5, 6, 4], 10) == [[1, 2], [0]]
+
+
+def test_best_fit_cuts_only_texts_longer_than_a_row():
+    texts = ["abc", "d", "ef", "ghijklm", "n", "opq"]
+    assert rows_of(texts, 5, packing_type="best_fit", add_bos_eos_tokens=False) == [
+        ("ghijk", "ghijk"),
+        ("abclm", "abclm"),
+        ("opqef", "opqef"),
+        ("dn", "dn"),
+    ]
+    dataset, summary = made_of(texts, 7, packing_type="best_fit")
+    assert [spell(row) for row in dataset["input_ids"]] == ["^ghijk$", "^abc$", "^opq$", "^ef$^n$", "^lm$^d$"]
+    assert dataset["seq_lengths"][:] == [[7], [5], [5], [4, 3], [4, 3]]
+    assert summary.efficiency == 31 / 35
+
+
+@pytest.mark.parametrize("num_proc", [2, 5])
+def test_several_processes_make_the_same_dataset(num_proc):
+    texts = ["ab"[: 1 + index % 2] + "c" * (index % 7) for index in range(50)]
+    one, _ = made_of(texts, packing_type="full")
+    several, _ = made_of(texts, packing_type="full", num_proc=num_proc, save_path="several")
+    assert one[:] == several[:]
+
+
+def test_the_summary_counts_what_is_there():
+    dataset, summary = made_of(["abc:de", "fg:", "", "none", "h:i"], 5, seperator=":", save_path="first")
+    assert (summary.rows_in, summary.rows_out, summary.longest) == (5, 3, 8)
+    # ^abc:de$ and ^fg:$ and ^h:i$; "de$", "$" and "i$" count.
+    assert (summary.tokens, summary.loss_tokens) == (8 + 5 + 5, 3 + 1 + 2)
+    assert summary.tokens == sum(map(len, dataset["input_ids"]))
+    assert (summary.long_rows, summary.cut_tokens) == (1, 3)
+    assert summary.efficiency == 15 / 15
+    assert (
+        "warning: rows longer than max_seq_len=5: 1. Training will cut 3 tokens off them. Set truncate: True"
+        in str(summary)
+    )
+    _, packed = made_of(["ab", "cd"], 4, packing_type="full", add_bos_eos_tokens=False)
+    # Nothing predicts the first token of a text.
+    assert (packed.rows_out, packed.tokens, packed.loss_tokens) == (1, 4, 2)
+    assert "warning" not in str(packed)
+
+
+def test_a_dataset_is_replaced_when_the_new_one_is_complete_and_not_before():
+    first, _ = made_of(["ab", "cd"])
+    kept = first[:]
+    with pytest.raises(DatasetError):
+        made_of(["ef", None])
+    assert load_dataset("rows")[:] == kept
+    assert sorted(path.name for path in Path().iterdir()) == ["raw", "rows"]
+    made_of(["ef"])
+    assert len(load_dataset("rows")) == 1
+    assert sorted(path.name for path in Path().iterdir()) == ["raw", "rows"]
+
+
+def test_an_interrupt_leaves_no_half_dataset(monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vectorlm.data.summary.Summary.add", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        made_of(["ab", "cd"])
+    assert [path.name for path in Path().iterdir()] == ["raw"]
+
+
+def test_only_a_dataset_is_replaced():
+    Dataset.from_dict({"text": ["ab"]}).save_to_disk("raw")
+    with pytest.raises(ConfigError, match=r"save_path='\./raw' is load_path too"):
+        made_of(["ab"], save_path="./raw")
+    made_of(["ab"], save_path="data/rows")
+    for path in ("data", "data/rows/state.json"):
+        with pytest.raises(
+            ConfigError, match="which is no part of a dataset, and the result would replace it"
+        ):
+            made_of(["ab"], save_path=path)
+    assert len(load_dataset("data/rows")) == 1
+
+
+def test_without_the_package_datasets_that_is_said_first(monkeypatch):
+    monkeypatch.setattr("vectorlm.data.preprocess.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"preprocessing needs the package datasets\. Run `pip install datasets`"
+    ):
+        made_of(["ab"])
+
+
+def test_where_no_terminal_is_progress_is_told_in_plain_lines(monkeypatch, capsys):
+    now = iter([0.0, 4.0, 11.0, 12.0, 24.0])
+    monkeypatch.setattr("vectorlm.data.progress.time.monotonic", lambda: next(now))
+    assert list(with_progress("abcd", 4, "pack")) == list("abcd")
+    assert capsys.readouterr().err == "pack: 50 %, 11 s left\npack: 100 %, 0 s left\n"

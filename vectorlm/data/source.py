@@ -155,16 +155,13 @@ def _files(path: str) -> dict[str, list[str]]:
     if has_magic(path) and not Path(path).exists():
         splits = {"train": sorted(name for name in glob(path, recursive=True) if Path(name).is_file())}
     else:
-        from datasets.data_files import EmptyDatasetError, get_data_patterns, resolve_pattern
+        from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
         try:
-            patterns = get_data_patterns(path)
+            found = DataFilesDict.from_patterns(get_data_patterns(path), base_path=path)
         except EmptyDatasetError:
-            patterns = {}
-        splits = {
-            str(split): sorted({name for pattern in some for name in resolve_pattern(pattern, path)})
-            for split, some in patterns.items()
-        }
+            found = {}
+        splits = {str(split): sorted(set(names)) for split, names in found.items()}
     known = {split: [name for name in names if _suffix(name) in FORMS] for split, names in splits.items()}
     return {split: names for split, names in known.items() if names}
 
