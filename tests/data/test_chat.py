@@ -107,12 +107,14 @@ def test_what_are_not_messages_is_refused_by_its_row(value, message):
 
 @pytest.mark.parametrize("options", [{"seperator": ":"}, {"pre_pend": "x"}])
 def test_a_setting_for_text_is_refused_for_messages(options):
-    with pytest.raises(ConfigError, match=r"has no effect: messages hold messages\. Leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"has no effect: the rows hold messages \(messages\)\. Leave it out"
+    ):
         chat_rows([{"messages": TWO_TURNS}], **options)
 
 
 def test_a_setting_for_messages_is_refused_for_text():
-    with pytest.raises(ConfigError, match=r"assistant_only_loss=True has no effect: text hold text"):
+    with pytest.raises(ConfigError, match=r"assistant_only_loss=True has no effect: the rows hold text"):
         chat_rows([{"text": "ab"}], assistant_only_loss=True)
 
 
@@ -149,9 +151,7 @@ def test_of_a_prompt_and_a_completion_only_the_completion_counts():
 
 
 def test_a_separator_is_refused_for_a_prompt_and_a_completion():
-    with pytest.raises(
-        ConfigError, match="has no effect: prompt and completion hold a prompt and a completion"
-    ):
+    with pytest.raises(ConfigError, match="has no effect: the rows hold a prompt and a completion"):
         chat_rows([{"prompt": "ab", "completion": "cd"}], seperator="b")
 
 

@@ -44,6 +44,16 @@ def test_the_commands_make_the_datasets_and_print_the_summary(capsys):
     assert Path("data/eval/state.json").is_file()
 
 
+def test_an_interrupted_command_says_that_nothing_has_changed(capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    Path("my.yaml").write_text(block("yaml"))
+    monkeypatch.setattr("vectorlm.data.preprocess.preprocess", interrupt)
+    assert main(["preprocess", "my.yaml"]) == 130
+    assert capsys.readouterr().err.endswith("interrupted: data/train is as it was before\n")
+
+
 def test_the_forms_of_files_are_those_that_are_read():
     (table,) = re.findall(r"\| `load_path` \|.*?\n\n", PAGE, re.DOTALL)
     assert set(re.findall(r"`(\.\w+)`", table)) == set(FORMS)

@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict
 from letters import make
 
 from vectorlm.data.settings import PreprocessSettings
-from vectorlm.data.source import open_source
+from vectorlm.data.source import open_source, write_rows
 from vectorlm.errors import ConfigError, DatasetError
 
 
@@ -173,6 +173,21 @@ def test_a_name_that_neither_the_cache_nor_the_hub_has_is_refused_with_both(monk
         DatasetError, match=r"load_path='owner/name' is nothing .* not in the cache .*cache\)"
     ):
         texts_of("owner/name")
+
+
+def test_a_name_of_the_hub_is_read_from_the_cache_of_datasets_without_a_connection(monkeypatch):
+    """The cache as datasets leaves it: owner___name/configuration/version/hash."""
+    folder = Path("cache/owner___name/default/0.0.0/0123456789abcdef").resolve()
+    folder.mkdir(parents=True)
+    rows = Dataset.from_list([*ROWS, {"text": "ef"}])
+    write_rows(iter(rows), rows.features, folder / "name-train.arrow")
+    info = {"builder_name": "parquet", "dataset_name": "name", "config_name": "default", "version": "0.0.0"}
+    split = {"name": "train", "num_bytes": 0, "num_examples": 3, "dataset_name": "name"}
+    info |= {"features": {"text": {"dtype": "string", "_type": "Value"}}, "splits": {"train": split}}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("cache").resolve())
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    assert texts_of("owner/name", split="train[:2]", from_disk=False) == ["ab", "cd"]
 
 
 def test_a_configuration_of_the_hub_is_refused_for_files():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 
 from vectorlm.config.load import add_override_arguments, config_from_arguments
 from vectorlm.errors import ConfigError
@@ -25,6 +27,14 @@ def run(args: argparse.Namespace) -> int:
     from vectorlm.data.preprocess import preprocess
     from vectorlm.train.load import load_tokenizer
 
-    summary = preprocess(settings, load_tokenizer(config.model), config.train_parameters.max_seq_len)
+    # Its default would leave the scratch folder behind.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        summary = preprocess(settings, load_tokenizer(config.model), config.train_parameters.max_seq_len)
+    except KeyboardInterrupt:
+        print(f"interrupted: {settings.save_path} is as it was before", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(f"{settings.save_path}:\n{summary}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +49,9 @@ class Tokeniser:
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int], rank: int | None) -> dict:
         """Tokenise some rows, as `datasets.Dataset.map` wants it."""
+        if rank is not None:
+            # In a process of its own: Ctrl-C reaches it too, and is for the one that started it.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         named = list(self.source.rows(batch, indices))
         filled = [(name, row) for name, row in named if row is not None]
         found = iter([self._chat(*each) for each in filled] if self.is_chat else self._texts(filled))
@@ -71,26 +75,38 @@ class Tokeniser:
         if self.source.lines is None:
             read = [name for name in (*self.columns, "tools") if name in dataset.column_names]
             dataset = dataset.select_columns(read)
-        return dataset.map(
-            self,
-            batched=True,
-            batch_size=ROWS_PER_CALL,
-            writer_batch_size=ROWS_PER_CALL,
-            with_indices=True,
-            with_rank=True,
-            remove_columns=dataset.column_names,
-            features=Features(
-                input_ids=Sequence(Value("int32")),
-                counted=Sequence(Value("bool")),
-                skipped=Value("string"),
-                name=Value("string"),
-            ),
-            num_proc=self.settings.num_proc if self.settings.num_proc > 1 else None,
-            load_from_cache_file=False,
-            cache_file_name=str(path),
-            new_fingerprint="tokens",
-            desc="tokenise",
+        features = Features(
+            input_ids=Sequence(Value("int32")),
+            counted=Sequence(Value("bool")),
+            skipped=Value("string"),
+            name=Value("string"),
         )
+        try:
+            return dataset.map(
+                self,
+                batched=True,
+                batch_size=ROWS_PER_CALL,
+                writer_batch_size=ROWS_PER_CALL,
+                with_indices=True,
+                with_rank=True,
+                remove_columns=dataset.column_names,
+                features=features,
+                num_proc=self.settings.num_proc if self.settings.num_proc > 1 else None,
+                load_from_cache_file=False,
+                cache_file_name=str(path),
+                new_fingerprint="tokens",
+                desc="tokenise",
+            )
+        except Exception as error:
+            # datasets 5.2 waits for its processes after an interrupt, and raises that this took too long.
+            if isinstance(error.__context__, KeyboardInterrupt | SystemExit):
+                raise error.__context__ from None
+            if isinstance(error, RuntimeError) and "abruptly died" in str(error):
+                raise DatasetError(
+                    f"a process that tokenises was killed, perhaps because memory ran out. Use fewer than "
+                    f"dataset_preprocess.num_proc={self.settings.num_proc}."
+                ) from error
+            raise
 
     def _texts(self, rows: Sequence[tuple[str, Any]]) -> list[Tokens]:
         """Tokenise the prompt by itself, as it will be when the model continues it, and leave it out of the loss."""
@@ -226,8 +242,8 @@ def _require_effect(tokeniser: Tokeniser) -> None:
     }
     for name in (name for name, is_unread in unread.items() if is_unread):
         raise ConfigError(
-            f"dataset_preprocess.{name}={getattr(settings, name)!r} has no effect: {' and '.join(tokeniser.columns)} "
-            f"hold {what}. Leave it out, or choose another data_field."
+            f"dataset_preprocess.{name}={getattr(settings, name)!r} has no effect: the rows hold {what} "
+            f"({', '.join(tokeniser.columns)}). Leave it out, or choose another data_field."
         )
     if is_chat:
         _ = tokeniser.chat
