@@ -178,7 +178,9 @@ def test_preprocess_makes_a_dataset_that_training_reads(write_config, capsys):
         "  add_bos_eos_tokens: False\n  seperator: '='\n"
     )
     assert main(["preprocess", write_config(MINIMAL + section)]) == 0
-    assert "made: 2 rows of at most 128 tokens" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "made:\n  rows in     2\n" in printed
+    assert "longest row 6 tokens" in printed
     row = load_from_disk("made")[0]
     tokenizer = AutoTokenizer.from_pretrained("models/tiny")
     assert row["input_ids"] == tokenizer("abc=de")["input_ids"]

@@ -398,7 +398,7 @@ REFUSED = {
     "dataset.train_bs": {"0": "=0 must be an integer >= 1. Use 1, for example."},
     "dataset.ignore_index": {"x": "='x' must be an integer."},
     "dataset_preprocess.packing_type": {
-        "partially": "='partially' must be one of full, partial, or null. Did you mean 'partial'?"
+        "partially": "='partially' must be one of full, partial, best_fit, or null. Did you mean 'partial'?"
     },
     "dataset_preprocess.overlap": {"-1": "=-1 must be an integer >= 0. Use 0, for example."},
     "wandb_config": {"x": "='x' must be a mapping."},

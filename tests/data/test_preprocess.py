@@ -1,49 +1,34 @@
 """Preprocessing: from text to rows."""
 
 from itertools import product
+from pathlib import Path
 
 import pytest
-from datasets import Dataset, DatasetDict
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from datasets import Dataset
+from letters import BOS, EOS, IGNORE, letter_tokenizer, made_of, spell
 
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
-from vectorlm.data.preprocess import load_text, preprocess
-from vectorlm.data.settings import PreprocessSettings
+from vectorlm.data.pack import best_fit
+from vectorlm.data.progress import with_progress
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError, DatasetError
 
 TEXTS = ["abc", "defgh", "", "ijklmnopq", "r"]
-BOS, EOS, IGNORE = 1, 2, -100
 
 
-def letter_tokenizer(with_special_tokens=True):
-    """A tokenizer of single letters, whose ids are code points."""
-    vocabulary = {"<unk>": 0, "<s>": BOS, "</s>": EOS} | {chr(code): code for code in range(32, 127)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    names = {"bos_token": "<s>", "eos_token": "</s>"} if with_special_tokens else {}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **names)
-
-
-def settings(**options):
-    return PreprocessSettings(**{"load_path": "raw", "save_path": "rows", "data_field": "text"} | options)
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def rows_of(texts, max_seq_len=6, **options):
     """Preprocess and write each row as letters: ``^`` BOS, ``$`` EOS, ``.`` a label that does not count."""
-    how = settings(**options)
-    dataset = preprocess(Dataset.from_dict({"text": texts}), letter_tokenizer(), how, max_seq_len)
-    names = {BOS: "^", EOS: "$", how.ignore_index: "."}
-
-    def spell(ids):
-        return "".join(names.get(i) or chr(i) for i in ids)
-
+    dataset, _ = made_of(texts, max_seq_len, **options)
+    names = {BOS: "^", EOS: "$", options.get("ignore_index", IGNORE): "."}
     assert dataset["id"][:] == list(range(len(dataset)))
     for row in dataset:
         assert row["attention_mask"] == [1] * len(row["input_ids"])
-    return [(spell(row["input_ids"]), spell(row["labels"])) for row in dataset]
+    return [(spell(row["input_ids"], names), spell(row["labels"], names)) for row in dataset]
 
 
 def test_without_packing_each_text_is_a_row():
@@ -51,9 +36,9 @@ def test_without_packing_each_text_is_a_row():
     assert rows_of(TEXTS[:3], add_bos_eos_tokens=False) == [("abc", "abc"), ("defgh", "defgh")]
 
 
-def test_truncation_cuts_tokens_and_labels_alike():
-    assert rows_of(["abc", "defghij"], truncate=True) == [("^abc$", ".abc$"), ("^defgh", ".defgh")]
-    assert rows_of(["a:bcdefgh"], truncate=True, seperator=":") == [("^a:bcd", "...bcd")]
+def test_truncation_cuts_tokens_and_labels_alike_and_ends_the_row_in_an_eos_that_does_not_count():
+    assert rows_of(["abc", "defghij"], truncate=True) == [("^abc$", ".abc$"), ("^defg$", ".defg.")]
+    assert rows_of(["a:bcdefgh"], truncate=True, seperator=":") == [("^a:bc$", "...bc.")]
 
 
 def test_partial_packing_cuts_each_text_by_itself():
@@ -90,8 +75,7 @@ def test_full_packing_joins_texts_and_leaves_no_room_but_at_the_very_end():
 
 def test_a_row_says_how_long_each_of_its_texts_is():
     def lengths(texts, **options):
-        dataset = Dataset.from_dict({"text": texts})
-        return preprocess(dataset, letter_tokenizer(), settings(**options), 8)["seq_lengths"][:]
+        return made_of(texts, 8, **options)[0]["seq_lengths"][:]
 
     assert lengths(TEXTS, packing_type="full") == [[5, 3], [5, 3], [8], [3, 2]]
     assert lengths(TEXTS, packing_type="full", add_bos_eos_tokens=False) == [[3, 5], [8], [1, 1]]
@@ -115,7 +99,7 @@ def test_an_overlap_is_shown_again_but_counts_once():
 
 @pytest.mark.parametrize(
     ("packing_type", "overlap", "with_special_tokens", "max_seq_len"),
-    list(product(["partial", "full"], [0, 1, 3], [True, False], [6, 7, 11, 50])),
+    list(product(["partial", "full", "best_fit"], [0, 1, 3], [True, False], [6, 7, 11, 50])),
 )
 def test_packing_neither_loses_nor_repeats_a_token_in_the_loss(
     packing_type, overlap, with_special_tokens, max_seq_len
@@ -125,11 +109,14 @@ def test_packing_neither_loses_nor_repeats_a_token_in_the_loss(
     rows = rows_of(texts, seperator=":", max_seq_len=max_seq_len, **options)
     end = "$" if with_special_tokens else ""
     counted = "".join(label for _, labels in rows for label in labels if label != ".")
-    assert counted == "".join(text[2:] + end for text in texts)
+    expected = "".join(text[2:] + end for text in texts)
+    # Best-fit changes the order of the texts.
+    put = sorted if packing_type == "best_fit" else list
+    assert put(counted) == put(expected)
     assert max(len(tokens) for tokens, _ in rows) <= max_seq_len
     for tokens, labels in rows:
         assert all(label in (token, ".") for token, label in zip(tokens, labels, strict=True))
-        assert not with_special_tokens or (tokens[0] == "^" and tokens[-1] == "$" and "^" not in tokens[1:])
+        assert not with_special_tokens or (tokens[0] == "^" and tokens[-1] == "$")
 
 
 def test_the_prompt_up_to_the_first_separator_is_left_out_of_the_loss():
@@ -150,21 +137,19 @@ def test_pre_pended_text_counts_like_the_text_itself_without_a_separator():
 
 
 def test_the_ignore_index_is_the_one_asked_for():
-    text = Dataset.from_dict({"text": ["a:b"]})
-    dataset = preprocess(text, letter_tokenizer(), settings(seperator=":", ignore_index=-1), 9)
+    dataset, _ = made_of(["a:b"], 9, seperator=":", ignore_index=-1)
     assert dataset[0]["labels"] == [-1, -1, -1, ord("b"), EOS]
 
 
-def test_a_text_without_the_separator_is_refused_by_its_row():
-    with pytest.raises(DatasetError) as caught:
-        rows_of(["a:b", "cd"], seperator=":")
-    assert str(caught.value) == (
-        "row 1 ('cd') does not contain the separator ':': every text must. Correct `seperator`, or remove the row."
-    )
+def test_a_text_without_the_separator_is_skipped_and_counted():
+    dataset, summary = made_of(["a:b", "cd", "", "ef"], seperator=":")
+    assert len(dataset) == 1
+    assert summary.skipped == {"no separator ':'": (2, "row 1"), "an empty text": (1, "row 2")}
+    assert "3: 2 with no separator ':' (first: row 1), 1 with an empty text (first: row 2)" in str(summary)
 
 
 def test_a_row_without_text_is_refused():
-    with pytest.raises(DatasetError, match="row 1 holds None: it must be text"):
+    with pytest.raises(DatasetError, match="row 1 holds 'None' in 'text': it must be text"):
         rows_of(["a", None])
 
 
@@ -175,15 +160,18 @@ def test_a_missing_column_is_refused_with_those_there_are():
 
 
 def test_a_dataset_of_nothing_but_empty_texts_is_refused():
-    with pytest.raises(DatasetError, match="no row is left after preprocessing"):
+    with pytest.raises(
+        DatasetError, match="nothing is left to learn from: of 2 rows were skipped 2: 2 with an empty"
+    ):
         rows_of(["", ""])
+    assert not Path("rows").exists()
 
 
 def test_special_tokens_that_the_tokenizer_lacks_are_refused_unless_not_asked_for():
-    dataset, tokenizer = Dataset.from_dict({"text": ["ab"]}), letter_tokenizer(with_special_tokens=False)
+    tokenizer = letter_tokenizer(with_special_tokens=False)
     with pytest.raises(ConfigError, match="the tokenizer has no bos_token and no eos_token"):
-        preprocess(dataset, tokenizer, settings(), 6)
-    rows = preprocess(dataset, tokenizer, settings(add_bos_eos_tokens=False), 6)
+        made_of(["ab"], tokenizer=tokenizer)
+    rows, _ = made_of(["ab"], tokenizer=tokenizer, add_bos_eos_tokens=False)
     assert rows[0]["input_ids"] == [ord("a"), ord("b")]
 
 
@@ -193,12 +181,10 @@ def test_an_overlap_that_leaves_no_room_is_refused(overlap):
         rows_of(["abc"], packing_type="full", overlap=overlap)
 
 
-def test_what_is_saved_can_be_trained_on(tmp_path):
-    texts = Dataset.from_dict({"text": TEXTS})
-    dataset = preprocess(texts, letter_tokenizer(), settings(packing_type="full"), 6)
-    dataset.save_to_disk(tmp_path / "rows")
+def test_what_is_saved_can_be_trained_on():
+    dataset, _ = made_of(TEXTS, packing_type="full")
     loader = StepLoader(
-        load_dataset(tmp_path / "rows"),
+        load_dataset("rows"),
         Collator(pad_token_id=0, ignore_index=IGNORE, max_seq_len=6),
         Topology(),
         micro_batch_size=4,
@@ -217,15 +203,98 @@ def test_what_is_saved_can_be_trained_on(tmp_path):
     assert lengths == dataset["seq_lengths"][:4]
 
 
-def test_text_is_loaded_from_disk_with_its_split(tmp_path):
-    dataset = Dataset.from_dict({"text": ["a"]})
-    dataset.save_to_disk(tmp_path / "one")
-    DatasetDict({"train": dataset, "test": dataset}).save_to_disk(tmp_path / "two")
-    assert load_text(str(tmp_path / "one"))["text"][:] == ["a"]
-    assert load_text(str(tmp_path / "two"), split="test")["text"][:] == ["a"]
+def test_best_fit_takes_the_row_with_the_least_room_that_suffices():
+    # 6 opens a row (room 4), 5 too (room 5); 4 fills the first, 3 and both ones go to the second.
+    assert best_fit([3, 6, 5, 4, 1, 1], 10) == [[1, 3], [2, 0, 4, 5]]
+    # 5 and 6 leave room for 5 and 4: 4 takes the tighter row, not the first.
+    assert best_fit([5, 6, 4], 10) == [[1, 2], [0]]
+
+
+def test_best_fit_cuts_only_texts_longer_than_a_row():
+    texts = ["abc", "d", "ef", "ghijklm", "n", "opq"]
+    assert rows_of(texts, 5, packing_type="best_fit", add_bos_eos_tokens=False) == [
+        ("ghijk", "ghijk"),
+        ("abclm", "abclm"),
+        ("opqef", "opqef"),
+        ("dn", "dn"),
+    ]
+    dataset, summary = made_of(texts, 7, packing_type="best_fit")
+    assert [spell(row) for row in dataset["input_ids"]] == ["^ghijk$", "^abc$", "^opq$", "^ef$^n$", "^lm$^d$"]
+    assert dataset["seq_lengths"][:] == [[7], [5], [5], [4, 3], [4, 3]]
+    assert summary.efficiency == 31 / 35
+
+
+@pytest.mark.parametrize("num_proc", [2, 5])
+def test_several_processes_make_the_same_dataset(num_proc):
+    texts = ["ab"[: 1 + index % 2] + "c" * (index % 7) for index in range(50)]
+    one, _ = made_of(texts, packing_type="full")
+    several, _ = made_of(texts, packing_type="full", num_proc=num_proc, save_path="several")
+    assert one[:] == several[:]
+
+
+def test_the_summary_counts_what_is_there():
+    dataset, summary = made_of(["abc:de", "fg:", "", "none", "h:i"], 5, seperator=":", save_path="first")
+    assert (summary.rows_in, summary.rows_out, summary.longest) == (5, 3, 8)
+    # ^abc:de$ and ^fg:$ and ^h:i$; "de$", "$" and "i$" count.
+    assert (summary.tokens, summary.loss_tokens) == (8 + 5 + 5, 3 + 1 + 2)
+    assert summary.tokens == sum(map(len, dataset["input_ids"]))
+    assert (summary.long_rows, summary.cut_tokens) == (1, 3)
+    assert summary.efficiency == 15 / 15
+    assert (
+        "warning: rows longer than max_seq_len=5: 1. Training will cut 3 tokens off them. Set truncate: True"
+        in str(summary)
+    )
+    _, packed = made_of(["ab", "cd"], 4, packing_type="full", add_bos_eos_tokens=False)
+    # Nothing predicts the first token of a text.
+    assert (packed.rows_out, packed.tokens, packed.loss_tokens) == (1, 4, 2)
+    assert "warning" not in str(packed)
+
+
+def test_a_dataset_is_replaced_when_the_new_one_is_complete_and_not_before():
+    first, _ = made_of(["ab", "cd"])
+    kept = first[:]
+    with pytest.raises(DatasetError):
+        made_of(["ef", None])
+    assert load_dataset("rows")[:] == kept
+    assert sorted(path.name for path in Path().iterdir()) == ["raw", "rows"]
+    made_of(["ef"])
+    assert len(load_dataset("rows")) == 1
+    assert sorted(path.name for path in Path().iterdir()) == ["raw", "rows"]
+
+
+def test_an_interrupt_leaves_no_half_dataset(monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vectorlm.data.summary.Summary.add", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        made_of(["ab", "cd"])
+    assert [path.name for path in Path().iterdir()] == ["raw"]
+
+
+def test_only_a_dataset_is_replaced():
+    Dataset.from_dict({"text": ["ab"]}).save_to_disk("raw")
+    with pytest.raises(ConfigError, match=r"save_path='\./raw' is load_path too"):
+        made_of(["ab"], save_path="./raw")
+    made_of(["ab"], save_path="data/rows")
+    for path in ("data", "data/rows/state.json"):
+        with pytest.raises(
+            ConfigError, match="which is no part of a dataset, and the result would replace it"
+        ):
+            made_of(["ab"], save_path=path)
+    assert len(load_dataset("data/rows")) == 1
+
+
+def test_without_the_package_datasets_that_is_said_first(monkeypatch):
+    monkeypatch.setattr("vectorlm.data.preprocess.find_spec", lambda name: None)
     with pytest.raises(
-        DatasetError, match=r"holds several splits, and split=None is none of them\. Use one of train, test"
+        ConfigError, match=r"preprocessing needs the package datasets\. Run `pip install datasets`"
     ):
-        load_text(str(tmp_path / "two"))
-    with pytest.raises(DatasetError, match="with from_disk it must be one that save_to_disk wrote"):
-        load_text(str(tmp_path / "three"))
+        made_of(["ab"])
+
+
+def test_where_no_terminal_is_progress_is_told_in_plain_lines(monkeypatch, capsys):
+    now = iter([0.0, 4.0, 11.0, 12.0, 24.0])
+    monkeypatch.setattr("vectorlm.data.progress.time.monotonic", lambda: next(now))
+    assert list(with_progress("abcd", 4, "pack")) == list("abcd")
+    assert capsys.readouterr().err == "pack: 50 %, 11 s left\npack: 100 %, 0 s left\n"

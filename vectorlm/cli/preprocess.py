@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 
-from vectorlm.config.check_packages import is_installed
 from vectorlm.config.load import add_override_arguments, config_from_arguments
 from vectorlm.config.local_model import with_download
 from vectorlm.errors import ConfigError
@@ -24,15 +25,18 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{args.yaml_path} has no section dataset_preprocess: it says what to make, and from what."
         )
-    if not is_installed("datasets"):
-        raise ConfigError("preprocessing needs the package datasets. Run `pip install datasets`.")
-    from vectorlm.data.preprocess import load_text, preprocess
+    from vectorlm.data.preprocess import preprocess
     from vectorlm.train.load import load_tokenizer
 
     config = with_download(config)
-    text = load_text(settings.load_path, from_disk=settings.from_disk, split=settings.split)
-    tokenizer, max_seq_len = load_tokenizer(config.model), config.train_parameters.max_seq_len
-    dataset = preprocess(text, tokenizer, settings, max_seq_len)
-    dataset.save_to_disk(settings.save_path)
-    print(f"{settings.save_path}: {len(dataset)} rows of at most {max_seq_len} tokens")
+    # Its default would leave the scratch folder behind.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        summary = preprocess(settings, load_tokenizer(config.model), config.train_parameters.max_seq_len)
+    except KeyboardInterrupt:
+        print(f"interrupted: {settings.save_path} is as it was before", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print(f"{settings.save_path}:\n{summary}")
     return 0

@@ -60,9 +60,8 @@ def _model_problems(config: Config) -> Iterator[str]:
     num_tokens, largest = description.get("vocab_size"), _largest_token(Path(config.model))
     if isinstance(num_tokens, int) and largest >= num_tokens:
         rule = f"has embeddings for {num_tokens} tokens, and its tokenizer has a token {largest}"
-        yield refuse(
-            config, "model", rule, "Resize the embeddings, or save the tokenizer that belongs to it."
-        )
+        fix = "Resize the embeddings (docs/data.md shows how), or save the tokenizer that belongs to it."
+        yield refuse(config, "model", rule, fix)
     path = "train_parameters.use_flash_attention"
     if config.train_parameters.model.use_flash_attention and has_cuda() and not find_spec("flash_attn"):
         rule = "needs the package flash-attn on CUDA, and it is not installed"

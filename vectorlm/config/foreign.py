@@ -28,7 +28,8 @@ _LENGTH = Foreign((_TRAIN + "max_seq_len",), "It bounds prompt and completion to
 _ROW_LENGTH = Foreign((_TRAIN + "max_seq_len",))
 _EVERY = Foreign((_SAMPLER + "sample_frequency", _TRAIN + "logging_steps"), "The second is for fine-tuning.")
 _SAVE = Foreign(
-    ("rl.save_every", _TRAIN + "save_frequency"), "The second is a share of an epoch, for fine-tuning."
+    ("rl.save_every", _TRAIN + "save_frequency"),
+    "The second is for fine-tuning: up to 1 a share of an epoch, above 1 optimizer steps.",
 )
 _CHECKPOINTS = Foreign(
     (_TRAIN + "checkpointing_enabled",), "The same command then goes on from the last checkpoint."
@@ -60,7 +61,10 @@ _ENVIRONMENT = Foreign(
     ("rl.environment",), "An object for each rollout whose respond(text) answers the policy."
 )
 _CORRECTION = Foreign(("rl.correction.preset", "rl.correction.level"), "It is off where nothing is set.")
-_LABELS = Foreign(("dataset_preprocess.seperator",), "Text up to it is left out of the loss.")
+_LABELS = Foreign(
+    ("dataset_preprocess.seperator",),
+    "Text up to it is left out of the loss; columns `prompt` and `completion` need no setting.",
+)
 _KL = Foreign(
     ("rl.kl_coef", "rl.beta"), "The second is for online_dpo and copg. Both libraries start GRPO at 0.0."
 )
@@ -75,7 +79,8 @@ FOREIGN: Mapping[str, Foreign] = {
     **dict.fromkeys(("max_prompt_length", "prompt_max_len", "vllm_max_model_length"), _LENGTH),
     **dict.fromkeys(("max_length", "max_seq_length", "model_max_length"), _ROW_LENGTH),
     **dict.fromkeys(("packing", "packing_strategy"), Foreign(("dataset_preprocess.packing_type",))),
-    **dict.fromkeys(("assistant_only_loss", "completion_only_loss"), _LABELS),
+    "assistant_only_loss": Foreign(("dataset_preprocess.assistant_only_loss",)),
+    "completion_only_loss": _LABELS,
     **dict.fromkeys(
         ("peft_config", "use_peft", "lora_r", "lora_rank", "lora_alpha", "lora_target_modules"), _LORA
     ),

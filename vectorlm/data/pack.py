@@ -89,10 +89,15 @@ class Frame:
 
 
 def frame_texts(texts: Iterable[TokenisedText], frame: Frame, *, truncate: bool) -> Iterator[TokenisedText]:
-    """Make each text one row; with `truncate` cut it off at `frame.max_seq_len`. Texts without tokens are dropped."""
+    """Make each text one row. Texts without tokens are dropped.
+
+    With `truncate` a row is cut off at `frame.max_seq_len`, and ends in an EOS that does not count in the loss.
+    """
     for text in filter(len, texts):
         row = frame.opening + text + frame.ending
-        yield row[: frame.max_seq_len] if truncate else row
+        if truncate and len(row) > frame.max_seq_len:
+            row = row[: frame.max_seq_len - len(frame.closing)] + frame.closing
+        yield row
 
 
 def pack_texts(
@@ -109,6 +114,42 @@ def pack_texts(
         yield from rows
     rows, _ = _cut(waiting, frame, is_last=True)
     yield from rows
+
+
+def best_fit(lengths: Sequence[int], max_seq_len: int) -> list[list[int]]:
+    """Put texts of `lengths` into rows of `max_seq_len` tokens, the longest first, each where least room is left over.
+
+    Returns:
+        The places of each row's texts in `lengths`.
+    """
+    rows: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}
+    # Bit n says that some row has room for n more tokens: the lowest bit from a length on is the best fit.
+    rooms = 0
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        length = lengths[place]
+        fitting = rooms >> length << length
+        if fitting:
+            room = (fitting & -fitting).bit_length() - 1
+            row = with_room[room].pop()
+            rooms ^= 0 if with_room[room] else 1 << room
+        else:
+            room, row = max_seq_len, len(rows)
+            rows.append([])
+        rows[row].append(place)
+        if left := room - length:
+            with_room.setdefault(left, []).append(row)
+            rooms |= 1 << left
+    return rows
+
+
+def join(texts: Sequence[TokenisedText]) -> TokenisedText:
+    """Make one row of several, which remain texts that do not see each other."""
+    return TokenisedText(
+        [token for text in texts for token in text.input_ids],
+        [label for text in texts for label in text.labels],
+        [len(text) for text in texts],
+    )
 
 
 @dataclass(frozen=True)

@@ -1,107 +1,98 @@
-"""The preprocessing of a dataset: from a column of text to rows of tokens."""
+"""The preprocessing of a dataset: from text or messages to the rows of tokens that training reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from array import array
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from vectorlm.data.pack import Frame, TokenisedText, frame_texts, pack_texts
+from vectorlm.data.pack import Frame, TokenisedText, best_fit, frame_texts, join, pack_texts
+from vectorlm.data.progress import bars_in_terminals, with_progress
 from vectorlm.data.settings import PreprocessSettings
+from vectorlm.data.source import open_source, write_rows
+from vectorlm.data.summary import Summary
+from vectorlm.data.tokenise import ROWS_PER_CALL, make_tokeniser
 from vectorlm.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_TEXTS_PER_CALL = 1000
-_ROWS_PER_TABLE = 1000
+_TOKENS_PER_WRITE = 2**18
+_OWN_FILES = ("*.arrow", "state.json", "dataset_info.json")
+"""What `save_to_disk` writes, and the caches that datasets puts beside it."""
 
 
-def preprocess(dataset: Dataset, tokenizer: Any, settings: PreprocessSettings, max_seq_len: int) -> Dataset:
-    """Turn text into rows of `input_ids`, `labels`, `attention_mask`, `id` and `seq_lengths`; save with `save_to_disk`.
+def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -> Summary:
+    """Make rows of `input_ids`, `labels`, `attention_mask`, `id` and `seq_lengths`, and save them at `save_path`.
+
+    Memory does not grow with the dataset (but for about 100 bytes a text with `best_fit`): what is between the source
+    and the rows lies in a hidden folder beside `save_path`, which is gone at the end. The rows appear at `save_path`
+    when they are complete.
 
     Args:
-        dataset: Rows of text.
+        settings: Where texts are, and how they are packed, framed and masked.
         tokenizer: A transformers tokenizer.
-        settings: Which column holds the text, and how it is packed, framed and masked.
         max_seq_len: Most tokens of a packed or truncated row.
 
-    Raises:
-        DatasetError: The column is missing, holds something other than text, or lacks the separator; or no row is left.
-        ConfigError: The tokenizer has no BOS or EOS, or `overlap` leaves no room.
-    """
-    data_field = settings.data_field
-    if data_field not in dataset.column_names:
-        raise DatasetError(
-            f"the dataset has no column {data_field!r}: data_field must be one of {', '.join(dataset.column_names)}."
-        )
-    bos, eos = _special_tokens(tokenizer) if settings.add_bos_eos_tokens else (None, None)
-    frame = Frame(max_seq_len, bos, eos, settings.overlap, settings.ignore_index)
-    texts = _tokenise(dataset.select_columns([data_field]).with_format(None), tokenizer, settings)
-    if settings.packing_type is None:
-        return _as_dataset(frame_texts(texts, frame, truncate=settings.truncate))
-    return _as_dataset(pack_texts(texts, frame, settings.packing_type))
-
-
-def load_text(load_path: str, *, from_disk: bool = True, split: str | None = None) -> Dataset:
-    """Load the dataset to preprocess, from a folder that `save_to_disk` wrote or from the hub.
+    Returns:
+        The numbers of what was made.
 
     Raises:
-        DatasetError: There is no such folder, or it holds several splits and `split` does not name one.
+        DatasetError: There is nothing to read, a row cannot be read (it is named), or no row is left.
+        ConfigError: A setting has no effect or leaves no room, the tokenizer lacks a token or a chat template, there is
+            something else than a dataset at `save_path`, or the package datasets is missing.
     """
-    from datasets import DatasetDict, load_dataset, load_from_disk
+    if find_spec("datasets") is None:
+        raise ConfigError("preprocessing needs the package datasets. Run `pip install datasets`.")
+    path = Path(settings.save_path).resolve()
+    _require_replaceable(path, settings)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with bars_in_terminals(), TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        scratch = Path(folder)
+        source = open_source(settings, scratch)
+        tokeniser = make_tokeniser(source, tokenizer, settings)
+        frame = _frame(tokenizer, settings, max_seq_len, is_chat=tokeniser.is_chat)
+        tokens = tokeniser.map(scratch / "tokens.arrow")
+        summary = Summary(max_seq_len, settings.ignore_index)
+        rows = _rows(_texts(tokens, summary, settings.ignore_index), frame, settings, scratch)
+        _save(_counted(rows, summary), max_seq_len, scratch)
+        if not summary.loss_tokens:
+            raise DatasetError(
+                f"nothing is left to learn from: of {summary.rows_in:,} rows were skipped {summary.why_skipped()}, and "
+                "no token of the others counts in the loss. Check data_field and seperator."
+            )
+        if path.exists():
+            path.rename(scratch / "before")
+        (scratch / "rows").rename(path)
+    return summary
 
-    if from_disk and not Path(load_path).is_dir():
-        raise DatasetError(
-            f"dataset folder '{load_path}' does not exist: with from_disk it must be one that save_to_disk wrote. "
-            "Correct load_path, or set from_disk: False to load it from the hub."
+
+def _require_replaceable(path: Path, settings: PreprocessSettings) -> None:
+    """Refuse to replace anything but a dataset."""
+    if path == Path(settings.load_path).resolve():
+        raise ConfigError(
+            f"dataset_preprocess.save_path={settings.save_path!r} is load_path too: the result would replace the "
+            "texts. Name another folder."
         )
-    loaded = load_from_disk(load_path) if from_disk else load_dataset(load_path)
-    if not isinstance(loaded, DatasetDict):
-        return loaded
-    if split not in loaded:
-        raise DatasetError(
-            f"'{load_path}' holds several splits, and split={split!r} is none of them. Use one of {', '.join(loaded)}."
+    if not path.exists():
+        return
+    files = list(path.iterdir()) if path.is_dir() else [path]
+    other = [file for file in files if not (path.is_dir() and any(map(file.match, _OWN_FILES)))]
+    if other:
+        raise ConfigError(
+            f"dataset_preprocess.save_path={settings.save_path!r} holds {other[0].name}, which is no part of a "
+            "dataset, and the result would replace it. Name another folder."
         )
-    return loaded[split]
 
 
-def _tokenise(dataset: Dataset, tokenizer: Any, settings: PreprocessSettings) -> Iterator[TokenisedText]:
-    """Tokenise the column of text, without special tokens.
-
-    Text up to and including the first `seperator` is the prompt: tokenised by itself, as it will be when the model
-    continues it, and left out of the loss.
-    """
-    for start in range(0, len(dataset), _TEXTS_PER_CALL):
-        texts = dataset[start : start + _TEXTS_PER_CALL][settings.data_field]
-        pairs = [_split(index, text, settings) for index, text in enumerate(texts, start)]
-        prompts = _encode([prompt for prompt, _ in pairs], tokenizer)
-        completions = _encode([completion for _, completion in pairs], tokenizer)
-        for prompt, completion in zip(prompts, completions, strict=True):
-            yield TokenisedText.ignored(prompt, settings.ignore_index) + TokenisedText.counted(completion)
-
-
-def _split(index: int, text: str, settings: PreprocessSettings) -> tuple[str, str]:
-    if not isinstance(text, str):
-        raise DatasetError(
-            f"row {index} holds {text!r}: it must be text. Remove the row, or choose another data_field."
-        )
-    whole, seperator = (settings.pre_pend or "") + text, settings.seperator
-    if not seperator:
-        return "", whole
-    before, found, after = whole.partition(seperator)
-    if not found:
-        shown = whole if len(whole) <= 60 else f"{whole[:57]}..."
-        raise DatasetError(
-            f"row {index} ({shown!r}) does not contain the separator {seperator!r}: every text must. "
-            "Correct `seperator`, or remove the row."
-        )
-    return before + found, after
-
-
-def _encode(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+def _frame(tokenizer: Any, settings: PreprocessSettings, max_seq_len: int, *, is_chat: bool) -> Frame:
+    special: tuple[int | None, int | None] = (None, None)
+    if settings.add_bos_eos_tokens and not is_chat:
+        special = _special_tokens(tokenizer)
+    return Frame(max_seq_len, *special, settings.overlap, settings.ignore_index)
 
 
 def _special_tokens(tokenizer: Any) -> tuple[int, int]:
@@ -114,26 +105,88 @@ def _special_tokens(tokenizer: Any) -> tuple[int, int]:
     return tokenizer.bos_token_id, tokenizer.eos_token_id
 
 
-def _as_dataset(rows: Iterator[TokenisedText]) -> Dataset:
-    from datasets import Dataset, Features, Sequence, Value, concatenate_datasets
+def _texts(tokens: Dataset, summary: Summary, ignore_index: int) -> Iterator[TokenisedText]:
+    """Yield the texts that are not skipped."""
+    batches = tokens.with_format(None).iter(ROWS_PER_CALL)
+    columns = ("input_ids", "counted", "skipped", "name")
+    rows = (row for batch in batches for row in zip(*(batch[name] for name in columns), strict=True))
+    for input_ids, counted, skipped, name in with_progress(rows, len(tokens), "pack"):
+        summary.rows_in += 1
+        if skipped:
+            summary.skip(skipped, name)
+        else:
+            labels = [
+                token if counts else ignore_index for token, counts in zip(input_ids, counted, strict=True)
+            ]
+            yield TokenisedText(input_ids, labels)
 
-    token = Sequence(Value("int64"))
-    mask = Sequence(Value("int8"))
-    features = Features(
-        input_ids=token, labels=token, attention_mask=mask, id=Value("int64"), seq_lengths=token
+
+def _rows(
+    texts: Iterator[TokenisedText], frame: Frame, settings: PreprocessSettings, scratch: Path
+) -> Iterator[TokenisedText]:
+    if settings.packing_type is None:
+        return frame_texts(texts, frame, truncate=settings.truncate)
+    if settings.packing_type == "best_fit":
+        return _best_fit(pack_texts(texts, frame, "partial"), frame, scratch)
+    return pack_texts(texts, frame, settings.packing_type)
+
+
+def _best_fit(chunks: Iterable[TokenisedText], frame: Frame, scratch: Path) -> Iterator[TokenisedText]:
+    """Write the chunks down, which is where rows then take them from in any order."""
+    from datasets import Features, Sequence, Value
+
+    lengths = array("i")
+    token = Sequence(Value("int32"))
+
+    def noting() -> Iterator[dict[str, Any]]:
+        for chunk in chunks:
+            lengths.append(len(chunk))
+            yield {"input_ids": chunk.input_ids, "labels": chunk.labels}
+
+    written = write_rows(
+        noting(),
+        Features(input_ids=token, labels=token),
+        scratch / "chunks.arrow",
+        _rows_per_write(frame.max_seq_len),
     )
-    tables: list[Dataset] = []
-    num_rows = 0
-    while some := list(islice(rows, _ROWS_PER_TABLE)):
-        columns = {
-            "input_ids": [row.input_ids for row in some],
-            "labels": [row.labels for row in some],
-            "attention_mask": [[1] * len(row) for row in some],
-            "id": list(range(num_rows, num_rows + len(some))),
-            "seq_lengths": [row.seq_lengths or [len(row)] for row in some],
+    for places in with_progress(rows := best_fit(lengths, frame.max_seq_len), len(rows), "fit"):
+        columns = written[places]
+        yield join(
+            [TokenisedText(*each) for each in zip(columns["input_ids"], columns["labels"], strict=True)]
+        )
+
+
+def _counted(rows: Iterable[TokenisedText], summary: Summary) -> Iterator[TokenisedText]:
+    for row in rows:
+        summary.add(row)
+        yield row
+
+
+def _rows_per_write(max_seq_len: int) -> int:
+    return max(1, _TOKENS_PER_WRITE // max_seq_len)
+
+
+def _save(rows: Iterable[TokenisedText], max_seq_len: int, scratch: Path) -> None:
+    from datasets import Features, Sequence, Value
+
+    token = Sequence(Value("int32"))
+    features = Features(
+        input_ids=token,
+        labels=token,
+        attention_mask=Sequence(Value("int8")),
+        id=Value("int64"),
+        seq_lengths=token,
+    )
+    columns = (
+        {
+            "input_ids": row.input_ids,
+            "labels": row.labels,
+            "attention_mask": [1] * len(row),
+            "id": index,
+            "seq_lengths": row.seq_lengths or [len(row)],
         }
-        tables.append(Dataset.from_dict(columns, features=features))
-        num_rows += len(some)
-    if not tables:
-        raise DatasetError("no row is left after preprocessing: all texts are empty. Check data_field.")
-    return concatenate_datasets(tables)
+        for index, row in enumerate(rows)
+    )
+    write_rows(columns, features, scratch / "rows.arrow", _rows_per_write(max_seq_len)).save_to_disk(
+        scratch / "rows"
+    )

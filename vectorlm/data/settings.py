@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from vectorlm.settings import NonNegativeInt, PositiveInt, Text
+from vectorlm.settings import NonNegativeInt, PositiveInt, Rule, Text
+
+Label = Annotated[int, Rule("an integer of 32 bits", lambda value: -(2**31) <= value < 2**31, "-100")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,31 +31,44 @@ class PreprocessSettings:
     """How text becomes the datasets above; only preprocessing reads it."""
 
     load_path: Text
-    """Folder (or, without `from_disk`, hub name) of the dataset to preprocess."""
+    """Folder that `save_to_disk` wrote; JSONL, JSON, Parquet, CSV or plain-text file, or a folder or glob of such
+    files; or the name of a dataset on the hub."""
     save_path: Text
-    """Folder that the processed dataset is saved to."""
-    data_field: Text
-    """Column that holds the text."""
-    ignore_index: int = -100
+    """Folder that the processed dataset is saved to; a dataset that it holds is replaced when the new one is
+    complete."""
+    data_field: Text | None = None
+    """Column that holds the text, or a list of messages; null takes `messages`, `prompt` with `completion`, or `text`,
+    the first of these that is there."""
+    ignore_index: Label = -100
     """Label of a token that the loss leaves out; must equal `dataset.ignore_index`."""
     dataset_format: str = "hf"
     """Not read; accepted so that existing files load."""
     dataset_type: str | None = None
     """Not read; accepted so that existing files load."""
-    packing_type: Literal["full", "partial"] | None = None
-    """Pack the whole dataset (`full`) or cut each long text (`partial`) into chunks of `max_seq_len`. No text of a
-    chunk sees the one before it, unless rows are padded (`pack_rows`)."""
+    packing_type: Literal["full", "partial", "best_fit"] | None = None
+    """Join all texts and cut them into rows of `max_seq_len` (`full`), cut each long text by itself (`partial`), or put
+    whole texts together so that rows have the least room left (`best_fit`; texts longer than a row are cut first). No
+    text of a row sees the one before it, unless rows are padded (`pack_rows`)."""
     overlap: NonNegativeInt = 0
     """Tokens that one chunk shares with the next while packing; they count in the loss once."""
     add_bos_eos_tokens: bool = True
-    """Put the tokenizer's BOS and EOS tokens around each text, or each chunk when packing."""
+    """Put the tokenizer's BOS and EOS tokens around each text, or each chunk when packing. Messages have those of their
+    chat template instead."""
     from_disk: bool = True
-    """Load from a folder written by `save_to_disk` instead of the hub."""
+    """Not read: what is there at `load_path` decides. Accepted so that existing files load."""
     seperator: str | None = None
-    """Up to and including its first occurrence, text is left out of the loss. May also be written `separator`."""
+    """Up to and including its first occurrence, text is left out of the loss; rows without it are skipped and counted.
+    May also be written `separator`."""
+    assistant_only_loss: bool = False
+    """Of messages, only what the assistant says counts in the loss, up to and including the end of its turn."""
     split: str | None = None
-    """Which split to take where `load_path` holds several."""
+    """Which split to take, such as `train[:10%]` or `train+test`; null takes the only one there is. Files are the split
+    `train`, unless the names in a folder say otherwise (`test.jsonl`)."""
+    hub_config: str | None = None
+    """Configuration of a dataset on the hub that has several, such as `main`."""
     truncate: bool = False
-    """Cut texts off at `max_seq_len` tokens instead of packing them."""
+    """Cut texts off at `max_seq_len` tokens instead of packing them; a cut row ends in EOS."""
     pre_pend: str | None = None
     """Text put before each example."""
+    num_proc: PositiveInt = 1
+    """Processes that tokenise."""

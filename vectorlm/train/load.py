@@ -15,10 +15,16 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Read the tokenizer saved beside a model; where it has no padding token, its end token pads."""
+    """Read the tokenizer saved beside a model; where it has no padding token, its end token pads.
+
+    Raises:
+        ConfigError: There is no model, or it has fewer embeddings than the tokenizer has tokens.
+    """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(_model_directory(path))
+    directory = _model_directory(path)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    _require_embeddings(tokenizer, directory)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -74,6 +80,18 @@ def _model_directory(path: str | Path) -> Path:
             "Download the model first, or correct the path."
         )
     return Path(path)
+
+
+def _require_embeddings(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    description = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    # Of a model for text and images, the part for text says it.
+    num_embeddings = (description.get("text_config") or description).get("vocab_size")
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if isinstance(num_embeddings, int) and largest >= num_embeddings:
+        raise ConfigError(
+            f"model={str(directory)!r} has embeddings for {num_embeddings} tokens, and its tokenizer has a token "
+            f"{largest}. Resize the embeddings (docs/data.md shows how), or save the tokenizer that belongs to it."
+        )
 
 
 def _attention(directory: Path, flash_attention: bool) -> str | None:

@@ -1,0 +1,42 @@
+"""A tokenizer of single letters, and datasets that are preprocessed with it in the current folder."""
+
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from vectorlm.data.loader import load_dataset
+from vectorlm.data.preprocess import preprocess
+from vectorlm.data.settings import PreprocessSettings
+
+BOS, EOS, IGNORE = 1, 2, -100
+
+
+def letter_tokenizer(with_special_tokens=True, template=None):
+    """A tokenizer of single letters, whose ids are code points."""
+    vocabulary = {"<unk>": 0, "<s>": BOS, "</s>": EOS} | {chr(code): code for code in [10, *range(32, 127)]}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    names = {"bos_token": "<s>", "eos_token": "</s>"} if with_special_tokens else {}
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **names)
+    made.chat_template = template
+    return made
+
+
+def make(max_seq_len=64, tokenizer=None, **options):
+    """Preprocess what lies at ``raw``; return the dataset and the summary."""
+    settings = PreprocessSettings(**{"load_path": "raw", "save_path": "rows"} | options)
+    summary = preprocess(settings, tokenizer or letter_tokenizer(), max_seq_len)
+    return load_dataset(settings.save_path), summary
+
+
+def made_of(texts, max_seq_len=6, **options):
+    """Preprocess texts."""
+    Dataset.from_dict({"text": texts}).save_to_disk("raw")
+    return make(max_seq_len, **options)
+
+
+def spell(ids, names=None):
+    """Write token ids as letters: ``^`` BOS, ``$`` EOS, ``.`` a label that does not count."""
+    names = {BOS: "^", EOS: "$", IGNORE: "."} if names is None else names
+    return "".join(names.get(i) or chr(i) for i in ids)

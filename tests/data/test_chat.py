@@ -1,0 +1,163 @@
+"""Messages: rendered with the chat template, and what of them counts in the loss."""
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from letters import letter_tokenizer, make, spell
+
+from vectorlm.errors import ConfigError, DatasetError
+
+PLAIN = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ m.role[0] }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+)
+# Drops what the assistant said before its last turn.
+FORGETFUL = (
+    "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def say(*turns):
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    return [{"role": roles[turn[0]], "content": turn[1:]} for turn in turns]
+
+
+def chat_rows(rows, template=PLAIN, **options):
+    Path("raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset, summary = make(load_path="raw.jsonl", tokenizer=letter_tokenizer(template=template), **options)
+    return [(spell(row["input_ids"]), spell(row["labels"])) for row in dataset], summary
+
+
+TWO_TURNS = say("ux", "ayz", "uv", "aw")
+WHOLE = "u:x$\na:yz$\nu:v$\na:w$\n"
+
+
+def test_messages_are_rendered_with_the_template_and_nothing_around_them():
+    rows, summary = chat_rows([{"messages": TWO_TURNS}])
+    assert rows == [(WHOLE, WHOLE)]
+    assert (summary.tokens, summary.loss_tokens) == (len(WHOLE), len(WHOLE) - 1)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_only_what_the_assistant_says_counts_up_to_the_end_of_its_turn(template):
+    rows, _ = chat_rows([{"messages": TWO_TURNS}], template, assistant_only_loss=True)
+    assert rows == [(WHOLE, ".......yz$........w$.")]
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_a_row_in_which_the_assistant_says_nothing_is_skipped_and_counted(num_proc):
+    rows = [{"messages": say("ux")}, {"messages": []}, {"messages": TWO_TURNS}, {"messages": say("uq")}]
+    made, summary = chat_rows(rows, assistant_only_loss=True, num_proc=num_proc)
+    assert [tokens for tokens, _ in made] == [WHOLE]
+    assert summary.skipped == {
+        "nothing that the assistant says": (2, "raw.jsonl:1"),
+        "no messages": (1, "raw.jsonl:2"),
+    }
+
+
+def test_a_template_that_renders_the_beginning_differently_later_is_refused_by_name():
+    assert chat_rows([{"messages": TWO_TURNS}], FORGETFUL)[0]
+    with pytest.raises(DatasetError) as caught:
+        chat_rows(
+            [{"messages": say("ux", "ay")}, {"messages": TWO_TURNS}], FORGETFUL, assistant_only_loss=True
+        )
+    assert "raw.jsonl:2: the chat template of '' renders the first 1 messages differently" in str(
+        caught.value
+    )
+    assert "Mark it in the template with {% generation %}" in str(caught.value)
+
+
+def test_a_tokenizer_without_a_template_is_refused_with_what_to_do():
+    with pytest.raises(ConfigError, match=r"has no chat template\. Save one as .*chat_template\.jinja"):
+        chat_rows([{"messages": TWO_TURNS}], template=None)
+
+
+def test_a_template_that_refuses_messages_names_the_row():
+    picky = (
+        "{% if messages[0].role != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}" + PLAIN
+    )
+    with pytest.raises(DatasetError, match=r"raw\.jsonl:2: the chat template refuses .*begin with the user"):
+        chat_rows([{"messages": TWO_TURNS}, {"messages": say("sx", "uy")}], picky)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("ab", "raw.jsonl:2 holds 'ab': it must be a list of messages"),
+        ([{"content": "ab"}], "raw.jsonl:2: message 0 is .* must have a `role` and a `content`"),
+        ([{"role": "user", "content": None}], "raw.jsonl:2: message 0 is"),
+    ],
+)
+def test_what_are_not_messages_is_refused_by_its_row(value, message):
+    with pytest.raises(DatasetError, match=message):
+        chat_rows([{"messages": TWO_TURNS}, {"messages": value}])
+
+
+@pytest.mark.parametrize("options", [{"seperator": ":"}, {"pre_pend": "x"}])
+def test_a_setting_for_text_is_refused_for_messages(options):
+    with pytest.raises(
+        ConfigError, match=r"has no effect: the rows hold messages \(messages\)\. Leave it out"
+    ):
+        chat_rows([{"messages": TWO_TURNS}], **options)
+
+
+def test_a_setting_for_messages_is_refused_for_text():
+    with pytest.raises(ConfigError, match=r"assistant_only_loss=True has no effect: the rows hold text"):
+        chat_rows([{"text": "ab"}], assistant_only_loss=True)
+
+
+def test_messages_of_a_saved_dataset_lose_the_keys_that_are_null_there():
+    rows = [
+        {"chat": [{"role": "user", "content": "x", "tool_calls": None}]},
+        {"chat": [{"role": "assistant", "content": "y", "tool_calls": ["t"]}]},
+    ]
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if m.tool_calls is defined %}!{% endif %}{% endfor %}"
+    )
+    Dataset.from_list(rows).save_to_disk("raw")
+    dataset, _ = make(data_field="chat", tokenizer=letter_tokenizer(template=template))
+    assert [spell(ids) for ids in dataset["input_ids"]] == ["x", "y!"]
+
+
+def test_tools_reach_the_template_as_objects_or_as_json():
+    tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+    template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + PLAIN
+    rows = [{"messages": say("ux"), "tools": [tool]}, {"messages": say("ux"), "tools": json.dumps([tool])}]
+    made, _ = chat_rows([*rows, {"messages": say("ux")}], template)
+    assert [tokens for tokens, _ in made] == ["add u:x$\n", "add u:x$\n", "u:x$\n"]
+
+
+def test_of_a_prompt_and_a_completion_only_the_completion_counts():
+    rows, summary = chat_rows([{"prompt": "ab", "completion": "cd"}])
+    assert rows == [("^abcd$", "...cd$")]
+    assert summary.loss_tokens == 3
+    rows, _ = chat_rows([{"prompt": say("ux", "ayz", "uv"), "completion": say("aw")}])
+    assert rows == [(WHOLE, "..................w$.")]
+    two = {"prompt": say("ux"), "completion": say("ayz", "uv", "aw")}
+    assert chat_rows([two])[0] == [(WHOLE, ".......yz$\nu:v$\na:w$.")]
+    assert chat_rows([two], assistant_only_loss=True)[0] == [(WHOLE, ".......yz$........w$.")]
+
+
+def test_a_separator_is_refused_for_a_prompt_and_a_completion():
+    with pytest.raises(ConfigError, match="has no effect: the rows hold a prompt and a completion"):
+        chat_rows([{"prompt": "ab", "completion": "cd"}], seperator="b")
+
+
+def test_messages_are_packed_like_text():
+    rows, _ = chat_rows(
+        [{"messages": say("ux", "ay")}] * 3, packing_type="best_fit", max_seq_len=20, assistant_only_loss=True
+    )
+    one = ("u:x$\na:y$\n", ".......y$.")
+    assert rows == [(one[0] * 2, one[1] * 2), one]

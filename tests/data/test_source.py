@@ -1,0 +1,196 @@
+"""Where rows come from: files of every form, folders, globs, splits, the hub."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict
+from letters import make
+
+from vectorlm.data.settings import PreprocessSettings
+from vectorlm.data.source import open_source, write_rows
+from vectorlm.errors import ConfigError, DatasetError
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def jsonl(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def texts_of(load_path, **options):
+    """The texts that are read, as the letters of their rows."""
+    dataset, _ = make(load_path=load_path, add_bos_eos_tokens=False, **options)
+    return ["".join(map(chr, row)) for row in dataset["input_ids"]]
+
+
+ROWS = [{"text": "ab"}, {"text": "cd"}]
+
+
+def write_every_form():
+    Dataset.from_list(ROWS).save_to_disk("saved")
+    Dataset.from_list(ROWS).to_parquet("rows.parquet")
+    Path("rows.jsonl").write_text(jsonl(ROWS))
+    Path("lines.json").write_text(jsonl(ROWS))
+    Path("array.json").write_text(json.dumps(ROWS, indent=1))
+    Path("rows.csv").write_text("text\nab\ncd\n")
+    Path("rows.txt").write_text("ab\ncd\n")
+    with gzip.open("rows.jsonl.gz", "wb") as file:
+        file.write(jsonl(ROWS).encode())
+
+
+def test_what_is_there_decides_how_it_is_read_whatever_from_disk_says():
+    write_every_form()
+    names = [
+        "saved",
+        "rows.parquet",
+        "rows.jsonl",
+        "lines.json",
+        "array.json",
+        "rows.csv",
+        "rows.txt",
+        "rows.jsonl.gz",
+    ]
+    for name in names:
+        for from_disk in (True, False):
+            assert texts_of(name, from_disk=from_disk) == ["ab", "cd"], name
+
+
+def test_a_folder_and_a_glob_of_files_are_read_in_the_order_of_their_names():
+    Path("more").mkdir()
+    Path("more/b.jsonl").write_text(jsonl(ROWS))
+    Path("more/a.jsonl").write_text(jsonl([{"text": "zz"}]))
+    Path("more/README.md").write_text("not data")
+    assert texts_of("more") == texts_of("more/*.jsonl") == ["zz", "ab", "cd"]
+
+
+def test_names_of_files_in_a_folder_say_which_split_they_are():
+    Path("parts").mkdir()
+    Path("parts/train.jsonl").write_text(jsonl(ROWS))
+    Path("parts/test.jsonl").write_text(jsonl([{"text": "zz"}]))
+    assert texts_of("parts", split="test") == ["zz"]
+    assert texts_of("parts", split="test+train") == ["zz", "ab", "cd"]
+    with pytest.raises(DatasetError, match="holds several splits: name one with `split`, of train, test"):
+        texts_of("parts")
+
+
+@pytest.mark.parametrize("form", ["saved", "splits", "rows.jsonl", "rows.txt", "rows.parquet"])
+def test_a_split_may_be_an_expression_for_every_source(form):
+    rows = [{"text": 2 * chr(97 + index)} for index in range(20)]
+    Dataset.from_list(rows).save_to_disk("saved")
+    DatasetDict({"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:2])}).save_to_disk(
+        "splits"
+    )
+    Dataset.from_list(rows).to_parquet("rows.parquet")
+    Path("rows.jsonl").write_text(jsonl(rows))
+    Path("rows.txt").write_text("".join(row["text"] + "\n" for row in rows))
+    assert texts_of(form, split="train[:3]") == ["aa", "bb", "cc"]
+    assert texts_of(form, split="train[:10%]+train[-1:]") == ["aa", "bb", "tt"]
+    for wrong in ("nowhere", "train[", "train[:a]"):
+        with pytest.raises(DatasetError, match="cannot be taken from load_path") as caught:
+            texts_of(form, split=wrong)
+        assert "Use one of train" in str(caught.value)
+
+
+def test_rows_of_json_lines_need_not_have_the_same_keys():
+    Path("rows.jsonl").write_text(jsonl([{"text": "ab", "a": 1}, {"b": {"c": "x"}, "text": "cd"}]))
+    assert texts_of("rows.jsonl") == ["ab", "cd"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": ', "rows.jsonl:3 is '{\"text\": ', which is not JSON"),
+        ('["ab"]', "rows.jsonl:3 is '\\[\"ab\"\\]': every line must be a JSON object"),
+        ('{"texts": "ab"}', "rows.jsonl:3 has no 'text', but texts. Correct it"),
+        ('{"text": 5}', "rows.jsonl:3 holds '5' in 'text': it must be text"),
+    ],
+)
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_a_bad_line_is_named_by_its_file_and_number(line, message, num_proc):
+    Path("rows.jsonl").write_text('{"text": "ab"}\n\n' + line + "\n" + '{"text": "cd"}\n' * 4)
+    with pytest.raises(DatasetError, match=message):
+        texts_of("rows.jsonl", num_proc=num_proc)
+    assert not Path("rows").exists()
+    assert sorted(path.name for path in Path().iterdir()) == ["rows.jsonl"]
+
+
+def test_a_line_that_is_not_utf8_is_named():
+    Path("rows.txt").write_bytes(b"ab\nc\xff\n")
+    with pytest.raises(DatasetError, match=r"rows\.txt:2 is not UTF-8"):
+        texts_of("rows.txt")
+
+
+def test_lines_are_cut_at_line_ends_alone_and_a_byte_order_mark_is_no_text():
+    Path("rows.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "ab"}\r\n{"text": "c\xe2\x80\xa8d"}')
+    dataset = open_source(PreprocessSettings(load_path="rows.jsonl", save_path="x"), Path())
+    rows = dataset.rows(dataset.dataset[:], range(2))
+    assert [(name, row["text"]) for name, row in rows] == [
+        ("rows.jsonl:1", "ab"),
+        ("rows.jsonl:2", "c\u2028d"),
+    ]
+
+
+def test_files_of_several_forms_are_refused_by_name():
+    Path("mixed").mkdir()
+    Path("mixed/a.jsonl").write_text(jsonl(ROWS))
+    Path("mixed/b.txt").write_text("ab\n")
+    with pytest.raises(DatasetError, match="holds files of several forms: jsonl, text"):
+        texts_of("mixed")
+    Path("empty").mkdir()
+    for nothing in ("empty", "empty/*.txt"):
+        with pytest.raises(DatasetError, match="holds no such file"):
+            texts_of(nothing)
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name():
+    Path("rows.json").write_text('[{"text": ')
+    with pytest.raises(DatasetError, match=r"load_path='rows\.json' cannot be read as json"):
+        texts_of("rows.json")
+    Path("broken").mkdir()
+    Path("broken/state.json").write_text("{}")
+    with pytest.raises(DatasetError, match="load_path='broken' holds a broken dataset"):
+        texts_of("broken")
+
+
+def test_a_path_that_is_not_there_is_said_to_be_missing_without_asking_the_hub(monkeypatch):
+    monkeypatch.setattr("vectorlm.data.source._load_hub", lambda *_: pytest.fail("asked the hub"))
+    Path("data").mkdir()
+    for path in ("data/nowhere", "./nowhere", "/nowhere", "some/deep/folder", "nowhere.jsonl"):
+        with pytest.raises(DatasetError, match=f"load_path='{path}' is not there"):
+            texts_of(path)
+
+
+def test_a_name_that_neither_the_cache_nor_the_hub_has_is_refused_with_both(monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("cache").resolve())
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        DatasetError, match=r"load_path='owner/name' is nothing .* not in the cache .*cache\)"
+    ):
+        texts_of("owner/name")
+
+
+def test_a_name_of_the_hub_is_read_from_the_cache_of_datasets_without_a_connection(monkeypatch):
+    """The cache as datasets leaves it: owner___name/configuration/version/hash."""
+    folder = Path("cache/owner___name/default/0.0.0/0123456789abcdef").resolve()
+    folder.mkdir(parents=True)
+    rows = Dataset.from_list([*ROWS, {"text": "ef"}])
+    write_rows(iter(rows), rows.features, folder / "name-train.arrow")
+    info = {"builder_name": "parquet", "dataset_name": "name", "config_name": "default", "version": "0.0.0"}
+    split = {"name": "train", "num_bytes": 0, "num_examples": 3, "dataset_name": "name"}
+    info |= {"features": {"text": {"dtype": "string", "_type": "Value"}}, "splits": {"train": split}}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("cache").resolve())
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    assert texts_of("owner/name", split="train[:2]", from_disk=False) == ["ab", "cd"]
+
+
+def test_a_configuration_of_the_hub_is_refused_for_files():
+    write_every_form()
+    with pytest.raises(ConfigError, match="hub_config='main' has no effect"):
+        texts_of("rows.jsonl", hub_config="main")

@@ -1,0 +1,249 @@
+"""The tokeniser: from a row of a dataset to tokens, and which of them count in the loss."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vectorlm.data.chat import Chat, Message
+from vectorlm.data.progress import PlainProgress
+from vectorlm.data.settings import PreprocessSettings
+from vectorlm.data.source import Source
+from vectorlm.errors import ConfigError, DatasetError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+ROWS_PER_CALL = 200
+_BY_DEFAULT = (("messages",), ("prompt", "completion"), ("text",))
+"""The columns to take where `data_field` is null: the first of these that are there."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What one row became."""
+
+    input_ids: list[int]
+    counted: list[bool]
+    skipped: str = ""
+    """Why there are no tokens; empty where there are."""
+
+
+@dataclass(frozen=True)
+class Tokeniser:
+    """Turns rows of one form into tokens, without the special tokens that are put around texts."""
+
+    source: Source
+    tokenizer: Any
+    settings: PreprocessSettings
+    columns: tuple[str, ...]
+    """The column of text or messages, or those of the prompt and the completion."""
+    is_chat: bool
+    """Whether rows are messages rather than text."""
+    progress: PlainProgress
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int], rank: int | None) -> dict:
+        """Tokenise some rows, as `datasets.Dataset.map` wants it."""
+        if rank is not None:
+            # In a process of its own: Ctrl-C reaches it too, and is for the one that started it.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        named = list(self.source.rows(batch, indices))
+        filled = [(name, row) for name, row in named if row is not None]
+        found = iter([self._chat(*each) for each in filled] if self.is_chat else self._texts(filled))
+        results = [Tokens([], [], "an empty line") if row is None else next(found) for _, row in named]
+        if not rank:
+            self.progress.add(len(named))
+        return {
+            "input_ids": [tokens.input_ids for tokens in results],
+            "counted": [tokens.counted for tokens in results],
+            "skipped": [tokens.skipped for tokens in results],
+            "name": [
+                name if tokens.skipped else "" for (name, _), tokens in zip(named, results, strict=True)
+            ],
+        }
+
+    def map(self, path: Path) -> Dataset:
+        """Tokenise all rows, in `num_proc` processes, to a file at `path`: `Tokens`, and the names of skipped rows."""
+        from datasets import Features, Sequence, Value
+
+        dataset = self.source.dataset.with_format(None)
+        if self.source.lines is None:
+            read = [name for name in (*self.columns, "tools") if name in dataset.column_names]
+            dataset = dataset.select_columns(read)
+        features = Features(
+            input_ids=Sequence(Value("int32")),
+            counted=Sequence(Value("bool")),
+            skipped=Value("string"),
+            name=Value("string"),
+        )
+        try:
+            return dataset.map(
+                self,
+                batched=True,
+                batch_size=ROWS_PER_CALL,
+                writer_batch_size=ROWS_PER_CALL,
+                with_indices=True,
+                with_rank=True,
+                remove_columns=dataset.column_names,
+                features=features,
+                num_proc=self.settings.num_proc if self.settings.num_proc > 1 else None,
+                load_from_cache_file=False,
+                cache_file_name=str(path),
+                new_fingerprint="tokens",
+                desc="tokenise",
+            )
+        except Exception as error:
+            # datasets 5.2 waits for its processes after an interrupt, and raises that this took too long.
+            if isinstance(error.__context__, KeyboardInterrupt | SystemExit):
+                raise error.__context__ from None
+            if isinstance(error, RuntimeError) and "abruptly died" in str(error):
+                raise DatasetError(
+                    f"a process that tokenises was killed, perhaps because memory ran out. Use fewer than "
+                    f"dataset_preprocess.num_proc={self.settings.num_proc}."
+                ) from error
+            raise
+
+    def _texts(self, rows: Sequence[tuple[str, Any]]) -> list[Tokens]:
+        """Tokenise the prompt by itself, as it will be when the model continues it, and leave it out of the loss."""
+        pairs = [self._pair(name, row) for name, row in rows]
+        prompts = self._encode([pair[0] if pair else "" for pair in pairs])
+        completions = self._encode([pair[1] if pair else "" for pair in pairs])
+        return [
+            _kept(prompt + completion, [False] * len(prompt) + [True] * len(completion), "an empty text")
+            if pair
+            else Tokens([], [], f"no separator {self.settings.seperator!r}")
+            for pair, prompt, completion in zip(pairs, prompts, completions, strict=True)
+        ]
+
+    def _pair(self, name: str, row: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Split a row into a prompt and a completion; None where it lacks the separator."""
+        texts = [self._value(name, row, column) for column in self.columns]
+        for column, text in zip(self.columns, texts, strict=True):
+            if not isinstance(text, str):
+                raise DatasetError(
+                    f"{name} holds {str(text)[:60]!r} in {column!r}: it must be text. Remove the row, or choose "
+                    "another data_field."
+                )
+        texts[0] = (self.settings.pre_pend or "") + texts[0]
+        if len(texts) == 2:
+            return texts[0], texts[1]
+        if not self.settings.seperator:
+            return "", texts[0]
+        before, found, after = texts[0].partition(self.settings.seperator)
+        return (before + found, after) if found or not texts[0] else None
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+
+    def _chat(self, name: str, row: Mapping[str, Any]) -> Tokens:
+        parts = [_messages(name, self._value(name, row, column)) for column in self.columns]
+        if not all(parts):
+            return Tokens([], [], "no messages")
+        tools = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        only_assistant = self.settings.assistant_only_loss
+        if len(parts) == 2:
+            tokens, counted = self.chat.completion(name, parts[0], parts[1], tools)
+            if only_assistant:
+                _, said = self.chat.assistant(name, parts[0] + parts[1], tools)
+                counted = [both and each for both, each in zip(counted, said, strict=True)]
+        elif only_assistant:
+            tokens, counted = self.chat.assistant(name, parts[0], tools)
+        else:
+            tokens = self.chat.render(name, parts[0], tools)["input_ids"]
+            counted = [True] * len(tokens)
+        if only_assistant and not any(counted):
+            return Tokens([], [], "nothing that the assistant says")
+        return _kept(tokens, counted, "no tokens")
+
+    @cached_property
+    def chat(self) -> Chat:
+        """The tokenizer's chat template."""
+        return Chat(self.tokenizer)
+
+    def _value(self, name: str, row: Mapping[str, Any], column: str) -> Any:
+        if column not in row:
+            raise DatasetError(
+                f"{name} has no {column!r}, but {', '.join(row) or 'nothing'}. Correct it, or remove the row."
+            )
+        return row[column]
+
+
+def _kept(tokens: list[int], counted: list[bool], otherwise: str) -> Tokens:
+    return Tokens(tokens, counted) if tokens else Tokens([], [], otherwise)
+
+
+def _messages(name: str, value: Any) -> list[Message]:
+    """Return messages without the keys that are null because other rows have them."""
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise DatasetError(
+            f"{name} holds {str(value)[:60]!r}: it must be a list of messages. Remove the row, or choose another "
+            "data_field."
+        )
+    messages = [_without_nulls(message) for message in value]
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
+            raise DatasetError(
+                f"{name}: message {number} is {str(value[number])[:60]!r}, and must have a `role` and a `content`. "
+                "Correct it, or remove the row."
+            )
+    return messages
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings) -> Tokeniser:
+    """Find out from the first row which columns are read, and whether they hold text or messages.
+
+    Raises:
+        DatasetError: There is no row, or no such column.
+        ConfigError: A setting does not fit this form, or the tokenizer has no chat template.
+    """
+    row = _first_row(source)
+    asked = settings.data_field
+    columns = (asked,) if asked else next((some for some in _BY_DEFAULT if set(some) <= set(row)), ())
+    missing = [column for column in columns if column not in row]
+    if missing or not columns:
+        lacks = repr(missing[0]) if missing else "'messages', 'prompt' with 'completion', or 'text'"
+        raise DatasetError(f"the dataset has no column {lacks}: data_field must be one of {', '.join(row)}.")
+    is_chat = isinstance(row[columns[0]], list)
+    share = -(-len(source.dataset) // settings.num_proc)
+    made = Tokeniser(source, tokenizer, settings, columns, is_chat, PlainProgress("tokenise", share))
+    _require_effect(made)
+    return made
+
+
+def _first_row(source: Source) -> dict[str, Any]:
+    for batch in source.dataset.with_format(None).iter(1):
+        for _, row in source.rows(batch, [0]):
+            if row:
+                return row
+    raise DatasetError("the dataset has no rows. Check load_path and split.")
+
+
+def _require_effect(tokeniser: Tokeniser) -> None:
+    """Refuse settings that this form of rows does not read."""
+    settings, is_chat = tokeniser.settings, tokeniser.is_chat
+    is_pair = len(tokeniser.columns) == 2
+    what = "messages" if is_chat else "a prompt and a completion" if is_pair else "text"
+    unread = {
+        "seperator": bool(settings.seperator) and (is_chat or is_pair),
+        "pre_pend": bool(settings.pre_pend) and is_chat,
+        "assistant_only_loss": settings.assistant_only_loss and not is_chat,
+    }
+    for name in (name for name, is_unread in unread.items() if is_unread):
+        raise ConfigError(
+            f"dataset_preprocess.{name}={getattr(settings, name)!r} has no effect: the rows hold {what} "
+            f"({', '.join(tokeniser.columns)}). Leave it out, or choose another data_field."
+        )
+    if is_chat:
+        _ = tokeniser.chat
