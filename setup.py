@@ -21,6 +21,7 @@ setup(
         "cloudpickle",
         "tqdm",
         "psutil",
+        "packaging",
     ],
     extras_require={
         "cuda": ["vllm"],
