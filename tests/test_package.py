@@ -120,6 +120,7 @@ def test_who_reports_a_bug_is_asked_for_the_doctor_s_output():
 def test_what_runs_before_a_commit_is_what_lint_runs():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     entries = [hook["entry"] for hook in hooks]
-    for line in run(["make", "-n", "lint"], ROOT).splitlines():
-        tool = line.removesuffix(" .")
+    tools = re.findall(r"^(\.venv/bin/.*?)(?: \.)?$", run(["make", "-n", "lint"], ROOT), re.M)
+    assert len(tools) == 2
+    for tool in tools:
         assert any(entry.startswith(tool) for entry in entries), tool
