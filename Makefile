@@ -61,7 +61,7 @@ lint: $(STAMP) ## check style and types
 	$(BIN)/mypy
 
 docs: $(DOCS)/.installed ## build the documentation site into build/site; a warning is an error
-	$(DOCS)/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	@echo "open build/site/index.html, or: $(BIN)/python -m http.server --directory build/site"
 
 $(DOCS)/.installed: requirements/docs.txt | $(STAMP)

@@ -255,13 +255,16 @@ def test_the_backend_of_the_page_is_built(workplace):
 
 def test_adapters_are_merged_as_the_page_says(workplace):
     from vectorlm.checkpoint.export import export_model
+    from vectorlm.dist.launcher import process_group
+    from vectorlm.dist.topology import Topology
     from vectorlm.train.load import load_tokenizer
 
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained("model"), LoraConfig(r=4, target_modules=["q_proj"])
     )
     torch.nn.init.normal_(model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight)
-    export_model(model, load_tokenizer("model"), Path("runs/countdown_lora/final-model"))
+    with process_group(Topology(0, 0, 1, 1, "cpu")):
+        export_model(model, load_tokenizer("model"), Path("runs/countdown_lora/final-model"))
     exec(blocks("howto/lora.md", "python")[0], {})
     tokens = torch.arange(2, 9)[None]
     found = AutoModelForCausalLM.from_pretrained("runs/countdown_lora/merged")(tokens).logits
