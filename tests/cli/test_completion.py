@@ -42,7 +42,7 @@ def offered(capsys, tmp_path):
         command = ["bash", "--norc", "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
         assert done.stderr == ""
-        return done.stdout.split()
+        return done.stdout.splitlines()
 
     return ask
 
@@ -55,7 +55,7 @@ def test_bash_offers_the_commands(offered):
 def test_bash_offers_each_command_the_flags_of_its_help(offered):
     for name in COMMANDS:
         help_text = build_parser()._subparsers._group_actions[0].choices[name].format_help()
-        shown = set(re.findall(r"(?<![\w-])--\w+", help_text.partition("options:")[2]))
+        shown = set(re.findall(r"(?<![\w-])--\w[\w-]*", help_text.partition("options:")[2]))
         flags = set(offered(name, "--"))
         assert "--help" in flags
         assert flags <= shown, "an offered flag that the help does not show"
@@ -65,8 +65,8 @@ def test_bash_offers_each_command_the_flags_of_its_help(offered):
 def test_bash_offers_the_choices_of_a_flag_and_files_elsewhere(offered, tmp_path):
     assert offered("sample", "--engine", "") == ["vllm", "hf"]
     assert offered("sample", "--engine", "v") == ["vllm"]
-    (tmp_path / "mine.yaml").touch()
-    assert offered("run", "mi") == ["mine.yaml"]
+    (tmp_path / "my run.yaml").touch()
+    assert offered("run", "my") == ["my run.yaml"]
 
 
 def test_the_script_for_zsh_has_the_same_words(capsys, tmp_path):

@@ -35,7 +35,7 @@ COMMANDS = {
     ),
     "doctor": Command(
         "say whether a run would start on this machine, and what to do if not",
-        "vectorlm doctor --json",
+        "vectorlm doctor",
         "vectorlm.cli.doctor",
     ),
     "preprocess": Command(

@@ -26,7 +26,8 @@ _vectorlm() {{
     if [ -n "$offered" ]; then
         COMPREPLY=($(compgen -W "$offered" -- "$now"))
     else
-        COMPREPLY=($(compgen -f -- "$now"))
+        # A file's name may hold spaces.
+        mapfile -t COMPREPLY < <(compgen -f -- "$now")
     fi
 }}
 complete -o filenames -F _vectorlm vectorlm"""
@@ -72,8 +73,9 @@ def completion_script(shell: str, commands: Mapping[str, argparse.ArgumentParser
     template = {"bash": BASH, "zsh": ZSH}[shell]
     choices, flags = [], []
     for name, parser in commands.items():
-        flags.append((name, [flag for action in parser._actions for flag in action.option_strings]))
-        for action in parser._actions:
+        shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+        flags.append((name, [flag for action in shown for flag in action.option_strings]))
+        for action in shown:
             for flag in action.option_strings if action.choices else ():
                 choices.append((f"{name} {flag}", [str(choice) for choice in action.choices or ()]))
     return template.format(

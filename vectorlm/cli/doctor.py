@@ -6,13 +6,9 @@ import argparse
 import dataclasses
 import json
 import platform
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from vectorlm.cli.run import INTERRUPTED
 from vectorlm.errors import LaunchError
-
-if TYPE_CHECKING:
-    from vectorlm.cli.verdicts import Verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +23,12 @@ def run(args: argparse.Namespace) -> int:
             f"vectorlm runs on Linux, and this is {platform.system()}: use a container or a Linux machine."
         )
     from vectorlm.cli.machine import look
-    from vectorlm.cli.verdicts import STOP, judge
+    from vectorlm.cli.verdicts import STOP, judge, report
 
-    facts = look()
+    try:
+        facts = look()
+    except KeyboardInterrupt:
+        return INTERRUPTED
     verdicts = judge(facts)
     if args.json:
         shown = [verdict._asdict() for verdict in verdicts]
@@ -37,23 +36,3 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(report(verdicts))
     return int(any(verdict.level == STOP for verdict in verdicts))
-
-
-def report(verdicts: Sequence[Verdict]) -> str:
-    """Return a line for each verdict, its fix below it, and what they come to."""
-    from vectorlm.cli.verdicts import OK, STOP, WARN
-
-    width = max(len(verdict.name) for verdict in verdicts)
-    lines = []
-    for level, name, text, fix in verdicts:
-        lines.append(f"{level:4}  {name:{width}}  {text}")
-        if level != OK:
-            lines.append(f"{'':{width + 8}}{fix}")
-    stops, warnings = (sum(verdict.level == level for verdict in verdicts) for level in (STOP, WARN))
-    if stops:
-        lines.append(f"\nA run would not start here: {stops} STOP, {warnings} warn.")
-    elif warnings:
-        lines.append(f"\nA run starts here, but look at the {warnings} warning{'s' * (warnings > 1)}.")
-    else:
-        lines.append("\nA run starts here.")
-    return "\n".join(lines)

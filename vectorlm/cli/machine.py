@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from vectorlm.memory.container import Limits, container_limits
 
 PROBE_TIMEOUT_S = 90.0
 LOOK_S = 0.5
@@ -73,14 +76,6 @@ class Probe:
 
     found: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a container allows; None is no limit."""
-
-    memory_bytes: int | None = None
-    cores: float | None = None
 
 
 @dataclass(frozen=True)
@@ -226,40 +221,6 @@ def packages() -> tuple[Package, ...]:
     return tuple(found)
 
 
-def container_limits(root: str | Path = "/sys/fs/cgroup", own: str | Path = "/proc/self/cgroup") -> Limits:
-    """Read the limits of this process's control group and of those around it, of version 2 or 1.
-
-    Args:
-        root: Where control groups are mounted.
-        own: The file that says in which ones this process is.
-    """
-    memory, cores = [], []
-    for line in _read(Path(own)).splitlines():
-        _, controllers, place = line.split(":", 2)
-        top = Path(root, *([controllers] if controllers and not controllers.startswith("name=") else []))
-        inner = top / place.strip("/")
-        for folder in [inner, *inner.parents]:
-            if not folder.is_relative_to(top):
-                break
-            for name in ("memory.max", "memory.limit_in_bytes"):
-                memory += [int(text) for text in _read(folder / name).split() if text.isdigit()]
-            quota = _read(folder / "cpu.max").split() or [
-                *_read(folder / "cpu.cfs_quota_us").split(),
-                *_read(folder / "cpu.cfs_period_us").split(),
-            ]
-            if len(quota) == 2 and quota[0].isdigit():
-                cores.append(int(quota[0]) / int(quota[1]))
-    # Version 1 writes "no limit" as nearly 2^63.
-    return Limits(min((x for x in memory if x < 1 << 60), default=None), min(cores, default=None))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 def _usage(folder: str) -> tuple[int, int] | None:
     try:
         usage = shutil.disk_usage(folder)
@@ -281,7 +242,12 @@ def _gpu_driver() -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         if done.stdout.strip():
             return done.stdout.split()[0]
-    return "unknown" if Path("/dev/nvidia0").exists() else None
+    if not Path("/dev/nvidia0").exists():
+        return None
+    with suppress(OSError):
+        if found := re.search(r"\d{3}\.[\d.]+", Path("/proc/driver/nvidia/version").read_text()):
+            return found[0]
+    return "unknown"
 
 
 def _error_of(attempt: Callable[[], object]) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
@@ -39,6 +39,24 @@ def judge(facts: Facts) -> list[Verdict]:
         *_processes(facts),
         *_files(facts),
     ]
+
+
+def report(verdicts: Sequence[Verdict]) -> str:
+    """Return a line for each verdict, its fix below it, and what they come to."""
+    width = max(len(verdict.name) for verdict in verdicts)
+    lines = []
+    for level, name, text, fix in verdicts:
+        lines.append(f"{level:4}  {name:{width}}  {text}")
+        if level != OK:
+            lines.append(f"{'':{width + 8}}{fix}")
+    stops, warnings = (sum(verdict.level == level for verdict in verdicts) for level in (STOP, WARN))
+    if stops:
+        lines.append(f"\nA run would not start here: {stops} STOP, {warnings} warn.")
+    elif warnings:
+        lines.append(f"\nA run starts here, but look at the {warnings} warning{'s' * (warnings > 1)}.")
+    else:
+        lines.append("\nA run starts here.")
+    return "\n".join(lines)
 
 
 def _python(facts: Facts) -> Iterator[Verdict]:
@@ -180,7 +198,8 @@ def _processes(facts: Facts) -> Iterator[Verdict]:
     if limit is not None and limit < count:
         # Threads are counted by cores; those above the limit wait for each other.
         text += f", but the container may use {limit:g} of them at a time"
-        fix = f"Keep to as many cores: taskset -c 0-{max(1, int(limit)) - 1} vectorlm run …"
+        some = ",".join(map(str, facts.cores[: max(1, int(limit))]))
+        fix = f"Keep to as many cores: taskset -c {some} vectorlm run …"
         yield Verdict(WARN, "cores", text, fix)
     elif facts.busy_cores:
         text += f", of which others keep {', '.join(map(str, facts.busy_cores))} busy"
