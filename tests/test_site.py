@@ -231,7 +231,7 @@ def test_the_loop_of_the_page_runs(workplace, world_size):
         # The README's loop runs with vLLM; here the rest is at stake.
         'SamplingEngine(path, dtype="float32", max_model_len=64)': 'HFEngine(path, dtype="float32")',
         "data/countdown/model": "model",
-        "world_size=2": f"world_size={world_size}",
+        "20, world_size=2": f"3, world_size={world_size}",
     }
     for old, new in changes.items():
         assert code.count(old) == 1

@@ -61,8 +61,8 @@ def report(verdicts: Sequence[Verdict]) -> str:
 
 def _python(facts: Facts) -> Iterator[Verdict]:
     fits = facts.python.rsplit(".", 1)[0] in PYTHONS
-    fix = "" if fits else f"Make the environment with Python {' or '.join(PYTHONS)}: make install PYTHON=…"
-    yield Verdict(OK if fits else STOP, "python", f"{facts.python} on {facts.system}", fix)
+    fix = f"Make the environment with Python {' or '.join(PYTHONS)}: make install PYTHON=…"
+    yield _either(fits, STOP, "python", f"{facts.python} on {facts.system}", fix)
     if facts.packages:
         yield Verdict(OK, "vectorlm", facts.vectorlm)
     else:
@@ -122,16 +122,11 @@ def _torch(facts: Facts) -> Iterator[Verdict]:
         yield Verdict(STOP, "device", text, fix)
     for index, (name, total, free) in enumerate(torch.found["devices"]):
         text = f"cuda:{index}, {name}, {_size(free)} of {_size(total)} free"
-        is_used = free < total // 2
-        fix = "See who uses it: nvidia-smi. Or choose other devices: CUDA_VISIBLE_DEVICES." if is_used else ""
-        yield Verdict(WARN if is_used else OK, "device", text, fix)
+        fix = "See who uses it: nvidia-smi. Or choose other devices: CUDA_VISIBLE_DEVICES."
+        yield _either(free >= total // 2, WARN, "device", text, fix)
     store = torch.found["store_error"] or facts.loopback_error
     fix = "Ranks meet on 127.0.0.1: bring the loopback interface up (ip link set lo up), and allow its ports."
-    yield (
-        Verdict(STOP, "loopback", store, fix)
-        if store
-        else Verdict(OK, "loopback", "a store opens on 127.0.0.1")
-    )
+    yield _either(not store, STOP, "loopback", store or "a store opens on 127.0.0.1", fix)
     if facts.torchvision is not None and facts.torchvision.error is not None:
         text = f"does not import beside this torch: {facts.torchvision.error}"
         fix = "vectorlm does not need it, but transformers imports it where it is: pip uninstall torchvision"
@@ -156,6 +151,11 @@ def _vllm(facts: Facts) -> Iterator[Verdict]:
             yield Verdict(STOP, "vllm", text, fix)
 
 
+def _either(is_fine: bool, otherwise: str, name: str, text: str, fix: str) -> Verdict:
+    """Return ``ok`` without the fix, or the level `otherwise` with it."""
+    return Verdict(OK, name, text) if is_fine else Verdict(otherwise, name, text, fix)
+
+
 def _broken(name: str, probe: Probe) -> Verdict:
     fix = "Install the pinned versions together: delete .venv, then make install."
     return Verdict(STOP, name, f"does not import: {probe.error}", fix)
@@ -168,28 +168,20 @@ def _memory(facts: Facts) -> Iterator[Verdict]:
     text = f"{_size(free)} of {_size(total)} free"
     if total < facts.memory_bytes:
         text += f" (the container's limit; the machine has {_size(facts.memory_bytes)})"
-    is_little = free < MIN_MEMORY_BYTES
-    fix = (
-        "End other processes, or raise the limit; `vectorlm check` prints what a run needs."
-        if is_little
-        else ""
-    )
-    yield Verdict(WARN if is_little else OK, "memory", text, fix)
+    fix = "End other processes, or raise the limit; `vectorlm check` prints what a run needs."
+    yield _either(free >= MIN_MEMORY_BYTES, WARN, "memory", text, fix)
     fix = "Docker: --shm-size 2g. Else: mount -o remount,size=2g /dev/shm"
     needs = "tensor-parallel engines, NCCL and data loaders with workers need it"
     if facts.shm_bytes is None or facts.shm_free_bytes is None:
         yield Verdict(WARN, "/dev/shm", f"is not there: {needs}", fix)
-    elif facts.shm_free_bytes < MIN_SHM_BYTES:
-        text = f"{_size(facts.shm_free_bytes)} of {_size(facts.shm_bytes)} free: {needs}"
-        yield Verdict(WARN, "/dev/shm", text, fix)
     else:
-        yield Verdict(OK, "/dev/shm", f"{_size(facts.shm_free_bytes)} of {_size(facts.shm_bytes)} free")
-    if facts.memfd_error:
-        text = f"cannot be shared between processes (memfd, /proc): {facts.memfd_error}"
-        fix = "Weights reach the engine through it: mount /proc, and allow memfd_create in the sandbox."
-        yield Verdict(STOP, "unnamed memory", text, fix)
-    else:
-        yield Verdict(OK, "unnamed memory", "can be shared through /proc")
+        has_room = facts.shm_free_bytes >= MIN_SHM_BYTES
+        text = f"{_size(facts.shm_free_bytes)} of {_size(facts.shm_bytes)} free"
+        yield _either(has_room, WARN, "/dev/shm", text if has_room else f"{text}: {needs}", fix)
+    error = facts.memfd_error
+    text = f"cannot be shared between processes: {error}" if error else "can be shared through /proc"
+    fix = "Weights reach the engine through it: mount /proc, and allow memfd_create in the sandbox."
+    yield _either(error is None, STOP, "unnamed memory", text, fix)
 
 
 def _processes(facts: Facts) -> Iterator[Verdict]:
@@ -206,35 +198,24 @@ def _processes(facts: Facts) -> Iterator[Verdict]:
         yield Verdict(WARN, "cores", text, "Steps take longer than they would alone. See who it is: top")
     else:
         yield Verdict(OK, "cores", text)
-    few = facts.max_descriptors < MIN_DESCRIPTORS
-    fix = "ulimit -n 65536 (the transport `pull` keeps one for each parameter)" if few else ""
-    yield Verdict(WARN if few else OK, "open files", f"at most {facts.max_descriptors} a process", fix)
-    if facts.compiler is None:
-        fix = "Debian, Ubuntu: apt install g++"
-        yield Verdict(WARN, "compiler", "no C++ compiler, which torch.compile needs", fix)
-    else:
-        yield Verdict(OK, "compiler", facts.compiler)
+    are_enough = facts.max_descriptors >= MIN_DESCRIPTORS
+    fix = "ulimit -n 65536 (the transport `pull` keeps one for each parameter)"
+    yield _either(are_enough, WARN, "open files", f"at most {facts.max_descriptors} a process", fix)
+    text = facts.compiler or "no C++ compiler, which torch.compile needs"
+    yield _either(facts.compiler is not None, WARN, "compiler", text, "Debian, Ubuntu: apt install g++")
 
 
 def _files(facts: Facts) -> Iterator[Verdict]:
     if facts.temporary_error:
-        yield Verdict(
-            STOP, "temporary files", facts.temporary_error, "Set TMPDIR to a folder that can be written."
-        )
-    is_little = facts.disk_free_bytes < MIN_DISK_BYTES
-    fix = (
-        "Checkpoints hold weights and optimizer state: set output_dir to a folder with room."
-        if is_little
-        else ""
-    )
+        fix = "Set TMPDIR to a folder that can be written."
+        yield Verdict(STOP, "temporary files", facts.temporary_error, fix)
     text = f"{_size(facts.disk_free_bytes)} free in this folder"
-    yield Verdict(WARN if is_little else OK, "disk", text, fix)
+    fix = "Checkpoints hold weights and optimizer state: set output_dir to a folder with room."
+    yield _either(facts.disk_free_bytes >= MIN_DISK_BYTES, WARN, "disk", text, fix)
     offline = f"; the hub is not asked ({', '.join(facts.offline)})" if facts.offline else ""
-    if facts.hf_home_is_writable:
-        yield Verdict(OK, "Hugging Face", f"cache in {facts.hf_home}{offline}")
-    else:
-        text = f"the cache {facts.hf_home} cannot be written{offline}"
-        yield Verdict(WARN, "Hugging Face", text, "Set HF_HOME to a folder that can be written.")
+    what = "cache in {}" if facts.hf_home_is_writable else "the cache {} cannot be written"
+    text, fix = what.format(facts.hf_home) + offline, "Set HF_HOME to a folder that can be written."
+    yield _either(facts.hf_home_is_writable, WARN, "Hugging Face", text, fix)
 
 
 def _size(num_bytes: int) -> str:
