@@ -23,7 +23,10 @@ OTHER_DEVICE := $(filter-out $(DEVICE),$(shell cat $(STAMP) 2>/dev/null))
 # Passed on when given on the command line: make run PYTHON=python3.12 VECTORLM_DEVICE=cpu
 export PYTHON VECTORLM_DEVICE
 
-.PHONY: help install run countdown test test-all test-long gpu lint bench clean FORCE
+# Its packages are no part of the pinned stack.
+DOCS := build/docs-env
+
+.PHONY: help install run countdown test test-all test-long gpu lint docs bench clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -56,6 +59,15 @@ gpu: $(STAMP) ## qualify a GPU machine, in 25 minutes on one GPU (ARGS="--only s
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(DOCS)/.installed ## build the documentation site into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	@echo "open build/site/index.html, or: $(BIN)/python -m http.server --directory build/site"
+
+$(DOCS)/.installed: requirements/docs.txt | $(STAMP)
+	$(BIN)/python -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/docs.txt
+	touch $@
 
 bench: $(STAMP) ## run every benchmark
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done

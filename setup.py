@@ -1,15 +1,45 @@
 """The package and what it needs; the tested versions are pinned in requirements/."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
 
 setup(
     name="vectorlm",
-    version="0.1.0",
+    # Read, not imported: the package's requirements are not there while it is built.
+    version=re.search(r'^__version__ = "(.+)"$', (HERE / "vectorlm/__init__.py").read_text(), re.M)[1],
     description="Train a language model with PyTorch FSDP and sample from it with vLLM on the same devices.",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    author="The vectorlm authors",
     license="MIT",
+    license_files=["LICENSE"],
+    keywords=[
+        "language models",
+        "reinforcement learning",
+        "fine-tuning",
+        "FSDP",
+        "vLLM",
+        "RLHF",
+        "GRPO",
+        "PPO",
+    ],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["vectorlm", "vectorlm.*"]),
-    package_data={"vectorlm.telemetry": ["report.html"]},
+    package_data={"vectorlm": ["py.typed"], "vectorlm.telemetry": ["report.html"]},
     install_requires=[
         "torch>=2.11",
         "transformers>=5",
@@ -22,6 +52,7 @@ setup(
         "cloudpickle",
         "tqdm",
         "psutil",
+        "packaging",
     ],
     extras_require={
         "cuda": ["vllm"],
@@ -31,6 +62,17 @@ setup(
         "tensorboard": ["tensorboardX"],
         "trackio": ["trackio"],
         "eval": ["lm_eval"],
+        "dev": [
+            "hypothesis",
+            "ipykernel",
+            "matplotlib",
+            "mypy",
+            "nbclient",
+            "pytest",
+            "pytest-xdist",
+            "ruff",
+            "types-PyYAML",
+        ],
     },
     entry_points={"console_scripts": ["vectorlm=vectorlm.cli:main"]},
 )

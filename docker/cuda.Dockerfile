@@ -18,7 +18,7 @@ WORKDIR /vectorlm
 
 # What the installation reads comes first: a change of the code alone keeps its layer.
 ENV VECTORLM_DEVICE=cuda PYTHON=python3.12
-COPY Makefile setup.py pyproject.toml ./
+COPY Makefile setup.py pyproject.toml README.md LICENSE ./
 COPY .ci .ci
 COPY requirements requirements
 COPY vectorlm vectorlm

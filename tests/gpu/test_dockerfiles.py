@@ -44,6 +44,8 @@ def test_the_installation_finds_all_that_it_reads_in_its_layer(path, tmp_path):
     assert "bash .ci/setup" in done.stdout, done.stderr
     for name in re.findall(r"requirements/\S+\.txt", (ROOT / ".ci/setup").read_text()):
         assert (tmp_path / name).exists(), name
+    for name in re.findall(r'HERE / "(.+?)"', (ROOT / "setup.py").read_text()):
+        assert (tmp_path / name).exists(), name
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -35,14 +35,14 @@ def importance_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weigh each token by the trainer's probability over the sampler's.
 
-    =========  =====================================  ===================================================
-    level      truncate                               mask
-    =========  =====================================  ===================================================
-    token      clamp(r)                               r, or 0 where r is out of bounds
-    sequence   clamp(exp(sum log r)) for the row      exp(sum log r), or 0 for a row that is out of bounds
-    geometric  clamp(exp(mean log r)) for the row     each token's r, or 0 for a row with exp(mean log r)
-                                                      out of bounds
-    =========  =====================================  ===================================================
+        =========  =====================================  ===================================================
+        level      truncate                               mask
+        =========  =====================================  ===================================================
+        token      clamp(r)                               r, or 0 where r is out of bounds
+        sequence   clamp(exp(sum log r)) for the row      exp(sum log r), or 0 for a row that is out of bounds
+        geometric  clamp(exp(mean log r)) for the row     each token's r, or 0 for a row with exp(mean log r)
+                                                          out of bounds
+        =========  =====================================  ===================================================
 
     Equal log-probabilities give weights of exactly 1. The expectation under the sampler of ``exp(sum log r) f`` is the
     expectation of f under the trainer; token weights and every bound trade that for less variance. Log-ratios are
@@ -52,10 +52,13 @@ def importance_weights(
     arXiv:2510.18855 (token mask, IcePop); Liu et al. 2025, "When speed kills stability" (masks by sequence).
 
     Args:
-        old_logprobs, sampler_logprobs, mask: [B, T].
+        old_logprobs: float [B, T], the trainer's, at the rollout's weights.
+        sampler_logprobs: float [B, T], the engine's.
+        mask: [B, T], the tokens that count.
         level: The ratio that the bounds apply to.
         mode: Whether ratios out of bounds are clamped or dropped.
-        low, high: Bounds, 0 <= low <= 1 <= high; None for no bound.
+        low: Lower bound, in [0, 1]; None for no bound.
+        high: Upper bound, at least 1; None for no bound.
         normalise: Divide by the mean weight, over kept tokens at level token and over kept rows at the others.
 
     Returns:
@@ -98,7 +101,7 @@ def rejection_mask(
 ) -> torch.Tensor:
     """Return the tokens that are near enough to the trainer to learn from, bool [B, T], False outside the mask.
 
-    With p the sampler's probability of the token and r the ratio::
+    With p the sampler's probability of the token and r the ratio:
 
         bernoulli_kl   p log(p / (p r)) + (1 - p) log((1 - p) / (1 - p r))      tv   |p r - p|
         k2             (log r)^2 / 2                                             k3   r - 1 - log r

@@ -10,7 +10,7 @@ def gae_advantages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Estimate the advantage of each token and the return that its value should have predicted.
 
-    With t' the next token in the mask, and V = A = 0 after the last one::
+    With t' the next token in the mask, and V = A = 0 after the last one:
 
         delta[t] = rewards[t] + gamma values[t'] - values[t]
         advantages[t] = delta[t] + gamma lam advantages[t']

@@ -144,7 +144,7 @@ def optimal_token_advantages(
 ) -> torch.Tensor:
     """Compare the return of each token with the baseline of its place that has the least variance, float [B, T].
 
-    With G[i, t] the reward of completion i from token t on, and W[i, t] its `gradient_norms` up to t::
+    With G[i, t] the reward of completion i from token t on, and W[i, t] its `gradient_norms` up to t:
 
         A[i, t] = G[i, t] - sum_j W[j, t] G[j, t] / sum_j W[j, t]
 

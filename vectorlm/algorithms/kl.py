@@ -37,7 +37,7 @@ def kl_estimate(
 ) -> torch.Tensor:
     """Estimate KL(policy || reference) from single tokens that the policy sampled, float [B, T].
 
-    With d = policy - reference::
+    With d = policy - reference:
 
         k1 = d      k2 = d^2 / 2      k3 = exp(-d) - 1 + d      abs = |d|
 
@@ -73,7 +73,7 @@ def binary_divergence(
 ) -> torch.Tensor:
     """Return the divergence of other from policy of one event, that this token is drawn; float [B, T], no gradient.
 
-    With q the other's probability of the token and p the policy's::
+    With q the other's probability of the token and p the policy's:
 
         tv   |p - q|      bernoulli_kl   q log(q / p) + (1 - q) log((1 - q) / (1 - p))
 
@@ -98,7 +98,7 @@ def generalised_jsd(
 ) -> torch.Tensor:
     """Return the generalised Jensen-Shannon divergence of two distributions over the vocabulary, float [N].
 
-    With the mixture M = beta teacher + (1 - beta) policy::
+    With the mixture M = beta teacher + (1 - beta) policy:
 
         beta KL(teacher || M) + (1 - beta) KL(policy || M)
         KL(teacher || policy) at beta = 0      KL(policy || teacher) at beta = 1

@@ -21,7 +21,7 @@ def online_dpo_loss(
 ) -> torch.Tensor:
     """Return the preference loss of each pair, float [B].
 
-    With h = (chosen - reference_chosen) - (rejected - reference_rejected)::
+    With h = (chosen - reference_chosen) - (rejected - reference_rejected):
 
         sigmoid    -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h),   s = label_smoothing
         ipo        (h - 1 / (2 beta))^2
@@ -30,8 +30,10 @@ def online_dpo_loss(
     et al. 2023 (IPO), arXiv:2310.12036, eq. 17; Guo et al. 2024 (online), arXiv:2402.04792.
 
     Args:
-        chosen, rejected: float [B], the policy's log-probabilities of the better and the worse completions.
-        reference_chosen, reference_rejected: float [B], the reference's.
+        chosen: float [B], the policy's log-probabilities of the better completions.
+        rejected: float [B], those of the worse ones.
+        reference_chosen: float [B], the reference's log-probabilities of the better completions.
+        reference_rejected: float [B], those of the worse ones.
         beta: Strength with which the policy is kept near the reference, above 0.
         label_smoothing: Assumed share of wrongly labelled pairs, in [0, 0.5); for ``sigmoid`` only.
         kind: ``sigmoid`` or ``ipo``.
@@ -61,7 +63,7 @@ def copg_loss(
 ) -> torch.Tensor:
     """Return the contrastive policy gradient's loss of each group, float [P]; right for completions of any policy.
 
-    With R[i] = rewards[i] - beta (policy[i] - reference[i])::
+    With R[i] = rewards[i] - beta (policy[i] - reference[i]):
 
         loss = sum over pairs i < j of (R[i] - R[j])^2 / (2 beta (n - 1))
 

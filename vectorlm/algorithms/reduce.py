@@ -13,14 +13,14 @@ def reduce_loss(
 ) -> torch.Tensor:
     """Sum up the masked losses of one micro-batch, as a share of the whole optimizer step's loss.
 
-    ========================  =====================================  ==============================================
-    how                       sum over                               denominator of a step
-    ========================  =====================================  ==============================================
-    token_mean                tokens                                 its tokens (DAPO)
-    sequence_mean_token_mean  means over each sequence's tokens      its sequences (GRPO)
-    sequence_mean_token_sum   sums over each sequence's tokens       its sequences (RLOO)
-    sequence_sum_fixed        sums over each sequence's tokens       its sequences times a fixed length (Dr. GRPO)
-    ========================  =====================================  ==============================================
+        ========================  =====================================  ==============================================
+        how                       sum over                               denominator of a step
+        ========================  =====================================  ==============================================
+        token_mean                tokens                                 its tokens (DAPO)
+        sequence_mean_token_mean  means over each sequence's tokens      its sequences (GRPO)
+        sequence_mean_token_sum   sums over each sequence's tokens       its sequences (RLOO)
+        sequence_sum_fixed        sums over each sequence's tokens       its sequences times a fixed length (Dr. GRPO)
+        ========================  =====================================  ==============================================
 
     Tokens are those in the mask, sequences those that have any. The sum of this function over all micro-batches and
     ranks of a step, each with the step's own denominator (`count_denominator`), is the loss of the step, however it was

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
+from vectorlm.cli.completion import SHELLS, PrintCompletion
 from vectorlm.errors import ConfigError, VectorLMError
 
 
@@ -31,6 +32,11 @@ COMMANDS = {
         "check a config file without starting anything",
         "vectorlm check configs/countdown_sft.yaml --world_size 2",
         "vectorlm.cli.check",
+    ),
+    "doctor": Command(
+        "say whether a run would start on this machine, and what to do if not",
+        "vectorlm doctor",
+        "vectorlm.cli.doctor",
     ),
     "preprocess": Command(
         "make a dataset as the config's dataset_preprocess section says",
@@ -82,8 +88,9 @@ commands:
 examples:
 {examples}
 
-`vectorlm COMMAND --help` lists a command's arguments. README.md shows a training run; docs/ has the rest:
-config.md every setting, engines.md the engines, architecture.md how it works."""
+`vectorlm COMMAND --help` lists a command's arguments; `source <(vectorlm --completion bash)` (or zsh) completes them.
+README.md shows a training run; docs/ has the rest: config.md every setting, engines.md the engines, architecture.md
+how it works."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,6 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    parser.add_argument("--completion", choices=SHELLS, action=PrintCompletion, help=argparse.SUPPRESS)
     # Named in the description; argparse's own list would wrap it.
     added = parser.add_subparsers(metavar="COMMAND", help=argparse.SUPPRESS, prog="vectorlm")
     for name, (what, example, module) in COMMANDS.items():

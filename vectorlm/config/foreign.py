@@ -29,7 +29,7 @@ _ROW_LENGTH = Foreign((_TRAIN + "max_seq_len",))
 _EVERY = Foreign((_SAMPLER + "sample_frequency", _TRAIN + "logging_steps"), "The second is for fine-tuning.")
 _SAVE = Foreign(
     ("rl.save_every", _TRAIN + "save_frequency"),
-    "The second is for fine-tuning: up to 1 a share of an epoch, above 1 optimizer steps.",
+    "The second is for fine-tuning: a share of an epoch, or above 1 optimizer steps.",
 )
 _CHECKPOINTS = Foreign(
     (_TRAIN + "checkpointing_enabled",), "The same command then goes on from the last checkpoint."

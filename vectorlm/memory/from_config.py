@@ -8,13 +8,12 @@ from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES, packs_by_itself
 from vectorlm.config import Config, SamplerSettings
 from vectorlm.dist.placement import tensor_parallel_size
 from vectorlm.engine.settings import BUCKET_BYTES
+from vectorlm.memory.container import container_limits
 from vectorlm.memory.plan import Demand, EngineDemand, MemoryPlan, plan_memory
 from vectorlm.memory.report import check_memory, memory_table
 from vectorlm.rl.settings import CPU_PASS_TOKENS
 from vectorlm.train.settings import gathers_once
 from vectorlm.weights.model_size import ModelSize, count_adapter_parameters, read_model_size
-
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def memory_report(
@@ -143,8 +142,8 @@ def host_memory_bytes() -> int:
         for line in Path("/proc/meminfo").read_text().splitlines()
         if line.startswith("MemTotal:")
     )
-    limits = [Path(path).read_text().strip() for path in CGROUP_LIMITS if Path(path).is_file()]
-    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
+    limit = container_limits().memory_bytes
+    return total if limit is None else min(total, limit)
 
 
 def device_memory_bytes() -> int | None:
