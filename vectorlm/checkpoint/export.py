@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vectorlm.checkpoint import folder
+from vectorlm.dist.wait import aloud
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,13 +23,14 @@ def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, path: str | Pat
     Rank 0 holds one full copy in host memory, the others one tensor at a time. Of a model with adapters only the
     adapters are written. The folder appears, or replaces an older one, when it is complete.
     """
-    weights = gather_weights(model)
-    if dist.get_rank() == 0:
-        work = folder.begin(Path(path))
-        model.save_pretrained(work, state_dict=weights)
-        tokenizer.save_pretrained(work)
-        folder.finish(Path(path))
-    dist.barrier()
+    with aloud(f"writing the model {path}", is_on=dist.get_rank() == 0):
+        weights = gather_weights(model)
+        if dist.get_rank() == 0:
+            work = folder.begin(Path(path))
+            model.save_pretrained(work, state_dict=weights)
+            tokenizer.save_pretrained(work)
+            folder.finish(Path(path))
+        dist.barrier()
 
 
 def gather_weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vectorlm.dist.wait import aloud
 from vectorlm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -173,34 +174,35 @@ def finish(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
+def held(path: Path, patience_s: float = HELD_PATIENCE_S) -> Iterator[None]:
     """Keep other runs out of the folder `path` for the block; it is made, and gets no file.
 
     Raises:
-        ConfigError: Another run holds it.
+        ConfigError: Another run holds it, and goes on holding it for `patience_s`.
     """
     path.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDONLY)
-    deadline = time.monotonic() + HELD_PATIENCE_S
+    deadline = time.monotonic() + patience_s
     try:
-        while not _lock(descriptor):
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"train_parameters.output_dir='{path}' is in use by another run. Wait for its end, or name another "
-                    "folder."
-                )
-            time.sleep(0.1)
+        with aloud(f"waiting for the run that uses {path}", after_s=HELD_PATIENCE_S / 3):
+            while not _lock(descriptor):
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"train_parameters.output_dir='{path}' is in use by another run. Wait for its end, or name "
+                        "another folder."
+                    )
+                time.sleep(0.1)
         yield
     finally:
         os.close(descriptor)
 
 
-def is_held(path: Path) -> bool:
-    """Whether a run holds the folder `path`, and goes on holding it for some seconds."""
+def is_held(path: Path, patience_s: float = HELD_PATIENCE_S) -> bool:
+    """Whether a run holds the folder `path`, and goes on holding it for `patience_s`."""
     if not path.is_dir():
         return False
     try:
-        with held(path):
+        with held(path, patience_s):
             return False
     except ConfigError:
         return True

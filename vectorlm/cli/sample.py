@@ -80,6 +80,7 @@ def read_request(args: argparse.Namespace, lines: TextIO) -> SampleArguments:
 def answer(request: SampleArguments, out: TextIO) -> None:
     """Start the engine, and print each prompt with its answers; an `EngineError` keeps one line of its text."""
     from vectorlm.backends.transformers.parameters import NAMES, read_parameters
+    from vectorlm.telemetry.progress import sample_aloud
 
     own = {name: value for name, value in request.sampling_params.items() if name in NAMES}
     try:
@@ -89,7 +90,7 @@ def answer(request: SampleArguments, out: TextIO) -> None:
         raise ConfigError(str(error)) from error
     try:
         with _engine(request) as engine:
-            answers = engine.sample(list(request.prompts), dict(request.sampling_params))
+            answers = sample_aloud(engine, list(request.prompts), dict(request.sampling_params))
     except EngineError as error:
         # The rest is the engine's traceback, which does not help somebody at the command line.
         raise type(error)(str(error).partition("\n\n")[0]) from error
