@@ -58,11 +58,11 @@ class Collectives:
             return [note]
         keys = self._open(place)
         self._post(keys[self._topology.rank], place, note)
-        began = time.monotonic()
+        since = time.monotonic()
         try:
             self._store.wait(keys, timedelta(seconds=min(LATE_S, self._timeout_s)))
         except RuntimeError as error:
-            self._wait_for_late(place, keys, began, error)
+            self._wait_for_late(place, keys, since, error)
         places, notes = zip(*map(self._read, keys), strict=True)
         self._require_same_place(dict(enumerate(places)))
         # Every rank is here, so every rank has read what was posted before.
@@ -192,39 +192,37 @@ class Collectives:
         )
 
     def _last_places(self, ranks: Sequence[int]) -> str:
-        keys = {rank: f"place/{rank}" for rank in ranks}
-        known = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
-        return ", ".join(f"last place of rank {rank}: {known.get(rank, 'nothing yet')}" for rank in ranks)
+        has = {rank: self._store.check([f"place/{rank}"]) for rank in ranks}
+        of = {rank: self._store.get(f"place/{rank}").decode() if has[rank] else "nothing yet" for rank in ranks}
+        return ", ".join(f"last place of rank {rank}: {place}" for rank, place in of.items())
 
-    def _wait_for_late(self, place: str, keys: Sequence[str], began: float, error: Exception) -> None:
+    def _wait_for_late(self, place: str, keys: Sequence[str], since: float, error: Exception) -> None:
         """Wait on for the ranks that are missing after `LATE_S`, and say who they are."""
-        said = began
+        due = since + LATE_S
         while missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
-            if time.monotonic() - began >= self._timeout_s:
+            if time.monotonic() - since >= self._timeout_s:
                 raise HandoffTimeout(self._missing_text(place, missing)) from error
-            said = self._say_late(place, missing, began, said)
+            due = self._say_late(place, missing, since, due)
             time.sleep(LONGEST_PAUSE_S)
 
-    def _say_late(self, place: str, missing: list[int], since: float, said: float) -> float:
-        """Say, on one of the ranks that wait, whom they have waited for since `since`; return when that was said last."""
-        now = time.monotonic()
-        if now - since < LATE_S or (said > since and now - said < EVERY_S):
-            return said
+    def _say_late(self, place: str, missing: list[int], since: float, due: float) -> float:
+        """Say on the first rank that waits whom it has waited for since `since`, if that is due; return when next."""
+        if (now := time.monotonic()) < due:
+            return due
         if self._topology.rank == next(rank for rank in range(len(missing) + 1) if rank not in missing):
-            last = self._last_places(missing)
-            say(f"{place}: waiting for {_ranks(missing)}, {span(now - since)} so far ({last})")
-        return now
+            say(f"{place}: waited {span(now - since)} for {_ranks(missing)} ({self._last_places(missing)})")
+        return now + EVERY_S
 
     def _wait_for(self, root: int, key: str, place: str) -> None:
-        life, pause_s = -1, SHORTEST_PAUSE_S
-        since = said = time.monotonic()
+        life, since, due, pause_s = -1, 0.0, 0.0, SHORTEST_PAUSE_S
         while not self._store.check([key]):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             seen = self._store.add(f"life/{root}", 0)
             if seen != life:
                 life, since = seen, time.monotonic()
-            said = self._say_late(place, [root], since, said)
+                due = since + LATE_S
+            due = self._say_late(place, [root], since, due)
             if time.monotonic() - since > self._timeout_s:
                 raise HandoffTimeout(
                     f"rank {self._topology.rank} waited at {place!r} for rank {root}, which has not made progress for "

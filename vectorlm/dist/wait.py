@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 AFTER_S, EVERY_S, TICK_S = 3.0, 15.0, 0.5
 """Silence at first; between two lines; between two looks of a terminal's line."""
@@ -18,7 +17,6 @@ def say(text: str) -> None:
     from tqdm import tqdm
 
     tqdm.write(text, file=sys.stderr)
-    sys.stderr.flush()
 
 
 @contextmanager
@@ -40,27 +38,25 @@ def aloud(
 
     def text() -> str:
         seconds, count = time.monotonic() - began, done()
-        parts = [f"{count} of {total}"] * bool(total) + [f"{span(seconds)} so far"]
-        if count:
-            parts.append(f"about {span(seconds * (total - count) / count)} left")
-        return f"{what}: {', '.join(filter(None, [*parts, detail()]))}"
+        left = f"about {span(seconds * (total - count) / count)} left" if count else ""
+        counted = f"{count} of {total}" if total else ""
+        return f"{what}: " + ", ".join(filter(None, [counted, f"{span(seconds)} so far", left, detail()]))
 
     def tell() -> None:
-        bar: Any = None
-        while not ended.wait(TICK_S if bar is not None else EVERY_S if has_spoken.is_set() else after_s):
-            has_spoken.set()
-            if not sys.stderr.isatty():
-                say(text())
-                continue
-            if bar is None:
-                from tqdm import tqdm
+        if ended.wait(after_s):
+            return
+        has_spoken.set()
+        # Not at the top: `vectorlm check` does without.
+        from tqdm import tqdm
 
-                form = "{desc} |{bar}|" if total else "{desc}"
-                bar = tqdm(total=total, bar_format=form, leave=False, dynamic_ncols=True, file=sys.stderr)
-            bar.n = done()
-            bar.set_description_str(text())
-        if bar is not None:
-            bar.close()
+        is_plain, form = not sys.stderr.isatty(), "{desc} |{bar}|" if total else "{desc}"
+        with tqdm(total=total, bar_format=form, leave=False, dynamic_ncols=True, disable=is_plain) as bar:
+            while not ended.is_set():
+                bar.n = done()
+                bar.set_description_str(text())
+                if is_plain:
+                    say(text())
+                ended.wait(EVERY_S if is_plain else TICK_S)
 
     teller = threading.Thread(target=tell, name="wait", daemon=True)
     if is_on:
@@ -76,8 +72,5 @@ def aloud(
 
 
 def span(seconds: float) -> str:
-    """Return a time as a reader says it: 42 s, 3 min, 2 h 5 min."""
-    minutes = round(seconds / 60)
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+    """Return a time as a reader says it: 42 s, 3 min, 125 min."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

@@ -111,11 +111,8 @@ class SamplingEngine:
         devices = devices_of_engine(devices, data_parallel_size, topology)
         num_devices = topology.local_world_size // data_parallel_size if devices is None else len(devices)
         arguments.require_devices(engine_args.get("tensor_parallel_size", 1), num_devices, topology)
-        self._sampling_params, self._timeout_s, self._start_timeout_s = (
-            sampling_params,
-            timeout_s,
-            start_timeout_s,
-        )
+        self._sampling_params = sampling_params
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._collectives = Collectives(topology, timeout_s)
         self._engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
         self._ready: messages.Ready | None = None
@@ -162,11 +159,9 @@ class SamplingEngine:
             try:
                 load = lambda: self._channel.answer(0, self._start_timeout_s, "loading the model")  # noqa: E731
                 self._ready = self._engine_ranks.on_engine_ranks("load the engine", load)[0]
-            except EngineTimeout:
-                raise
             except EngineError as error:
-                # The sampler sends it once, and every later call raises it again.
-                self._start_error = error
+                # The sampler sends it once, and every later call raises it again; silence may end.
+                self._start_error = None if isinstance(error, EngineTimeout) else error
                 raise
         return self._ready
 

@@ -65,8 +65,7 @@ class ProcessChannel:
         """
         self._topology = topology
         self._num_workers = start.engine_args.get("tensor_parallel_size", 1)
-        server = start.engine_args.get("url") if start.inference == "server" else None
-        self._start_is = "waiting for " + ("the engine" if server is None else f"the server at {server}")
+        self._start_is = f"waiting for {start.engine_args.get('url', 'the engine')}"
         self._while_waiting = while_waiting
         self._count = itertools.count()
         self._closing = threading.Event()
@@ -139,8 +138,8 @@ class ProcessChannel:
 
     def answer(self, number: int, silence_s: float, waiting_for: str, deadline_s: float | None = None) -> Any:
         """Wait for an answer; rank 0 says so where the engine takes long to start."""
-        speaks = number == 0 and self._topology.is_main
-        with aloud(self._start_is, is_on=speaks, detail=self._size), self._news:
+        is_start = number == 0 and self._topology.is_main
+        with aloud(self._start_is, is_on=is_start, detail=self._size), self._news:
             while number not in self._answers:
                 now = time.monotonic()
                 if not self._is_cut and deadline_s is not None and now >= deadline_s:
@@ -226,10 +225,10 @@ class ProcessChannel:
 
     def _size(self) -> str:
         """Say how much memory the process holds: it grows while weights are read."""
-        with contextlib.suppress(psutil.Error):
-            held = psutil.Process(self.pid).memory_info().rss / 2**30
-            return f"process {self.pid} holds {held:.1f} GiB"
-        return ""
+        try:
+            return f"process {self.pid} holds {psutil.Process(self.pid).memory_info().rss / 2**30:.1f} GiB"
+        except psutil.Error:
+            return ""
 
     def _slept(self) -> bool:
         return time.monotonic() - self._ticked_at > ASLEEP_S
