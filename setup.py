@@ -21,6 +21,7 @@ setup(
         "cloudpickle",
         "tqdm",
         "psutil",
+        "rich",
     ],
     extras_require={
         "cuda": ["vllm"],

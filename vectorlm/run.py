@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -182,6 +184,8 @@ class Run:
         self.output.mkdir(parents=True, exist_ok=True)
         save_config(self.config, self.output / "config.yaml")
         resume_step = None if resumption is None else resumption.step
+        note = {"num_steps": num_steps, "first_step": resume_step or 0, "started_at": time.time()}
+        (self.output / "run.json").write_text(json.dumps(note))
         # Under the launcher its other ranks are this process's siblings.
         root = psutil.Process(os.getppid() if self.topology.error_file else os.getpid())
         progress = ProgressSink(num_steps, initial_step=resume_step or 0, notice=CoreWatch(root).notice)
@@ -215,6 +219,8 @@ def open_run(
     with ExitStack() as stack:
         if topology.is_main:
             stack.enter_context(held(Path(config.train_parameters.output_dir)))
+            # Of an earlier run: `vectorlm watch` shows this one as starting until its models are loaded.
+            Path(config.train_parameters.output_dir, "run.json").unlink(missing_ok=True)
         placement = place_ranks(config, topology, stack)
         stack.enter_context(process_group(topology))
         # Before the model: the engine loads in its own process while the ranks load theirs.
