@@ -50,7 +50,8 @@ def aloud(
         from tqdm import tqdm
 
         is_plain, form = not sys.stderr.isatty(), "{desc} |{bar}|" if total else "{desc}"
-        with tqdm(total=total, bar_format=form, leave=False, dynamic_ncols=True, disable=is_plain) as bar:
+        how = {"bar_format": form, "leave": False, "dynamic_ncols": True, "disable": is_plain}
+        with tqdm(desc=text(), total=total, **how) as bar:
             while not ended.is_set():
                 bar.n = done()
                 bar.set_description_str(text())
