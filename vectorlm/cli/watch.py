@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from vectorlm.errors import ConfigError
 from vectorlm.telemetry.live_run import LiveRun, Sample
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.text import Text
 
 EVERY_S = 1.0
@@ -22,7 +24,7 @@ PLAIN_HEIGHT = 40
 LABEL_WIDTH, VALUE_WIDTH = 20, 9
 SPARKS = "▁▂▃▄▅▆▇█"
 SILENT_STEPS, SILENT_S = 5, 30.0
-"""A run that writes nothing for this many of its steps, and this long, is said to."""
+"""A run that writes nothing for this many of its steps, and this long, is called silent."""
 CURVES = (
     ("reward/mean", "reward", "{:.3f}"),
     ("train/loss", "loss", "{:.4f}"),
@@ -64,28 +66,35 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.folder)
     live_run = open_run(path)
     from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
 
     # Numbers in samples are the model's, not Rich's to colour.
     console = Console(highlight=False)
     if console.is_terminal and not args.once:
-        shown = lambda: Text("\n").join(  # noqa: E731
-            frame(live_run, console.width, console.height, is_running=True)
-        )
-        try:
-            with Live(shown(), console=console, screen=True, auto_refresh=False) as live:
-                while is_held(path, 0.0):
-                    live_run.read()
-                    live.update(shown(), refresh=True)
-                    time.sleep(EVERY_S)
-        except KeyboardInterrupt:
-            pass
+        with contextlib.suppress(KeyboardInterrupt):
+            _follow(live_run, console)
     live_run.read()
     height = console.height if console.is_terminal else PLAIN_HEIGHT
     for line in frame(live_run, console.width, height - 1, is_running=is_held(path, 0.0)):
         console.print(line, soft_wrap=True)
     return 0
+
+
+def _follow(live_run: LiveRun, console: Console) -> None:
+    """Show the run on the terminal's other screen while it goes on."""
+    from rich.live import Live
+    from rich.text import Text
+
+    live = Live(console=console, screen=True, auto_refresh=False)
+    try:
+        # No `with`: Ctrl-C may come while it starts.
+        live.start()
+        while is_held(live_run.path, 0.0):
+            live_run.read()
+            lines = frame(live_run, console.width, console.height, is_running=True)
+            live.update(Text("\n").join(lines), refresh=True)
+            time.sleep(EVERY_S)
+    finally:
+        live.stop()
 
 
 def open_run(path: Path) -> LiveRun:
@@ -147,8 +156,8 @@ def _state(live_run: LiveRun, is_running: bool) -> tuple[str, str]:
         return "writing the final model", "yellow"
     silent_s = time.time() - (live_run.written_at or 0.0)
     if silent_s > max(SILENT_S, SILENT_STEPS * (live_run.step_s or 0.0)):
-        return f"running, but has written nothing for {span(silent_s)} (docs/reliability.md)", "red"
-    return "running", "green"
+        return f"silent for {span(silent_s)}: docs/reliability.md", "red"
+    return f"running for {span(time.time() - live_run.start['started_at'])}", "green"
 
 
 def _progress(live_run: LiveRun, width: int, is_running: bool) -> Text:
