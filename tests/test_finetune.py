@@ -65,7 +65,7 @@ def test_a_run_leaves_model_metrics_plot_and_a_config_that_loads_again(inputs, t
     output = tmp_path / "run"
     config = make_config(inputs, output)
     on_ranks(2, run, config)
-    names = ["config.yaml", "final-model", "metrics.jsonl", "run.png"]
+    names = ["config.yaml", "final-model", "metrics.jsonl", "run.json", "run.png"]
     assert sorted(path.name for path in output.iterdir()) == names
     assert load_config(output / "config.yaml") == config
     metrics = lines(output / "metrics.jsonl")

@@ -145,7 +145,8 @@ def test_a_folder_that_is_no_run_s_is_refused(tmp_path, name):
         open_run(tmp_path / name)
 
 
-def test_once_prints_one_frame_and_so_does_a_pipe(run, capsys):
+def test_once_prints_one_frame_and_so_does_a_pipe(run, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
     assert main(["watch", str(run), "--once"]) == 0
     first = capsys.readouterr().out
     assert main(["watch", str(run)]) == 0

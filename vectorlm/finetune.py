@@ -13,8 +13,8 @@ from vectorlm.train.optimizer_step import OptimizerStep
 def finetune(config: Config, topology: Topology | None = None) -> None:
     """Train as `config` says and leave everything in its ``output_dir``; called on every rank.
 
-    The folder then holds ``final-model``, ``metrics.jsonl``, ``samples.jsonl``, ``run.png``, ``config.yaml`` and, with
-    checkpointing, ``checkpoints``. A run that was killed resumes from its latest checkpoint.
+    The folder then holds ``final-model``, ``metrics.jsonl``, ``samples.jsonl``, ``run.png``, ``config.yaml``,
+    ``run.json`` and, with checkpointing, ``checkpoints``. A run that was killed resumes from its latest checkpoint.
 
     Args:
         config: The whole run.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ CURVES = (
     ("train/learning_rate", "learning rate", "{:.1e}"),
 )
 """Metric, label and form of the curves, the most important first."""
+DULL_AT_ZERO = ("policy/kl", "staleness/token_mean", "completion/truncated")
+"""Shown only where there is any; `policy/kl` is 0 with one optimizer step a batch."""
 PHASES = {
     "generate": "sampling",
     "score": "scoring",
@@ -67,13 +70,14 @@ def run(args: argparse.Namespace) -> int:
     live_run = open_run(path)
     from rich.console import Console
 
-    # Numbers in samples are the model's, not Rich's to colour.
-    console = Console(highlight=False)
-    if console.is_terminal and not args.once:
+    # A pipe gets no colours, even under Jupyter, which asks for them. Numbers in samples are not Rich's to colour.
+    in_terminal = sys.stdout.isatty()
+    console = Console(force_terminal=in_terminal, highlight=False)
+    if in_terminal and not args.once:
         with contextlib.suppress(KeyboardInterrupt):
             _follow(live_run, console)
     live_run.read()
-    height = console.height if console.is_terminal else PLAIN_HEIGHT
+    height = console.height if in_terminal else PLAIN_HEIGHT
     for line in frame(live_run, console.width, height - 1, is_running=is_held(path, 0.0)):
         console.print(line, soft_wrap=True)
     return 0
@@ -188,8 +192,7 @@ def _curves(live_run: LiveRun, width: int) -> list[Text]:
     lines = []
     for metric, label, form in CURVES:
         values = live_run.values(metric)
-        # Runs that wait for all their completions are never stale.
-        if not values or (metric.startswith("staleness/") and not any(values)):
+        if not values or (metric in DULL_AT_ZERO and not any(values)):
             continue
         last = Text("not finite", "bold red") if values[-1] is None else Text(form.format(values[-1]))
         last.pad_left(VALUE_WIDTH - len(last)) if len(last) < VALUE_WIDTH else None
