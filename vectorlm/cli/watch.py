@@ -241,7 +241,7 @@ def _samples(samples: Sequence[Sample], width: int) -> list[Text]:
             # Its end leads over to the completion.
             prompt = "…" + prompt[-(width // 3) :]
         style = "green" if sample.reward == 1.0 else ""
-        lines.append(Text.assemble((f"{reward:>6}  ", style), (prompt, "dim"), completion))
+        lines.append(Text.assemble((f"{reward:>6}  ", style), (f"{prompt} → ", "dim"), completion))
     return lines
 
 
