@@ -5,7 +5,6 @@ import pytest
 from vectorlm import SamplingEngine
 from vectorlm.backends.scripted import FakeEngine
 from vectorlm.dist import wait
-from vectorlm.telemetry import progress
 from vectorlm.telemetry.progress import sample_aloud
 
 PROMPTS = [f"prompt {number}" for number in range(100)]
@@ -24,7 +23,7 @@ def test_completions_come_in_the_order_of_the_prompts(number):
 
 
 def test_it_says_how_many_prompts_are_answered(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "aloud", lambda what, **more: wait.aloud(what, **more, after_s=0.05))
+    monkeypatch.setattr(wait, "AFTER_S", 0.05)
     monkeypatch.setattr(wait, "EVERY_S", 0.05)
     slow = {"inference": "vectorlm.backends.scripted:Scripted", "channel": "inline", "answers": answer}
     # Eight at a time take a step of 0.05 s.

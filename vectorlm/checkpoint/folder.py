@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vectorlm.dist.wait import aloud
 from vectorlm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -184,14 +183,13 @@ def held(path: Path, patience_s: float = HELD_PATIENCE_S) -> Iterator[None]:
     descriptor = os.open(path, os.O_RDONLY)
     deadline = time.monotonic() + patience_s
     try:
-        with aloud(f"waiting for the run that uses {path}", after_s=HELD_PATIENCE_S / 3):
-            while not _lock(descriptor):
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"train_parameters.output_dir='{path}' is in use by another run. Wait for its end, or name "
-                        "another folder."
-                    )
-                time.sleep(0.1)
+        while not _lock(descriptor):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"train_parameters.output_dir='{path}' is in use by another run. Wait for its end, or name another "
+                    "folder."
+                )
+            time.sleep(0.1)
         yield
     finally:
         os.close(descriptor)

@@ -23,13 +23,12 @@ def say(text: str) -> None:
 def aloud(
     what: str,
     *,
-    after_s: float = AFTER_S,
     is_on: bool = True,
     detail: Callable[[], str] = str,
     done: Callable[[], int] = int,
     total: int = 0,
 ) -> Iterator[None]:
-    """Say what the block does where it takes longer than `after_s`, and at the end how long it took.
+    """Say what the block does where it takes longer than `AFTER_S`, and at the end how long it took.
 
     In a terminal this is a line that changes, with a bar where `done` counts up to `total`; elsewhere a line is printed
     every `EVERY_S`. `is_on` is False on ranks that say nothing.
@@ -43,7 +42,7 @@ def aloud(
         return f"{what}: " + ", ".join(filter(None, [counted, f"{span(seconds)} so far", left, detail()]))
 
     def tell() -> None:
-        if ended.wait(after_s):
+        if ended.wait(AFTER_S):
             return
         has_spoken.set()
         # Not at the top: `vectorlm check` does without.
