@@ -8,6 +8,7 @@ import time
 import pytest
 from rank_processes import on_ranks
 
+from vectorlm import SamplingEngine
 from vectorlm.dist import collectives, wait
 from vectorlm.dist.collectives import Collectives
 
@@ -119,3 +120,26 @@ def test_of_several_ranks_that_wait_one_speaks():
 
 def test_a_rank_that_shows_life_is_not_said_to_be_late():
     assert on_ranks(2, meet_late, 0, "one", True) == [[], []]
+
+
+SLOW = """
+import time
+from vectorlm.backends.scripted import Scripted
+
+class Slow(Scripted):
+    def __init__(self, model, **more):
+        time.sleep(1.0)
+        super().__init__(model, **more)
+"""
+
+
+@pytest.mark.parametrize("channel", ["process", "inline"])
+def test_an_engine_that_takes_long_to_start_is_waited_for_aloud(impatient, tmp_path, capsys, channel):
+    (tmp_path / "slow.py").write_text(SLOW)
+    backend = {"inference": f"{tmp_path}/slow.py:Slow", "answers": "{0}".format}
+    with SamplingEngine("scripted", channel=channel, **backend) as engine:
+        pid = f"process {engine._channel.pid} holds " if channel == "process" else ""
+        assert engine.generate_text("a") == ["a"]
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"waiting for the engine: 0 s so far{', ' + pid if pid else ''}([\d.]+ GiB)?", first)
+    assert last.startswith("waiting for the engine: done after ")

@@ -194,10 +194,10 @@ def _curves(live_run: LiveRun, width: int) -> list[Text]:
         values = live_run.values(metric)
         if not values or (metric in DULL_AT_ZERO and not any(values)):
             continue
-        last = Text("not finite", "bold red") if values[-1] is None else Text(form.format(values[-1]))
-        last.pad_left(VALUE_WIDTH - len(last)) if len(last) < VALUE_WIDTH else None
+        last, style = ("not finite", "bold red") if values[-1] is None else (form.format(values[-1]), "")
         curve = sparkline(values, width - LABEL_WIDTH - VALUE_WIDTH - 2)
-        lines.append(Text.assemble(f"{label:<{LABEL_WIDTH}}", last, "  ", (curve, "cyan")))
+        value = (f"{last:>{VALUE_WIDTH}}  ", style)
+        lines.append(Text.assemble(f"{label:<{LABEL_WIDTH}}", value, (curve, "cyan")))
     return lines
 
 
@@ -221,7 +221,7 @@ def _phases(live_run: LiveRun, width: int) -> list[Text]:
 
     lines, room = [], width - LABEL_WIDTH - VALUE_WIDTH - 2
     for name, share in live_run.phases().items():
-        bar = "█" * max(1, round(room * share)) if room > 0 else ""
+        bar = "█" * round(room * share) or "▏"
         label = PHASES.get(name, name)
         lines.append(Text.assemble(f"{label:<{LABEL_WIDTH}}{share:>{VALUE_WIDTH}.0%}  ", (bar, "blue")))
     return lines
