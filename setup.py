@@ -53,6 +53,7 @@ setup(
         "tqdm",
         "psutil",
         "packaging",
+        "rich",
     ],
     extras_require={
         "cuda": ["vllm"],

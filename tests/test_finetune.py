@@ -66,7 +66,7 @@ def test_a_run_leaves_model_metrics_plot_and_a_config_that_loads_again(inputs, t
     output = tmp_path / "run"
     config = make_config(inputs, output)
     on_ranks(2, run, config)
-    names = ["config.yaml", "final-model", "metrics.jsonl", "run.png", "versions.json"]
+    names = ["config.yaml", "final-model", "metrics.jsonl", "run.json", "run.png"]
     assert sorted(path.name for path in output.iterdir()) == names
     assert load_config(output / "config.yaml") == config
     metrics = lines(output / "metrics.jsonl")
@@ -77,7 +77,7 @@ def test_a_run_leaves_model_metrics_plot_and_a_config_that_loads_again(inputs, t
     # Two of six steps warm up: transformers' first learning rate is 0.
     rates = [line["train/learning_rate"] for line in metrics[1:4]]
     assert rates == pytest.approx([0.0, 0.005, 0.01])
-    versions = json.loads((output / "versions.json").read_text())
+    versions = json.loads((output / "run.json").read_text())["versions"]
     assert (versions["torch"], versions["world_size"]) == (torch.__version__, 2)
 
 

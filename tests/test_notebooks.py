@@ -87,7 +87,8 @@ class Kernel:
                 continue
             content = message["content"]
             match message["msg_type"]:
-                case "stream":
+                # The other one says that the engine takes its time to start.
+                case "stream" if content["name"] == "stdout":
                     text += content["text"]
                 case "error":
                     error = content["ename"]

@@ -117,7 +117,7 @@ def test_the_main_command_leaves_what_the_readme_lists(checkout):
         "samples.jsonl",
         "run.png",
         "config.yaml",
-        "versions.json",
+        "run.json",
         "sampler.log",
         "checkpoints",
     ]

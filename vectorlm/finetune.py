@@ -14,7 +14,7 @@ def finetune(config: Config, topology: Topology | None = None) -> None:
     """Train as `config` says and leave everything in its ``output_dir``; called on every rank.
 
     The folder then holds ``final-model``, ``metrics.jsonl``, ``samples.jsonl``, ``run.png``, ``config.yaml``,
-    ``versions.json`` and, with checkpointing, ``checkpoints``. A run that was killed resumes from its last checkpoint.
+    ``run.json`` and, with checkpointing, ``checkpoints``. A run that was killed resumes from its last checkpoint.
 
     Args:
         config: The whole run.

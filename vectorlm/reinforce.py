@@ -48,8 +48,8 @@ def reinforce(config: Config, topology: Topology | None = None, engine: Sampling
     """Train as `config` says and leave everything in its ``output_dir``; called on every rank.
 
     The folder then holds ``final-model``, ``metrics.jsonl``, ``rollouts.jsonl``, ``samples.jsonl``, ``run.png``,
-    ``correction.jsonl``, ``correction.png``, ``timeline.jsonl``, ``timeline.png``, ``config.yaml`` and, with
-    checkpointing, ``checkpoints``. A run that was killed resumes from its latest checkpoint.
+    ``correction.jsonl``, ``correction.png``, ``timeline.jsonl``, ``timeline.png``, ``config.yaml``,
+    ``run.json`` and, with checkpointing, ``checkpoints``. A run that was killed resumes from its latest checkpoint.
 
     Args:
         config: The whole run, with a section ``rl``.

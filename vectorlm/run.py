@@ -48,7 +48,7 @@ from vectorlm.rewards.registry import get_reward
 from vectorlm.telemetry.metrics import CoreWatch, FanOut, JsonlSink, ProgressSink, Sink
 from vectorlm.telemetry.plots import plot_correction, plot_run
 from vectorlm.telemetry.profile import ProfileSink, short_run
-from vectorlm.telemetry.runs import save_versions
+from vectorlm.telemetry.runs import START, save_start
 from vectorlm.telemetry.timeline import plot_timeline
 from vectorlm.telemetry.trackers import WandbSink, open_trackers
 from vectorlm.train.device_turn import DeviceTurn, put_to_sleep
@@ -261,8 +261,9 @@ class Run:
             return FanOut([]), lambda text: None
         self.output.mkdir(parents=True, exist_ok=True)
         save_config(self.config, self.output / "config.yaml")
-        save_versions(self.output / "versions.json", self.topology.world_size, self.topology.device)
         resume_step = None if resumption is None else resumption.step
+        where = self.topology.world_size, self.topology.device
+        save_start(self.output, *where, num_steps=num_steps, first_step=resume_step or 0)
         # Under the launcher its other ranks are this process's siblings.
         root = psutil.Process(os.getppid() if self.topology.error_file else os.getpid())
         progress = ProgressSink(num_steps, initial_step=resume_step or 0, notice=CoreWatch(root).notice)
@@ -304,6 +305,8 @@ def open_run(
     with ExitStack() as stack:
         if topology.is_main:
             stack.enter_context(held(Path(config.train_parameters.output_dir)))
+            # Of an earlier run: `vectorlm watch` shows this one as starting until its models are loaded.
+            Path(config.train_parameters.output_dir, START).unlink(missing_ok=True)
         placement = place_ranks(config, topology, stack)
         stack.enter_context(process_group(topology))
         # Before the model: the engine loads in its own process while the ranks load theirs.

@@ -6,11 +6,13 @@ import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
 
+from vectorlm.checkpoint.export import export_model
 from vectorlm.checkpoint.folder import newest
 from vectorlm.checkpoint.state import CheckpointStore, capture_rng, restore_rng
+from vectorlm.dist import wait
 from vectorlm.errors import CheckpointError
 from vectorlm.lora.load import add_lora
-from vectorlm.train.load import load_model
+from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.shard import shard_model
 from vectorlm.types import TrainedModel
 
@@ -174,3 +176,25 @@ def test_a_checkpoint_without_its_notes_is_named(tmp_path):
     (tmp_path / "step-00000001").mkdir()
     with pytest.raises(CheckpointError, match=NAMED):
         newest(tmp_path)
+
+
+def say_all(topology, model_dir, path):
+    said = []
+    wait.AFTER_S, wait.say = 0.0, said.append
+    model, optimizer = build(topology, model_dir, lora=False)
+    store, models = CheckpointStore(path / "checkpoints", {}), {"policy": TrainedModel(model, optimizer)}
+    store.save(1, models, {})
+    store.load(1, models)
+    export_model(model, load_tokenizer(model_dir), path / "final-model")
+    return [line.partition(": done after")[0] for line in said if "done after" in line]
+
+
+def test_rank_0_says_that_a_checkpoint_or_a_model_takes_long(tmp_path, model_dir):
+    said, of_other = on_ranks(2, say_all, model_dir, tmp_path)
+    checkpoint = tmp_path / "checkpoints" / "step-00000001"
+    assert said == [
+        f"writing the checkpoint {checkpoint}",
+        f"reading the checkpoint {checkpoint}",
+        f"writing the model {tmp_path / 'final-model'}",
+    ]
+    assert of_other == []

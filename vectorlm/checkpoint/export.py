@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vectorlm.checkpoint import folder
+from vectorlm.dist.wait import aloud
 from vectorlm.lora.folder import lasting_name
 
 if TYPE_CHECKING:
@@ -39,13 +40,16 @@ def export_model(
     Raises:
         CheckpointError: The folder cannot be written; no half of it is left.
     """
-    weights = gather_weights(model)
-    if dist.get_rank() == 0:
-        with folder.exported(Path(path)):
-            write_folder(
-                Path(path), folder.begin(Path(path)), lambda work: save(model, tokenizer, work, card, weights)
-            )
-    dist.barrier()
+    with aloud(f"writing the model {path}", is_on=dist.get_rank() == 0):
+        weights = gather_weights(model)
+        if dist.get_rank() == 0:
+            with folder.exported(Path(path)):
+                write_folder(
+                    Path(path),
+                    folder.begin(Path(path)),
+                    lambda work: save(model, tokenizer, work, card, weights),
+                )
+        dist.barrier()
 
 
 def save(

@@ -196,15 +196,15 @@ def finish(path: Path, work: Path | None = None) -> None:
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
+def held(path: Path, patience_s: float = HELD_PATIENCE_S) -> Iterator[None]:
     """Keep other runs out of the folder `path` for the block; it is made, and gets no file.
 
     Raises:
-        ConfigError: Another run holds it.
+        ConfigError: Another run holds it, and goes on holding it for `patience_s`.
     """
     path.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDONLY)
-    deadline = time.monotonic() + HELD_PATIENCE_S
+    deadline = time.monotonic() + patience_s
     try:
         while not _lock(descriptor):
             if time.monotonic() > deadline:
@@ -218,12 +218,12 @@ def held(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def is_held(path: Path) -> bool:
-    """Whether a run holds the folder `path`, and goes on holding it for some seconds."""
+def is_held(path: Path, patience_s: float = HELD_PATIENCE_S) -> bool:
+    """Whether a run holds the folder `path`, and goes on holding it for `patience_s`."""
     if not path.is_dir():
         return False
     try:
-        with held(path):
+        with held(path, patience_s):
             return False
     except ConfigError:
         return True

@@ -28,6 +28,11 @@ COMMANDS = {
         "vectorlm run configs/countdown_sft.yaml --world_size 2",
         "vectorlm.cli.run",
     ),
+    "watch": Command(
+        "show how a run is doing, from its output folder",
+        "vectorlm watch runs/countdown_sft",
+        "vectorlm.cli.watch",
+    ),
     "check": Command(
         "check a config file without starting anything",
         "vectorlm check configs/countdown_sft.yaml --world_size 2",

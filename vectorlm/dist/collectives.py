@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 
 from vectorlm.dist.topology import Topology
+from vectorlm.dist.wait import EVERY_S, say, span
 from vectorlm.errors import HandoffTimeout, LaunchError, RankMismatch
 
 # Ranks poll for a root's note: a blocking wait logs a warning at each timeout, a busy one takes a core from the engine.
 SHORTEST_PAUSE_S = 0.0005
 LONGEST_PAUSE_S = 0.02
+LATE_S = 30.0
+"""A rank says whom it waits for after this long, and every `EVERY_S` from then on."""
 KEY_BYTES = SIGNATURE_BYTES = 32
 
 
@@ -55,12 +58,11 @@ class Collectives:
             return [note]
         keys = self._open(place)
         self._post(keys[self._topology.rank], place, note)
+        since = time.monotonic()
         try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s))
+            self._store.wait(keys, timedelta(seconds=min(LATE_S, self._timeout_s)))
         except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if missing:
-                raise HandoffTimeout(self._missing_text(place, missing)) from error
+            self._wait_for_late(place, keys, since, error)
         places, notes = zip(*map(self._read, keys), strict=True)
         self._require_same_place(dict(enumerate(places)))
         # Every rank is here, so every rank has read what was posted before.
@@ -184,24 +186,43 @@ class Collectives:
 
     def _missing_text(self, place: str, missing: list[int]) -> str:
         here = [rank for rank in range(self._topology.world_size) if rank not in missing]
-        places = []
-        for rank in missing:
-            key = f"place/{rank}"
-            last = self._store.get(key).decode() if self._store.check([key]) else "nothing yet"
-            places.append(f"last place of rank {rank}: {last}")
         return (
             f"{_ranks(here)} reached {place!r} but {_ranks(missing)} did not within {self._timeout_s:g} s "
-            f"({', '.join(places)}). Every rank must make the same engine calls in the same order."
+            f"({self._last_places(missing)}). Every rank must make the same engine calls in the same order."
         )
 
+    def _last_places(self, ranks: Sequence[int]) -> str:
+        has = {rank: self._store.check([f"place/{rank}"]) for rank in ranks}
+        of = {rank: self._store.get(f"place/{rank}").decode() if has[rank] else "nothing yet" for rank in ranks}
+        return ", ".join(f"last place of rank {rank}: {place}" for rank, place in of.items())
+
+    def _wait_for_late(self, place: str, keys: Sequence[str], since: float, error: Exception) -> None:
+        """Wait on for the ranks that are missing after `LATE_S`, and say who they are."""
+        due = since + LATE_S
+        while missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
+            if time.monotonic() - since >= self._timeout_s:
+                raise HandoffTimeout(self._missing_text(place, missing)) from error
+            due = self._say_late(place, missing, since, due)
+            time.sleep(LONGEST_PAUSE_S)
+
+    def _say_late(self, place: str, missing: list[int], since: float, due: float) -> float:
+        """Say on the first rank that waits whom it has waited for since `since`, if that is due; return when next."""
+        if (now := time.monotonic()) < due:
+            return due
+        if self._topology.rank == next(rank for rank in range(len(missing) + 1) if rank not in missing):
+            say(f"{place}: waited {span(now - since)} for {_ranks(missing)} ({self._last_places(missing)})")
+        return now + EVERY_S
+
     def _wait_for(self, root: int, key: str, place: str) -> None:
-        life, since, pause_s = -1, time.monotonic(), SHORTEST_PAUSE_S
+        life, since, due, pause_s = -1, 0.0, 0.0, SHORTEST_PAUSE_S
         while not self._store.check([key]):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             seen = self._store.add(f"life/{root}", 0)
             if seen != life:
                 life, since = seen, time.monotonic()
+                due = since + LATE_S
+            due = self._say_late(place, [root], since, due)
             if time.monotonic() - since > self._timeout_s:
                 raise HandoffTimeout(
                     f"rank {self._topology.rank} waited at {place!r} for rank {root}, which has not made progress for "

@@ -21,8 +21,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
+
 from vectorlm.dist.process_end import how_it_ended, write_fault
 from vectorlm.dist.topology import Topology
+from vectorlm.dist.wait import aloud
 from vectorlm.engine import messages
 from vectorlm.engine.environment import sampler_environment
 from vectorlm.engine.warm_start import ForkedProcess, WarmStart
@@ -62,6 +65,7 @@ class ProcessChannel:
         """
         self._topology = topology
         self._num_workers = start.engine_args.get("tensor_parallel_size", 1)
+        self._start_is = f"waiting for {start.engine_args.get('url', 'the engine')}"
         self._while_waiting = while_waiting
         self._count = itertools.count()
         self._closing = threading.Event()
@@ -133,8 +137,9 @@ class ProcessChannel:
             return number in self._answers
 
     def answer(self, number: int, silence_s: float, waiting_for: str, deadline_s: float | None = None) -> Any:
-        """Wait for an answer."""
-        with self._news:
+        """Wait for an answer; rank 0 says so where the engine takes long to start."""
+        is_start = number == 0 and self._topology.is_main
+        with aloud(self._start_is, is_on=is_start, detail=self._size), self._news:
             while number not in self._answers:
                 now = time.monotonic()
                 if not self._is_cut and deadline_s is not None and now >= deadline_s:
@@ -217,6 +222,13 @@ class ProcessChannel:
             with self._news:
                 self._is_cut = True
                 self._news.notify_all()
+
+    def _size(self) -> str:
+        """Say how much memory the process holds: it grows while weights are read."""
+        try:
+            return f"process {self.pid} holds {psutil.Process(self.pid).memory_info().rss / 2**30:.1f} GiB"
+        except psutil.Error:
+            return ""
 
     def _slept(self) -> bool:
         return time.monotonic() - self._ticked_at > ASLEEP_S

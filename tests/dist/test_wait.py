@@ -1,0 +1,145 @@
+"""Waits say what they are for once they take long, on standard error, and nothing before."""
+
+import io
+import re
+import sys
+import time
+
+import pytest
+from rank_processes import on_ranks
+
+from vectorlm import SamplingEngine
+from vectorlm.dist import collectives, wait
+from vectorlm.dist.collectives import Collectives
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    for name, value in {"AFTER_S": 0.1, "EVERY_S": 0.1, "TICK_S": 0.05}.items():
+        monkeypatch.setattr(wait, name, value)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_short_wait_says_nothing(capsys):
+    with wait.aloud("reading"):
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_long_wait_prints_lines_and_how_long_it_took(impatient, capsys):
+    with wait.aloud("reading", detail=lambda: "1.2 GiB"):
+        time.sleep(0.5)
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "reading: 0 s so far, 1.2 GiB"
+    assert last == "reading: done after 0 s" or last == "reading: done after 1 s"
+
+
+def test_a_wait_that_counts_says_how_much_is_done_and_left(monkeypatch, capsys):
+    began, now = time.monotonic(), time.monotonic
+    # A hundred times as fast.
+    monkeypatch.setattr(wait.time, "monotonic", lambda: began + 100 * (now() - began))
+    monkeypatch.setattr(wait, "AFTER_S", 0.2)
+    with wait.aloud("reading", done=lambda: 1, total=4):
+        time.sleep(0.5)
+    text = capsys.readouterr().err.splitlines()[0]
+    seconds, left = map(int, re.fullmatch(r"reading: 1 of 4, (\d+) s so far, about (\d+) s left", text).groups())
+    assert seconds >= 20
+    assert abs(left - 3 * seconds) <= 2
+
+
+def test_a_wait_that_fails_is_not_said_to_be_done(impatient, capsys):
+    with pytest.raises(KeyError), wait.aloud("reading"):
+        time.sleep(0.3)
+        raise KeyError("gone")
+    assert "done" not in capsys.readouterr().err
+
+
+def test_a_rank_that_is_not_asked_to_speak_is_silent(impatient, capsys):
+    with wait.aloud("reading", is_on=False):
+        time.sleep(0.3)
+    assert capsys.readouterr().err == ""
+
+
+def test_in_a_terminal_one_line_changes_and_is_gone_at_the_end(impatient, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with wait.aloud("reading", done=lambda: 3, total=4):
+        time.sleep(0.4)
+    assert terminal.getvalue().startswith("\rreading: 3 of 4, 0 s so far, about 0 s left |")
+    *_, cleared, last = terminal.getvalue().removesuffix("\n").split("\r")
+    assert cleared.strip() == ""
+    assert last == "reading: done after 0 s"
+    assert terminal.getvalue().count("\n") == 1
+
+
+def test_times_are_said_in_seconds_and_minutes():
+    assert [wait.span(seconds) for seconds in (0.4, 42, 99, 200, 7500)] == [
+        "0 s",
+        "42 s",
+        "99 s",
+        "3 min",
+        "125 min",
+    ]
+
+
+def meet_late(topology, late, kind, shows_life=False):
+    """Meet with one rank that comes after some seconds; return what this rank said."""
+    said = []
+    # Ranks of tests meet in a file, which counts whole seconds.
+    collectives.LATE_S, collectives.say = 1.0, said.append
+    meeting = Collectives(topology, timeout_s=20.0)
+    meeting.all_gather_object("the start")
+    for _ in range(5 if topology.rank == late else 0):
+        time.sleep(0.5)
+        if shows_life:
+            meeting.show_life()
+    if kind == "all":
+        meeting.all_gather_object("publish")
+    else:
+        meeting.broadcast_object("sample", root=late)
+    return said
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize(("kind", "place"), [("all", "publish"), ("one", "sample")])
+def test_a_rank_that_waits_for_another_says_for_which_and_where_that_was_last(late, kind, place):
+    said = on_ranks(2, meet_late, late, kind)
+    assert said[late] == []
+    (text,) = said[1 - late]
+    pattern = rf"{place}: waited \d s for rank {late} \(last place of rank {late}: the start\)"
+    assert re.fullmatch(pattern, text)
+
+
+def test_of_several_ranks_that_wait_one_speaks():
+    assert [len(said) for said in on_ranks(3, meet_late, 0, "all")] == [0, 1, 0]
+
+
+def test_a_rank_that_shows_life_is_not_said_to_be_late():
+    assert on_ranks(2, meet_late, 0, "one", True) == [[], []]
+
+
+SLOW = """
+import time
+from vectorlm.backends.scripted import Scripted
+
+class Slow(Scripted):
+    def __init__(self, model, **more):
+        time.sleep(1.0)
+        super().__init__(model, **more)
+"""
+
+
+@pytest.mark.parametrize("channel", ["process", "inline"])
+def test_an_engine_that_takes_long_to_start_is_waited_for_aloud(impatient, tmp_path, capsys, channel):
+    (tmp_path / "slow.py").write_text(SLOW)
+    backend = {"inference": f"{tmp_path}/slow.py:Slow", "answers": "{0}".format}
+    with SamplingEngine("scripted", channel=channel, **backend) as engine:
+        pid = f"process {engine._channel.pid} holds " if channel == "process" else ""
+        assert engine.generate_text("a") == ["a"]
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"waiting for the engine: 0 s so far{', ' + pid if pid else ''}([\d.]+ GiB)?", first)
+    assert last.startswith("waiting for the engine: done after ")

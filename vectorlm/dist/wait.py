@@ -1,0 +1,76 @@
+"""Waits that say on standard error what they are for, once they take longer than a moment."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+AFTER_S, EVERY_S, TICK_S = 3.0, 15.0, 0.5
+"""Silence at first; between two lines; between two looks of a terminal's line."""
+
+
+def say(text: str) -> None:
+    """Print a line on standard error, above this process's progress bars."""
+    from tqdm import tqdm
+
+    tqdm.write(text, file=sys.stderr)
+
+
+@contextmanager
+def aloud(
+    what: str,
+    *,
+    is_on: bool = True,
+    detail: Callable[[], str] = str,
+    done: Callable[[], int] = int,
+    total: int = 0,
+) -> Iterator[None]:
+    """Say what the block does where it takes longer than `AFTER_S`, and at the end how long it took.
+
+    In a terminal this is a line that changes, with a bar where `done` counts up to `total`; elsewhere a line is printed
+    every `EVERY_S`. `is_on` is False on ranks that say nothing.
+    """
+    began, ended, has_spoken = time.monotonic(), threading.Event(), threading.Event()
+
+    def text() -> str:
+        seconds, count = time.monotonic() - began, done()
+        left = f"about {span(seconds * (total - count) / count)} left" if count else ""
+        counted = f"{count} of {total}" if total else ""
+        return f"{what}: " + ", ".join(filter(None, [counted, f"{span(seconds)} so far", left, detail()]))
+
+    def tell() -> None:
+        if ended.wait(AFTER_S):
+            return
+        has_spoken.set()
+        # Not at the top: `vectorlm check` does without.
+        from tqdm import tqdm
+
+        is_plain, form = not sys.stderr.isatty(), "{desc} |{bar}|" if total else "{desc}"
+        how = {"bar_format": form, "leave": False, "dynamic_ncols": True, "disable": is_plain}
+        with tqdm(desc=text(), total=total, **how) as bar:
+            while not ended.is_set():
+                bar.n = done()
+                bar.set_description_str(text())
+                if is_plain:
+                    say(text())
+                ended.wait(EVERY_S if is_plain else TICK_S)
+
+    teller = threading.Thread(target=tell, name="wait", daemon=True)
+    if is_on:
+        teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if is_on:
+            teller.join(TICK_S)
+    if has_spoken.is_set():
+        say(f"{what}: done after {span(time.monotonic() - began)}")
+
+
+def span(seconds: float) -> str:
+    """Return a time as a reader says it: 42 s, 3 min, 125 min."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
