@@ -23,7 +23,7 @@ OTHER_DEVICE := $(filter-out $(DEVICE),$(shell cat $(STAMP) 2>/dev/null))
 # Passed on when given on the command line: make run PYTHON=python3.12 VECTORLM_DEVICE=cpu
 export PYTHON VECTORLM_DEVICE
 
-.PHONY: help install run countdown test test-all test-long gpu lint bench clean FORCE
+.PHONY: help install run countdown test test-all test-long gpu lint bench slides clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -59,6 +59,10 @@ lint: $(STAMP) ## check style and types
 
 bench: $(STAMP) ## run every benchmark
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
+
+slides: $(STAMP) ## draw the charts of the talk from measured results, and build slides/vectorlm.pdf
+	$(BIN)/pip install -q --no-deps typst==0.15.2
+	$(BIN)/python slides/build.py
 
 clean: ## delete caches and build output (.venv, data/ and runs/ stay)
 	rm -rf build *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
