@@ -23,7 +23,7 @@ OTHER_DEVICE := $(filter-out $(DEVICE),$(shell cat $(STAMP) 2>/dev/null))
 # Passed on when given on the command line: make run PYTHON=python3.12 VECTORLM_DEVICE=cpu
 export PYTHON VECTORLM_DEVICE
 
-.PHONY: help install run countdown test test-all test-long gpu lint bench slides clean FORCE
+.PHONY: help install run countdown papers test test-all test-long gpu lint bench slides clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -40,6 +40,9 @@ run: $(STAMP) ## fine-tune a tiny Llama on Countdown with vLLM beside it (WORLD_
 
 countdown: $(STAMP) ## reinforcement learning on Countdown: four algorithms, three seeds each, a table and a picture
 	$(BIN)/python benchmarks/countdown.py
+
+papers: $(STAMP) ## three results of papers, end to end on two cores: takes hours
+	$(BIN)/python benchmarks/papers.py --train
 
 test: $(STAMP) ## run the tests, without those marked slow or long (PYTEST_ARGS=...)
 	$(PYTEST) -m "not slow and not long" $(PYTEST_ARGS)

@@ -134,6 +134,7 @@ PAGES = {
             "from its start in nats of a completion: mean (range) of the seeds",
         ),
     ],
+    "docs/papers.md": [Table("papers", "Measured; seeds as mean (range)")],
     "docs/simulation.md": [
         Table(
             "simulate",
