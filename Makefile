@@ -26,7 +26,7 @@ export PYTHON VECTORLM_DEVICE
 # Its packages are no part of the pinned stack.
 DOCS := build/docs-env
 
-.PHONY: help install run countdown test test-all test-long gpu lint docs bench clean FORCE
+.PHONY: help install run countdown papers test test-all test-long gpu lint docs bench slides clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -43,6 +43,9 @@ run: $(STAMP) ## fine-tune a tiny Llama on Countdown with vLLM beside it (WORLD_
 
 countdown: $(STAMP) ## reinforcement learning on Countdown: four algorithms, three seeds each, a table and a picture
 	$(BIN)/python benchmarks/countdown.py
+
+papers: $(STAMP) ## three results of papers, end to end on two cores: takes hours
+	$(BIN)/python benchmarks/papers.py --train
 
 test: $(STAMP) ## run the tests, without those marked slow or long (PYTEST_ARGS=...)
 	$(PYTEST) -m "not slow and not long" $(PYTEST_ARGS)
@@ -71,6 +74,10 @@ $(DOCS)/.installed: requirements/docs.txt | $(STAMP)
 
 bench: $(STAMP) ## run every benchmark
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
+
+slides: $(STAMP) ## draw the charts of the talk from measured results, and build slides/vectorlm.pdf
+	$(BIN)/pip install -q --no-deps typst==0.15.2
+	$(BIN)/python slides/build.py
 
 clean: ## delete caches and build output (.venv, data/ and runs/ stay)
 	rm -rf build *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache

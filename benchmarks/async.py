@@ -61,13 +61,16 @@ def main() -> None:
     parser.add_argument("--other_seeds", nargs="+", type=int, default=(0,), help="of all others")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
-    parser.add_argument("--keep", action="store_true", help="keep the other cases of the last result")
+    parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=RUNS)
+    parser.add_argument("--keep", action="store_true", help="keep what the last result has beside these")
     arguments = parser.parse_args()
     jobs = []
     for lengths in arguments.cases:
         _warm_up(lengths)
         for seed in arguments.seeds:
             for name in RUNS if lengths == "long tail" else CONTROLS:
+                if name not in arguments.runs:
+                    continue
                 in_all = lengths == "long tail" and name in HEADLINE
                 if in_all or seed in arguments.other_seeds:
                     jobs.append({"lengths": lengths, "run": name, "seed": seed, "steps": arguments.steps})
@@ -78,22 +81,21 @@ def main() -> None:
             add_found(FOLDER, job | _train(**job))
     wanted = {_key(job) for job in jobs}
     found = [run for run in read_found(FOLDER) if _key(run) in wanted]
-    commit = circumstances()["commit"]
+    commits = {(run["lengths"], run["run"]): circumstances()["commit"] for run in found}
+    if arguments.keep:
+        last = json.loads((RESULTS / "async.json").read_text())
+        found += [run for run in last["runs"] if (run["lengths"], run["run"]) not in commits]
+        commits = {(row["lengths"], row["run"]): row["commit"] for row in last["rows"]} | commits
     rows = [
-        _row(lengths, name, found) | {"commit": commit}
-        for lengths in arguments.cases
+        _row(lengths, name, found) | {"commit": commits[lengths, name]}
+        for lengths in CASES
         for name in RUNS
         if _of(found, lengths, name)
     ]
-    if arguments.keep:
-        last = json.loads((RESULTS / "async.json").read_text())
-        kept_rows = [row for row in last["rows"] if row["lengths"] not in arguments.cases]
-        rows = [row | {"commit": row.get("commit", last["commit"])} for row in kept_rows] + rows
-        found = [run for run in last["runs"] if run["lengths"] not in arguments.cases] + found
     setting = {"seeds": list(arguments.seeds), "steps": arguments.steps, "thresholds": THRESHOLDS}
     write_result("async", setting, rows, {"runs": found})
     draw(found, IMAGES / "async.png")
-    if "long tail" in arguments.cases:
+    if "long tail" in arguments.cases and HEADLINE[1] in arguments.runs:
         shutil.copy(_output("long tail", HEADLINE[1], 0) / "timeline.png", IMAGES / "async_timeline.png")
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
@@ -23,7 +24,7 @@ class Table:
 
 
 PAGES = {
-    "README.md": [
+    "docs/benchmarks.md": [
         Table(
             "hot_swap",
             "One hot swap of 142 MB, beside one memcpy of the same bytes (median of 25, taken in turn)",
@@ -44,12 +45,12 @@ PAGES = {
         Table(
             "rl_step",
             "A step of GRPO of 36 M parameters beside TRL with vLLM in its process (medians of six steps in three "
-            "runs, taken in turn; [docs/speed.md](docs/speed.md))",
+            "runs, taken in turn; [speed.md](speed.md))",
             ("", "prompt + completion", "s a step", "times as fast", "memory of an update, MB", "commit"),
         ),
         Table(
             "faults",
-            "Runs that were broken on purpose, by kind of fault ([docs/reliability.md](docs/reliability.md))",
+            "Runs that were broken on purpose, by kind of fault ([reliability.md](reliability.md))",
         ),
     ],
     "docs/speed.md": [
@@ -134,6 +135,7 @@ PAGES = {
             "from its start in nats of a completion: mean (range) of the seeds",
         ),
     ],
+    "docs/papers.md": [Table("papers", "Measured; seeds as mean (range)")],
     "docs/simulation.md": [
         Table(
             "simulate",
@@ -149,14 +151,78 @@ PAGES = {
 """Which results each page shows."""
 
 
-def with_tables(text: str, page: str = "README.md") -> str:
+def with_tables(text: str, page: str = "docs/benchmarks.md") -> str:
     """Return the text of a page with its tables made again, each with its commit and command."""
-    tables = "\n\n".join(map(_render, PAGES[page]))
+    tables = _headlines() if page == "README.md" else "\n\n".join(map(_render, PAGES[page]))
     return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{tables}\n{END}", text, flags=re.DOTALL)
 
 
+def _headlines() -> str:
+    """Return the README's table: one number of each of seven benchmarks, and what it was measured beside."""
+    lines = ["| on two CPU cores | vectorlm | beside it | measured by |", "| --- | ---: | ---: | --- |"]
+
+    def add(what: str, ours: str, other: str, name: str, commit: str | None = None) -> None:
+        lines.append(
+            f"| {what} | {ours} | {other} | `benchmarks/{name}.py` at {commit or _read(name)['commit']} |"
+        )
+
+    swap = {row["what"]: row["ms"] for row in _read("hot_swap")["rows"]}
+    add(
+        "new weights into the running engine, verified (142 MB)",
+        f"{swap['packed, verified']:.0f} ms",
+        f"restarting it: {swap['engine restart']:,.0f} ms",
+        "hot_swap",
+    )
+    sampling = {
+        (row["prompts x new tokens"], row["what"]): row["tokens/s"] for row in _read("sampling")["rows"]
+    }
+    add(
+        "sampling, 64 prompts of 64 new tokens",
+        f"{sampling['64 x 64 tokens', 'SamplingEngine.generate']:,} tokens/s",
+        f"`vllm.LLM`: {sampling['64 x 64 tokens', 'vllm.LLM.generate']:,} tokens/s",
+        "sampling",
+    )
+    step = {(row["prompt + completion"], row[""]): row for row in _read("rl_step")["rows"]}
+    for setting, what in (
+        ("32 + 64, 8 of 8", "a GRPO step, 64 completions of 32 + 64 tokens"),
+        ("128 + 64, 8 of 8", "a GRPO step, 64 completions of 128 + 64 tokens"),
+    ):
+        ours, other = step[setting, "vectorlm, one rank"], step[setting, "TRL, 8 rows a pass"]
+        add(
+            what,
+            f"{ours['s a step']} s",
+            f"TRL, vLLM in its process: {other['s a step']} s",
+            "rl_step",
+            ours["commit"],
+        )
+    tuning = {row[""]: row["tokens per second"] for row in _read("sft")["rows"]}
+    add(
+        "fine-tuning on packed texts, two ranks",
+        f"{tuning['vectorlm, two ranks']} tokens/s",
+        f"TRL: {tuning['TRL, 1 packed rows a pass']} tokens/s",
+        "sft",
+    )
+    overlap = {row["run"]: row for row in _read("async")["rows"] if row["lengths"] == "long tail"}
+    add(
+        "a step with sampling in flight, tokens at most 2 versions old",
+        f"{overlap['in flight, k = 2']['s a step']} s",
+        f"taking turns: {overlap['taking turns on all, 1 rank']['s a step']} s",
+        "async",
+        overlap["in flight, k = 2"]["commit"],
+    )
+    faults = _read("faults")["rows"]
+    total = sum(row["times"] for row in faults)
+    survived = total - sum(row["otherwise"] for row in faults)
+    add("runs broken on purpose that ended as promised", f"{survived} of {total}", "", "faults")
+    return "\n".join(lines)
+
+
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
 def _render(table: Table) -> str:
-    result = json.loads((ROOT / "benchmarks" / "results" / f"{table.result}.json").read_text())
+    result = _read(table.result)
     columns = table.columns or tuple(result["rows"][0])
     lines = [columns, ("---", *["---:"] * (len(columns) - 1))]
     lines += [[str(row[column]) for column in columns] for row in result["rows"]]
@@ -165,6 +231,6 @@ def _render(table: Table) -> str:
 
 
 if __name__ == "__main__":
-    for page in PAGES:
+    for page in ("README.md", *PAGES):
         path = ROOT / page
         path.write_text(with_tables(path.read_text(), page))

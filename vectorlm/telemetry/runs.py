@@ -112,7 +112,7 @@ def differences(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
 
 def save_start(folder: Path, world_size: int, device: str, *, num_steps: int, first_step: int) -> None:
     """Note in a run's folder that it starts: its steps, and what it runs on."""
-    note = {"num_steps": num_steps, "first_step": first_step, "started_at": time.time()}
+    note: dict[str, Any] = {"num_steps": num_steps, "first_step": first_step, "started_at": time.time()}
     note["versions"] = _versions(world_size, device)
     (folder / START).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
 
