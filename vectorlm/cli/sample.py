@@ -90,6 +90,7 @@ def answer(request: SampleArguments, out: TextIO) -> None:
         raise ConfigError(str(error)) from error
     try:
         with _engine(request) as engine:
+            engine.wait_until_ready()
             answers = sample_aloud(engine, list(request.prompts), dict(request.sampling_params))
     except EngineError as error:
         # The rest is the engine's traceback, which does not help somebody at the command line.
