@@ -134,6 +134,7 @@ def ask(request: SampleArguments) -> list[list[Completion]]:
     except EngineError as error:
         raise ConfigError(str(error)) from error
     with in_one_line(), open_engine(request) as engine:
+        engine.wait_until_ready()
         return sample_aloud(engine, list(request.prompts), dict(request.sampling_params))
 
 
