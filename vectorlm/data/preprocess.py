@@ -28,8 +28,8 @@ _OWN_FILES = ("*.arrow", "state.json", "dataset_info.json")
 def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -> Summary:
     """Make rows of `input_ids`, `labels`, `attention_mask`, `id` and `seq_lengths`, and save them at `save_path`.
 
-    Memory does not grow with the dataset (but for about 100 bytes a text with `best_fit`): what is between the source and the
-    rows lies in a hidden folder beside `save_path`, which is gone at the end. The rows appear at `save_path`
+    Memory does not grow with the dataset (but for about 100 bytes a text with `best_fit`): what is between the source
+    and the rows lies in a hidden folder beside `save_path`, which is gone at the end. The rows appear at `save_path`
     when they are complete.
 
     Args:
