@@ -169,7 +169,12 @@ def test_checkpoints_come_at_a_share_of_an_epoch_or_every_n_steps(
 
 @pytest.mark.parametrize(
     ("frequency", "row"),
-    [("0.5", "every 0.5 epoch"), ("1", "every 1 epoch"), ("2", "every 2 steps"), ("400", "every 400 steps")],
+    [
+        ("0.5", "every 0.5 of an epoch"),
+        ("1", "every epoch"),
+        ("2", "every 2 steps"),
+        ("400", "every 400 steps"),
+    ],
 )
 def test_check_says_whether_checkpoints_follow_epochs_or_steps(inputs, tmp_path, capsys, frequency, row):
     config_of(inputs, tmp_path / "run")

@@ -90,6 +90,7 @@ def test_fine_tuning_without_matplotlib_leaves_everything_but_pictures(inputs, t
         "config.yaml",
         "final-model",
         "metrics.jsonl",
+        "run.json",
     ]
     said = capfd.readouterr().err
     # At the start, not at the end.

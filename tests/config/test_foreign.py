@@ -43,7 +43,14 @@ def test_no_name_is_answered_that_means_something_here():
     at_home = {path.rpartition(".")[2] for path in all_settings()}
     assert FOREIGN.keys() & at_home == {
         # Right in one section; their notes say what differs where they are written in another.
-        *("beta", "gradient_accumulation_steps", "logging_steps", "max_steps", "warmup_steps"),
+        *(
+            "assistant_only_loss",
+            "beta",
+            "gradient_accumulation_steps",
+            "logging_steps",
+            "max_steps",
+            "warmup_steps",
+        ),
     }
 
 

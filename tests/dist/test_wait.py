@@ -25,13 +25,13 @@ class Terminal(io.StringIO):
 
 
 def test_a_short_wait_says_nothing(capsys):
-    with wait.aloud("reading"):
+    with wait.report_wait("reading"):
         pass
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_long_wait_prints_lines_and_how_long_it_took(impatient, capsys):
-    with wait.aloud("reading", detail=lambda: "1.2 GiB"):
+    with wait.report_wait("reading", detail=lambda: "1.2 GiB"):
         time.sleep(0.5)
     first, *_, last = capsys.readouterr().err.splitlines()
     assert first == "reading: 0 s so far, 1.2 GiB"
@@ -43,7 +43,7 @@ def test_a_wait_that_counts_says_how_much_is_done_and_left(monkeypatch, capsys):
     # A hundred times as fast.
     monkeypatch.setattr(wait.time, "monotonic", lambda: began + 100 * (now() - began))
     monkeypatch.setattr(wait, "AFTER_S", 0.2)
-    with wait.aloud("reading", done=lambda: 1, total=4):
+    with wait.report_wait("reading", done=lambda: 1, total=4):
         time.sleep(0.5)
     text = capsys.readouterr().err.splitlines()[0]
     seconds, left = map(int, re.fullmatch(r"reading: 1 of 4, (\d+) s so far, about (\d+) s left", text).groups())
@@ -52,14 +52,14 @@ def test_a_wait_that_counts_says_how_much_is_done_and_left(monkeypatch, capsys):
 
 
 def test_a_wait_that_fails_is_not_said_to_be_done(impatient, capsys):
-    with pytest.raises(KeyError), wait.aloud("reading"):
+    with pytest.raises(KeyError), wait.report_wait("reading"):
         time.sleep(0.3)
         raise KeyError("gone")
     assert "done" not in capsys.readouterr().err
 
 
 def test_a_rank_that_is_not_asked_to_speak_is_silent(impatient, capsys):
-    with wait.aloud("reading", is_on=False):
+    with wait.report_wait("reading", is_on=False):
         time.sleep(0.3)
     assert capsys.readouterr().err == ""
 
@@ -67,7 +67,7 @@ def test_a_rank_that_is_not_asked_to_speak_is_silent(impatient, capsys):
 def test_in_a_terminal_one_line_changes_and_is_gone_at_the_end(impatient, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with wait.aloud("reading", done=lambda: 3, total=4):
+    with wait.report_wait("reading", done=lambda: 3, total=4):
         time.sleep(0.4)
     assert terminal.getvalue().startswith("\rreading: 3 of 4, 0 s so far, about 0 s left |")
     *_, cleared, last = terminal.getvalue().removesuffix("\n").split("\r")

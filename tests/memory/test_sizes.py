@@ -31,7 +31,7 @@ def checkout(models, tmp_path, monkeypatch):
     for name in ("train", "eval"):
         Path("data", name).mkdir(parents=True)
         Path("data", name, "dataset_info.json").write_text("{}")
-        Path("data", f"{name}.jsonl").write_text('{"prompt": "1"}\n')
+        Path("data", f"{name}.jsonl").write_text('{"prompt": "1", "numbers": [1, 2], "target": 3}\n')
 
 
 def test_the_page_says_what_the_plan_computes(models):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vectorlm.checkpoint import folder
-from vectorlm.dist.wait import aloud
+from vectorlm.dist.wait import report_wait
 from vectorlm.lora.folder import lasting_name
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def export_model(
     Raises:
         CheckpointError: The folder cannot be written; no half of it is left.
     """
-    with aloud(f"writing the model {path}", is_on=dist.get_rank() == 0):
+    with report_wait(f"writing the model {path}", is_on=dist.get_rank() == 0):
         weights = gather_weights(model)
         if dist.get_rank() == 0:
             with folder.exported(Path(path)):

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from vectorlm.checkpoint import folder
-from vectorlm.dist.wait import aloud
+from vectorlm.dist.wait import report_wait
 from vectorlm.types import TrainedModel
 
 DIGESTS = "files.json"
@@ -65,7 +65,7 @@ class CheckpointStore:
         """
         target = folder.folder_of(self._path, step)
         speaks = dist.get_rank() == 0
-        with folder.writable(target), aloud(f"writing the checkpoint {target}", is_on=speaks):
+        with folder.writable(target), report_wait(f"writing the checkpoint {target}", is_on=speaks):
             self._write(target, models, loop)
 
     def _write(self, target: Path, models: Mapping[str, TrainedModel], loop: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ class CheckpointStore:
             CheckpointError: The checkpoint cannot be read, or is not as it was written.
         """
         source, rank = folder.folder_of(self._path, step), dist.get_rank()
-        with folder.readable(source), aloud(f"reading the checkpoint {source}", is_on=rank == 0):
+        with folder.readable(source), report_wait(f"reading the checkpoint {source}", is_on=rank == 0):
             _require_as_written(source)
             states = {name: state_of(model) for name, model in models.items()}
             dcp.load(states, checkpoint_id=source / "shards")

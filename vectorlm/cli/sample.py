@@ -125,7 +125,7 @@ def answer(request: SampleArguments, out: TextIO) -> None:
 def ask(request: SampleArguments) -> list[list[Completion]]:
     """Start the engine and return its completions of each prompt."""
     from vectorlm.backends.transformers.parameters import NAMES, read_parameters
-    from vectorlm.telemetry.progress import sample_aloud
+    from vectorlm.telemetry.progress import sample_with_progress
 
     own = {name: value for name, value in request.sampling_params.items() if name in NAMES}
     try:
@@ -135,7 +135,7 @@ def ask(request: SampleArguments) -> list[list[Completion]]:
         raise ConfigError(str(error)) from error
     with in_one_line(), open_engine(request) as engine:
         engine.wait_until_ready()
-        return sample_aloud(engine, list(request.prompts), dict(request.sampling_params))
+        return sample_with_progress(engine, list(request.prompts), dict(request.sampling_params))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def aloud(
+def report_wait(
     what: str,
     *,
     is_on: bool = True,

@@ -25,7 +25,7 @@ import psutil
 
 from vectorlm.dist.process_end import how_it_ended, write_fault
 from vectorlm.dist.topology import Topology
-from vectorlm.dist.wait import aloud
+from vectorlm.dist.wait import report_wait
 from vectorlm.engine import messages
 from vectorlm.engine.environment import sampler_environment
 from vectorlm.engine.warm_start import ForkedProcess, WarmStart
@@ -139,7 +139,7 @@ class ProcessChannel:
     def answer(self, number: int, silence_s: float, waiting_for: str, deadline_s: float | None = None) -> Any:
         """Wait for an answer; rank 0 says so where the engine takes long to start."""
         is_start = number == 0 and self._topology.is_main
-        with aloud(self._start_is, is_on=is_start, detail=self._size), self._news:
+        with report_wait(self._start_is, is_on=is_start, detail=self._size), self._news:
             while number not in self._answers:
                 now = time.monotonic()
                 if not self._is_cut and deadline_s is not None and now >= deadline_s:

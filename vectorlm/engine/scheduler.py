@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vectorlm.contracts import BACKENDS, Backend, RequestOutput
-from vectorlm.dist.wait import aloud
+from vectorlm.dist.wait import report_wait
 from vectorlm.engine import messages
 from vectorlm.engine.arguments import one_each
 from vectorlm.engine.packed import packing
@@ -325,7 +325,7 @@ class InlineChannel:
         self._scheduler: Scheduler | None = None
         began, number = time.perf_counter(), next(self._count)
         try:
-            with aloud("waiting for the engine"):
+            with report_wait("waiting for the engine"):
                 backend = open_backend(start)
             ready = messages.Ready(backend.receiver, time.perf_counter() - began, backend.max_num_seqs)
             self._scheduler = Scheduler(backend)

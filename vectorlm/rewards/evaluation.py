@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.rewards.runner import score_answers
-from vectorlm.telemetry.progress import sample_aloud
+from vectorlm.telemetry.progress import sample_with_progress
 from vectorlm.telemetry.step_lines import StepLines
 from vectorlm.train.device_turn import DeviceTurn
 from vectorlm.types import Completion, PromptRecord
@@ -51,7 +51,7 @@ class Evaluator:
             start_s = time.perf_counter()
             prompts, is_main = [record.prompt for record in self._prompt_records], self._lines is not None
             what = f"step {step}: sampling the held-out prompts"
-            answers = sample_aloud(self._turn.engine, prompts, what=what, is_on=is_main)
+            answers = sample_with_progress(self._turn.engine, prompts, what=what, is_on=is_main)
             generate_s = time.perf_counter() - start_s
         num_tokens = sum(len(completion.token_ids) for options in answers for completion in options)
         metrics = {"sampler/generate_s": generate_s, "sampler/tokens_per_s": num_tokens / generate_s}

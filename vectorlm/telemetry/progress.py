@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vectorlm.dist.wait import aloud
+from vectorlm.dist.wait import report_wait
 from vectorlm.types import Completion, Engine, Prompt
 
 NUM_PARTS = 20
@@ -14,7 +14,7 @@ MIN_PART = 8
 """Prompts of a part, at least: each part costs an exchange between the ranks."""
 
 
-def sample_aloud(
+def sample_with_progress(
     engine: Engine,
     prompts: Sequence[Prompt],
     sampling_params: Mapping[str, Any] | None = None,
@@ -28,11 +28,11 @@ def sample_aloud(
     """
     size = max(MIN_PART, -(-len(prompts) // NUM_PARTS))
     if len(prompts) <= size:
-        with aloud(what, is_on=is_on):
+        with report_wait(what, is_on=is_on):
             return engine.sample(prompts, sampling_params)
     parts = [prompts[first : first + size] for first in range(0, len(prompts), size)]
     answers: list[list[Completion]] = []
-    with aloud(f"{what}, prompts", is_on=is_on, done=lambda: len(answers), total=len(prompts)):
+    with report_wait(f"{what}, prompts", is_on=is_on, done=lambda: len(answers), total=len(prompts)):
         batches = engine.submit_many([(part, sampling_params) for part in parts])
         try:
             for batch in batches:
