@@ -98,7 +98,7 @@ def test_nodes_with_different_numbers_of_ranks_are_refused_on_both(scratch):
     for code, text in TwoNodes([SCRIPT, "exchange"], scratch, num_ranks=(1, 2)).outcomes(NOTICED_WITHIN_S):
         assert code == 1
         assert "LaunchError: RANK=" in text
-        assert "Start torchrun with the same --nproc_per_node on every node." in text
+        assert "Start torchrun with the same --nproc_per_node on every node, or srun" in text
 
 
 @pytest.mark.slow
