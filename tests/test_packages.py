@@ -6,12 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from rank_processes import on_ranks, save_tiny_llama
+from rank_processes import save_tiny_llama
 from rl_runs import config_of, save_files
 from test_finetune import inputs, lines, make_config  # noqa: F401 (`inputs` is a fixture)
 
 from vectorlm.cli import main
-from vectorlm.finetune import finetune
 
 NO_PICTURES = "pictures: none, for the package matplotlib is not installed. Run `pip install matplotlib`."
 HIDING = """
@@ -77,24 +76,36 @@ def test_preprocessing_without_datasets_is_refused(inputs, tmp_path, hidden, cap
     assert "preprocessing needs the package datasets." in capsys.readouterr().err
 
 
-def fine_tune_without(topology, config, *names):
-    hide(*names)
-    finetune(config, topology)
-    return sorted(name for name in names if name in sys.modules)
+FINE_TUNING = """
+from vectorlm.config import load_config
+from vectorlm.finetune import finetune
+
+finetune(load_config(sys.argv[1], sys.argv[2:]))
+print(sorted({"matplotlib", "wandb"} & set(sys.modules)))
+"""
 
 
-def test_fine_tuning_without_matplotlib_leaves_everything_but_pictures(inputs, tmp_path, capfd):  # noqa: F811
-    config = make_config(inputs, tmp_path / "run", epochs=1)
-    assert on_ranks(1, fine_tune_without, config, "matplotlib", "wandb") == [[]]
+def test_fine_tuning_without_matplotlib_leaves_everything_but_pictures(inputs, tmp_path):  # noqa: F811
+    make_config(inputs, tmp_path / "run", epochs=1)
+    done = run_without(("matplotlib", "wandb"), FINE_TUNING, str(tmp_path / "run.yaml"))
+    assert done.stdout == "[]\n"
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "config.yaml",
         "final-model",
         "metrics.jsonl",
         "run.json",
     ]
-    said = capfd.readouterr().err
     # At the start, not at the end.
-    assert said.index(NO_PICTURES) < said.index("step ")
+    assert done.stderr.index(NO_PICTURES) < done.stderr.index("step ")
+
+
+def run_without(names, code, *arguments):
+    """Run code in a new process that lacks these packages."""
+    command = [sys.executable, "-c", HIDING.format(names=names) + code, *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 RL = """
@@ -112,10 +123,7 @@ def test_reinforcement_learning_without_datasets_goes_on(tmp_path):
     config_of(save_files(tmp_path), tmp_path / "run")
     # The tokens of a FakeEngine are characters.
     save_tiny_llama(tmp_path / "model", vocab_size=128)
-    code = HIDING.format(names=("datasets", "matplotlib", "wandb")) + RL
-    command = [sys.executable, "-c", code, str(tmp_path / "run.yaml"), "rl.max_steps=1"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    absent = ("datasets", "matplotlib", "wandb")
+    done = run_without(absent, RL, str(tmp_path / "run.yaml"), "rl.max_steps=1")
     assert [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").open()] == [0, 1]
     assert NO_PICTURES in done.stderr
