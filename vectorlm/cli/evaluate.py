@@ -14,6 +14,7 @@ from typing import Any
 
 from vectorlm.cli.sample import (
     MAX_TOKENS,
+    MODEL_HELP,
     SampleArguments,
     add_sampling_arguments,
     ask,
@@ -38,7 +39,7 @@ REWARD_TIMEOUT_S = 300.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm evaluate``."""
-    parser.add_argument("--model", required=True, metavar="DIR", help="as for `vectorlm sample`")
+    parser.add_argument("--model", required=True, metavar="DIR", help=MODEL_HELP)
     parser.add_argument(
         "yaml_path",
         nargs="?",

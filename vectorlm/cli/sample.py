@@ -20,6 +20,10 @@ from vectorlm.types import Completion, Prompt
 
 FLAGS = ("max_tokens", "temperature", "n", "seed")
 MAX_TOKENS = 64
+MODEL_HELP = (
+    "a folder written by save_pretrained (a model, or LoRA adapters that name their base model), or a name on the "
+    "Hugging Face Hub"
+)
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,7 @@ class SampleArguments:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm sample``."""
-    help_text = (
-        "a folder written by save_pretrained, a model or LoRA adapters that name their base model; or a name on the "
-        "Hugging Face Hub"
-    )
-    parser.add_argument("--model", required=True, metavar="DIR", help=help_text)
+    parser.add_argument("--model", required=True, metavar="DIR", help=MODEL_HELP)
     parser.add_argument(
         "--prompt",
         dest="prompts",

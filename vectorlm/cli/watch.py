@@ -60,7 +60,7 @@ PHASES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm watch``."""
     parser.add_argument("folder", metavar="RUN", help="the output_dir of a run")
-    help_text = "print how it stands and end; so it does where the output is no terminal"
+    help_text = "print how the run is doing once, and end; the default where the output is not a terminal"
     parser.add_argument("--once", action="store_true", help=help_text)
 
 

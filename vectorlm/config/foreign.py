@@ -101,12 +101,16 @@ FOREIGN: Mapping[str, Foreign] = {
     ),
     **dict.fromkeys(("save_steps", "save_freq"), _SAVE),
     **dict.fromkeys(("save_strategy", "resume_from_checkpoint"), _CHECKPOINTS),
+    "save_total_limit": Foreign((_TRAIN + "keep_checkpoints",)),
+    "load_best_model_at_end": Foreign((_TRAIN + "final_model",), "final_model: best."),
     **dict.fromkeys(("eval_steps", "eval_strategy", "test_freq"), _EVERY),
     "logging_steps": Foreign(
         (_TRAIN + "logging_steps",), "It spaces evaluations: metrics are written at every step."
     ),
     "log_completions": Foreign(("rl.show_every",)),
-    "report_to": Foreign(("enable_wandb_logging",), "metrics.jsonl and plots are written in any case."),
+    "report_to": Foreign(
+        ("enable_wandb_logging", "trackers"), "metrics.jsonl and plots are written in any case."
+    ),
     "run_name": Foreign(("wandb_config.name",)),
     **dict.fromkeys(("bf16", "fp16"), _PRECISION),
     "gradient_checkpointing": Foreign(

@@ -66,7 +66,7 @@ class ModelSettings:
     sharding_strategy: ShardingStrategy = "FULL_SHARD"
     """What FSDP shards: everything, gradients and optimizer state, nothing, or everything within a node."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights. bfloat16 halves them and the optimizer's state, and loses small updates; adapters stay fp32."""
+    """Type of the weights. bfloat16 halves them and optimizer state, and loses small updates; adapters stay fp32."""
     use_mp: bool | None = None
     """Mixed precision: compute in bfloat16, sum gradients in float32. null means on CUDA alone."""
     use_activation_checkpointing: bool = False
@@ -78,7 +78,7 @@ class ModelSettings:
     use_flash_attention: bool = False
     """Use Flash Attention where the model supports it (CUDA; elsewhere torch's attention); rows are padded then."""
     low_cpu_mem_usage: bool | None = None
-    """Load the weights on rank 0 alone; other ranks receive their shards from it. null means where there are any."""
+    """Load the weights on rank 0 alone; other ranks receive their shards from it. null means with several ranks."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state on the host, where AdamW steps (CUDA); blocks visit the device."""
 
