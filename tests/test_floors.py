@@ -24,7 +24,7 @@ CORE = (
 )
 FLOORS = [
     {"errors"},
-    {"types", "plugin", "settings"},
+    {"types", "plugin", "settings", "packages"},
     {"dist", "algorithms", "tasks"},
     {"weights"},
     {"contracts"},

@@ -31,7 +31,6 @@ from vectorlm.checkpoint.folder import (
 from vectorlm.checkpoint.state import CheckpointStore, load_weights
 from vectorlm.checkpoint.watch import BestWatch
 from vectorlm.config import Config, save_config, to_plain
-from vectorlm.config.check_packages import is_installed
 from vectorlm.config.resume import Resumption, find_resumption, identity_of
 from vectorlm.config.summary import notes_of
 from vectorlm.data.prompts import read_prompts
@@ -43,6 +42,7 @@ from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.lora.load import add_lora
 from vectorlm.lora.options import engine_arguments, refused_options
 from vectorlm.memory.from_config import memory_report
+from vectorlm.packages import is_installed
 from vectorlm.rewards.evaluation import Evaluator
 from vectorlm.rewards.registry import get_reward
 from vectorlm.telemetry.metrics import CoreWatch, FanOut, JsonlSink, ProgressSink, Sink

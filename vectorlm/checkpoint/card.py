@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from vectorlm.lora.folder import hub_name
+from vectorlm.packages import versions_of
 
 SHOWN = ("train/loss", "eval/loss", "eval/accuracy", "reward/mean", "reference/kl")
 """Metrics whose newest value is shown."""
@@ -64,12 +64,13 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
         head["base_model"] = base
     if step is not None:
         head["step"] = step
+    versions = ", ".join(f"{name} {version}" for name, version in versions_of(LIBRARIES).items())
     sections = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
         f"# {run.absolute().name}\n\n{_origin(config, base, step)}",
         *_numbers(run, step),
         f"## Use it\n\n{_ADAPTER if is_adapter else _FULL}",
-        f"## Versions\n\n{_versions()}",
+        f"## Versions\n\n{versions}\n",
     ]
     if config_text:
         fold = "<details>\n<summary>config.yaml</summary>\n\n"
@@ -116,16 +117,6 @@ def _numbers(run: Path, step: int | None) -> list[str]:
         return []
     rows = [f"| `{name}` | {found[name][0]:.4g} | {found[name][1]} |" for name in SHOWN if name in found]
     return ["## Results\n\n| metric | value | after step |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"]
-
-
-def _versions() -> str:
-    found = []
-    for name in LIBRARIES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found) + "\n"
 
 
 def _has_lora(config: dict[str, Any]) -> bool:

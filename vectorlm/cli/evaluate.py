@@ -23,11 +23,11 @@ from vectorlm.cli.sample import (
     require_model,
     sampling_params,
 )
-from vectorlm.config.check_packages import is_installed
 from vectorlm.config.load import load_config
 from vectorlm.config.schema import Config
 from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import ConfigError
+from vectorlm.packages import is_installed
 from vectorlm.rewards.grade import Grade, grade
 from vectorlm.rewards.registry import get_reward, short_name
 from vectorlm.rewards.runner import score_answers

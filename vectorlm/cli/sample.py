@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,6 +15,7 @@ import yaml
 from vectorlm.config.local_model import describe_absent, download, local_folder
 from vectorlm.errors import ConfigError, EngineError
 from vectorlm.lora.folder import base_of, is_adapter_folder
+from vectorlm.packages import is_installed
 from vectorlm.types import Completion, Prompt
 
 FLAGS = ("max_tokens", "temperature", "n", "seed")
@@ -105,7 +105,7 @@ def require_model(args: argparse.Namespace) -> tuple[str, str | None]:
         raise ConfigError(
             f"--model {model} has no config.json: it must be a folder written by save_pretrained."
         )
-    if args.engine == "vllm" and find_spec("vllm") is None:
+    if args.engine == "vllm" and not is_installed("vllm"):
         raise ConfigError("--engine vllm needs the vllm package, which is not installed. Use --engine hf.")
     return model, adapter
 

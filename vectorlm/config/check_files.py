@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
@@ -18,6 +17,7 @@ from vectorlm.config.setting import refuse
 from vectorlm.data.prompts import PARQUET
 from vectorlm.dist.topology import with_rank_variables
 from vectorlm.errors import CheckpointError
+from vectorlm.packages import is_installed
 
 SAMPLER = "train_parameters.sampler"
 
@@ -63,7 +63,7 @@ def _model_problems(config: Config) -> Iterator[str]:
         fix = "Resize the embeddings (docs/data.md shows how), or save the tokenizer that belongs to it."
         yield refuse(config, "model", rule, fix)
     path = "train_parameters.use_flash_attention"
-    if config.train_parameters.model.use_flash_attention and has_cuda() and not find_spec("flash_attn"):
+    if config.train_parameters.model.use_flash_attention and has_cuda() and not is_installed("flash_attn"):
         rule = "needs the package flash-attn on CUDA, and it is not installed"
         yield refuse(config, path, rule, "Run `pip install flash-attn`, or set it to false.")
     if config.train_parameters.model.compile and not (has_cuda() or which(os.environ.get("CXX", "g++"))):

@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from vectorlm.errors import ConfigError
+from vectorlm.packages import versions_of
 
 Series = list[tuple[float, float]]
 START = "run.json"
@@ -121,11 +121,7 @@ def _versions(world_size: int, device: str) -> dict[str, Any]:
     """Return the versions of packages, interpreter and machine, and the ranks and their device."""
     found: dict[str, Any] = {"world_size": world_size, "device": device.partition(":")[0]}
     found |= {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    found |= versions_of(PACKAGES)
     # It says which build of torch it is, +cpu or +cu130, which the package's own version may leave out.
     if "torch" in sys.modules:
         found["torch"] = str(sys.modules["torch"].__version__)

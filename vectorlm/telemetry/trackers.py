@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
@@ -43,12 +42,6 @@ def open_trackers(
             named = {"project": "vectorlm", "name": output.resolve().name, "resume": resume}
             found.append(TrackioSink({**named, **(arguments or {})}, run_config))
     return found
-
-
-def missing_package(tracker: str) -> str | None:
-    """Return the package that a tracker needs and that is not installed."""
-    package = PACKAGES[tracker]
-    return None if find_spec(package) else package
 
 
 class WandbSink:
