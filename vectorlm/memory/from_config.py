@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
+
 from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES, packs_by_itself
 from vectorlm.config import Config, SamplerSettings
 from vectorlm.dist.placement import tensor_parallel_size
@@ -137,11 +139,7 @@ def _engine_demand(
 
 def host_memory_bytes() -> int:
     """Return the memory of this machine, or of its container where that is less."""
-    total = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemTotal:")
-    )
+    total = psutil.virtual_memory().total
     limit = container_limits().memory_bytes
     return total if limit is None else min(total, limit)
 
