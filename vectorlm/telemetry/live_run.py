@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import deque
 from itertools import zip_longest
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from vectorlm.telemetry.runs import START
+from vectorlm.telemetry.runs import START, parse_line
 
 NUM_LINES = 20_000
 """Lines of metrics that are kept; a longer run shows its last ones."""
@@ -67,10 +66,8 @@ class GrowingFile:
         is_cut = is_other and self._offset > 0
         self._offset += len(data)
         *whole, self._rest = (self._rest + data).split(b"\n")
-        for text in whole[1:] if is_cut else whole:
-            line = _parse(text)
-            if line is not None:
-                self.lines.append(line)
+        found = map(parse_line, whole[1:] if is_cut else whole)
+        self.lines.extend(line for line in found if line is not None)
         return is_other or bool(data)
 
 
@@ -210,12 +207,3 @@ def _sample(line: Line, completion: Any, reward: float | None) -> Sample:
     elif isinstance(prompt, list):
         prompt = f"({len(prompt)} tokens)"
     return Sample(line.get("train_step", 0), str(prompt), str(completion), reward)
-
-
-def _parse(text: bytes) -> Line | None:
-    """Return an object; None for anything else: a crash may have cut a line short."""
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) else None
