@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
-from vectorlm.config.check_vllm import nearest
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
 from vectorlm.packages import is_installed
+from vectorlm.settings import nearest
 from vectorlm.telemetry.trackers import PACKAGES
 
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
@@ -13,6 +12,7 @@ from typing import Any
 
 from vectorlm.config.schema import Config
 from vectorlm.packages import versions_of
+from vectorlm.settings import nearest
 
 Problem = tuple[str, str, str, Any]
 """Path of the setting, the rule that it breaks, a fix, and its value."""
@@ -111,12 +111,6 @@ def _source(path: str, package: str = "vllm") -> str:
     folders = [] if found is None else found.submodule_search_locations or []
     files = [file for file in (Path(folder) / path for folder in folders) if file.is_file()]
     return files[0].read_text(encoding="utf-8") if files else ""
-
-
-def nearest(name: str, known: Collection[str]) -> str:
-    """Ask for the known name that is most like `name`; empty where none is."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {near[0]!r}?" if near else ""
 
 
 def head_size_without_kernel(description: Mapping[str, Any]) -> int | None:
