@@ -10,7 +10,7 @@ from shutil import which
 
 from vectorlm.checkpoint.folder import is_held
 from vectorlm.config.check_vllm import CPU_HEAD_SIZES, head_size_without_kernel
-from vectorlm.config.local_model import describe_absent, own_length
+from vectorlm.config.local_model import describe_absent, number_in, own_length
 from vectorlm.config.resume import find_resumption
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
@@ -50,15 +50,15 @@ def _model_problems(config: Config) -> Iterator[str]:
     except (ValueError, AttributeError) as error:
         yield refuse(config, "model", f"holds a broken config.json ({error})", "Save the model again.")
         return
-    if isinstance(limit, int) and config.train_parameters.max_seq_len > limit:
+    if limit is not None and config.train_parameters.max_seq_len > limit:
         rule = f"is beyond the model's limit of {limit} tokens"
         yield refuse(config, "train_parameters.max_seq_len", rule, f"Use {limit} or less.")
     if config.train_parameters.sampler is not None and (size := head_size_without_kernel(description)):
         rule = f"has attention heads of {size} dimensions, which vLLM's CPU attention does not support"
         fix = f"Use a model with {', '.join(map(str, CPU_HEAD_SIZES))}, or set {SAMPLER} to null."
         yield refuse(config, "model", rule, fix)
-    num_tokens, largest = description.get("vocab_size"), _largest_token(Path(config.model))
-    if isinstance(num_tokens, int) and largest >= num_tokens:
+    num_tokens, largest = number_in(description, ["vocab_size"]), _largest_token(Path(config.model))
+    if num_tokens is not None and largest >= num_tokens:
         rule = f"has embeddings for {num_tokens} tokens, and its tokenizer has a token {largest}"
         fix = "Resize the embeddings (docs/data.md shows how), or save the tokenizer that belongs to it."
         yield refuse(config, "model", rule, fix)
