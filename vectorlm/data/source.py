@@ -57,11 +57,7 @@ class Source:
 
 
 def open_source(settings: PreprocessSettings, scratch: Path) -> Source:
-    """Find out what there is at `load_path`, and take the split that is asked for.
-
-    Args:
-        settings: `load_path`, `split` and `hub_config` are read.
-        scratch: Folder for what takes too much memory.
+    """Find out what there is at `load_path`, and take the split that is asked for; `scratch` takes large files.
 
     Raises:
         DatasetError: There is nothing, something else than rows, or no such split.

@@ -23,11 +23,8 @@ def memory_report(
 ) -> str:
     """Return the memory plan of a run as a table, or why there is none.
 
-    Args:
-        config: The run.
-        world_size: Number of ranks.
-        device_bytes: Memory of one CUDA device; None plans for CPU, with the memory of this machine.
-        ranks_per_node: Ranks of one node; `world_size` when omitted.
+    `device_bytes` is the memory of one CUDA device; None plans for CPU, with the memory of this machine. All ranks run
+    on one node unless `ranks_per_node` says otherwise.
 
     Raises:
         ConfigError: The run cannot fit; the text has the numbers and the settings to change.
