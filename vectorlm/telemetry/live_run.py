@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +80,6 @@ class LiveRun:
         self._metrics = GrowingFile(path / "metrics.jsonl", NUM_LINES)
         self._rollouts = GrowingFile(path / "rollouts.jsonl", NUM_SAMPLES, SAMPLE_BYTES)
         self._answers = GrowingFile(path / "samples.jsonl", NUM_SAMPLES, SAMPLE_BYTES)
-        self._known: dict[str, tuple[int, dict[str, Any]]] = {}
         self.settings: dict[str, Any] = {}
         """The run's config, as plain values."""
         self.start: dict[str, Any] | None = None
@@ -170,13 +170,16 @@ class LiveRun:
         """Read a YAML or JSON file, unless it has not changed; empty where there is none, or half of one."""
         path = self.path / name
         try:
-            written = path.stat().st_mtime_ns
-            if self._known.get(name, (0, {}))[0] != written:
-                found = yaml.safe_load(path.read_text(encoding="utf-8"))
-                self._known[name] = written, found if isinstance(found, dict) else {}
+            return _parsed(path, path.stat().st_mtime_ns)
         except (FileNotFoundError, yaml.YAMLError):
-            self._known.pop(name, None)
-        return self._known.get(name, (0, {}))[1]
+            return {}
+
+
+@lru_cache(maxsize=4)
+def _parsed(path: Path, written_ns: int) -> dict[str, Any]:
+    """Return what a file held when it was written at `written_ns`."""
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}
 
 
 def _step_s(line: Line) -> float:
