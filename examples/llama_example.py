@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from vectorlm.config import add_config_arguments, check_config, config_from_arguments, with_download
 from vectorlm.dist.topology import Topology
-from vectorlm.errors import VectorLMError
+from vectorlm.errors import ConfigError, VectorLMError
 from vectorlm.finetune import finetune
 from vectorlm.rewards.registry import reward_names
 
@@ -39,7 +39,8 @@ def main() -> None:
             config = replace(config, train_parameters=replace(config.train_parameters, sampler=None))
         finetune(config, topology)
     except VectorLMError as error:
-        sys.exit(f"rank {topology.rank}: {type(error).__name__}: {error}")
+        print(f"rank {topology.rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
 if __name__ == "__main__":

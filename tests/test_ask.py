@@ -9,6 +9,7 @@ from rank_processes import save_tiny_llama
 
 from vectorlm.backends.transformers import HFEngine
 from vectorlm.cli import main
+from vectorlm.cli.sample import read_pairs
 
 GREEDY = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
 
@@ -72,6 +73,13 @@ def test_a_wrong_argument_ends_with_one_line_and_code_2(model_path, capsys, monk
     assert printed.err.startswith("ConfigError: ")
     assert printed.err.count("\n") == 1
     assert message in printed.err
+
+
+def test_values_are_read_as_in_a_config():
+    assert read_pairs("--param", "top_p=0.9", ["temperature=1e-1", "stop=[a, b]"]) == {
+        "temperature": 0.1,
+        "stop": ["a", "b"],
+    }
 
 
 def test_a_folder_without_a_model_is_named_before_anything_heavy_is_imported(tmp_path):

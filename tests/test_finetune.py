@@ -266,7 +266,7 @@ def test_the_examples_report_a_mistake_in_one_line(inputs, tmp_path):
     make_config(inputs, tmp_path / "run")
     for script in ("examples/llama_example.py", "examples/llama_example_mp.py"):
         done = start(script, "--yaml_path", str(tmp_path / "run.yaml"), "--set", "model=/nowhere")
-        assert done.returncode == 1
+        assert done.returncode == 2
         assert "ConfigError: " in done.stderr
         assert "/nowhere" in done.stderr
         assert "Traceback" not in done.stderr

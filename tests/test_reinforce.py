@@ -383,6 +383,6 @@ def test_the_script_refuses_a_config_without_rl_in_one_line(files, tmp_path):
         text=True,
         timeout=120,
     )
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert "there is nothing to train on" in run.stderr
     assert "Traceback" not in run.stderr

@@ -19,7 +19,6 @@ from torch import nn
 from transformers import set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from vectorlm.checkpoint.card import card_of
 from vectorlm.checkpoint.export import export_model
 from vectorlm.checkpoint.folder import (
     folder_of,
@@ -31,7 +30,6 @@ from vectorlm.checkpoint.folder import (
 from vectorlm.checkpoint.state import CheckpointStore, load_weights
 from vectorlm.checkpoint.watch import BestWatch
 from vectorlm.config import Config, save_config, to_plain
-from vectorlm.config.check_packages import is_installed
 from vectorlm.config.resume import Resumption, find_resumption, identity_of
 from vectorlm.config.summary import notes_of
 from vectorlm.data.prompts import read_prompts
@@ -43,8 +41,10 @@ from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.lora.load import add_lora
 from vectorlm.lora.options import engine_arguments, refused_options
 from vectorlm.memory.from_config import memory_report
+from vectorlm.packages import is_installed
 from vectorlm.rewards.evaluation import Evaluator
 from vectorlm.rewards.registry import get_reward
+from vectorlm.telemetry.card import card_of
 from vectorlm.telemetry.metrics import CoreWatch, FanOut, JsonlSink, ProgressSink, Sink
 from vectorlm.telemetry.plots import plot_correction, plot_run
 from vectorlm.telemetry.profile import ProfileSink, short_run
@@ -143,14 +143,9 @@ class Run:
         num_examples: int | None = None,
         **more: Any,
     ) -> Recorder:
-        """Open metrics, checkpoints and evaluation.
+        """Open metrics, checkpoints and evaluation; `more` are other fields of the recorder.
 
-        Args:
-            turn: Gives the devices to the engine for evaluations; None without an engine.
-            num_steps: Steps of the whole run.
-            save_every: Steps between two checkpoints.
-            num_examples: The rows of a training dataset.
-            **more: Other fields of the recorder.
+        A resumed run must have `num_examples` rows of a training dataset, where it is given.
         """
         settings = self.config.train_parameters
         if settings.checkpointing_enabled:

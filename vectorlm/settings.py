@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Annotated, Any, get_args
 
 
@@ -106,3 +107,9 @@ def require_choice(name: str, value: str, kind: Any) -> None:
     """Raise ValueError where `value` is none of the names of the Literal `kind`."""
     if value not in get_args(kind):
         raise ValueError(f"{name}={value!r} is not known: it must be one of {', '.join(get_args(kind))}.")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Ask for the known name that is most like `name`; empty where none is."""
+    near = get_close_matches(name, list(known), n=1)
+    return f"Did you mean {near[0]!r}?" if near else ""

@@ -100,6 +100,10 @@ def test_a_teacher_that_reads_less_is_refused(here):
     description = json.loads(Path("teacher/config.json").read_text())
     Path("teacher/config.json").write_text(json.dumps(description | {"max_position_embeddings": 32}))
     assert "reads at most 32 tokens, and train_parameters.max_seq_len=64" in refusal()
+    # As the family of GPT-2 calls it.
+    del description["max_position_embeddings"]
+    Path("teacher/config.json").write_text(json.dumps(description | {"n_positions": 16}))
+    assert "reads at most 16 tokens, and train_parameters.max_seq_len=64" in refusal()
 
 
 def change_tokenizer(change):

@@ -120,6 +120,11 @@ def test_a_tokenizer_larger_than_the_embeddings_is_refused(path):
     tokens = {"model": {"vocab": {"a": 0, "b": 39}}, "added_tokens": [{"id": 40}]}
     Path("models/tiny/tokenizer.json").write_text(json.dumps(tokens))
     assert "has embeddings for 40 tokens, and its tokenizer has a token 40" in problems(path)
+    description = json.loads(Path("models/tiny/config.json").read_text())
+    # A model for text and images has a part for text, which says it.
+    in_parts = {"text_config": {"vocab_size": description["vocab_size"]}, **description, "vocab_size": None}
+    Path("models/tiny/config.json").write_text(json.dumps(in_parts))
+    assert "has embeddings for 40 tokens, and its tokenizer has a token 40" in problems(path)
     tokens["added_tokens"] = []
     Path("models/tiny/tokenizer.json").write_text(json.dumps(tokens))
     check_config(load_config(path, [SAMPLER]), 1, ["countdown"])

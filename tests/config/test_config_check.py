@@ -221,12 +221,12 @@ def test_flash_attention_needs_its_package_on_cuda_alone(complete, monkeypatch):
     monkeypatch.setattr("vectorlm.config.check_files.has_cuda", lambda: False)
     check_config(load_config(complete, [FLASH]), 1, REWARDS)
     monkeypatch.setattr("vectorlm.config.check_files.has_cuda", lambda: True)
-    monkeypatch.setattr("vectorlm.config.check_files.find_spec", lambda name: None)
+    monkeypatch.setattr("vectorlm.config.check_files.is_installed", lambda name: False)
     assert problems(complete, FLASH) == (
         "train_parameters.use_flash_attention=true needs the package flash-attn on CUDA, and it is not installed. "
         f"Run `pip install flash-attn`, or set it to false. (--set {FLASH})"
     )
-    monkeypatch.setattr("vectorlm.config.check_files.find_spec", lambda name: object())
+    monkeypatch.setattr("vectorlm.config.check_files.is_installed", lambda name: True)
     check_config(load_config(complete, [FLASH]), 1, REWARDS)
 
 
@@ -433,7 +433,7 @@ def test_wandb_that_is_not_installed_is_refused_before_a_model_is_loaded(complet
     ],
 )
 def test_a_tracker_that_would_not_work_is_refused_before_the_start(complete, monkeypatch, trackers, text):
-    monkeypatch.setattr("vectorlm.telemetry.trackers.find_spec", lambda name: name != "trackio" or None)
+    monkeypatch.setattr(check_packages, "is_installed", lambda name: name != "trackio")
     assert text in problems(complete, f"trackers={trackers}")
 
 

@@ -1,5 +1,4 @@
 import json
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ SAMPLER = "train_parameters.sampler={sample_frequency: 2, prompts: [a]}"
 
 @pytest.fixture
 def engine_on_cpu(monkeypatch):
-    monkeypatch.setattr(check_vllm, "version", lambda package: "0.32.0")
+    monkeypatch.setattr(check_vllm, "versions_of", lambda names: dict.fromkeys(names, "0.32.0"))
 
 
 def test_the_head_size_is_the_one_given_or_the_width_over_the_heads(engine_on_cpu):
@@ -30,11 +29,7 @@ def test_where_nothing_is_known_nothing_is_said(engine_on_cpu, monkeypatch):
     assert head_size_without_kernel({}) is None
     assert head_size_without_kernel({"hidden_size": 64, "num_attention_heads": 0}) is None
     assert head_size_without_kernel({**NARROW, "kv_lora_rank": 8}) is None
-
-    def is_missing(package):
-        raise PackageNotFoundError(package)
-
-    monkeypatch.setattr(check_vllm, "version", is_missing)
+    monkeypatch.setattr(check_vllm, "versions_of", lambda names: {})
     assert head_size_without_kernel(NARROW) is None, "an engine on CUDA has other kernels"
 
 

@@ -51,7 +51,7 @@ def test_an_interrupted_command_says_that_nothing_has_changed(capsys, monkeypatc
     Path("my.yaml").write_text(block("yaml"))
     monkeypatch.setattr("vectorlm.data.preprocess.preprocess", interrupt)
     assert main(["preprocess", "my.yaml"]) == 130
-    assert capsys.readouterr().err.endswith("interrupted: data/train is as it was before\n")
+    assert capsys.readouterr().err.endswith("interrupted; data/train is as it was before\n")
 
 
 def test_the_forms_of_files_are_those_that_are_read():

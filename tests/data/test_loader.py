@@ -209,8 +209,12 @@ def test_a_saved_dataset_is_loaded(tmp_path):
 def test_what_is_no_dataset_is_refused(tmp_path):
     with pytest.raises(DatasetError, match=r"dataset folder '.*nowhere' does not exist"):
         load_dataset(tmp_path / "nowhere")
-    with pytest.raises(DatasetError, match="holds no dataset that save_to_disk wrote"):
-        load_dataset(tmp_path)
+    Dataset.from_dict({"input_ids": []}).save_to_disk(tmp_path / "empty")
+    for folder in (tmp_path, tmp_path / "empty"):
+        with pytest.raises(
+            DatasetError, match="holds no dataset that save_to_disk wrote, or one without rows"
+        ):
+            load_dataset(folder)
 
 
 def test_several_splits_are_refused_by_name(tmp_path):

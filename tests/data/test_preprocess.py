@@ -9,7 +9,7 @@ from letters import BOS, EOS, IGNORE, letter_tokenizer, made_of, spell
 
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.data.pack import best_fit
-from vectorlm.data.progress import with_progress
+from vectorlm.data.tokenise import Progress
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError, DatasetError
 
@@ -286,7 +286,7 @@ def test_only_a_dataset_is_replaced():
 
 
 def test_without_the_package_datasets_that_is_said_first(monkeypatch):
-    monkeypatch.setattr("vectorlm.data.preprocess.find_spec", lambda name: None)
+    monkeypatch.setattr("vectorlm.data.preprocess.is_installed", lambda name: False)
     with pytest.raises(
         ConfigError, match=r"preprocessing needs the package datasets\. Run `pip install datasets`"
     ):
@@ -294,7 +294,9 @@ def test_without_the_package_datasets_that_is_said_first(monkeypatch):
 
 
 def test_where_no_terminal_is_progress_is_told_in_plain_lines(monkeypatch, capsys):
-    now = iter([0.0, 4.0, 11.0, 12.0, 24.0])
-    monkeypatch.setattr("vectorlm.data.progress.time.monotonic", lambda: next(now))
-    assert list(with_progress("abcd", 4, "pack")) == list("abcd")
-    assert capsys.readouterr().err == "pack: 50 %, 11 s left\npack: 100 %, 0 s left\n"
+    now = iter([0.0, 4.0, 16.0, 16.0, 20.0, 20.0])
+    monkeypatch.setattr("vectorlm.data.tokenise.time.monotonic", lambda: next(now))
+    progress = Progress(400)
+    for _ in range(2):
+        progress.add(100)
+    assert capsys.readouterr().err == "tokenise, rows: 200 of 400, 20 s so far, about 20 s left\n"

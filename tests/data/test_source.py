@@ -154,7 +154,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name():
         texts_of("rows.json")
     Path("broken").mkdir()
     Path("broken/state.json").write_text("{}")
-    with pytest.raises(DatasetError, match="load_path='broken' holds a broken dataset"):
+    with pytest.raises(DatasetError, match="load_path='broken' holds no dataset that save_to_disk wrote"):
         texts_of("broken")
 
 

@@ -218,7 +218,7 @@ def test_a_script_without_its_guard_is_told_so_once(tmp_path):
 
 
 def test_a_rank_that_waits_for_others_to_start_says_so(monkeypatch, capfd):
-    monkeypatch.setattr("vectorlm.dist.launcher.WAITED_S", 0.2)
+    monkeypatch.setattr("vectorlm.dist.wait.AFTER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -228,9 +228,8 @@ def test_a_rank_that_waits_for_others_to_start_says_so(monkeypatch, capfd):
         process_group(vectorlm.Topology(0, 0, 2, 1, "cpu"), timeout_s=1.0),
     ):
         pass
-    said = capfd.readouterr().err.splitlines()
-    text = f"rank 0 is waiting for the other ranks of 2, at 127.0.0.1:{port}"
-    assert text in said
+    text = f"rank 0 is waiting for the other ranks of 2, at 127.0.0.1:{port}: 0 s so far\n"
+    assert text in capfd.readouterr().err
 
 
 def test_the_callers_signal_handlers_are_put_back():

@@ -37,6 +37,13 @@ def make_run(folder, num_steps=3, rollouts=()):
     return RunFolder(folder)
 
 
+def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "train/loss": 2.0}])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "tr\n{"step": 3, "train/loss": 1.0}\n{"step')
+    assert RunFolder(tmp_path).series("train/loss") == [(1, 2.0), (3, 1.0)]
+
+
 def data_of(page):
     return json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)[1])
 

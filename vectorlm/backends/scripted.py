@@ -48,14 +48,9 @@ class Scripted:
         step_s: float = 0.0,
         failures: dict[str, Exception] | None = None,
     ) -> None:
-        """Take the script; `model` and `receiver` are ignored.
+        """Take the script; `model` and `receiver` are ignored, and the other arguments are those of `FakeEngine`.
 
-        Args:
-            answers: A function of prompt and version, or texts that are handed out in turn, prompt by prompt.
-            num_steps: Polls that each request takes.
-            max_num_seqs: Requests that take a step in one poll, the oldest first.
-            step_s: Seconds that a poll takes.
-            failures: Errors to raise once, by ``sample`` or ``update``; the caller may add some at any time.
+        In one poll the oldest `max_num_seqs` requests take a step, which takes `step_s` seconds.
         """
         self._answer = answers if callable(answers) else _in_turn(answers)
         self._num_steps, self._step_s = num_steps, step_s

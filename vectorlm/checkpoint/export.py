@@ -29,13 +29,8 @@ def export_model(
     """Write weights (safetensors), configuration and tokenizer to the folder `path`; called on all ranks.
 
     Rank 0 holds one full copy in host memory, the others one tensor at a time. Of a model with adapters only the
-    adapters are written. The folder appears, or replaces an older one, when it is complete.
-
-    Args:
-        model: Sharded, with or without adapters.
-        tokenizer: Saved beside it, with its chat template.
-        path: The folder.
-        card: Its README.md, read on rank 0; None writes none.
+    adapters are written. The folder appears, or replaces an older one, when it is complete. Rank 0's `card` is its
+    README.md.
 
     Raises:
         CheckpointError: The folder cannot be written; no half of it is left.

@@ -81,42 +81,26 @@ def mark_finished(path: Path, stopped_early: bool = False) -> None:
         (folder_of(path, step) / "finished").write_text(EARLY if stopped_early else "")
 
 
-@contextlib.contextmanager
-def readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> contextlib.AbstractContextManager[None]:
     """Name the checkpoint `path` in what the block raises while reading it."""
-    with _as_checkpoint_error(
-        lambda cause: (
-            f"the checkpoint {path} cannot be read ({cause}). Delete it, and the run goes on from the one "
-            "before, or starts over."
-        )
-    ):
-        yield
+    fix = "Delete it, and the run goes on from the one before, or starts over."
+    return _as_checkpoint_error(lambda cause: f"the checkpoint {path} cannot be read ({cause}). {fix}")
 
 
-@contextlib.contextmanager
-def writable(path: Path) -> Iterator[None]:
+def writable(path: Path) -> contextlib.AbstractContextManager[None]:
     """Name the checkpoint `path`, and whether its disk is full, in what the block raises while writing it."""
-
-    def say(cause: str) -> str:
-        return (
-            f"the checkpoint {path} cannot be written ({_space(path)}{cause}). The one before is whole: once the disk "
-            "can be written to, the same command goes on from it."
-        )
-
-    with _as_checkpoint_error(say):
-        yield
+    fix = "The one before is whole: once the disk can be written to, the same command goes on from it."
+    return _as_checkpoint_error(
+        lambda cause: f"the checkpoint {path} cannot be written ({_space(path)}{cause}). {fix}"
+    )
 
 
-@contextlib.contextmanager
-def exported(path: Path) -> Iterator[None]:
+def exported(path: Path) -> contextlib.AbstractContextManager[None]:
     """Name the model folder `path`, and whether its disk is full, in what the block raises while writing it."""
-    with _as_checkpoint_error(
-        lambda cause: (
-            f"the model {path} cannot be written ({_space(path)}{cause}). No half of it is left: once the disk can be "
-            "written to, the same command writes it."
-        )
-    ):
-        yield
+    fix = "No half of it is left: once the disk can be written to, the same command writes it."
+    return _as_checkpoint_error(
+        lambda cause: f"the model {path} cannot be written ({_space(path)}{cause}). {fix}"
+    )
 
 
 def _space(path: Path) -> str:

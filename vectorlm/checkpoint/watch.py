@@ -14,10 +14,7 @@ from vectorlm.checkpoint.settings import KeepSettings
 class BestWatch:
     """Follows one metric of a run; the evaluation before training does not count. All ranks call each method alike.
 
-    Args:
-        metric: ``eval/loss``, of which the lowest is the best, or ``eval/accuracy``, of which the highest is.
-        settings: What is kept, and when training stops.
-        say: Shows text on the console.
+    Of ``eval/loss`` the lowest is the best, of ``eval/accuracy`` the highest.
     """
 
     def __init__(self, metric: str, settings: KeepSettings, say: Callable[[str], None] = print) -> None:

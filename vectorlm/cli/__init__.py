@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import NamedTuple
 
@@ -101,14 +102,28 @@ how it works."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 1 (the run failed), 2 (the input was wrong) or 130 (Ctrl-C)."""
     args = build_parser().parse_args(argv)
+    return exit_code(lambda: args.run_command(args))
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """Run a command and return its exit code; an error, or Ctrl-C, is one line on the standard error."""
     try:
-        return args.run_command(args)
+        return command()
     except VectorLMError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("; ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return INTERRUPTED
+
+
+@contextmanager
+def at_interrupt(what_is_left: str) -> Iterator[None]:
+    """Let Ctrl-C in the block say what it leaves behind."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(what_is_left) from None
 
 
 def build_parser() -> argparse.ArgumentParser:

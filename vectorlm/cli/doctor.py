@@ -7,7 +7,6 @@ import dataclasses
 import json
 import platform
 
-from vectorlm.cli.run import INTERRUPTED
 from vectorlm.errors import LaunchError
 
 
@@ -25,10 +24,7 @@ def run(args: argparse.Namespace) -> int:
     from vectorlm.cli.machine import look
     from vectorlm.cli.verdicts import STOP, judge, report
 
-    try:
-        facts = look()
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    facts = look()
     verdicts = judge(facts)
     if args.json:
         shown = [verdict._asdict() for verdict in verdicts]

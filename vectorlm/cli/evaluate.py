@@ -24,11 +24,11 @@ from vectorlm.cli.sample import (
     require_model,
     sampling_params,
 )
-from vectorlm.config.check_packages import is_installed
-from vectorlm.config.load import load_config
+from vectorlm.config.load import add_set_argument, load_config
 from vectorlm.config.schema import Config
 from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import ConfigError
+from vectorlm.packages import is_installed
 from vectorlm.rewards.grade import Grade, grade
 from vectorlm.rewards.registry import get_reward, short_name
 from vectorlm.rewards.runner import score_answers
@@ -46,14 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="my.yaml",
         help="a run's config file: its held-out questions (sampler.prompts), rewards and sampling parameters",
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="override a setting",
-    )
+    add_set_argument(parser)
     parser.add_argument("--prompts", metavar="FILE", help="questions: a JSONL file, a `prompt` in every line")
     parser.add_argument(
         "--reward",

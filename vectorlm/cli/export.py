@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vectorlm.checkpoint import folder
-from vectorlm.cli.run import INTERRUPTED
+from vectorlm.cli import at_interrupt
 from vectorlm.config.load import load_config
 from vectorlm.errors import ConfigError
 from vectorlm.lora.folder import base_of, is_adapter_folder, load_adapters, merged
@@ -68,11 +67,8 @@ def run(args: argparse.Namespace) -> int:
     path = _output(source, args)
     if path.exists():
         raise ConfigError(f"{path} exists. Delete it, or name another folder with --output.")
-    try:
+    with at_interrupt(f"nothing of {path} is left"):
         export(source, path, merges=args.merge, dtype=args.dtype)
-    except KeyboardInterrupt:
-        print(f"interrupted; nothing of {path} is left", file=sys.stderr)
-        return INTERRUPTED
     print(path)
     return 0
 
@@ -143,8 +139,8 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from vectorlm.checkpoint.card import card_of, step_of
     from vectorlm.checkpoint.export import save, write_folder
+    from vectorlm.telemetry.card import card_of, step_of
     from vectorlm.weights.plan import dtype_of
 
     disable_progress_bar()

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from packaging.requirements import Requirement
 
 from vectorlm.memory.container import Limits, container_limits
+from vectorlm.packages import versions_of
 
 PROBE_TIMEOUT_S = 90.0
 LOOK_S = 0.5
@@ -127,11 +129,11 @@ def look() -> Facts:
     cores = tuple(sorted(os.sched_getaffinity(0)))
     # Before anything is started, so that all work is others'.
     shares = psutil.cpu_percent(interval=LOOK_S, percpu=True)
-    vllm_version = next((f"{name} {v}" for name in VLLM_PACKAGES if (v := version_of(name))), None)
+    vllm_version = next((f"{name} {v}" for name, v in versions_of(VLLM_PACKAGES).items()), None)
     torch, torchvision, vllm = probe(
         [
             TORCH_PROBE,
-            TORCHVISION_PROBE if version_of("torchvision") else None,
+            TORCHVISION_PROBE if versions_of(["torchvision"]) else None,
             VLLM_PROBE if vllm_version else None,
         ]
     )
@@ -198,28 +200,21 @@ def _finish(process: subprocess.Popen[str]) -> Probe:
     return Probe(json.loads(out.splitlines()[-1]))
 
 
-def version_of(name: str) -> str | None:
-    """Return the installed version of a package, without importing it."""
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(name)
-    return None
-
-
 def packages() -> tuple[Package, ...]:
     """List what vectorlm's own metadata asks for; vLLM is left out, which has a line of its own, and the extra dev."""
     try:
         lines = metadata.requires("vectorlm") or []
     except metadata.PackageNotFoundError:
         return ()
-    found = []
-    for line in lines:
-        text, _, marker = line.partition(";")
-        name = "".join(c if c.isalnum() or c in "-_." else " " for c in text).split()[0]
-        extra = marker.split("extra ==")[1].strip(" \"'()") if "extra ==" in marker else None
+    required = [Requirement(line) for line in lines]
+    versions = versions_of(each.name for each in required)
+    extras = [re.search(r'extra == "(.+?)"', str(each.marker)) for each in required]
+    return tuple(
+        Package(f"{each.name}{each.specifier}", versions.get(each.name), extra and extra[1])
+        for each, extra in zip(required, extras, strict=True)
         # What the tests need is nothing that a run would miss.
-        if name not in VLLM_PACKAGES and extra != "dev":
-            found.append(Package(text.strip(), version_of(name), extra))
-    return tuple(found)
+        if each.name not in VLLM_PACKAGES and (extra is None or extra[1] != "dev")
+    )
 
 
 def _usage(folder: str) -> tuple[int, int] | None:

@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 
+from vectorlm.cli import at_interrupt
 from vectorlm.config.load import add_override_arguments, config_from_arguments
 from vectorlm.config.local_model import with_download
 from vectorlm.errors import ConfigError
@@ -32,10 +33,8 @@ def run(args: argparse.Namespace) -> int:
     # Its default would leave the scratch folder behind.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        summary = preprocess(settings, load_tokenizer(config.model), config.train_parameters.max_seq_len)
-    except KeyboardInterrupt:
-        print(f"interrupted: {settings.save_path} is as it was before", file=sys.stderr)
-        return 130
+        with at_interrupt(f"{settings.save_path} is as it was before"):
+            summary = preprocess(settings, load_tokenizer(config.model), config.train_parameters.max_seq_len)
     finally:
         signal.signal(signal.SIGTERM, before)
     print(f"{settings.save_path}:\n{summary}")

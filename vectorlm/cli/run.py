@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from vectorlm.cli import INTERRUPTED
+from vectorlm.cli import at_interrupt, exit_code
 from vectorlm.cli.check import check_all
 from vectorlm.config.accelerate import accelerate_overrides
 from vectorlm.config.load import (
@@ -19,7 +19,7 @@ from vectorlm.config.load import (
 )
 from vectorlm.config.local_model import with_download
 from vectorlm.config.resume import find_resumption, say_finished
-from vectorlm.errors import ConfigError, VectorLMError
+from vectorlm.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +51,8 @@ def run(args: argparse.Namespace) -> int:
     from vectorlm.finetune import finetune
     from vectorlm.reinforce import reinforce
 
-    try:
+    with at_interrupt("with checkpoints, the same command goes on from the last one"):
         vectorlm.launch(finetune if config.rl is None else reinforce, config, world_size=args.world_size)
-    except KeyboardInterrupt:
-        print("interrupted; with checkpoints, the same command goes on from the last one", file=sys.stderr)
-        return INTERRUPTED
     return 0
 
 
@@ -70,13 +67,13 @@ def run_script(section: str, description: str) -> None:
     parser = argparse.ArgumentParser(description=description, formatter_class=as_written)
     add_config_arguments(parser)
     args = parser.parse_args()
-    try:
+
+    def run_section() -> int:
         if getattr(config_from_arguments(args), section) is None:
             raise ConfigError(
                 f"{args.yaml_path} has no section {section!r}: llama_example_mp.py trains on text (dataset), "
                 "rl_example_mp.py on rewards (rl). Name another file with --yaml_path."
             )
-        code = run(args)
-    except VectorLMError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    sys.exit(code)
+        return run(args)
+
+    sys.exit(exit_code(run_section))

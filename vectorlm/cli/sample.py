@@ -7,15 +7,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
-
 from vectorlm.config.local_model import describe_absent, download, local_folder
+from vectorlm.config.source import parse_yaml
 from vectorlm.errors import ConfigError, EngineError
 from vectorlm.lora.folder import base_of, is_adapter_folder
+from vectorlm.packages import is_installed
 from vectorlm.types import Completion, Prompt
 
 FLAGS = ("max_tokens", "temperature", "n", "seed")
@@ -78,14 +77,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Continue prompts with a model, and print the answers."""
-    answer(read_request(args, sys.stdin), sys.stdout)
-    return 0
-
-
-def read_request(args: argparse.Namespace, lines: TextIO) -> SampleArguments:
-    """Check the parsed arguments, before anything heavy is imported."""
     model, adapter = require_model(args)
-    return SampleArguments(model, args.engine, _prompts(args, lines), sampling_params(args), adapter)
+    request = SampleArguments(model, args.engine, _prompts(args, sys.stdin), sampling_params(args), adapter)
+    for index, (prompt, completions) in enumerate(zip(request.prompts, ask(request), strict=True)):
+        print("\n" * (index > 0) + _page(prompt, completions))
+    return 0
 
 
 def require_model(args: argparse.Namespace) -> tuple[str, str | None]:
@@ -105,7 +101,7 @@ def require_model(args: argparse.Namespace) -> tuple[str, str | None]:
         raise ConfigError(
             f"--model {model} has no config.json: it must be a folder written by save_pretrained."
         )
-    if args.engine == "vllm" and find_spec("vllm") is None:
+    if args.engine == "vllm" and not is_installed("vllm"):
         raise ConfigError("--engine vllm needs the vllm package, which is not installed. Use --engine hf.")
     return model, adapter
 
@@ -114,12 +110,6 @@ def sampling_params(args: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling parameters that the command line names."""
     flags = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
     return flags | read_pairs("--param", "top_p=0.9", args.params)
-
-
-def answer(request: SampleArguments, out: TextIO) -> None:
-    """Start the engine, and print each prompt with its answers."""
-    for index, (prompt, completions) in enumerate(zip(request.prompts, ask(request), strict=True)):
-        print("\n" * (index > 0) + _page(prompt, completions), file=out)
 
 
 def ask(request: SampleArguments) -> list[list[Completion]]:
@@ -210,7 +200,8 @@ def read_pairs(flag: str, example: str, texts: Sequence[str]) -> dict[str, Any]:
                 f"{flag} {text} must be a name and a value. Write {flag} {example}, for example."
             )
         try:
-            pairs[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            # As in a config: 1e-1 is a number.
+            pairs[name] = parse_yaml(value, lambda line: flag).plain()
+        except ConfigError as error:
             raise ConfigError(f"{flag} {text} has a value that is not YAML. Quote it.") from error
     return pairs

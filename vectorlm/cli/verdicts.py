@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from packaging.specifiers import SpecifierSet
+from packaging.requirements import Requirement
 
-from vectorlm.cli.machine import Facts, Package, Probe
+from vectorlm.cli.machine import Facts, Probe
+from vectorlm.memory.plan import GIB
 
-GIB = 1 << 30
 MIN_SHM_BYTES, MIN_MEMORY_BYTES, MIN_DISK_BYTES = GIB, 4 * GIB, 2 * GIB
 """What `make run` has room in. Docker's /dev/shm of 64 MiB is below the first."""
 MIN_DESCRIPTORS = 1024
@@ -71,36 +71,29 @@ def _python(facts: Facts) -> Iterator[Verdict]:
 
 
 def _packages(facts: Facts) -> Iterator[Verdict]:
+    here: list[str] = []
+    missing: dict[str, list[str]] = {}
     for package in facts.packages:
-        name, rule = _split(package)
-        if package.extra is not None:
-            continue
-        if package.version is None:
+        asked = Requirement(package.requirement)
+        name, rule = asked.name, asked.specifier
+        if package.extra is not None and package.version is None:
+            missing.setdefault(package.extra, []).append(name)
+        elif package.extra is not None:
+            here.append(f"{name} {package.version}")
+        elif package.version is None:
             fix = f"Install it: pip install '{package.requirement}'"
             yield Verdict(STOP, name, "not installed", fix)
-        elif rule and not SpecifierSet(rule).contains(package.version, prereleases=True):
+        elif not rule.contains(package.version, prereleases=True):
             fix = f"Install the pinned versions: make install, or pip install '{package.requirement}'"
             yield Verdict(STOP, name, f"{package.version}, but vectorlm needs {rule}", fix)
         else:
             yield Verdict(OK, name, package.version)
-    missing: dict[str, list[str]] = {}
-    for package in facts.packages:
-        if package.extra is not None and package.version is None:
-            missing.setdefault(package.extra, []).append(_split(package)[0])
-    here = [f"{_split(p)[0]} {p.version}" for p in facts.packages if p.extra is not None and p.version]
     parts = [", ".join(dict.fromkeys(here))] if here else []
     if missing:
         lacks = (f"{', '.join(names)} (extra {extra})" for extra, names in missing.items())
         parts.append(f"not installed: {', '.join(lacks)}")
-    text = "; ".join(parts)
-    if text:
-        yield Verdict(OK, "optional", text)
-
-
-def _split(package: Package) -> tuple[str, str]:
-    """Return the name and the rule of versions."""
-    at = next((i for i, c in enumerate(package.requirement) if c in "<>=!~ "), len(package.requirement))
-    return package.requirement[:at], package.requirement[at:].strip()
+    if parts:
+        yield Verdict(OK, "optional", "; ".join(parts))
 
 
 def _torch(facts: Facts) -> Iterator[Verdict]:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
 from vectorlm.checkpoint.folder import is_held
 from vectorlm.config.check_vllm import CPU_HEAD_SIZES, head_size_without_kernel
-from vectorlm.config.local_model import describe_absent, own_length
+from vectorlm.config.local_model import describe_absent, number_in, own_length
 from vectorlm.config.resume import find_resumption
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
 from vectorlm.data.prompts import PARQUET
 from vectorlm.dist.topology import with_rank_variables
 from vectorlm.errors import CheckpointError
+from vectorlm.packages import is_installed
 
 SAMPLER = "train_parameters.sampler"
 
@@ -50,20 +50,20 @@ def _model_problems(config: Config) -> Iterator[str]:
     except (ValueError, AttributeError) as error:
         yield refuse(config, "model", f"holds a broken config.json ({error})", "Save the model again.")
         return
-    if isinstance(limit, int) and config.train_parameters.max_seq_len > limit:
+    if limit is not None and config.train_parameters.max_seq_len > limit:
         rule = f"is beyond the model's limit of {limit} tokens"
         yield refuse(config, "train_parameters.max_seq_len", rule, f"Use {limit} or less.")
     if config.train_parameters.sampler is not None and (size := head_size_without_kernel(description)):
         rule = f"has attention heads of {size} dimensions, which vLLM's CPU attention does not support"
         fix = f"Use a model with {', '.join(map(str, CPU_HEAD_SIZES))}, or set {SAMPLER} to null."
         yield refuse(config, "model", rule, fix)
-    num_tokens, largest = description.get("vocab_size"), _largest_token(Path(config.model))
-    if isinstance(num_tokens, int) and largest >= num_tokens:
+    num_tokens, largest = number_in(description, ["vocab_size"]), _largest_token(Path(config.model))
+    if num_tokens is not None and largest >= num_tokens:
         rule = f"has embeddings for {num_tokens} tokens, and its tokenizer has a token {largest}"
         fix = "Resize the embeddings (docs/data.md shows how), or save the tokenizer that belongs to it."
         yield refuse(config, "model", rule, fix)
     path = "train_parameters.use_flash_attention"
-    if config.train_parameters.model.use_flash_attention and has_cuda() and not find_spec("flash_attn"):
+    if config.train_parameters.model.use_flash_attention and has_cuda() and not is_installed("flash_attn"):
         rule = "needs the package flash-attn on CUDA, and it is not installed"
         yield refuse(config, path, rule, "Run `pip install flash-attn`, or set it to false.")
     if config.train_parameters.model.compile and not (has_cuda() or which(os.environ.get("CXX", "g++"))):

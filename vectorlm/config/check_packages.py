@@ -5,26 +5,18 @@ from __future__ import annotations
 import netrc
 import os
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from urllib.parse import urlsplit
 
-from vectorlm.config.check_vllm import nearest
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
-from vectorlm.telemetry.trackers import PACKAGES, missing_package
+from vectorlm.packages import is_installed
+from vectorlm.settings import nearest
+from vectorlm.telemetry.trackers import PACKAGES
 
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 """What wandb takes instead of a line in ~/.netrc."""
 
 NO_PICTURES = "pictures: none, for the package matplotlib is not installed. Run `pip install matplotlib`."
-
-
-def is_installed(package: str) -> bool:
-    """Return whether a package can be imported, without importing it."""
-    try:
-        return find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def package_problems(config: Config) -> Iterator[str]:
@@ -49,7 +41,7 @@ def _tracker_problems(config: Config) -> Iterator[str]:
         elif name not in PACKAGES:
             fix = nearest(name, PACKAGES) or f"Use {' or '.join(PACKAGES)}."
             yield refuse(config, path, "is not a tracker that exists", fix, arguments)
-        elif (package := missing_package(name)) is not None:
+        elif not is_installed(package := PACKAGES[name]):
             yield refuse(
                 config, path, f"needs the package {package}", f"Run `pip install {package}`.", arguments
             )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from vectorlm.config.check_vllm import nearest
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
 from vectorlm.config.value import raise_problems
 from vectorlm.data.prompts import read_prompts
 from vectorlm.rewards.registry import get_reward
 from vectorlm.rewards.signature import OF_TRL, RESERVED, RewardSignature
+from vectorlm.settings import nearest
 from vectorlm.types import PromptRecord
 
 _SAMPLER = "train_parameters.sampler"

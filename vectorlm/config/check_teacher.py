@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import Support
+from vectorlm.config.local_model import description_of, number_in, own_length
 from vectorlm.config.schema import Config, RLSettings
 from vectorlm.config.setting import refuse
 from vectorlm.errors import ConfigError
@@ -117,21 +117,12 @@ def _check_server(config: Config, url: str, timeout_s: float, tokenizer: PreTrai
 
 def _size_problems(config: Config, teacher: str) -> Iterator[str]:
     longest, fix = config.train_parameters.max_seq_len, "Use a teacher of the policy's family."
-    mine, its = (_described(Path(each), "vocab_size") for each in (config.model, teacher))
+    described = [description_of(Path(each)) or {} for each in (config.model, teacher)]
+    mine, its = (number_in(each, ["vocab_size"]) for each in described)
     if mine is not None and its is not None and its < mine:
         rule = f"has embeddings for {its} tokens, and the policy for {mine}"
         yield refuse(config, "rl.teacher.model", rule, fix)
-    limit = _described(Path(teacher), "max_position_embeddings")
+    limit = own_length(described[1])
     if limit is not None and limit < longest:
         rule = f"reads at most {limit} tokens, and train_parameters.max_seq_len={longest}"
         yield refuse(config, "rl.teacher.model", rule, fix)
-
-
-def _described(folder: Path, name: str) -> int | None:
-    """Return a number of a model's description; None where it does not say."""
-    try:
-        description: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        found = description.get(name, description.get("text_config", {}).get(name))
-    except (OSError, ValueError, AttributeError):
-        return None
-    return found if isinstance(found, int) else None

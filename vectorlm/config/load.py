@@ -235,6 +235,11 @@ def add_override_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--world_size`` and the repeatable ``--set`` alone, for commands that name the file themselves."""
     help_text = "number of ranks, on all nodes together (default 1)"
     parser.add_argument("--world_size", type=int, default=1, metavar="N", help=help_text)
+    add_set_argument(parser)
+
+
+def add_set_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the repeatable ``--set``."""
     parser.add_argument(
         "--set",
         dest="overrides",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def resolve_model(config: Config) -> Config:
     if folder != config.model:
         notes.append(f"model: {config.model} is {folder}")
         config = replace(config, model=folder)
-    if train.max_seq_len == -1 and (described := _described(Path(config.model))) is not None:
+    if train.max_seq_len == -1 and (described := description_of(Path(config.model))) is not None:
         length = own_length(described)
         if length is None:
             rule = "stands for the model's own length, and its config.json names none"
@@ -128,12 +128,17 @@ def _weight_files(index: Path) -> set[str]:
 
 def own_length(description: Mapping[str, Any]) -> int | None:
     """Return the longest sequence that a model's description (config.json) names; None where it names none."""
+    return number_in(description, LENGTHS)
+
+
+def number_in(description: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    """Return the first of these numbers that a model's description holds, or its part for text; None without any."""
     sections = (description, description.get("text_config"))
-    named = (section.get(name) for section in sections if isinstance(section, Mapping) for name in LENGTHS)
-    return next((length for length in named if type(length) is int and length > 0), None)
+    named = (section.get(name) for section in sections if isinstance(section, Mapping) for name in names)
+    return next((number for number in named if type(number) is int and number > 0), None)
 
 
-def _described(folder: Path) -> Mapping[str, Any] | None:
+def description_of(folder: Path) -> Mapping[str, Any] | None:
     """Read a model's config.json; None where that fails, which `check_config` reports."""
     try:
         description = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from vectorlm.config.schema import Config
 from vectorlm.config.setting import all_settings, to_plain
 from vectorlm.config.value import show
 from vectorlm.errors import CheckpointError
+from vectorlm.telemetry.runs import flat
 
 FIXED = (
     "train_parameters.seed",
@@ -58,7 +59,7 @@ def identity_of(config: Config, world_size: int, num_examples: int | None = None
         contents |= {"dataset.train_ds": _fingerprint(Path(text.train_ds))}
         fixed["global batch"] = world_size * text.train_bs * train.loop.gradient_accumulation_steps
         fixed["rows of dataset.train_ds"] = num_examples
-    settings = dict(_flat(to_plain(config)))
+    settings = dict(flat(to_plain(config)))
     settings["world_size"] = world_size
     # A folder that was moved is still the same run.
     del settings["train_parameters.output_dir"]
@@ -137,14 +138,6 @@ def _default(name: str) -> Any:
     setting = all_settings().get(name)
     is_plain = setting is not None and not setting.is_required and setting.section is None
     return json.loads(json.dumps(setting.default)) if setting is not None and is_plain else None
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _model_digest(folder: Path) -> str:

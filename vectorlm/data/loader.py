@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from vectorlm.data.source import load_saved
 from vectorlm.errors import DatasetError
 from vectorlm.types import Batch
 
@@ -191,20 +192,14 @@ def load_dataset(path: str | Path) -> Dataset:
     Raises:
         DatasetError: There is no such folder, or it does not hold a single dataset.
     """
-    import pyarrow
-    from datasets import Dataset, load_from_disk
+    from datasets import Dataset
 
     if not Path(path).is_dir():
         raise DatasetError(
             f"dataset folder '{path}' does not exist: it must be one that save_to_disk wrote. "
             "Correct the path, or make the dataset first."
         )
-    try:
-        dataset = load_from_disk(str(path))
-    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
-        raise DatasetError(
-            f"'{path}' holds no dataset that save_to_disk wrote ({error}). Make the dataset again."
-        ) from error
+    dataset = load_saved(Path(path), f"'{path}'")
     if not isinstance(dataset, Dataset):
         splits = ", ".join(f"'{Path(path) / name}'" for name in dataset)
         raise DatasetError(f"'{path}' holds several datasets, but one is needed. Use one of {splits}.")

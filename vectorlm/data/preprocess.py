@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.data.pack import Frame, TokenisedText, best_fit, frame_texts, join, pack_texts
-from vectorlm.data.progress import bars_in_terminals, with_progress
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import open_source, write_rows
 from vectorlm.data.summary import Summary
 from vectorlm.data.tokenise import ROWS_PER_CALL, make_tokeniser
+from vectorlm.dist.wait import count_rows
 from vectorlm.errors import ConfigError, DatasetError
+from vectorlm.packages import is_installed
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -45,12 +47,12 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
         ConfigError: A setting has no effect or leaves no room, the tokenizer lacks a token or a chat template, there is
             something else than a dataset at `save_path`, or the package datasets is missing.
     """
-    if find_spec("datasets") is None:
+    if not is_installed("datasets"):
         raise ConfigError("preprocessing needs the package datasets. Run `pip install datasets`.")
     path = Path(settings.save_path).resolve()
     _require_replaceable(path, settings)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with bars_in_terminals(), TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+    with _bars_in_terminals(), TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         scratch = Path(folder)
         source = open_source(settings, scratch)
         tokeniser = make_tokeniser(source, tokenizer, settings)
@@ -68,6 +70,21 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
             path.rename(scratch / "before")
         (scratch / "rows").rename(path)
     return summary
+
+
+@contextmanager
+def _bars_in_terminals() -> Iterator[None]:
+    """Let the library datasets draw its bars in terminals alone."""
+    import datasets
+
+    if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
 
 
 def _require_replaceable(path: Path, settings: PreprocessSettings) -> None:
@@ -110,7 +127,7 @@ def _texts(tokens: Dataset, summary: Summary, ignore_index: int) -> Iterator[Tok
     batches = tokens.with_format(None).iter(ROWS_PER_CALL)
     columns = ("input_ids", "counted", "skipped", "name")
     rows = (row for batch in batches for row in zip(*(batch[name] for name in columns), strict=True))
-    for input_ids, counted, skipped, name in with_progress(rows, len(tokens), "pack"):
+    for input_ids, counted, skipped, name in count_rows(rows, len(tokens), "pack"):
         summary.rows_in += 1
         if skipped:
             summary.skip(skipped, name)
@@ -149,7 +166,7 @@ def _best_fit(chunks: Iterable[TokenisedText], frame: Frame, scratch: Path) -> I
         scratch / "chunks.arrow",
         _rows_per_write(frame.max_seq_len),
     )
-    for places in with_progress(rows := best_fit(lengths, frame.max_seq_len), len(rows), "fit"):
+    for places in count_rows(rows := best_fit(lengths, frame.max_seq_len), len(rows), "fit"):
         columns = written[places]
         yield join(
             [TokenisedText(*each) for each in zip(columns["input_ids"], columns["labels"], strict=True)]

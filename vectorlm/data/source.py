@@ -14,7 +14,7 @@ from vectorlm.data.settings import PreprocessSettings
 from vectorlm.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, DatasetDict
 
 FORMS = {
     ".jsonl": "jsonl",
@@ -57,11 +57,7 @@ class Source:
 
 
 def open_source(settings: PreprocessSettings, scratch: Path) -> Source:
-    """Find out what there is at `load_path`, and take the split that is asked for.
-
-    Args:
-        settings: `load_path`, `split` and `hub_config` are read.
-        scratch: Folder for what takes too much memory.
+    """Find out what there is at `load_path`, and take the split that is asked for; `scratch` takes large files.
 
     Raises:
         DatasetError: There is nothing, something else than rows, or no such split.
@@ -81,7 +77,7 @@ def open_source(settings: PreprocessSettings, scratch: Path) -> Source:
     if not is_local:
         return Source(_take(_load_hub(path, settings.hub_config), split, path))
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return Source(_take(_load_saved(folder), split, path))
+        return Source(_take(_splits_of(folder), split, path))
     files = _files(path)
     form = _only_form([name for names in files.values() for name in names], path)
     if form in ("text", "jsonl"):
@@ -133,16 +129,27 @@ def _load_hub(name: str, hub_config: str | None) -> Mapping[str, Dataset]:
         ) from error
 
 
-def _load_saved(folder: Path) -> Mapping[str, Dataset]:
-    from datasets import DatasetDict, load_from_disk
+def load_saved(folder: Path, name: str) -> Dataset | DatasetDict:
+    """Load what ``save_to_disk`` wrote; `name` stands for it in an error.
+
+    Raises:
+        DatasetError: It cannot be read.
+    """
+    import pyarrow
+    from datasets import load_from_disk
 
     try:
-        loaded = load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return load_from_disk(str(folder))
+    # IndexError: datasets (5.2) cannot load a folder without rows.
+    except (OSError, ValueError, KeyError, TypeError, IndexError, pyarrow.ArrowException) as error:
         raise DatasetError(
-            f"load_path={str(folder)!r} holds a broken dataset ({error}). Make it again."
+            f"{name} holds no dataset that save_to_disk wrote, or one without rows ({error}). Make it again."
         ) from error
-    if isinstance(loaded, DatasetDict):
+
+
+def _splits_of(folder: Path) -> Mapping[str, Dataset]:
+    loaded = load_saved(folder, f"load_path={str(folder)!r}")
+    if isinstance(loaded, dict):
         return loaded
     name = str(loaded.split)
     return {name if loaded.split is not None and name.isidentifier() else "train": loaded}

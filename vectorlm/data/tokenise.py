@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.data.chat import Chat, Message
-from vectorlm.data.progress import PlainProgress
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import Source
+from vectorlm.dist.wait import EVERY_S, how_far, say
 from vectorlm.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
@@ -34,6 +36,21 @@ class Tokens:
     """Why there are no tokens; empty where there are."""
 
 
+class Progress:
+    """Says now and then how far one process is, unless that is at a terminal; there datasets shows a bar."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._began = self._said = time.monotonic()
+
+    def add(self, num: int) -> None:
+        """Note that `num` more rows are done."""
+        self._done += num
+        if not sys.stderr.isatty() and time.monotonic() - self._said >= EVERY_S:
+            self._said = time.monotonic()
+            say(f"tokenise, rows: {how_far(self._began, self._done, self._total)}")
+
+
 @dataclass(frozen=True)
 class Tokeniser:
     """Turns rows of one form into tokens, without the special tokens that are put around texts."""
@@ -45,7 +62,7 @@ class Tokeniser:
     """The column of text or messages, or those of the prompt and the completion."""
     is_chat: bool
     """Whether rows are messages rather than text."""
-    progress: PlainProgress
+    progress: Progress
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int], rank: int | None) -> dict:
         """Tokenise some rows, as `datasets.Dataset.map` wants it."""
@@ -217,7 +234,7 @@ def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings)
         raise DatasetError(f"the dataset has no column {lacks}: data_field must be one of {', '.join(row)}.")
     is_chat = isinstance(row[columns[0]], list)
     share = -(-len(source.dataset) // settings.num_proc)
-    made = Tokeniser(source, tokenizer, settings, columns, is_chat, PlainProgress("tokenise", share))
+    made = Tokeniser(source, tokenizer, settings, columns, is_chat, Progress(share))
     _require_effect(made)
     return made
 

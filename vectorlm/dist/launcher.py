@@ -32,6 +32,7 @@ from vectorlm.dist.process_end import (
     write_stack_at_end,
 )
 from vectorlm.dist.topology import Topology, device_of, is_rank, with_rank_variables
+from vectorlm.dist.wait import report_wait
 from vectorlm.errors import LaunchError, RankFailed
 
 AGENT_VARIABLES = {
@@ -53,8 +54,6 @@ SCRATCH_VARIABLE, UNGUARDED = "VECTORLM_SCRATCH", "unguarded"
 """Where a rank that runs the whole script again leaves a file of this name."""
 GUARD_RULE = """the script calls launch() while it is imported, and every rank imports it. Put the call, and whatever \
 else must run once, under `if __name__ == "__main__":`."""
-WAITED_S = 10.0
-"""After this long a rank says that it waits for others to start, and again whenever twice the time has passed."""
 NODE_ARGUMENTS = ("nnodes", "node_rank", "rdzv_endpoint", "start_timeout_s")
 
 
@@ -300,7 +299,11 @@ def process_group(
         store = dist.HashStore()
     elif store_port is not None:
         store = dist.TCPStore(LOOPBACK, store_port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    with _saying_that_it_waits(topology):
+    # On the first rank of each node: it may wait for a machine for ever.
+    speaks = topology.local_rank == 0 and topology.world_size > 1
+    place = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    what = f"rank {topology.rank} is waiting for the other ranks of {topology.world_size}, at {place}"
+    with report_wait(what, is_on=speaks):
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if topology.is_cuda else "gloo",
             store=store,
@@ -318,22 +321,3 @@ def process_group(
             dist.all_reduce(torch.zeros(1))
         dist.destroy_process_group()
         time.sleep(WORKERS_REST_S if topology.world_size > 1 else 0.0)
-
-
-@contextlib.contextmanager
-def _saying_that_it_waits(topology: Topology) -> Iterator[None]:
-    """Print a line where the block takes long, on the first rank of each node: it may wait for a machine for ever."""
-    done, place = threading.Event(), ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    text = f"rank {topology.rank} is waiting for the other ranks of {topology.world_size}, at {place}"
-
-    def say(waited_s: float) -> None:
-        if not done.wait(waited_s):
-            print(text, file=sys.stderr, flush=True)
-            say(2 * waited_s)
-
-    if topology.local_rank == 0 and topology.world_size > 1:
-        threading.Thread(target=say, args=(WAITED_S,), daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()

@@ -81,11 +81,7 @@ def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
 def tensor_parallel_size(num_devices: int, num_heads: int, weight_bytes: int, room_bytes: float) -> int:
     """Return on how few of the devices an engine's weights take at most half of its room, which the rest caches in.
 
-    Args:
-        num_devices: Devices of the node; the result divides them.
-        num_heads: Query heads of the model; the result divides them, as vLLM does.
-        weight_bytes: The whole model's in the engine's dtype.
-        room_bytes: What the engine may take of each device.
+    The result divides the devices, and the model's query heads, as vLLM wants it.
     """
     sizes = [size for size in range(1, num_devices + 1) if num_devices % size == num_heads % size == 0]
     return next((size for size in sizes if weight_bytes <= size * room_bytes / 2), sizes[-1])

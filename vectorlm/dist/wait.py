@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
+Item = TypeVar("Item")
 AFTER_S, EVERY_S, TICK_S = 3.0, 15.0, 0.5
 """Silence at first; between two lines; between two looks of a terminal's line."""
 
@@ -36,10 +38,7 @@ def report_wait(
     began, ended, has_spoken = time.monotonic(), threading.Event(), threading.Event()
 
     def text() -> str:
-        seconds, count = time.monotonic() - began, done()
-        left = f"about {span(seconds * (total - count) / count)} left" if count else ""
-        counted = f"{count} of {total}" if total else ""
-        return f"{what}: " + ", ".join(filter(None, [counted, f"{span(seconds)} so far", left, detail()]))
+        return f"{what}: " + ", ".join(filter(None, [how_far(began, done(), total), detail()]))
 
     def tell() -> None:
         if ended.wait(AFTER_S):
@@ -69,6 +68,23 @@ def report_wait(
             teller.join(TICK_S)
     if has_spoken.is_set():
         say(f"{what}: done after {span(time.monotonic() - began)}")
+
+
+def count_rows(rows: Iterable[Item], total: int, what: str) -> Iterator[Item]:
+    """Yield `rows`, and report how many of `total` have been taken where that takes long."""
+    num = 0
+    with report_wait(f"{what}, rows", done=lambda: num, total=total):
+        for row in rows:
+            yield row
+            num += 1
+
+
+def how_far(began: float, count: int, total: int) -> str:
+    """Say how much is done of work that began at `began`, on the monotonic clock, and how long the rest will take."""
+    seconds = time.monotonic() - began
+    left = f"about {span(seconds * (total - count) / count)} left" if count else ""
+    counted = f"{count} of {total}" if total else ""
+    return ", ".join(filter(None, [counted, f"{span(seconds)} so far", left]))
 
 
 def span(seconds: float) -> str:

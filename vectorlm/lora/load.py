@@ -19,14 +19,8 @@ if TYPE_CHECKING:
 def add_lora(model: PreTrainedModel, lora_config: Mapping[str, Any]) -> nn.Module:
     """Wrap `model` so that only its low-rank adapters are trained: W x + (alpha / r) B A x.
 
-    Source: Hu et al. 2021, arXiv 2106.09685, eq. 3.
-
-    Args:
-        model: The base model, before it is sharded.
-        lora_config: Arguments of ``peft.LoraConfig``; ``task_type`` defaults to ``CAUSAL_LM``.
-
-    Returns:
-        The wrapped model; ``save_pretrained`` on it writes the adapters alone.
+    Source: Hu et al. 2021, arXiv 2106.09685, eq. 3. `lora_config` holds arguments of ``peft.LoraConfig``;
+    ``task_type`` defaults to ``CAUSAL_LM``. Call it before the model is sharded.
 
     Raises:
         ConfigError: An argument is unknown or does not fit the model.

@@ -33,12 +33,7 @@ Refusal = tuple[str, Any, str, str]
 
 
 def refused_options(options: Mapping[str, Any], lora_mode: str) -> Iterator[Refusal]:
-    """Yield the options that an engine cannot follow in this mode.
-
-    Args:
-        options: Arguments of ``peft.LoraConfig``.
-        lora_mode: `adapter` (vLLM's own LoRA layers) or `merged` (merged weights are published).
-    """
+    """Yield the options of ``peft.LoraConfig`` that an engine cannot follow in mode `adapter` or `merged`."""
     for option, value in options.items():
         if option in SERVED or value in (None, False, "none") or value in ([], {}, ()):
             continue
@@ -62,9 +57,6 @@ def engine_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of vLLM's engine that make room for these adapters, and for no others.
 
     Every layer with room for an adapter pays for it at each step, so the engine gets the names of those that have one.
-
-    Args:
-        options: Arguments of ``peft.LoraConfig``, with a rank that `refused_options` let pass.
     """
     rank = next(each for each in ENGINE_RANKS if each >= largest_rank(options))
     arguments: dict[str, Any] = {"enable_lora": True, "max_lora_rank": rank}

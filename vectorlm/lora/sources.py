@@ -22,12 +22,8 @@ def lora_weight_sets(
 ) -> list[WeightSet]:
     """Return what an update of a PEFT model replaces; called on all ranks.
 
-    Args:
-        model: With adapters, active or not.
-        topology: This rank's place.
-        arenas: The arenas that this rank has mapped.
-        lora_mode: `merged`: one set, merged weights. `adapter`: the base, which crosses again only when it was written
-            to, and the adapters where there are active ones.
+    In mode `merged` one set of merged weights; in mode `adapter` the base, which crosses again only when it was written
+    to, and the adapters where there are active ones.
 
     Raises:
         ConfigError: The engine cannot compute what the model's adapters do in this mode.

@@ -15,12 +15,7 @@ class Limits:
 
 
 def container_limits(root: str | Path = "/sys/fs/cgroup", own: str | Path = "/proc/self/cgroup") -> Limits:
-    """Read the limits of this process's control group and of those around it, of version 2 or 1.
-
-    Args:
-        root: Where control groups are mounted.
-        own: The file that says in which ones this process is.
-    """
+    """Read the limits of this process's control group and of those around it, of version 2 or 1."""
     memory, cores = [], []
     for line in _read(Path(own)).splitlines():
         _, controllers, place = line.split(":", 2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
+
 from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES, packs_by_itself
 from vectorlm.config import Config, SamplerSettings
 from vectorlm.dist.placement import tensor_parallel_size
@@ -21,11 +23,8 @@ def memory_report(
 ) -> str:
     """Return the memory plan of a run as a table, or why there is none.
 
-    Args:
-        config: The run.
-        world_size: Number of ranks.
-        device_bytes: Memory of one CUDA device; None plans for CPU, with the memory of this machine.
-        ranks_per_node: Ranks of one node; `world_size` when omitted.
+    `device_bytes` is the memory of one CUDA device; None plans for CPU, with the memory of this machine. All ranks run
+    on one node unless `ranks_per_node` says otherwise.
 
     Raises:
         ConfigError: The run cannot fit; the text has the numbers and the settings to change.
@@ -137,11 +136,7 @@ def _engine_demand(
 
 def host_memory_bytes() -> int:
     """Return the memory of this machine, or of its container where that is less."""
-    total = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemTotal:")
-    )
+    total = psutil.virtual_memory().total
     limit = container_limits().memory_bytes
     return total if limit is None else min(total, limit)
 

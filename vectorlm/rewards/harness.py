@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import random
@@ -20,6 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, ma
 
 from vectorlm.dist.topology import device_of
 from vectorlm.errors import ConfigError
+from vectorlm.settings import nearest
 
 SCORE = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0}
 """vLLM wants to sample one token behind what it scores; nobody reads it."""
@@ -165,11 +165,8 @@ def load_tasks(names: Sequence[str]) -> Any:
     manager = TaskManager(include_defaults=len(files) < len(names))
     for name in names:
         if name not in files and name not in manager.all_tasks:
-            close = difflib.get_close_matches(name, manager.all_tasks, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(
-                f"--tasks {name} is no task of the lm-evaluation-harness; name your own as a .yaml file.{hint}"
-            )
+            rule = "is no task of the lm-evaluation-harness; name your own as a .yaml file."
+            raise ConfigError(f"--tasks {name} {rule} {nearest(name, manager.all_tasks)}".rstrip())
     # As the harness does, so that tasks which shuffle give its numbers.
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)

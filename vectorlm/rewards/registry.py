@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from vectorlm.errors import ConfigError
 from vectorlm.plugin import is_plugin, load_plugin
-from vectorlm.settings import PositiveFloat, ReadIf
+from vectorlm.settings import PositiveFloat, ReadIf, nearest
 from vectorlm.tasks.countdown import countdown_reward
 
 Reward = Callable[..., Any]
@@ -54,8 +53,5 @@ def get_reward(name: str) -> Reward:
         if not callable(reward):
             raise ConfigError(f"reward {name!r} is a {type(reward).__name__}: it must be a function.")
         return reward
-    close = get_close_matches(name, _REWARDS, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ConfigError(
-        f"unknown reward {name!r}: it must be one of {', '.join(reward_names())}, or file.py:NAME of your own.{hint}"
-    )
+    rule = f"it must be one of {', '.join(reward_names())}, or file.py:NAME of your own."
+    raise ConfigError(f"unknown reward {name!r}: {rule} {nearest(name, _REWARDS)}".rstrip())

@@ -26,7 +26,6 @@ class RolloutLog(Protocol):
 
     def write(self, step: int, groups: Sequence[RolloutGroup], batch: TrainBatch | None) -> None:
         """Keep the rollouts of `step`; `batch` is None where nothing can be learned from them."""
-        ...
 
 
 class TimelineLog(Protocol):
@@ -34,7 +33,6 @@ class TimelineLog(Protocol):
 
     def write(self, step: int, trainer: Iterable[Span], engine: Sequence[tuple[float, float]]) -> None:
         """Keep the spans of `step`."""
-        ...
 
 
 class RLLoop:
@@ -53,19 +51,7 @@ class RLLoop:
         timeline: TimelineLog,
         topology: Topology,
     ) -> None:
-        """Take everything that the loop needs.
-
-        Args:
-            models: Policy, reference and critic.
-            spec: The algorithm.
-            source: Where rollouts come from.
-            settings: What a step reads.
-            turn: Gives the devices to the engine, with the policy's weights, and takes them back.
-            recorder: Takes metrics, checkpoints and evaluations.
-            rollout_log: Takes the rollouts.
-            timeline: Takes the spans of each step.
-            topology: This rank.
-        """
+        """Take everything that the loop needs; `turn` gives the devices to the engine and takes them back."""
         self.models, self.spec, self.source, self.settings = models, spec, source, settings
         self.turn, self.recorder, self.topology = turn, recorder, topology
         self.rollout_log, self.timeline = rollout_log, timeline

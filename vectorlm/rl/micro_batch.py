@@ -183,19 +183,8 @@ def plan_micro_batches(
     beginning again, keep the ranks more equally busy. Rows that are padded are shared out one by one, and count as many
     tokens as the longest of their micro-batch, which holds at most `PASS_TOKENS` of padding.
 
-    Args:
-        groups: The rows of each group.
-        num_ranks: Number of ranks.
-        max_tokens: Largest micro-batch.
-        enough: Where a micro-batch takes up no further piece, if that is less.
-        packs: Whether rows are laid end to end.
-        keep_groups_whole: Whether a loss reads all rows of a group together.
-
-    Returns:
-        For each rank the same number of micro-batches, each of some pieces; some may be empty.
-
-    Raises:
-        ConfigError: A row, or a group that is kept whole, exceeds the budget alone.
+    A micro-batch takes up no further piece from `enough` tokens on. Every rank gets the same number of micro-batches;
+    some may be empty. Raises `ConfigError` where a row, or a group that is kept whole, exceeds `max_tokens` alone.
     """
     largest = max((len(group.rows) for group in groups), default=1)
     if keep_groups_whole:

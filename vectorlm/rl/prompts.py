@@ -17,13 +17,7 @@ class PromptOrder(Generic[Item]):
     """
 
     def __init__(self, items: Sequence[Item], seed: int, position: int = 0) -> None:
-        """Start at a position.
-
-        Args:
-            items: At least one.
-            seed: The order of each pass is drawn from it; at least 0.
-            position: How many were taken before.
-        """
+        """Start behind the first `position` items, of at least one; the seed is at least 0."""
         self._items, self._seed = items, seed
         self.position = position
         self._order: tuple[int, np.ndarray] | None = None

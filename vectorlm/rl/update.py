@@ -55,16 +55,10 @@ class Updater:
     def update(
         self, batch: TrainBatch, step: int, *, kl_coef: float = 0.0, trains_policy: bool = True
     ) -> dict[str, float]:
-        """Train on a batch.
+        """Train on a batch, and return metrics, averaged over the optimizer steps.
 
-        Args:
-            batch: The rollouts.
-            step: The training step, for the order of groups and for errors.
-            kl_coef: Weight of the KL penalty in the loss; 0 leaves it out.
-            trains_policy: False trains the critic alone.
-
-        Returns:
-            Metrics, averaged over the optimizer steps.
+        `step` decides the order of groups. The loss has a KL penalty with the weight `kl_coef`; without
+        `trains_policy` the critic is trained alone.
 
         Raises:
             NonFiniteLoss: A loss or a gradient norm is NaN or infinite; that step changed no weights.

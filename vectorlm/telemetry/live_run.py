@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import deque
+from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from vectorlm.telemetry.runs import START
+from vectorlm.telemetry.runs import START, parse_line
 
 NUM_LINES = 20_000
 """Lines of metrics that are kept; a longer run shows its last ones."""
@@ -67,10 +67,8 @@ class GrowingFile:
         is_cut = is_other and self._offset > 0
         self._offset += len(data)
         *whole, self._rest = (self._rest + data).split(b"\n")
-        for text in whole[1:] if is_cut else whole:
-            line = _parse(text)
-            if line is not None:
-                self.lines.append(line)
+        found = map(parse_line, whole[1:] if is_cut else whole)
+        self.lines.extend(line for line in found if line is not None)
         return is_other or bool(data)
 
 
@@ -82,7 +80,6 @@ class LiveRun:
         self._metrics = GrowingFile(path / "metrics.jsonl", NUM_LINES)
         self._rollouts = GrowingFile(path / "rollouts.jsonl", NUM_SAMPLES, SAMPLE_BYTES)
         self._answers = GrowingFile(path / "samples.jsonl", NUM_SAMPLES, SAMPLE_BYTES)
-        self._known: dict[str, tuple[int, dict[str, Any]]] = {}
         self.settings: dict[str, Any] = {}
         """The run's config, as plain values."""
         self.start: dict[str, Any] | None = None
@@ -173,13 +170,16 @@ class LiveRun:
         """Read a YAML or JSON file, unless it has not changed; empty where there is none, or half of one."""
         path = self.path / name
         try:
-            written = path.stat().st_mtime_ns
-            if self._known.get(name, (0, {}))[0] != written:
-                found = yaml.safe_load(path.read_text(encoding="utf-8"))
-                self._known[name] = written, found if isinstance(found, dict) else {}
+            return _parsed(path, path.stat().st_mtime_ns)
         except (FileNotFoundError, yaml.YAMLError):
-            self._known.pop(name, None)
-        return self._known.get(name, (0, {}))[1]
+            return {}
+
+
+@lru_cache(maxsize=4)
+def _parsed(path: Path, written_ns: int) -> dict[str, Any]:
+    """Return what a file held when it was written at `written_ns`."""
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}
 
 
 def _step_s(line: Line) -> float:
@@ -210,12 +210,3 @@ def _sample(line: Line, completion: Any, reward: float | None) -> Sample:
     elif isinstance(prompt, list):
         prompt = f"({len(prompt)} tokens)"
     return Sample(line.get("train_step", 0), str(prompt), str(completion), reward)
-
-
-def _parse(text: bytes) -> Line | None:
-    """Return an object; None for anything else: a crash may have cut a line short."""
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vectorlm.errors import ConfigError
@@ -222,14 +223,16 @@ def _name_runs(figure: Figure, names: Sequence[str], differing: dict[str, list[A
         text = ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
         labels.append(f"{name}: {text}" if text else name)
     handles = [
-        Line2D([], [], color=COLOURS[index % len(COLOURS)], linewidth=2.5, label=_cut(label, 150))
+        Line2D(
+            [],
+            [],
+            color=COLOURS[index % len(COLOURS)],
+            linewidth=2.5,
+            label=shorten(label, 150, placeholder="…"),
+        )
         for index, label in enumerate(labels)
     ]
     figure.legend(handles=handles, loc="outside lower left", frameon=False, fontsize=9)
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def plot_correction(

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,11 @@ def write_report(runs: Sequence[RunFolder], output: Path) -> None:
         "<", "\\u003c"
     )
     title = ", ".join(names_of(runs))
-    page = TEMPLATE.read_text(encoding="utf-8").replace("$TITLE", _escape(title)).replace("$DATA", text)
+    page = (
+        TEMPLATE.read_text(encoding="utf-8")
+        .replace("$TITLE", escape(title, quote=False))
+        .replace("$DATA", text)
+    )
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page, encoding="utf-8")
 
@@ -182,7 +187,3 @@ def _cut(value: Any, width: int = 200) -> str:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")

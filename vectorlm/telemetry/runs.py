@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from vectorlm.errors import ConfigError
+from vectorlm.packages import versions_of
 
 Series = list[tuple[float, float]]
 START = "run.json"
@@ -64,8 +64,7 @@ class RunFolder:
     @property
     def versions(self) -> dict[str, Any]:
         """What the run runs on, as `save_start` has written it."""
-        path = self.path / START
-        return json.loads(path.read_text(encoding="utf-8"))["versions"] if path.is_file() else {}
+        return noted_versions(self.path)
 
     @property
     def samples_path(self) -> Path:
@@ -81,12 +80,25 @@ class RunFolder:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a JSONL file, none where there is no file; a last line that is being written is left out."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n") and line.strip():
-                yield json.loads(line)
+    if path.is_file():
+        with path.open("rb") as file:
+            found = (parse_line(line) for line in file if line.endswith(b"\n"))
+            yield from (line for line in found if line is not None)
+
+
+def parse_line(text: bytes) -> dict[str, Any] | None:
+    """Return an object; None for anything else: a crash may have cut a line short."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def noted_versions(run: Path) -> dict[str, Any]:
+    """Return what a run runs on, as `save_start` has written it into its folder; empty where it has not."""
+    path = run / START
+    return json.loads(path.read_text(encoding="utf-8")).get("versions", {}) if path.is_file() else {}
 
 
 def names_of(runs: Sequence[RunFolder]) -> list[str]:
@@ -121,11 +133,7 @@ def _versions(world_size: int, device: str) -> dict[str, Any]:
     """Return the versions of packages, interpreter and machine, and the ranks and their device."""
     found: dict[str, Any] = {"world_size": world_size, "device": device.partition(":")[0]}
     found |= {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    found |= versions_of(PACKAGES)
     # It says which build of torch it is, +cpu or +cu130, which the package's own version may leave out.
     if "torch" in sys.modules:
         found["torch"] = str(sys.modules["torch"].__version__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
@@ -25,14 +25,7 @@ def open_trackers(
     run_config: Mapping[str, Any],
     resume_step: int | None,
 ) -> list[Sink]:
-    """Open the trackers of a run whose folder is `output`.
-
-    Args:
-        trackers: The arguments of each tracker, by its name in `PACKAGES`.
-        output: The run's folder; its name is the run's name.
-        run_config: The resolved config, shown beside the run.
-        resume_step: The last step of the run that is continued; None in a new run.
-    """
+    """Open the `trackers`, arguments by names in `PACKAGES`, of a run that goes on from `resume_step`, or is new."""
     found: list[Sink] = []
     for name, arguments in trackers.items():
         if name == "tensorboard":
@@ -43,12 +36,6 @@ def open_trackers(
             named = {"project": "vectorlm", "name": output.resolve().name, "resume": resume}
             found.append(TrackioSink({**named, **(arguments or {})}, run_config))
     return found
-
-
-def missing_package(tracker: str) -> str | None:
-    """Return the package that a tracker needs and that is not installed."""
-    package = PACKAGES[tracker]
-    return None if find_spec(package) else package
 
 
 class WandbSink:
@@ -84,12 +71,9 @@ class WandbSink:
 
 
 class TensorBoardSink:
-    """Write TensorBoard's event files with tensorboardX.
+    """Write TensorBoard's event files with tensorboardX, whose ``SummaryWriter`` takes the `arguments`.
 
-    Args:
-        arguments: Keyword arguments of ``tensorboardX.SummaryWriter``: ``logdir``, ``flush_secs`` ….
-        run_config: The resolved config, shown as a text.
-        resume_step: TensorBoard hides what an earlier run wrote after this step; None in a new run.
+    TensorBoard hides what an earlier run wrote after `resume_step`.
 
     Raises:
         ConfigError: tensorboardX is not installed.
@@ -116,11 +100,7 @@ class TensorBoardSink:
 
 
 class TrackioSink:
-    """Send the metrics to trackio, which keeps them on this machine unless `arguments` name a Space or a server.
-
-    Args:
-        arguments: Keyword arguments of ``trackio.init``: ``project``, ``name``, ``space_id`` ….
-        run_config: The resolved config, shown beside the run.
+    """Send the metrics to trackio, which keeps them here unless `arguments`, of its ``init``, name a Space or server.
 
     Raises:
         ConfigError: trackio is not installed.
@@ -144,7 +124,7 @@ class TrackioSink:
 def _import(tracker: str) -> ModuleType:
     package = PACKAGES[tracker]
     try:
-        return __import__(package)
+        return import_module(package)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"trackers.{tracker} needs the package {package}, which is not installed. Install it with "

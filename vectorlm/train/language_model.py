@@ -61,14 +61,10 @@ class LanguageModel:
         packs: bool = True,
         device: str | torch.device = "cpu",
     ) -> None:
-        """Take a causal language model; called on all ranks.
+        """Take a causal language model, plain or sharded with FSDP2; called on all ranks.
 
-        Args:
-            model: Plain, or sharded with FSDP2.
-            temperature: Divides the logits.
-            support: Which tokens the engine draws from: log-probabilities and entropies are of these alone.
-            packs: False pads rows in any case.
-            device: Where it computes.
+        `support` says which tokens the engine draws from: log-probabilities and entropies are of these alone. Without
+        `packs` rows are padded in any case.
         """
         self.model, self.temperature, self.support = model, temperature, support
         self.device = torch.device(device)

@@ -71,13 +71,9 @@ class Packing:
         places: torch.Tensor,
         bundles: Sequence[Bundle],
     ) -> None:
-        """Take the layout.
+        """Take `input_ids` and places in rows, int64 [1, N], and all tokens in their order as `bundles`.
 
-        Args:
-            input_ids: int64 [1, N].
-            position_ids: int64 [1, N], the place of each token in its row.
-            places: int64 [M], where the token before each one that is asked for lies, row by row.
-            bundles: All tokens, in their order.
+        `places`, int64 [M], says where the token before each one that is asked for lies, row by row.
         """
         self.input_ids, self.position_ids, self.places = input_ids, position_ids, places
         self.bundles = tuple(bundles)

@@ -30,10 +30,8 @@ def load_sharded(
 ) -> nn.Module:
     """Load a model and shard it; called on all ranks.
 
-    Args:
-        load: Loads the whole model; if its argument is true, with parameters that have no memory.
-        topology: This rank's place.
-        settings: With `low_cpu_mem_usage` rank 0 alone reads weights, and sends the others their shards.
+    `load` loads the whole model; if its argument is true, with parameters that have no memory. With
+    `low_cpu_mem_usage` rank 0 alone reads weights, and sends the others their shards.
     """
     is_sent = settings.loads_on_main(topology.world_size)
     model = load(is_sent and not topology.is_main)

@@ -60,14 +60,9 @@ def in_rounds(slots: Sequence[Slot], max_bytes: int) -> tuple[int, tuple[Slot, .
 def plain_slots(
     manifest: Sequence[TensorSpec], dtype_of_tensor: Callable[[str], str]
 ) -> tuple[int, tuple[Slot, ...]]:
-    """Lay tensors out one behind the other, for engines that copy them out of the arena.
+    """Lay tensors out one behind the other, for engines that copy them out of the arena; returns as `place_slots`.
 
-    Args:
-        manifest: What the trainer sends.
-        dtype_of_tensor: The dtype that the engine wants a tensor in, by its name; as torch spells it.
-
-    Returns:
-        The arena's size in bytes, and the slots in the manifest's order.
+    `dtype_of_tensor` says which dtype the engine wants a tensor in, by its name; as torch spells it.
     """
     return place_slots(manifest, LoadPlan.whole(manifest, dtype_of_tensor))
 

@@ -92,10 +92,8 @@ class Receivers:
     def load(self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str]) -> float:
         """Copy the last round, and make the engine compute with the new weights; return the seconds it took.
 
-        Args:
-            version: The training step of these weights.
-            checksums: Of every tensor of the sets, as the trainer counts them; None skips the proof.
-            weight_sets: What was written. Sets on top of the base that are not listed are cleared.
+        Without `checksums`, those of every tensor of the sets, there is no proof. Sets on top of the base that are not
+        in `weight_sets` are cleared.
 
         Raises:
             ChecksumMismatch: What the engine computes with is not what was sent; the text names the tensors.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vectorlm.errors import EngineError
+from vectorlm.settings import nearest
 from vectorlm.types import Prompt
 
 NUM_CONTEXT_TOKENS = 8
@@ -87,8 +87,7 @@ def read_parameters(given: Any, defaults: Parameters = DEFAULTS) -> Parameters:
     given = {name: value for name, value in (given or {}).items() if (name, value) not in NEUTRAL.items()}
     for name in given:
         if name not in NAMES:
-            near = difflib.get_close_matches(str(name), NAMES, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(NAMES)}."
+            hint = nearest(str(name), NAMES) or f"It takes {', '.join(NAMES)}."
             raise EngineError(f"this engine cannot honour the sampling parameter {name!r}. {hint}")
     try:
         return dataclasses.replace(defaults, **given)

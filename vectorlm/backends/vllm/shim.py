@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import inspect
 import json
@@ -16,6 +15,7 @@ from typing import Any
 from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES
 from vectorlm.engine.settings import DEVICE_SHARE
 from vectorlm.errors import EngineError, VectorLMError
+from vectorlm.settings import nearest
 from vectorlm.types import Prompt
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -97,9 +97,8 @@ def make_sampling_params(given: Any) -> Any:
     elif isinstance(given, Mapping | None):
         known = _sampling_parameters()
         if unknown := [name for name in given or {} if name not in known]:
-            near = difflib.get_close_matches(unknown[0], known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise EngineError(f"vllm.SamplingParams knows no {unknown[0]!r}.{hint}")
+            hint = nearest(unknown[0], known)
+            raise EngineError(f"vllm.SamplingParams knows no {unknown[0]!r}. {hint}".rstrip())
         try:
             params = SamplingParams(**(given or {}))
         except (TypeError, ValueError) as error:

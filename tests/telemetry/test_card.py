@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 import vectorlm
-from vectorlm.checkpoint.card import card_of, step_of
 from vectorlm.lora.folder import hub_name, lasting_name
+from vectorlm.telemetry.card import card_of, step_of
 
 
 def save_run(path, config):
@@ -67,6 +67,14 @@ def test_a_card_of_adapters_says_how_to_merge_them_and_names_no_path_as_base(tmp
     assert "reinforcement learning (grpo), with LoRA adapters, step 4." in card
     assert "vectorlm export path/to/this-folder --merge" in card
     assert "[More Information Needed]" not in card
+
+
+def test_a_card_names_the_versions_that_the_run_trained_with(tmp_path):
+    run = save_run(tmp_path / "run", {"model": "example/llama"})
+    (run / "run.json").write_text(
+        '{"versions": {"world_size": 2, "vectorlm": "0.0.1", "torch": "2.11+cu130"}}'
+    )
+    assert "## Versions\n\nvectorlm 0.0.1, torch 2.11+cu130\n" in card_of(run, 3, is_adapter=False)
 
 
 def test_a_model_without_a_run_gets_a_short_card(tmp_path):
