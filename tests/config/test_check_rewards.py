@@ -142,3 +142,12 @@ def test_prompts_may_be_a_saved_dataset_or_parquet(folder, capsys):
         assert main(["check", "my.yaml", "--set", f"rl.prompts={source}"]) == 0
     assert main(["check", "my.yaml", "--set", "rl.prompts=wrong"]) == 2
     assert "rl.prompts='wrong' has no column 'prompt'. Name the column `prompt`." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"), [("questions.jsonl", "the prompts of questions.jsonl"), ("[a, b]", "2 prompts")]
+)
+def test_check_says_what_a_policy_learns_from(folder, capsys, prompts, said):
+    Path("rewards.py").write_text("def reward(completion):\n    return 0.0\n")
+    assert main(["check", "my.yaml", "--set", f"rl.prompts={prompts}"]) == 0
+    assert f"grpo, 2 steps on {said}\n" in capsys.readouterr().out

@@ -78,11 +78,12 @@ def _text_rows(config: Config, world_size: int) -> dict[str, str]:
 
 def _rl_rows(rl: RLSettings, train: TrainSettings) -> dict[str, str]:
     collect, update, reward = rl.collect, rl.update, rl.reward
-    source = collect.prompts if isinstance(collect.prompts, str) else _count(len(collect.prompts), "prompt")
+    is_file = isinstance(collect.prompts, str)
+    source = f"the prompts of {collect.prompts}" if is_file else _count(len(collect.prompts), "prompt")
     weights = {**reward.rewards, **reward.reward_models}
     completions = collect.prompts_per_step * collect.group_size
     return {
-        "training": f"{rl.algorithm}, {_count(rl.max_steps, 'step')} on the prompts of {source}",
+        "training": f"{rl.algorithm}, {_count(rl.max_steps, 'step')} on {source}",
         "rollouts": f"{_count(completions, 'completion')} a step ({_count(collect.prompts_per_step, 'prompt')} x group "
         f"{collect.group_size}), up to {train.max_seq_len} tokens with their prompts",
         "rewards": ", ".join(f"{name} x {weight:g}" for name, weight in weights.items()) or "none",
