@@ -138,7 +138,9 @@ def test_what_cannot_be_exported_is_one_line_that_says_what_to_do(full, adapters
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
     (tmp_path / "lost" / "checkpoints").mkdir(parents=True)
     shutil.copytree(full / "checkpoints/step-00000003", tmp_path / "lost/checkpoints/step-00000003")
+    shutil.copytree(full / "final-model", tmp_path / "unsaved" / "final-model")
     for arguments, text in (
+        ([tmp_path / "unsaved"], "final-model is a model folder already: use it as it is, or name it here"),
         ([tmp_path / "nowhere"], "nowhere is not a folder. Name a checkpoint, a run's folder or an exported"),
         ([tmp_path], "is neither a checkpoint (runs/x/checkpoints/step-00000040), nor a run's folder"),
         ([tmp_path / "new"], "checkpoints holds no complete checkpoint: there is nothing to export yet."),

@@ -101,6 +101,11 @@ def find_source(path: Path, *, best: bool = False) -> Source:
         return found
     if (path / "config.json").is_file() or is_adapter_folder(path):
         return Source(path, path.resolve().parent, None)
+    if (path / "final-model").is_dir():
+        raise ConfigError(
+            f"{path} has no checkpoints, but its {path / 'final-model'} is a model folder already: use it as it is, or "
+            "name it here to merge or convert it."
+        )
     raise ConfigError(
         f"{path} is neither a checkpoint (runs/x/checkpoints/step-00000040), nor a run's folder with checkpoints, nor "
         "an exported model (config.json or adapter_config.json)."
