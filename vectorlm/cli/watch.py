@@ -114,9 +114,13 @@ def open_run(path: Path) -> LiveRun:
     live_run = LiveRun(path)
     live_run.read()
     if not live_run.has_files and not is_held(path, 0.0):
+        runs = sorted(
+            {each.parent.name for name in ("config.yaml", "metrics.jsonl") for each in path.glob(f"*/{name}")}
+        )
+        within = f" There are runs in it: {', '.join(str(path / name) for name in runs[:5])}." if runs else ""
         raise ConfigError(
             f"{str(path)!r} has neither config.yaml nor metrics.jsonl, and no run uses it: name the output_dir of a "
-            "run."
+            f"run.{within}"
         )
     return live_run
 
