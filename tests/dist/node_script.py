@@ -50,7 +50,7 @@ def work(what):
 if __name__ == "__main__":
     what, *world_size = sys.argv[1:]
     try:
-        result = vectorlm.launch(work, what, **{"world_size": int(each) for each in world_size})
+        result = vectorlm.launch(work, what, **({"world_size": int(world_size[0])} if world_size else {}))
         print(json.dumps(result), flush=True)
     except VectorLMError as error:
         sys.exit(f"{type(error).__name__}: {error}")

@@ -163,7 +163,10 @@ def test_a_rank_that_stays_away_is_named_with_its_last_place():
 @pytest.mark.parametrize(
     ("how", "where"),
     [
-        ("loop", r"was here when it was ended:\n.*\n  File .*test_launch.py\", line \d+ in leave_rank_0_alone"),
+        (
+            "loop",
+            r"was here when it was ended:\n.*\n  File .*test_launch.py\", line \d+ in leave_rank_0_alone",
+        ),
         ("stop", r"was stopped, or hung outside Python"),
     ],
 )
@@ -224,7 +227,7 @@ def test_a_rank_that_waits_for_others_to_start_says_so(monkeypatch, capfd):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     with (
-        pytest.raises(Exception, match="(?i)timed? ?out"),
+        pytest.raises(Exception, match=r"(?i)timed? ?out"),
         process_group(vectorlm.Topology(0, 0, 2, 1, "cpu"), timeout_s=1.0),
     ):
         pass

@@ -46,15 +46,20 @@ def test_a_wait_that_counts_says_how_much_is_done_and_left(monkeypatch, capsys):
     with wait.report_wait("reading", done=lambda: 1, total=4):
         time.sleep(0.5)
     text = capsys.readouterr().err.splitlines()[0]
-    seconds, left = map(int, re.fullmatch(r"reading: 1 of 4, (\d+) s so far, about (\d+) s left", text).groups())
+    seconds, left = map(
+        int, re.fullmatch(r"reading: 1 of 4, (\d+) s so far, about (\d+) s left", text).groups()
+    )
     assert seconds >= 20
     assert abs(left - 3 * seconds) <= 2
 
 
 def test_a_wait_that_fails_is_not_said_to_be_done(impatient, capsys):
-    with pytest.raises(KeyError), wait.report_wait("reading"):
+    def fail():
         time.sleep(0.3)
         raise KeyError("gone")
+
+    with pytest.raises(KeyError), wait.report_wait("reading"):
+        fail()
     assert "done" not in capsys.readouterr().err
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from vectorlm.cli import at_interrupt, exit_code
 from vectorlm.cli.check import check_all
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
     with at_interrupt("with checkpoints, the same command goes on from the last one"):
         vectorlm.launch(finetune if config.rl is None else reinforce, config, world_size=args.world_size)
+    if topology.is_main:
+        print(f"the model is in {Path(config.train_parameters.output_dir, 'final-model')}", file=sys.stderr)
     return 0
 
 

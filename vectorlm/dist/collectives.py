@@ -193,7 +193,9 @@ class Collectives:
 
     def _last_places(self, ranks: Sequence[int]) -> str:
         has = {rank: self._store.check([f"place/{rank}"]) for rank in ranks}
-        of = {rank: self._store.get(f"place/{rank}").decode() if has[rank] else "nothing yet" for rank in ranks}
+        of = {
+            rank: self._store.get(f"place/{rank}").decode() if has[rank] else "nothing yet" for rank in ranks
+        }
         return ", ".join(f"last place of rank {rank}: {place}" for rank, place in of.items())
 
     def _wait_for_late(self, place: str, keys: Sequence[str], since: float, error: Exception) -> None:

@@ -191,7 +191,9 @@ def _open_store() -> Any:
 
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
-    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _rank_main(

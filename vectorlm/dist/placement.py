@@ -72,10 +72,15 @@ def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
 
     libgomp's own limit of 300000 rounds is for machines without other work: a thread that waits for one that another
     process has displaced keeps the core that this one needs. With few rounds, threads that have nothing to do for a
-    moment sleep and must be woken. benchmarks/results/busy.json has a step by the limit, alone and beside a busy process.
+    moment sleep and must be woken. benchmarks/results/busy.json has a step by the limit, alone and beside a busy
+    process.
     Only processes that start with the variable read it. What the user has set wins.
     """
-    return {} if "OMP_WAIT_POLICY" in environment else {"GOMP_SPINCOUNT": environment.get("GOMP_SPINCOUNT", "10000")}
+    return (
+        {}
+        if "OMP_WAIT_POLICY" in environment
+        else {"GOMP_SPINCOUNT": environment.get("GOMP_SPINCOUNT", "10000")}
+    )
 
 
 def tensor_parallel_size(num_devices: int, num_heads: int, weight_bytes: int, room_bytes: float) -> int:

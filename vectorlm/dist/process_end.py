@@ -63,7 +63,7 @@ def how_it_ended(code: int | None) -> str:
 
 
 def write_fault(path: str | Path, rank: int, error: BaseException) -> None:
-    """Write `error` to `path` in the format of torch elastic; an earlier error is kept, because it is nearer to the cause."""
+    """Write `error` to `path` in the format of torch elastic; an earlier error, nearer to the cause, is kept."""
     if Path(path).exists():
         return
     trace = "".join(traceback.format_exception(error))
@@ -76,7 +76,7 @@ def write_fault(path: str | Path, rank: int, error: BaseException) -> None:
 
 def write_stack_at_end(folder: str | Path, rank: int) -> None:
     """Have SIGTERM, by which torch's agent ends a rank, write this rank's Python stack into `folder` first."""
-    file = Path(folder, f"rank-{rank}.stack").open("w")
+    file = Path(folder, f"rank-{rank}.stack").open("w")  # noqa: SIM115 (open for as long as the process lives)
     # In C: a rank that computes without end runs no signal handler of Python's.
     faulthandler.register(signal.SIGTERM, file=file, all_threads=False, chain=True)
 
@@ -88,7 +88,9 @@ def absent_ranks(folder: str | Path, world_size: int) -> str:
     for rank in sorted(set(range(world_size)) - raised):
         note = Path(folder, f"rank-{rank}.stack")
         stack = note.read_text() if note.exists() else ""
-        where = f"it was here when it was ended:\n{stack}" if stack else "it was stopped, or hung outside Python."
+        where = (
+            f"it was here when it was ended:\n{stack}" if stack else "it was stopped, or hung outside Python."
+        )
         text += f"\nrank {rank} of {world_size} raised nothing and did not come: {where}"
     return text
 

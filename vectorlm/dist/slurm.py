@@ -14,8 +14,8 @@ FIRST_PORT, NUM_PORTS = 20_000, 10_000
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what torchrun would have set for this task of srun; nothing outside srun, or where there is one task.
 
-    Only variables of a step count: the script of sbatch has SLURM_PROCID and SLURM_NTASKS too, and is no task. The first
-    task's node holds the store, at MASTER_ADDR and MASTER_PORT where these are set.
+    Only variables of a step count: the script of sbatch has SLURM_PROCID and SLURM_NTASKS too, and is no task. The
+    first task's node holds the store, at MASTER_ADDR and MASTER_PORT where these are set.
 
     Raises:
         LaunchError: The nodes run different numbers of tasks, or a variable is missing.
@@ -25,7 +25,9 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
         return {}
     for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST"):
         if name not in environment:
-            raise LaunchError(f"srun started {num_tasks} tasks, but {name} is not set. Pass SLURM's variables on.")
+            raise LaunchError(
+                f"srun started {num_tasks} tasks, but {name} is not set. Pass SLURM's variables on."
+            )
     if num_tasks % num_nodes:
         rule = "every node must run equally many. Use srun --ntasks-per-node."
         raise LaunchError(f"srun started {num_tasks} tasks on {num_nodes} nodes, but {rule}")
@@ -47,5 +49,7 @@ def first_host(nodes: str) -> str:
     """Return the first host of a list as SLURM writes it: ``gpu[03-05,9],login`` begins with ``gpu03``."""
     found = re.match(r"([^,\[\]]+)(?:\[(\d+)[^\]]*\])?([^,\[\]]*)", nodes)
     if found is None:
-        raise LaunchError(f"SLURM_STEP_NODELIST={nodes!r} names no node. Set MASTER_ADDR to the first of them.")
+        raise LaunchError(
+            f"SLURM_STEP_NODELIST={nodes!r} names no node. Set MASTER_ADDR to the first of them."
+        )
     return "".join(part or "" for part in found.groups())
