@@ -202,3 +202,20 @@ def test_a_reward_that_freezes_ends_the_evaluation_within_its_limit(model_dir):
     )
     with pytest.raises(RewardError, match=r"sampler.reward failed: no answer within 0.3 s \(prompt 'abc'"):
         slow.evaluate(0)
+
+
+def test_chat_messages_are_shown_as_the_last_ones_text_and_token_ids_as_their_number(model_dir, tmp_path):
+    model, said = load_model(model_dir), []
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "abc"}]
+    evaluator = Evaluator(
+        turn_of(model_dir, model),
+        [PromptRecord(messages, {"first_letter": " <"}), PromptRecord([5, 6, 7], {"first_letter": "q"})],
+        samples_path=tmp_path / "samples.jsonl",
+        reward=reward,
+        say=said.append,
+    )
+    evaluator.evaluate(1)
+    answer = " </s>" * 4
+    assert said == [f"step 1: 1/2 right\n  right: abc {answer}\n  wrong: (3 tokens) {answer}"]

@@ -145,9 +145,11 @@ def test_a_folder_that_is_no_run_s_is_refused(tmp_path, name):
         open_run(tmp_path / name)
 
 
-def test_a_folder_of_runs_names_them(run):
-    with pytest.raises(ConfigError, match=f"There are runs in it: {run}"):
-        open_run(run.parent)
+def test_a_folder_of_runs_names_them(tmp_path):
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "config.yaml").write_text("rl: {max_steps: 40}\n")
+    with pytest.raises(ConfigError, match=f"There are runs in it: {tmp_path / 'first'}\\."):
+        open_run(tmp_path)
 
 
 def test_once_prints_one_frame_and_so_does_a_pipe(run, capsys, monkeypatch):

@@ -15,6 +15,15 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 SamplingRequest = tuple[Sequence[Prompt] | str, Any]
 """Prompts, and their sampling parameters: the arguments of `Engine.sample` and `Engine.submit`."""
 
+
+def shown_prompt(prompt: Prompt) -> str:
+    """Return a prompt as a line for people shows it: of chat messages the last, of token ids their number."""
+    if isinstance(prompt, str) or not prompt:
+        return str(prompt)
+    last = prompt[-1]
+    return f"({len(prompt)} tokens)" if isinstance(last, int) else str(last.get("content", ""))
+
+
 InFlight = Literal["refuse", "keep", "recompute", "drain"]
 """What an update does with requests in flight: it raises; they keep their KV cache of the old weights; their cache is
 recomputed with the new weights; or it waits until they end."""

@@ -12,7 +12,7 @@ from vectorlm.rewards.runner import score_answers
 from vectorlm.telemetry.progress import sample_with_progress
 from vectorlm.telemetry.step_lines import StepLines
 from vectorlm.train.device_turn import DeviceTurn
-from vectorlm.types import Completion, PromptRecord
+from vectorlm.types import Completion, PromptRecord, shown_prompt
 
 Answers = list[list[Completion]]
 
@@ -95,7 +95,9 @@ class Evaluator:
         else:
             marks = ["right: " if options[0] == 1.0 else "wrong: " for options in rewards]
             head = f"step {step}: {marks.count('right: ')}/{len(marks)} right"
-        shown = zip(marks[:NUM_SHOWN], self._prompt_records, answers, strict=False)
-        return "\n".join(
-            [head, *(f"  {mark}{record.prompt}{options[0].text}" for mark, record, options in shown)]
-        )
+        lines = [head]
+        for mark, record, options in zip(marks[:NUM_SHOWN], self._prompt_records, answers, strict=False):
+            # An answer continues a text, and follows chat messages or ids.
+            space = "" if isinstance(record.prompt, str) else " "
+            lines.append(f"  {mark}{shown_prompt(record.prompt)}{space}{options[0].text}")
+        return "\n".join(lines)

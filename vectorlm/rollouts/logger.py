@@ -14,6 +14,7 @@ from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.rollout import RolloutGroup, kept_groups
 from vectorlm.rollouts.replay import record_of
 from vectorlm.telemetry.step_lines import StepLines
+from vectorlm.types import shown_prompt
 
 MAX_COLUMNS, MAX_COLUMN = 20, 200
 """Columns of the question in a line, and characters of each; with tokens they are whole, as replaying needs them."""
@@ -102,7 +103,7 @@ class RolloutLogger:
         rows = [("reward", "prompt", "completion")]
         for group in groups[: self._num_shown]:
             first = group.rollouts[0]
-            prompt = _short(str(first.prompt_record.prompt))
+            prompt = _short(shown_prompt(first.prompt_record.prompt))
             rows.append((f"{group.rewards[0].item():.2f}", prompt, _short(first.text)))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = (

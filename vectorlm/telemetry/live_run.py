@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from vectorlm.telemetry.runs import START, parse_line
+from vectorlm.types import shown_prompt
 
 NUM_LINES = 20_000
 """Lines of metrics that are kept; a longer run shows its last ones."""
@@ -204,9 +205,4 @@ def _newest(file: GrowingFile) -> list[Line]:
 
 
 def _sample(line: Line, completion: Any, reward: float | None) -> Sample:
-    prompt = line.get("prompt")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
-        prompt = prompt[-1].get("content", "")
-    elif isinstance(prompt, list):
-        prompt = f"({len(prompt)} tokens)"
-    return Sample(line.get("train_step", 0), str(prompt), str(completion), reward)
+    return Sample(line.get("train_step", 0), shown_prompt(line.get("prompt", "")), str(completion), reward)
