@@ -212,7 +212,10 @@ def _run(script: str, config: dict[str, Any], path: Path, world_size: int) -> No
 
 
 def _summary(metrics: list[dict[str, float]]) -> dict[str, Any]:
-    """Return medians of times, means of shares, and the reward of every step beside the seconds until its end."""
+    """Return means of times and shares, and the reward of every step beside the seconds until its end.
+
+    In flight one step waits for nothing and the next for several groups: their median would leave out the waiting.
+    """
     steps = [line for line in metrics if "time/step_s" in line]
     counted = steps[SKIPPED:]
     seconds = [line["time/step_s"] for line in steps]
@@ -223,7 +226,7 @@ def _summary(metrics: list[dict[str, float]]) -> dict[str, Any]:
         "longest": statistics.fmean(line["completion/length_max"] for line in counted),
     }
     for name in ("step", "generate", "update", "assess", "publish", "stall"):
-        summary[f"{name}_s"] = statistics.median(line[f"time/{name}_s"] for line in counted)
+        summary[f"{name}_s"] = statistics.fmean(line[f"time/{name}_s"] for line in counted)
     for name in (
         "perf/engine_idle",
         "perf/trainer_idle",
@@ -270,8 +273,8 @@ def predictions(found: list[dict[str, Any]], lengths: str) -> dict[str, float]:
     runs = _of(found, lengths, SPLIT)
     if not runs:
         return {}
-    sampling = statistics.median(run["generate_s"] for run in runs)
-    training = statistics.median(run["step_s"] - run["generate_s"] for run in runs)
+    sampling = statistics.fmean(run["generate_s"] for run in runs)
+    training = statistics.fmean(run["step_s"] - run["generate_s"] for run in runs)
     return {
         name: max(sampling, training)
         for name, (_, overlap) in RUNS.items()
@@ -284,10 +287,9 @@ def _row(lengths: str, name: str, found: list[dict[str, Any]]) -> dict[str, Any]
         return statistics.fmean(run[key] for run in runs)
 
     runs = _of(found, lengths, name)
-    step_s = {
-        each: statistics.median(run["step_s"] for run in _of(found, lengths, each))
-        for each in (name, HEADLINE[0])
-    }
+    seeds = {run["seed"] for run in runs}
+    beside = [run["step_s"] for run in _of(found, lengths, HEADLINE[0]) if run["seed"] in seeds]
+    seconds = [run["step_s"] for run in runs]
     predicted = predictions(found, lengths).get(name)
     overlap = RUNS[name][1]
     reached = {}
@@ -301,9 +303,9 @@ def _row(lengths: str, name: str, found: list[dict[str, Any]]) -> dict[str, Any]
         "lengths": lengths,
         "seeds": len(runs),
         "tokens, mean and longest": f"{mean('tokens'):.0f}, {mean('longest'):.0f}",
-        "s a step": f"{step_s[name]:.2f}",
+        "s a step": mean_and_range(seconds, 2),
         "predicted": "" if predicted is None else f"{predicted:.2f}",
-        "times as fast": f"{step_s[HEADLINE[0]] / step_s[name]:.2f}",
+        "times as fast": f"{statistics.fmean(beside) / statistics.fmean(seconds):.2f}",
         **reached,
         "reward at the end": f"{statistics.fmean(statistics.fmean(r['reward'][-SMOOTHED:]) for r in runs):.2f}",
         "lag": f"{mean('lag'):.2f}",
@@ -347,13 +349,13 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
                 continue
             place = len(labels)
             colour = "tab:blue" if name in expected else "tab:gray"
-            bars.barh(place, statistics.median(run["step_s"] for run in runs), color=colour, height=0.7)
+            bars.barh(place, statistics.fmean(run["step_s"] for run in runs), color=colour, height=0.7)
             if name in expected:
                 bars.plot([expected[name]] * 2, [place - 0.42, place + 0.42], color="black", lw=2)
             labels.append(f"{name} ({lengths})")
     bars.set_yticks(range(len(labels)), labels, fontsize=8)
     bars.invert_yaxis()
-    bars.set(title="A step; mark: predicted", xlabel="seconds, median")
+    bars.set(title="A step; mark: predicted", xlabel="seconds, mean")
     for axes in (curves, bars):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="x", alpha=0.25)

@@ -170,9 +170,9 @@ def overlap(folder: Path) -> None:
     other = axes.twinx()
     for index, name in enumerate(names):
         row = found[name]
-        axes.bar(index - 0.2, float(row["s a step"]), 0.36, color=TRAINER)
-        axes.text(index - 0.2, float(row["s a step"]) + 0.03, f"{float(row['s a step']):.2f}", ha="center")
-        count = float(str(row["steps to reward 0.28"]).split()[0])
+        seconds, count = (float(row[column].split()[0]) for column in ("s a step", "steps to reward 0.28"))
+        axes.bar(index - 0.2, seconds, 0.36, color=TRAINER)
+        axes.text(index - 0.2, seconds + 0.03, f"{seconds:.2f}", ha="center")
         other.bar(index + 0.2, count, 0.36, color=GREY)
         other.text(index + 0.2, count + 0.5, f"{count:.0f}", ha="center")
     axes.set_xticks(range(len(names)), list(names.values()))
