@@ -1,10 +1,13 @@
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
 from config_texts import MINIMAL
 from huggingface_hub import constants
+from safetensors.torch import save_file
 
 from vectorlm.config import check_config, check_packages, load_config
 from vectorlm.config.check import LORA_CONFIG
@@ -212,6 +215,25 @@ def test_the_model_folder_must_hold_a_description(complete):
 def test_the_models_description_must_be_readable(complete, text):
     Path("models/tiny/config.json").write_text(text)
     assert problems(complete).startswith("model='models/tiny' holds a broken config.json (")
+
+
+def test_weights_that_a_download_left_incomplete_are_refused(complete):
+    folder = Path("models/tiny")
+    index = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+    (folder / "model.safetensors.index.json").write_text(index)
+    save_file({"a": torch.ones(100)}, folder / "model-1.safetensors")
+    fix = "Download or save the model again. (my.yaml:1)"
+    missing = f"model='models/tiny' has damaged weights (model-2.safetensors is missing). {fix}"
+    assert problems(complete) == missing
+    size = (folder / "model-1.safetensors").stat().st_size
+    os.truncate(folder / "model-1.safetensors", size - 1)
+    what = f"model-1.safetensors is cut off: {size - 1} bytes of {size}"
+    assert (
+        problems(complete)
+        == f"2 problems:\n  - model='models/tiny' has damaged weights ({what}). {fix}\n  - {missing}"
+    )
+    os.truncate(folder / "model-1.safetensors", 0)
+    assert "(model-1.safetensors is not a safetensors file)" in problems(complete)
 
 
 FLASH = "train_parameters.use_flash_attention=true"

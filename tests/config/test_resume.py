@@ -24,7 +24,7 @@ def path(write_config):
     """A config whose files exist, and whose run has a checkpoint of step 6 by one rank."""
     Path("models/tiny").mkdir(parents=True)
     Path("models/tiny/config.json").write_text(json.dumps({"max_position_embeddings": 256}))
-    Path("models/tiny/model.safetensors").write_bytes(b"")
+    Path("models/tiny/model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
     for split in ("train", "eval"):
         Path("data", split).mkdir(parents=True)
         Path("data", split, "dataset_info.json").write_text("{}")
@@ -85,7 +85,7 @@ def test_other_content_under_the_same_name_is_noticed(path):
     save(path, SAMPLER, RL)
     Path("p.jsonl").write_text('{"prompt": "b", "numbers": [1], "target": 1}\n')
     assert found(path, SAMPLER, RL).changes == ("the content of rl.prompts is another",)
-    Path("models/tiny/model.safetensors").write_bytes(b"longer")
+    Path("models/tiny/model.safetensors").write_bytes(b"\3" + bytes(7) + b"{ }")
     assert "the content of model is another" in refused(path, SAMPLER, RL)
 
 

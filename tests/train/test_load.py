@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -64,6 +66,19 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(model_dir, tmp_path):
     (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
     with pytest.raises(ConfigError, match=r"lacks 1 tensors \(model.norm.weight\)"):
         load_model(tmp_path)
+
+
+def test_a_folder_that_transformers_cannot_read_is_named(model_dir, tmp_path):
+    folder = shutil.copytree(model_dir, tmp_path / "broken")
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    os.truncate(folder / "model.safetensors", 9_000)
+    for load, what in ((load_tokenizer, "tokenizer"), (load_model, "model")):
+        with pytest.raises(ConfigError, match=rf"^the {what} in '.*/broken' cannot be loaded: \w+: .*\w"):
+            load(folder)
+    (folder / "config.json").write_text('{"model_type": "lama"}')
+    with pytest.raises(ConfigError, match=r"/broken' cannot be loaded: .*`lama`"):
+        EMPTY(folder)
 
 
 @pytest.mark.parametrize("load", [load_model, EMPTY])

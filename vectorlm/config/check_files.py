@@ -10,7 +10,7 @@ from shutil import which
 
 from vectorlm.checkpoint.folder import is_held
 from vectorlm.config.check_vllm import CPU_HEAD_SIZES, head_size_without_kernel
-from vectorlm.config.local_model import describe_absent, number_in, own_length
+from vectorlm.config.local_model import describe_absent, missing_weights, number_in, own_length
 from vectorlm.config.resume import find_resumption
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
@@ -18,6 +18,7 @@ from vectorlm.data.prompts import PARQUET
 from vectorlm.dist.topology import with_rank_variables
 from vectorlm.errors import CheckpointError
 from vectorlm.packages import is_installed
+from vectorlm.weights.model_size import damaged_weights
 
 SAMPLER = "train_parameters.sampler"
 
@@ -50,6 +51,7 @@ def _model_problems(config: Config) -> Iterator[str]:
     except (ValueError, AttributeError) as error:
         yield refuse(config, "model", f"holds a broken config.json ({error})", "Save the model again.")
         return
+    yield from _weight_problems(config, Path(config.model))
     if limit is not None and config.train_parameters.max_seq_len > limit:
         rule = f"is beyond the model's limit of {limit} tokens"
         yield refuse(config, "train_parameters.max_seq_len", rule, f"Use {limit} or less.")
@@ -69,6 +71,15 @@ def _model_problems(config: Config) -> Iterator[str]:
     if config.train_parameters.model.compile and not (has_cuda() or which(os.environ.get("CXX", "g++"))):
         rule = "needs a C++ compiler on CPU, and none is found here"
         yield refuse(config, "train_parameters.compile", rule, "Install g++, or set it to false.")
+
+
+def _weight_problems(config: Config, folder: Path) -> Iterator[str]:
+    """Find what a download that was cut short lacks; without any weights its description is enough to plan with."""
+    wrong = list(damaged_weights(folder))
+    if any(folder.glob("*.safetensors*")) and (missing := missing_weights(folder)):
+        wrong.append(f"{', '.join(missing)} is missing")
+    for what in wrong:
+        yield refuse(config, "model", f"has damaged weights ({what})", "Download or save the model again.")
 
 
 def _largest_token(model: Path) -> int:

@@ -110,13 +110,18 @@ def missing_files(folder: Path) -> list[str]:
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         missing.append("tokenizer.json")
+    return missing + missing_weights(folder)
+
+
+def missing_weights(folder: Path) -> list[str]:
+    """Name the files of weights that a model's folder lacks."""
     lacking = [
         sorted(name for name in _weight_files(index) if not (folder / name).is_file())
         for index in sorted(folder.glob("*.index.json"))
     ]
-    if all(lacking) and not any((folder / name).is_file() for name in WHOLE_WEIGHTS):
-        missing += lacking[0][:3] if lacking else WHOLE_WEIGHTS[:1]
-    return missing
+    if not all(lacking) or any((folder / name).is_file() for name in WHOLE_WEIGHTS):
+        return []
+    return lacking[0][:3] if lacking else list(WHOLE_WEIGHTS[:1])
 
 
 def _weight_files(index: Path) -> set[str]:

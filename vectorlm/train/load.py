@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +20,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Read the tokenizer saved beside a model; where it has no padding token, its end token pads.
 
     Raises:
-        ConfigError: There is no model, or it has fewer embeddings than the tokenizer has tokens.
+        ConfigError: There is no model or no tokenizer, or fewer embeddings than the tokenizer has tokens.
     """
     from transformers import AutoTokenizer
 
     directory = _model_directory(path)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    with _naming(directory, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(directory)
     _require_embeddings(tokenizer, directory)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -60,16 +63,30 @@ def load_pretrained(auto: Any, path: str | Path, dtype: str, is_empty: bool = Fa
     """Read a model through the class `auto` of transformers; if `is_empty`, without memory for its parameters."""
     arguments["dtype"] = dtype_of(dtype)
     if not is_empty:
-        return auto.from_pretrained(path, **arguments)
+        with _naming(path, "model"):
+            return auto.from_pretrained(path, **arguments)
     from accelerate import init_empty_weights
     from transformers import AutoConfig
 
     of_config = {name: arguments.pop(name) for name in ("num_labels",) if name in arguments}
-    config = AutoConfig.from_pretrained(path, **of_config)
+    with _naming(path, "model"):
+        config = AutoConfig.from_pretrained(path, **of_config)
     with init_empty_weights(include_buffers=False):
         model = auto.from_config(config, **arguments)
     model.tie_weights()
     return model
+
+
+@contextmanager
+def _naming(path: str | Path, what: str) -> Iterator[None]:
+    """Say which folder it was that transformers could not read."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(
+            f"the {what} in {str(path)!r} cannot be loaded: {type(error).__name__}: {str(error).strip()} "
+            f"Download or save the {what} again, complete, and with an architecture that transformers knows."
+        ) from error
 
 
 def _model_directory(path: str | Path) -> Path:

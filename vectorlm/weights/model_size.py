@@ -96,6 +96,22 @@ def count_adapter_parameters(folder: str | Path, lora_config: Mapping[str, Any])
     )
 
 
+def damaged_weights(folder: Path) -> Iterator[str]:
+    """Say what is wrong with the safetensors files of a folder, by their heads and sizes alone."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        try:
+            # A head without offsets is a description alone, to plan with.
+            ends = [entry.get("data_offsets", (0, -8 - length))[1] for _, entry in _head(path)]
+        except (ValueError, LookupError, TypeError, AttributeError):
+            yield f"{path.name} is not a safetensors file"
+            continue
+        size, whole = path.stat().st_size, 8 + length + max(ends, default=0)
+        if size < whole:
+            yield f"{path.name} is cut off: {size:,} bytes of {whole:,}"
+
+
 def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     files = sorted(folder.glob("*.safetensors"))
     if not files and "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
