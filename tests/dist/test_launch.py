@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import signal
 import socket
@@ -50,8 +51,8 @@ def fail_on_rank_1(how):
         raise KeyError("lost")
     if topology.rank == 1 and how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if topology.rank == 1 and how == "exit":
-        os._exit(3)
+    if topology.rank == 1 and isinstance(how, int):
+        os._exit(how)
     if topology.rank == 1 and how == "stay away":
         time.sleep(30)
     collectives.all_gather_object("sampling")
@@ -147,9 +148,11 @@ def test_a_killed_rank_is_named_not_the_peer_that_lost_it():
         vectorlm.launch(fail_on_rank_1, "kill", world_size=2)
 
 
-def test_a_rank_that_leaves_without_a_word_is_named():
-    with pytest.raises(RankFailed, match="rank 1 of 2 ended with exit code 3 and no error"):
-        vectorlm.launch(fail_on_rank_1, "exit", world_size=2)
+@pytest.mark.parametrize("code", [3, 0])
+def test_a_rank_that_leaves_without_a_word_is_named(code):
+    with pytest.raises(RankFailed, match=f"rank 1 of 2 ended with exit code {code} and no error"):
+        vectorlm.launch(fail_on_rank_1, code, world_size=2)
+    assert multiprocessing.active_children() == []
 
 
 def test_a_rank_that_stays_away_is_named_with_its_last_place():

@@ -168,7 +168,7 @@ def _run_ranks(payload: bytes, world_size: int, timeout_s: float, scratch: str) 
     store = _open_store() if world_size > 1 else None
     port = None if store is None else store.port
     try:
-        with _agent_side_effects_undone(scratch):
+        with _agent_side_effects_undone(scratch), _silent_ends_noticed():
             results = elastic_launch(config, _rank_main)(payload, os.getpid(), scratch, timeout_s, port)
     except ChildFailedError as error:
         if Path(scratch, UNGUARDED).exists():
@@ -183,6 +183,27 @@ def _run_ranks(payload: bytes, world_size: int, timeout_s: float, scratch: str) 
     except DistError as error:
         raise LaunchError(f"the {world_size} ranks could not be started: {error}") from error
     return [cloudpickle.loads(results[rank]) for rank in sorted(results)]
+
+
+@contextlib.contextmanager
+def _silent_ends_noticed() -> Iterator[None]:
+    """Let torch's agent notice a rank that ends with exit code 0 before it has returned: it would wait for ever."""
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+
+    poll = MultiprocessContext._poll
+
+    def notice(self: Any) -> Any:
+        result = poll(self)
+        for rank, process in enumerate(self._pc.processes if result is None else ()):
+            if process.exitcode == 0 and rank not in self._return_values and self._ret_vals[rank].empty():
+                raise RankFailed(f"rank {rank} of {self.nprocs} ended with exit code 0 and no error.")
+        return result
+
+    MultiprocessContext._poll = notice  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        MultiprocessContext._poll = poll  # type: ignore[method-assign]
 
 
 def _open_store() -> Any:
