@@ -59,6 +59,11 @@ def test_what_cannot_be_read_is_a_dataset_error(tmp_path):
             read_prompts(tmp_path / name, "rl.prompts")
 
 
+def test_a_file_that_begins_with_a_byte_order_mark_is_read(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8-sig")
+    assert [each.prompt for each in read_prompts(str(tmp_path / "p.jsonl"))] == ["a"]
+
+
 def test_a_source_without_rows_is_refused(tmp_path):
     Dataset.from_list(ROWS).select([]).to_parquet(tmp_path / "none.parquet")
     with pytest.raises(DatasetError, match="is empty: it must hold at least one prompt"):

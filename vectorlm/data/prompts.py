@@ -56,7 +56,7 @@ def read_rows(path: str | Path, read: Callable[[Any], Row], rule: str) -> list[R
         if not line.strip():
             continue
         try:
-            rows.append(read(json.loads(line.decode("utf-8"))))
+            rows.append(read(json.loads(line.decode("utf-8-sig"))))
         except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError) as error:
             shown = line[:80].decode("utf-8", errors="replace")
             raise DatasetError(
