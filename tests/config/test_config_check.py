@@ -283,6 +283,15 @@ def test_a_folder_without_a_dataset_is_refused(complete):
     )
 
 
+def test_a_dataset_that_was_copied_in_part_is_refused(complete):
+    shards = [{"filename": f"data-{number}.arrow"} for number in range(2)]
+    Path("data/eval/state.json").write_text(json.dumps({"_data_files": shards}))
+    Path("data/eval/data-0.arrow").touch()
+    assert problems(complete) == (
+        "dataset.eval_ds='data/eval' lacks its data-1.arrow. Make or copy the dataset again. (my.yaml:12)"
+    )
+
+
 def test_a_dataset_needs_the_columns_that_training_reads(complete):
     Path("data/train/dataset_info.json").write_text('{"features": {"text": {}, "input_ids": {}}}')
     assert problems(complete) == (

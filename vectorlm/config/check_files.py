@@ -125,6 +125,16 @@ def _saved_dataset_problems(
     elif missing := [name for name in columns if described and name not in described]:
         rule = f"has no column {' and no column '.join(map(repr, missing))}"
         yield refuse(config, path, rule, fix)
+    elif missing := [name for name in _shards(folder / "state.json") if not (folder / name).is_file()]:
+        yield refuse(config, path, f"lacks its {', '.join(missing[:3])}", "Make or copy the dataset again.")
+
+
+def _shards(state: Path) -> list[str]:
+    """Name the files that hold a dataset's rows; none where nothing says it."""
+    try:
+        return [each["filename"] for each in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
 
 
 def _described_columns(description: Path) -> Collection[str] | None:
