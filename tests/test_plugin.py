@@ -39,10 +39,18 @@ def test_what_does_not_exist_is_named(name, words):
         load_plugin(name)
 
 
-def test_an_error_of_the_file_passes_through_and_may_be_mended(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("\n1 / 0\n", r"ZeroDivisionError: division by zero \(.*/broken\.py:2\)\. Correct .*/broken\.py"),
+        ("def x(\n", r"SyntaxError: .*\(broken\.py, line 1\)\. Correct"),
+        ("import sys\nsys.exit(0)\n", r"SystemExit: 0 \(.*/broken\.py:2\)"),
+    ],
+)
+def test_an_error_of_the_file_is_named_and_may_be_mended(tmp_path, text, words):
     path = tmp_path / "broken.py"
-    path.write_text("1 / 0\n")
-    with pytest.raises(ZeroDivisionError):
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"broken\.py:x' cannot be imported: {words}"):
         load_plugin(f"{path}:x")
     path.write_text("x = 7\n")
     assert load_plugin(f"{path}:x") == 7
@@ -51,5 +59,7 @@ def test_an_error_of_the_file_passes_through_and_may_be_mended(tmp_path):
 def test_a_package_that_a_module_needs_is_not_taken_for_the_module(tmp_path, monkeypatch):
     (tmp_path / "needs_more.py").write_text("import no_such_package_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be imported: ModuleNotFoundError: .*no_such_package_at_all"
+    ):
         load_plugin("needs_more:x")

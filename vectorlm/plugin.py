@@ -8,6 +8,7 @@ import importlib.util
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,22 @@ def is_plugin(name: str) -> bool:
 
 
 def load_plugin(name: str) -> Any:
-    """Import a file or module and return one of its attributes; raises `ConfigError` if one of them does not exist."""
+    """Import a file or module and return one of its attributes.
+
+    Raises:
+        ConfigError: One of them does not exist, or raises while it is imported, or would end the process.
+    """
     where, _, what = name.rpartition(":")
-    module = _load_file(Path(where), name) if where.endswith(".py") else _load_module(where, name)
+    try:
+        module = _load_file(Path(where), name) if where.endswith(".py") else _load_module(where, name)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = "" if isinstance(error, SyntaxError) else f" ({last.filename}:{last.lineno})"
+        raise ConfigError(
+            f"{name!r} cannot be imported: {type(error).__name__}: {error}{place}. Correct {where}."
+        ) from error
     if not hasattr(module, what):
         raise ConfigError(f"{name!r} does not exist: {where} has no {what!r}.")
     return getattr(module, what)
