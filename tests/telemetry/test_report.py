@@ -7,6 +7,7 @@ import pytest
 
 from vectorlm.cli import main
 from vectorlm.errors import ConfigError
+from vectorlm.telemetry.live_run import LiveRun
 from vectorlm.telemetry.report import MAX_POINTS, MAX_ROWS, MAX_STEPS, write_report
 from vectorlm.telemetry.runs import RunFolder, differences, names_of
 
@@ -42,6 +43,15 @@ def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "tr\n{"step": 3, "train/loss": 1.0}\n{"step')
     assert RunFolder(tmp_path).series("train/loss") == [(1, 2.0), (3, 1.0)]
+
+
+@pytest.mark.parametrize("text", [b"", b'{"versions": {"py', b"\xff\xfe\x00", b"[1, 2]"])
+def test_settings_that_a_crash_cut_short_are_none(tmp_path, text):
+    run = make_run(tmp_path / "run")
+    for name in ("run.json", "config.yaml"):
+        (run.path / name).write_bytes(text)
+    (live := LiveRun(run.path)).read()
+    assert run.versions == run.config == live.settings == {}
 
 
 def data_of(page):

@@ -9,9 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
-from vectorlm.telemetry.runs import START, parse_line
+from vectorlm.telemetry.runs import START, parse_line, read_settings
 from vectorlm.types import shown_prompt
 
 NUM_LINES = 20_000
@@ -172,15 +170,14 @@ class LiveRun:
         path = self.path / name
         try:
             return _parsed(path, path.stat().st_mtime_ns)
-        except (FileNotFoundError, yaml.YAMLError):
+        except FileNotFoundError:
             return {}
 
 
 @lru_cache(maxsize=4)
 def _parsed(path: Path, written_ns: int) -> dict[str, Any]:
     """Return what a file held when it was written at `written_ns`."""
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
+    return read_settings(path)
 
 
 def _step_s(line: Line) -> float:

@@ -58,8 +58,7 @@ class RunFolder:
     @cached_property
     def config(self) -> dict[str, Any]:
         """Every setting by its path; empty where the run left no config."""
-        path = self.path / "config.yaml"
-        return dict(flat(yaml.safe_load(path.read_text(encoding="utf-8")) or {})) if path.is_file() else {}
+        return dict(flat(read_settings(self.path / "config.yaml")))
 
     @property
     def versions(self) -> dict[str, Any]:
@@ -95,10 +94,18 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
     return line if isinstance(line, dict) else None
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a YAML or JSON file of a run; empty where there is none, or a crash left half of one."""
+    try:
+        found = yaml.safe_load(path.read_bytes())
+    except (FileNotFoundError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def noted_versions(run: Path) -> dict[str, Any]:
     """Return what a run runs on, as `save_start` has written it into its folder; empty where it has not."""
-    path = run / START
-    return json.loads(path.read_text(encoding="utf-8")).get("versions", {}) if path.is_file() else {}
+    return read_settings(run / START).get("versions", {})
 
 
 def names_of(runs: Sequence[RunFolder]) -> list[str]:
