@@ -211,6 +211,37 @@ def test_a_rank_that_raises_after_its_launcher_was_killed_leaves_no_note_of_it(t
     assert code == -signal.SIGKILL
 
 
+INTERRUPTED = """
+import multiprocessing, pathlib, signal, sys, time, vectorlm
+
+def work():
+    lock = multiprocessing.get_context('spawn').RLock()
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        vectorlm.launch(work)
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+elif sys.argv[2] == "import":
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("when", ["import", "work"])
+def test_ranks_are_silent_at_ctrl_c_whatever_they_do(tmp_path, when):
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    command = [sys.executable, tmp_path / "script.py", tmp_path / "now", when]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as run:
+        while run.poll() is None and not (tmp_path / "now").exists():
+            time.sleep(0.01)
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.communicate(timeout=60)[1] == "interrupted\n"
+
+
 def test_a_script_without_its_guard_is_told_so_once(tmp_path):
     script = tmp_path / "unguarded.py"
     script.write_text("import vectorlm\nvectorlm.launch(print, world_size=2)\n")

@@ -41,6 +41,8 @@ AGENT_VARIABLES = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 """Variables that the agent reads or leaves behind, with their values while it runs."""
+TIDY = "ignore::UserWarning:multiprocessing.resource_tracker"
+"""Python warns of each lock that an ended rank has left, tqdm's for example, and removes it all the same."""
 LOOPBACK = "127.0.0.1"
 AGENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 TIMED_OUT = re.compile("(?i)(?<!engine)timed? ?out")
@@ -168,7 +170,7 @@ def _run_ranks(payload: bytes, world_size: int, timeout_s: float, scratch: str) 
     store = _open_store() if world_size > 1 else None
     port = None if store is None else store.port
     try:
-        with _agent_side_effects_undone(scratch), _silent_ends_noticed():
+        with _agent_side_effects_undone(scratch), _agent_mended():
             results = elastic_launch(config, _rank_main)(payload, os.getpid(), scratch, timeout_s, port)
     except ChildFailedError as error:
         if Path(scratch, UNGUARDED).exists():
@@ -186,24 +188,35 @@ def _run_ranks(payload: bytes, world_size: int, timeout_s: float, scratch: str) 
 
 
 @contextlib.contextmanager
-def _silent_ends_noticed() -> Iterator[None]:
-    """Let torch's agent notice a rank that ends with exit code 0 before it has returned: it would wait for ever."""
+def _agent_mended() -> Iterator[None]:
+    """Let torch's agent notice a rank that ends with exit code 0 before it has returned: it would wait for ever.
+
+    And keep Ctrl-C from a rank until it knows what to do then: it would print a traceback out of an import.
+    """
     from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
-    poll = MultiprocessContext._poll
+    poll, start = MultiprocessContext._poll, MultiprocessContext._start
 
-    def notice(self: Any) -> Any:
+    def poll_and_notice(self: Any) -> Any:
         result = poll(self)
         for rank, process in enumerate(self._pc.processes if result is None else ()):
             if process.exitcode == 0 and rank not in self._return_values and self._ret_vals[rank].empty():
                 raise RankFailed(f"rank {rank} of {self.nprocs} ended with exit code 0 and no error.")
         return result
 
-    MultiprocessContext._poll = notice  # type: ignore[method-assign]
+    def start_in_peace(self: Any) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            start(self)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    context: Any = MultiprocessContext
+    context._poll, context._start = poll_and_notice, start_in_peace
     try:
         yield
     finally:
-        MultiprocessContext._poll = poll  # type: ignore[method-assign]
+        context._poll, context._start = poll, start
 
 
 def _open_store() -> Any:
@@ -223,6 +236,7 @@ def _rank_main(
     """Run one rank: set the process up, call the function, write an error file when it raises."""
     follow_parent(parent_pid, scratch)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     tempfile.tempdir = scratch
     topology = Topology.from_environment()
     write_stack_at_end(scratch, topology.rank)
@@ -273,7 +287,8 @@ def _agent_side_effects_undone(scratch: str) -> Iterator[None]:
     # Only the main thread may set handlers. In a notebook Ctrl-C needs its own.
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS} if is_main else {}
-    variables = {**AGENT_VARIABLES, **bounded_spin(os.environ), SCRATCH_VARIABLE: scratch}
+    quiet = {"PYTHONWARNINGS": ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), TIDY)))}
+    variables = {**AGENT_VARIABLES, **quiet, **bounded_spin(os.environ), SCRATCH_VARIABLE: scratch}
     before = {name: os.environ.get(name) for name in variables}
     tempdir, tempfile.tempdir = tempfile.tempdir, scratch
     os.environ.update({name: value for name, value in variables.items() if value is not None})
