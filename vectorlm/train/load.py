@@ -82,6 +82,9 @@ def _naming(path: str | Path, what: str) -> Iterator[None]:
     """Say which folder it was that transformers could not read."""
     try:
         yield
+    except (MemoryError, RuntimeError):
+        # As where memory is short, which no other file would mend.
+        raise
     except Exception as error:
         raise ConfigError(
             f"the {what} in {str(path)!r} cannot be loaded: {type(error).__name__}: {str(error).strip()} "
