@@ -76,6 +76,8 @@ def turns(folder: Path) -> None:
         ncols=3,
         frameon=False,
     )
+    # Typst draws text a little higher than its place, and would cut the first title.
+    figure.get_layout_engine().set(h_pad=0.12)
     for path in (folder / "turns.svg", IMAGES / "turns.png"):
         figure.savefig(path, dpi=110)
 
@@ -176,8 +178,8 @@ def overlap(folder: Path) -> None:
         other.bar(index + 0.2, count, 0.36, color=GREY)
         other.text(index + 0.2, count + 0.5, f"{count:.0f}", ha="center")
     axes.set_xticks(range(len(names)), list(names.values()))
-    axes.set(ylabel="seconds a step", ylim=(0, 2.1))
-    other.set(ylabel="steps to reward 0.28", ylim=(0, 36))
+    axes.set(ylabel="seconds a step", ylim=(0, 2.4))
+    other.set(ylabel="steps to reward 0.28", ylim=(0, 44))
     axes.legend(
         handles=[
             Patch(color=TRAINER, label="seconds a step"),
