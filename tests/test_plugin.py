@@ -45,6 +45,7 @@ def test_what_does_not_exist_is_named(name, words):
         ("\n1 / 0\n", r"ZeroDivisionError: division by zero \(.*/broken\.py:2\)\. Correct .*/broken\.py"),
         ("def x(\n", r"SyntaxError: .*\(broken\.py, line 1\)\. Correct"),
         ("import sys\nsys.exit(0)\n", r"SystemExit: 0 \(.*/broken\.py:2\)"),
+        ("import json\njson.loads('')\n", r"JSONDecodeError: .*\(.*/broken\.py:2\)"),
     ],
 )
 def test_an_error_of_the_file_is_named_and_may_be_mended(tmp_path, text, words):

@@ -64,7 +64,10 @@ def load_plugin(name: str) -> Any:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        # Its own line, not that of a library it calls: wandb replaces sys.exit, for example.
+        own = [frame for frame in frames if Path(frame.filename).resolve() == Path(where).resolve()]
+        last = (own or frames)[-1]
         place = "" if isinstance(error, SyntaxError) else f" ({last.filename}:{last.lineno})"
         raise ConfigError(
             f"{name!r} cannot be imported: {type(error).__name__}: {error}{place}. Correct {where}."

@@ -170,7 +170,7 @@ def _run_ranks(payload: bytes, world_size: int, timeout_s: float, scratch: str) 
     store = _open_store() if world_size > 1 else None
     port = None if store is None else store.port
     try:
-        with _agent_side_effects_undone(scratch), _agent_mended():
+        with _agent_side_effects_undone(scratch), _agent_patched():
             results = elastic_launch(config, _rank_main)(payload, os.getpid(), scratch, timeout_s, port)
     except ChildFailedError as error:
         if Path(scratch, UNGUARDED).exists():
@@ -188,7 +188,7 @@ def _run_ranks(payload: bytes, world_size: int, timeout_s: float, scratch: str) 
 
 
 @contextlib.contextmanager
-def _agent_mended() -> Iterator[None]:
+def _agent_patched() -> Iterator[None]:
     """Let torch's agent notice a rank that ends with exit code 0 before it has returned: it would wait for ever.
 
     And keep Ctrl-C from a rank until it knows what to do then: it would print a traceback out of an import.
@@ -204,7 +204,7 @@ def _agent_mended() -> Iterator[None]:
                 raise RankFailed(f"rank {rank} of {self.nprocs} ended with exit code 0 and no error.")
         return result
 
-    def start_in_peace(self: Any) -> None:
+    def start_uninterrupted(self: Any) -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             start(self)
@@ -212,7 +212,7 @@ def _agent_mended() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     context: Any = MultiprocessContext
-    context._poll, context._start = poll_and_notice, start_in_peace
+    context._poll, context._start = poll_and_notice, start_uninterrupted
     try:
         yield
     finally:
