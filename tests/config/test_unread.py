@@ -108,6 +108,7 @@ NEVER = [
     ("gdpo", "several steps"),
     # Its mode has dynamic sampling.
     ("on_policy_distillation", "turns"),
+    ("gdpo", "turns"),
     # It learns from no reward, so that a penalty in the reward would change nothing.
     ("on_policy_distillation", "corrected"),
 ]
