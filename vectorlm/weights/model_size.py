@@ -99,16 +99,15 @@ def count_adapter_parameters(folder: str | Path, lora_config: Mapping[str, Any])
 def damaged_weights(folder: Path) -> Iterator[str]:
     """Say what is wrong with the safetensors files of a folder, by their heads and sizes alone."""
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
         try:
+            start, entries = _head(path)
             # A head without offsets is a description alone, to plan with.
-            ends = [entry.get("data_offsets", (0, -8 - length))[1] for _, entry in _head(path)]
+            ends = [entry.get("data_offsets", (0, 0))[1] for entry in entries.values()]
+            whole = start + max(ends, default=0)
         except (ValueError, LookupError, TypeError, AttributeError):
             yield f"{path.name} is not a safetensors file"
             continue
-        size, whole = path.stat().st_size, 8 + length + max(ends, default=0)
-        if size < whole:
+        if (size := path.stat().st_size) < whole:
             yield f"{path.name} is cut off: {size:,} bytes of {whole:,}"
 
 
@@ -119,7 +118,10 @@ def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     if not files:
         raise ValueError(f"{folder} holds no .safetensors file")
     return {
-        name: tuple(entry["shape"]) for path in files for name, entry in _head(path) if name != "__metadata__"
+        name: tuple(entry["shape"])
+        for path in files
+        for name, entry in _head(path)[1].items()
+        if name != "__metadata__"
     }
 
 
@@ -133,8 +135,8 @@ def _shapes_of_config(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def _head(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the entries at the head of a safetensors file: 8 bytes of length, then JSON."""
+def _head(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return where the tensors of a safetensors file begin, and its head: 8 bytes of length, then JSON."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:
@@ -142,7 +144,7 @@ def _head(path: Path) -> Iterator[tuple[str, Any]]:
         entries = json.loads(file.read(length))
     if not isinstance(entries, dict):
         raise ValueError(f"the head of {path} is no JSON object")
-    yield from entries.items()
+    return 8 + length, entries
 
 
 def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
