@@ -289,7 +289,6 @@ def _row(lengths: str, name: str, found: list[dict[str, Any]]) -> dict[str, Any]
     runs = _of(found, lengths, name)
     seeds = {run["seed"] for run in runs}
     beside = [run["step_s"] for run in _of(found, lengths, HEADLINE[0]) if run["seed"] in seeds]
-    seconds = [run["step_s"] for run in runs]
     predicted = predictions(found, lengths).get(name)
     overlap = RUNS[name][1]
     reached = {}
@@ -303,9 +302,9 @@ def _row(lengths: str, name: str, found: list[dict[str, Any]]) -> dict[str, Any]
         "lengths": lengths,
         "seeds": len(runs),
         "tokens, mean and longest": f"{mean('tokens'):.0f}, {mean('longest'):.0f}",
-        "s a step": mean_and_range(seconds, 2),
+        "s a step": mean_and_range([run["step_s"] for run in runs], 2),
         "predicted": "" if predicted is None else f"{predicted:.2f}",
-        "times as fast": f"{statistics.fmean(beside) / statistics.fmean(seconds):.2f}",
+        "times as fast": f"{statistics.fmean(beside) / mean('step_s'):.2f}",
         **reached,
         "reward at the end": f"{statistics.fmean(statistics.fmean(r['reward'][-SMOOTHED:]) for r in runs):.2f}",
         "lag": f"{mean('lag'):.2f}",
