@@ -28,6 +28,7 @@ from vectorlm.dist.process_end import (
     first_fault,
     follow_parent,
     remove_folder,
+    without_tracker_warnings,
     write_fault,
     write_stack_at_end,
 )
@@ -41,8 +42,6 @@ AGENT_VARIABLES = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 """Variables that the agent reads or leaves behind, with their values while it runs."""
-TIDY = "ignore::UserWarning:multiprocessing.resource_tracker"
-"""Python warns of each lock that an ended rank has left, tqdm's for example, and removes it all the same."""
 LOOPBACK = "127.0.0.1"
 AGENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 TIMED_OUT = re.compile("(?i)(?<!engine)timed? ?out")
@@ -287,8 +286,13 @@ def _agent_side_effects_undone(scratch: str) -> Iterator[None]:
     # Only the main thread may set handlers. In a notebook Ctrl-C needs its own.
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS} if is_main else {}
-    quiet = {"PYTHONWARNINGS": ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), TIDY)))}
-    variables = {**AGENT_VARIABLES, **quiet, **bounded_spin(os.environ), SCRATCH_VARIABLE: scratch}
+    variables = {
+        **AGENT_VARIABLES,
+        **bounded_spin(os.environ),
+        # An ended rank leaves locks: tqdm's, for example.
+        **without_tracker_warnings(os.environ),
+        SCRATCH_VARIABLE: scratch,
+    }
     before = {name: os.environ.get(name) for name in variables}
     tempdir, tempfile.tempdir = tempfile.tempdir, scratch
     os.environ.update({name: value for name, value in variables.items() if value is not None})

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,12 @@ def _follow(parent_pid: int, scratch: str | None, before_exit: Callable[[], None
         remove_folder(Path(scratch))
     before_exit()
     os._exit(1)
+
+
+def without_tracker_warnings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable with which Python's resource tracker removes what an ended process left without warning."""
+    filters = (environment.get("PYTHONWARNINGS"), "ignore:resource_tracker")
+    return {"PYTHONWARNINGS": ",".join(filter(None, filters))}
 
 
 def remove_folder(folder: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import vectorlm
 from vectorlm.dist.placement import bounded_spin
+from vectorlm.dist.process_end import without_tracker_warnings
 from vectorlm.dist.topology import Topology
 
 CORES_VARIABLE = "VECTORLM_SAMPLER_CORES"
@@ -64,8 +65,8 @@ def sampler_environment(
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # Workers must import the sampler's main module first (see `start_worker`).
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # Killed workers leave their queues to the resource tracker, which would warn.
-        "PYTHONWARNINGS": ",".join(filter(None, [kept.get("PYTHONWARNINGS"), "ignore:resource_tracker"])),
+        # Killed workers leave their queues.
+        **without_tracker_warnings(kept),
         "PYTHONPATH": path,
         "TMPDIR": scratch,
     }
