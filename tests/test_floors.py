@@ -42,7 +42,7 @@ FLOORS = [
 ]
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 ENTRANCES = ("__init__", "__main__")
-MAX_LINES, MAX_CORE_LINES, MAX_FILES = 29_675, 13_247, 212
+MAX_LINES, MAX_CORE_LINES, MAX_FILES = 29_677, 13_249, 212
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 

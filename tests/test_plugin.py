@@ -57,6 +57,15 @@ def test_an_error_of_the_file_is_named_and_may_be_mended(tmp_path, text, words):
     assert load_plugin(f"{path}:x") == 7
 
 
+def test_an_error_is_placed_in_the_users_own_file_that_raised_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_helper.py").write_text("import json\n\njson.loads('')\n")
+    (tmp_path / "own_reward.py").write_text("import own_helper\n")
+    for name in (f"{tmp_path}/own_reward.py:x", "own_reward:x"):
+        with pytest.raises(ConfigError, match=r"JSONDecodeError: .*\(.*/own_helper\.py:3\)"):
+            load_plugin(name)
+
+
 def test_a_package_that_a_module_needs_is_not_taken_for_the_module(tmp_path, monkeypatch):
     (tmp_path / "needs_more.py").write_text("import no_such_package_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import signal
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from typing import Any
 from vectorlm.errors import ConfigError
 
 AGAIN_S = 0.1
+LIBRARIES = (__file__, "<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+"""How the names of files begin that are not the user's; code that is not in a file has a name in brackets."""
 
 
 class TookTooLong(BaseException):
@@ -65,9 +68,8 @@ def load_plugin(name: str) -> Any:
         raise
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        # Its own line, not that of a library it calls: wandb replaces sys.exit, for example.
-        own = [frame for frame in frames if Path(frame.filename).resolve() == Path(where).resolve()]
-        last = (own or frames)[-1]
+        # The user's own line, not that of a library it calls: wandb replaces sys.exit, for example.
+        last = next((each for each in frames[::-1] if not each.filename.startswith(LIBRARIES)), frames[-1])
         place = "" if isinstance(error, SyntaxError) else f" ({last.filename}:{last.lineno})"
         raise ConfigError(
             f"{name!r} cannot be imported: {type(error).__name__}: {error}{place}. Correct {where}."
