@@ -190,12 +190,20 @@ class VersionSpans:
 
     def close(self, engine: Any, version: int) -> None:
         """Note that what was written until now is of `version`; called between two engine steps."""
-        for state in engine.output_processor.request_states.values():
+        processor = engine.output_processor
+        for state in processor.request_states.values():
             owner = state.external_req_id if state.parent_req is None else state.parent_req.external_req_id
-            num_tokens = state.detokenizer.num_output_tokens()
-            if num_tokens:
-                spans = self._closed.setdefault(owner, {}).setdefault(state.request_index, [])
-                spans.append((num_tokens, version))
+            self._note(owner, state.request_index, state.detokenizer.num_output_tokens(), version)
+        # Of several completions of a prompt, those that have ended wait here for the others.
+        for parent in processor.parent_requests.values():
+            for ended in parent.output_aggregator:
+                if ended is not None:
+                    self._note(parent.external_req_id, ended.index, len(ended.token_ids), version)
+
+    def _note(self, owner: str, index: int, num_tokens: int, version: int) -> None:
+        spans = self._closed.setdefault(owner, {}).setdefault(index, [])
+        if num_tokens > (spans[-1][0] if spans else 0):
+            spans.append((num_tokens, version))
 
     def of(self, output: Any, version: int) -> list[list[int]]:
         """Return the version of each token of each completion, and forget them; the last ones are of `version`."""

@@ -1,0 +1,81 @@
+"""Which weights sampled each token, told by its log-probability and not by its label."""
+
+import time
+
+import torch
+from transformers import AutoModelForCausalLM
+
+NUM_MODELS = 5
+PROMPTS = [[2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [12]]
+
+
+def models_apart(folder, with_layers):
+    """Return models whose log-probabilities of a token lie apart.
+
+    Without `with_layers` they share all layers below the head, so that a KV cache of any of them is right for all.
+    """
+    models = []
+    for seed in range(NUM_MODELS):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            model.lm_head.weight.normal_(std=0.3, generator=generator)
+            for parameter in model.model.layers.parameters() if with_layers else ():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        models.append(model)
+    return models
+
+
+@torch.no_grad()
+def wrong_labels(completion, models, first_step):
+    """Count the tokens whose log-probability is not of the version on their label; step s is of model s modulo 5."""
+    ids = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
+    places = torch.arange(len(completion.token_ids))
+    found = torch.tensor(completion.sampler_logprobs, dtype=torch.float64)
+    by_model = []
+    for model in models:
+        logprobs = model(ids).logits[0].double().log_softmax(-1)[len(completion.prompt_token_ids) - 1 : -1]
+        by_model.append(logprobs[places, list(completion.token_ids)])
+    by_model = torch.stack(by_model)
+    said = torch.tensor([(version - first_step) % NUM_MODELS for version in completion.versions])
+    near = (by_model - found).abs() < 1e-4
+    assert (near.sum(0) == 1).double().mean() > 0.95, "the models lie too near each other: nothing is shown"
+    return int((~near[said, places]).sum())
+
+
+def check_labels(engine, folder, in_flight, *, pause_s=0.05, n=8, max_tokens=200, rounds=4):
+    """Update again and again while groups of completions of many lengths are sampled, and look at every token."""
+    models = models_apart(folder, with_layers=in_flight != "keep")
+    first_step = engine.version + 1
+    step = first_step - 1
+    groups, ended_apart = [], 0
+    for number in range(rounds):
+        params = {
+            "n": n,
+            "max_tokens": max_tokens,
+            "temperature": 1.0,
+            "seed": number,
+            "ignore_eos": True,
+            # One token in fifty ends a completion, so that siblings end far apart.
+            "stop_token_ids": [number + 14],
+            "logprobs": 0,
+        }
+        step += 1
+        engine.update(models[(step - first_step) % NUM_MODELS], step)
+        handle = engine.submit(PROMPTS, params)
+        doomed = engine.submit([[20, 21]], params)
+        while not handle.done():
+            time.sleep(pause_s)
+            step += 1
+            engine.update(models[(step - first_step) % NUM_MODELS], step, in_flight=in_flight)
+            doomed.cancel()
+        groups += handle.result()
+        ended_apart += sum(len({each.versions[-1] for each in group}) > 1 for group in handle.result())
+    completions = [each for group in groups for each in group]
+    assert all(len(each.versions) == len(each.token_ids) for each in completions)
+    wrong = sum(wrong_labels(each, models, first_step) for each in completions)
+    total = sum(len(each.token_ids) for each in completions)
+    assert wrong == 0, f"{wrong} of {total} tokens carry a version that did not sample them"
+    assert sum(len(set(each.versions)) > 1 for each in completions) > 3, "no update met a completion"
+    assert ended_apart > 3, "no group ended under several versions"
+    return total
