@@ -144,6 +144,21 @@ def test_long_arrays_are_compared_whole():
         assert "rank 1 differs from rank 0" in text
 
 
+def sample_at_temperatures(topology):
+    """Sample with a temperature of the rank's own."""
+    with vectorlm.FakeEngine(lambda prompt, version: "a", topology=topology) as engine:
+        try:
+            engine.sample(["a" * 100], {"temperature": 0.5 + topology.rank, "seed": 1})
+        except vectorlm.errors.RankMismatch as error:
+            return str(error)
+
+
+def test_a_sampling_parameter_that_differs_is_shown_with_both_values():
+    for text in on_ranks(2, sample_at_temperatures):
+        assert "'temperature': 1.5" in text
+        assert "'temperature': 0.5" in text
+
+
 STOPPED = """
 import sys, time
 import vectorlm

@@ -15,11 +15,14 @@ import numpy as np
 
 from vectorlm.dist.topology import Topology
 from vectorlm.dist.wait import EVERY_S, say, span
-from vectorlm.errors import HandoffTimeout, LaunchError, RankMismatch
+from vectorlm.errors import HandoffTimeout, LaunchError, RankFailed, RankMismatch
 
-# Ranks poll for a root's note: a blocking wait logs a warning at each timeout, a busy one takes a core from the engine.
+# Ranks poll for a note: a blocking wait logs a warning at each timeout, a busy one takes a core from the engine.
 SHORTEST_PAUSE_S = 0.0005
 LONGEST_PAUSE_S = 0.02
+PROBE_EVERY_S = 5.0
+"""How often a rank that waits looks whether its connection to a missing rank is closed."""
+PROBE_TAG = 7
 LATE_S = 30.0
 """A rank says whom it waits for after this long, and every `EVERY_S` from then on."""
 KEY_BYTES = SIGNATURE_BYTES = 32
@@ -52,17 +55,14 @@ class Collectives:
     def all_gather_object(self, place: str, note: Any = None) -> list[Any]:
         """Wait until every rank is at `place`, and return their notes, small picklable objects, by rank.
 
-        Raises `HandoffTimeout`, naming the missing ranks and their last places, if a rank does not come in time.
+        Raises `HandoffTimeout`, naming the missing ranks and their last places, if a rank does not come in time, and
+        `RankFailed` if it cannot come any more.
         """
         if self._store is None:
             return [note]
         keys = self._open(place)
         self._post(keys[self._topology.rank], place, note)
-        since = time.monotonic()
-        try:
-            self._store.wait(keys, timedelta(seconds=min(LATE_S, self._timeout_s)))
-        except RuntimeError as error:
-            self._wait_for_late(place, keys, since, error)
+        self._wait_for_all(place, keys)
         places, notes = zip(*map(self._read, keys), strict=True)
         self._require_same_place(dict(enumerate(places)))
         # Every rank is here, so every rank has read what was posted before.
@@ -77,7 +77,8 @@ class Collectives:
     ) -> tuple[Any, list[np.ndarray]]:
         """Return the note and the arrays of `root` on every rank; the other ranks pass nothing.
 
-        The arrays travel as one tensor. Raises `HandoffTimeout` if `root` has not called `show_life` for the deadline.
+        The arrays travel as one tensor. Raises `HandoffTimeout` if `root` has not called `show_life` for the deadline,
+        and `RankFailed` if its connection is closed.
         """
         if self._store is None:
             return note, list(arrays)
@@ -88,7 +89,7 @@ class Collectives:
             self._post(key, place, (note, sizes))
             self._broadcast([np.ascontiguousarray(array) for array in arrays], root)
             return note, list(arrays)
-        self._wait_for(root, key, place)
+        self._wait_for(root, keys, place)
         of_root, sent = self._read(key)
         if of_root != place:
             # The ranks that wait for all others shall learn it too.
@@ -187,7 +188,7 @@ class Collectives:
     def _missing_text(self, place: str, missing: list[int]) -> str:
         here = [rank for rank in range(self._topology.world_size) if rank not in missing]
         return (
-            f"{_ranks(here)} reached {place!r} but {_ranks(missing)} did not within {self._timeout_s:g} s "
+            f"{ranks_text(here)} reached {place!r} but {ranks_text(missing)} did not within {self._timeout_s:g} s "
             f"({self._last_places(missing)}). Every rank must make the same engine calls in the same order."
         )
 
@@ -198,33 +199,65 @@ class Collectives:
         }
         return ", ".join(f"last place of rank {rank}: {place}" for rank, place in of.items())
 
-    def _wait_for_late(self, place: str, keys: Sequence[str], since: float, error: Exception) -> None:
-        """Wait on for the ranks that are missing after `LATE_S`, and say who they are."""
-        due = since + LATE_S
-        while missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
-            if time.monotonic() - since >= self._timeout_s:
-                raise HandoffTimeout(self._missing_text(place, missing)) from error
-            due = self._say_late(place, missing, since, due)
-            time.sleep(LONGEST_PAUSE_S)
+    def _wait_for_all(self, place: str, keys: Sequence[str]) -> None:
+        """Wait for the notes of all ranks; say from `LATE_S` on who is missing."""
+        since = time.monotonic()
+        late_at, look_at = since + LATE_S, since + min(PROBE_EVERY_S, self._timeout_s)
+        while not self._store.check(list(keys)):
+            now = time.monotonic()
+            # A twentieth of the wait so far delays a meeting by no more than that.
+            time.sleep(min(max((now - since) / 20, SHORTEST_PAUSE_S), LONGEST_PAUSE_S))
+            if now < look_at:
+                continue
+            look_at = min(now + PROBE_EVERY_S, since + self._timeout_s)
+            if missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
+                self._require_connected(place, missing, keys)
+                if now - since >= self._timeout_s:
+                    raise HandoffTimeout(self._missing_text(place, missing))
+                late_at = self._say_late(place, missing, since, late_at)
+
+    def _require_connected(self, place: str, missing: Sequence[int], keys: Sequence[str]) -> None:
+        """Raise `RankFailed` if the connection to a missing rank is closed; a busy or stopped rank keeps it open."""
+        import torch
+        import torch.distributed as dist
+
+        gone = []
+        for rank in missing:
+            try:
+                # Nobody receives it: gloo notes some 100 bytes on both sides, or refuses at once.
+                dist.isend(torch.zeros(1, dtype=torch.uint8), rank, group=self._group, tag=PROBE_TAG)
+            except RuntimeError:
+                # It may have come, and left, since the last look.
+                gone += [] if self._store.check([keys[rank]]) else [rank]
+        if gone:
+            raise RankFailed(
+                f"rank {self._topology.rank} waits at {place!r} for {ranks_text(gone)}, whose connection is closed: "
+                f"its process died, or it has closed its engine ({self._last_places(gone)}). Look at its own output."
+            )
 
     def _say_late(self, place: str, missing: list[int], since: float, due: float) -> float:
         """Say on the first rank that waits whom it has waited for since `since`, if that is due; return when next."""
         if (now := time.monotonic()) < due:
             return due
         if self._topology.rank == next(rank for rank in range(len(missing) + 1) if rank not in missing):
-            say(f"{place}: waited {span(now - since)} for {_ranks(missing)} ({self._last_places(missing)})")
+            say(
+                f"{place}: waited {span(now - since)} for {ranks_text(missing)} ({self._last_places(missing)})"
+            )
         return now + EVERY_S
 
-    def _wait_for(self, root: int, key: str, place: str) -> None:
-        life, since, due, pause_s = -1, 0.0, 0.0, SHORTEST_PAUSE_S
-        while not self._store.check([key]):
+    def _wait_for(self, root: int, keys: Sequence[str], place: str) -> None:
+        life, since, due, probe_at, pause_s = -1, 0.0, 0.0, 0.0, SHORTEST_PAUSE_S
+        while not self._store.check([keys[root]]):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             seen = self._store.add(f"life/{root}", 0)
             if seen != life:
                 life, since = seen, time.monotonic()
-                due = since + LATE_S
+                due, probe_at = since + LATE_S, since + PROBE_EVERY_S
             due = self._say_late(place, [root], since, due)
+            if time.monotonic() > probe_at:
+                self._require_connected(place, [root], keys)
+                probe_at = time.monotonic() + PROBE_EVERY_S
             if time.monotonic() - since > self._timeout_s:
                 raise HandoffTimeout(
                     f"rank {self._topology.rank} waited at {place!r} for rank {root}, which has not made progress for "
@@ -232,6 +265,7 @@ class Collectives:
                 )
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return the numbers of ranks as an error names them."""
     names = ", ".join(map(str, ranks))
     return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"

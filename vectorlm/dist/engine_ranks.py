@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import traceback
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from vectorlm.dist.collectives import Collectives
+from vectorlm.dist.collectives import Collectives, ranks_text
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import EngineError, RankMismatch, VectorLMError
 
@@ -36,14 +37,20 @@ class EngineRanks:
 
     def check_same_args(self, place: str, arguments: Any, summary: str) -> None:
         """Raise `RankMismatch` on every rank if a rank passes other arguments than rank 0."""
-        digest = hashlib.blake2b(repr(arguments).encode()).hexdigest()
+        text = repr(arguments)
+        digest = hashlib.blake2b(text.encode()).hexdigest()
         notes = self._collectives.all_gather_object(place, (digest, summary))
         odd = [rank for rank, note in enumerate(notes) if note[0] != notes[0][0]]
         if odd:
+            # Every rank has found the same, so all come here.
+            texts = self._collectives.all_gather_object(f"compare the arguments of {place}", text)
+            pairs = enumerate(zip(texts[0], texts[odd[0]], strict=False))
+            first = max(next((place for place, (one, other) in pairs if one != other), 0) - 30, 0)
             others = "; ".join(f"rank {rank}: {notes[rank][1]}" for rank in odd)
             raise RankMismatch(
                 f"{place} needs the same arguments on every rank, but rank {', '.join(map(str, odd))} differs from "
-                f"rank 0. Rank 0: {notes[0][1]}; {others}."
+                f"rank 0. Rank 0: {notes[0][1]}; {others}. The first difference: "
+                f"{texts[odd[0]][first : first + 60]!r} on rank {odd[0]}, {texts[0][first : first + 60]!r} on rank 0."
             )
 
     def on_engine_ranks(
@@ -58,6 +65,25 @@ class EngineRanks:
     def on_all_ranks(self, place: str, work: Callable[[], Result]) -> list[Result]:
         """Do `work` on every rank; return all results, or raise the first error, on every rank."""
         return results_or_first_error(self._collectives.all_gather_object(place, capture(work)))
+
+
+def require_equal(settings: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `RankMismatch` if a rank's settings, by name, are not rank 0's; the text names them with both values."""
+    first, ranks_with = settings[0], defaultdict(list)
+    for rank, theirs in enumerate(settings):
+        other = (
+            f"{name}={theirs.get(name)!r} instead of {first.get(name)!r}"
+            for name in {**first, **theirs}
+            if repr(theirs.get(name)) != repr(first.get(name))
+        )
+        ranks_with[", ".join(other)].append(rank)
+    ranks_with.pop("")
+    if ranks_with:
+        others = "; ".join(
+            f"{ranks_text(ranks)} started with other settings than rank 0: {text}"
+            for text, ranks in ranks_with.items()
+        )
+        raise RankMismatch(f"{others}. Start every rank with the same settings, files and versions.")
 
 
 def capture(work: Callable[[], Any]) -> CallResult:
