@@ -15,7 +15,7 @@ from tiny_runs import rows
 
 from vectorlm.config import load_config, save_config
 from vectorlm.config.resume import find_resumption
-from vectorlm.errors import ConfigError
+from vectorlm.errors import ConfigError, RankMismatch
 from vectorlm.finetune import finetune
 
 ROOT = Path(__file__).parents[1]
@@ -79,6 +79,22 @@ def test_a_run_leaves_model_metrics_plot_and_a_config_that_loads_again(inputs, t
     assert rates == pytest.approx([0.0, 0.005, 0.01])
     versions = json.loads((output / "run.json").read_text())["versions"]
     assert (versions["torch"], versions["world_size"]) == (torch.__version__, 2)
+
+
+def run_with_a_rate_of_its_own(topology, path):
+    config = load_config(path, [f"train_parameters.optimizer.lr={0.01 * (1 + topology.rank)}"])
+    with pytest.raises(RankMismatch) as caught:
+        finetune(config, topology)
+    return str(caught.value)
+
+
+def test_ranks_with_other_settings_are_refused_on_all_of_them_before_anything_is_loaded(inputs, tmp_path):
+    make_config(inputs, tmp_path / "run")
+    texts = on_ranks(2, run_with_a_rate_of_its_own, tmp_path / "run.yaml")
+    assert texts == [
+        "rank 1 started with other settings than rank 0: train_parameters.optimizer.lr=0.02 instead of 0.01. "
+        "Start every rank with the same settings, files and versions."
+    ] * 2
 
 
 def test_a_profiled_run_leaves_a_trace_of_each_step_and_the_time_of_each_phase(inputs, tmp_path):

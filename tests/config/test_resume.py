@@ -10,7 +10,7 @@ import pytest
 from vectorlm.checkpoint.folder import held
 from vectorlm.cli import main
 from vectorlm.config import load_config
-from vectorlm.config.resume import find_resumption, identity_of
+from vectorlm.config.resume import find_resumption, identity_of, settings_of_rank
 from vectorlm.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
@@ -171,3 +171,25 @@ def test_a_folder_in_use_is_one_line(path):
         "ConfigError: train_parameters.output_dir='runs/tiny' is in use by another run."
     )
     assert ended.stderr.count("\n") == 1
+
+
+def test_what_ranks_must_have_alike_are_settings_files_and_versions(path):
+    Path("mine.py").write_text("def score(text):\n    return 1.0\n")
+    rl = RL.replace("countdown", '"mine.py:score"')
+
+    def alike(*more):
+        return settings_of_rank(load_config(path, [SAMPLER, rl, *more]))
+
+    before = alike()
+    assert alike("train_parameters.output_dir=elsewhere") == before
+    assert {"python", "torch", "transformers"} <= before.keys()
+
+    def changed():
+        now = alike()
+        return {name for name in {**before, **now} if before.get(name) != now.get(name)}
+
+    Path("mine.py").write_text("def score(text):\n    return 2.0\n")
+    assert changed() == {"content of mine.py:score"}
+    Path("p.jsonl").write_text('{"prompt": "b", "numbers": [1], "target": 1}\n')
+    Path("models/tiny/model.safetensors").unlink()
+    assert changed() == {"content of mine.py:score", "content of p.jsonl", "content of models/tiny"}

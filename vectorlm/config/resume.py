@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from vectorlm.config.schema import Config
 from vectorlm.config.setting import all_settings, to_plain
 from vectorlm.config.value import show
 from vectorlm.errors import CheckpointError
+from vectorlm.packages import versions_of_rank
+from vectorlm.plugin import is_plugin
 from vectorlm.telemetry.runs import flat
 
 FIXED = (
@@ -28,6 +31,8 @@ FIXED = (
     "rl.rollout.source",
 )
 """What decides which tensors a checkpoint holds, the order of the data, or how its optimizer steps are counted."""
+OUTPUTS = ("train_parameters.sampler.output_jsonl_path", "trackers.", "wandb_config.")
+"""Where settings begin that name what rank 0 writes."""
 STOPS_EARLY = (
     "train_parameters.early_stopping_patience",
     "train_parameters.early_stopping_min_delta",
@@ -59,12 +64,23 @@ def identity_of(config: Config, world_size: int, num_examples: int | None = None
         contents |= {"dataset.train_ds": _fingerprint(Path(text.train_ds))}
         fixed["global batch"] = world_size * text.train_bs * train.loop.gradient_accumulation_steps
         fixed["rows of dataset.train_ds"] = num_examples
-    settings = dict(flat(to_plain(config)))
-    settings["world_size"] = world_size
-    # A folder that was moved is still the same run.
-    del settings["train_parameters.output_dir"]
+    settings = {**_settings(config), "world_size": world_size}
     identity = {"settings": settings, "contents": contents, "fixed": fixed}
     return json.loads(json.dumps(identity))
+
+
+def settings_of_rank(config: Config) -> dict[str, Any]:
+    """Return what every rank must have alike: all settings, digests of the files that they name, and versions."""
+    settings = _settings(config)
+    named = {
+        each: _content(each.rpartition(":")[0] if is_plugin(each) else each)
+        for name, value in settings.items()
+        if not name.startswith(OUTPUTS)
+        # Rewards are keys.
+        for each in (name.removeprefix("rl.rewards."), *_texts(value))
+    }
+    contents = {f"content of {name}": content for name, content in named.items() if content is not None}
+    return {**settings, **contents, **versions_of_rank()}
 
 
 def find_resumption(config: Config, world_size: int, num_examples: int | None = None) -> Resumption | None:
@@ -138,6 +154,30 @@ def _default(name: str) -> Any:
     setting = all_settings().get(name)
     is_plain = setting is not None and not setting.is_required and setting.section is None
     return json.loads(json.dumps(setting.default)) if setting is not None and is_plain else None
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    settings = dict(flat(to_plain(config)))
+    # A folder that was moved, or that another machine knows by another path, is still the same run.
+    del settings["train_parameters.output_dir"]
+    return settings
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a setting's value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | Mapping):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(each)
+
+
+def _content(name: str) -> Any:
+    """Tell apart what may be the path of a model, a saved dataset or a file; None where there is none."""
+    if os.path.isfile(name):  # Not of `Path`, which raises for long texts.
+        return _digest(name)
+    is_model = os.path.isfile(os.path.join(name, "config.json"))
+    return _model_digest(Path(name)) if is_model else _fingerprint(Path(name))
 
 
 def _model_digest(folder: Path) -> str:
