@@ -166,6 +166,9 @@ class TransportBackend(Backend, Protocol):
     def copy_round(self, rounds: Mapping[str, int]) -> None:
         """Copy what the arenas hold of these rounds, by weight set, while paused; `load` copies the last rounds."""
 
+    def expect_nan(self) -> None:
+        """Note that the loaded weights may hold NaN; the next `load` leaves no KV block that can poison others."""
+
     def open_handles(self, weight_set: str, exports: Sequence[Export]) -> None:
         """Open what the ranks of this node export, in place of earlier exports; every `load` copies from there.
 
@@ -176,7 +179,12 @@ class TransportBackend(Backend, Protocol):
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Weights that `Engine.update` takes instead of a ``torch.nn.Module``; all ranks call both methods alike."""
+    """Weights that `Engine.update` takes instead of a ``torch.nn.Module``; all ranks call both methods alike.
+
+    A source may also have ``inspect(layout, with_checksums, check_finite) -> Inspection``, called before `publish`
+    (`vectorlm.weights.inspection`). Without it nobody can see whether ranks hold different weights, and numbers that
+    are not finite are found only when they have been written: the engine then samples nothing until the next update.
+    """
 
     def manifest(self) -> Sequence[TensorSpec]:
         """List the whole tensors by their names in the trainer; the same on every rank, at every version."""

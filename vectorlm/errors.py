@@ -62,6 +62,10 @@ class ChecksumMismatch(WeightMismatch):
     """After an update the engine does not hold the weights that were sent."""
 
 
+class NonFiniteWeights(WeightMismatch, ArithmeticError):
+    """The trainer's weights hold NaN or infinity, and the engine was not given them."""
+
+
 class RewardError(VectorLMError, RuntimeError):
     """A reward function raised, or ran out of time."""
 

@@ -360,6 +360,7 @@ def open_engine(
             transport=settings.transport,
             lora_mode="auto" if config.train_parameters.lora_peft_config is None else settings.lora_mode,
             verify_updates=settings.verify_updates,
+            check_finite=settings.check_finite,
             devices=None if placement is None else placement.engine,
             timeout_s=settings.timeout_s,
             log_path=output / "sampler.log",

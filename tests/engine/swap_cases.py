@@ -100,10 +100,12 @@ def compare(engine, reference, check_greedy=True):
         list(answers[0].token_ids) == reference_greedy(reference, prompt)
         for answers, prompt in zip(greedy, PROMPTS, strict=True)
     ]
-    gap = 0.0
+    gaps = []
     for completion in [each for answers in [*greedy, *sampled] for each in answers]:
         ours = torch.tensor(completion.sampler_logprobs, dtype=torch.float64)
-        gap = max(gap, (ours - reference_logprobs(reference, completion)).abs().max().item())
+        gaps.append((ours - reference_logprobs(reference, completion)).abs().max())
+    # Unlike Python's, torch's maximum is NaN where one of them is.
+    gap = torch.stack(gaps).max().item()
     return equal, gap, [[list(each.token_ids) for each in answers] for answers in sampled]
 
 

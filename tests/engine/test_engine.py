@@ -1,5 +1,6 @@
 """One engine, no launcher: `SamplingEngine` as a script or a notebook uses it."""
 
+import copy
 import os
 import pickle
 from pathlib import Path
@@ -8,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from interrupt import interrupt
-from swap_cases import GREEDY, compare, miscounted, perturb, publishing, reference_greedy
+from swap_cases import GREEDY, PROMPTS, compare, miscounted, perturb, publishing, reference_greedy
 from tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM
 
 from vectorlm import SamplingEngine, Topology
 from vectorlm.engine.arguments import require_folder
 from vectorlm.engine.messages import BeginUpdate
-from vectorlm.errors import ChecksumMismatch, EngineError, WeightMismatch
+from vectorlm.errors import ChecksumMismatch, EngineError, NonFiniteWeights, WeightMismatch
 
 LONG_PROMPT = list(range(2, 46)) * 4
 
@@ -44,14 +45,62 @@ def test_before_any_update_it_samples_from_the_checkpoint(folder, models):
         assert fresh.receiver == "live"  # what `auto` chooses for a tiny model
 
 
-def test_the_same_step_moves_nothing(engine, models, next_step):
+def test_the_same_step_moves_nothing_unless_the_weights_have_changed(engine, models, next_step):
     first = engine.update(models[0], next_step)
-    perturb(*models, seed=1)
     again = engine.update(models[0], next_step)
     assert not first.skipped
     assert again.skipped
     assert first.num_bytes == sum(parameter.numel() * 4 for parameter in models[0].parameters())
     assert again.num_bytes == 0
+    perturb(*models, seed=1)
+    with pytest.warns(UserWarning, match=f"changed since they were sent as step {next_step}, .* sent again"):
+        assert not engine.update(models[0], next_step).skipped
+    assert all(compare(engine, models[1])[0])
+
+
+def test_what_is_written_through_data_is_found_under_the_same_step(engine, models, next_step):
+    engine.update(models[0], next_step)
+    for model in models:
+        model.model.norm.weight.data.mul_(1.5)
+    with pytest.warns(UserWarning, match="sent again"):
+        assert not engine.update(models[0], next_step).skipped
+    assert compare(engine, models[1])[1] < 1e-4
+
+
+def test_several_models_take_turns_in_one_engine_under_one_step(engine, models, next_step, folder):
+    other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    perturb(other, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), seed=9)
+    for model in (models[0], other, models[0], other):
+        assert not engine.update(model, next_step).skipped
+        assert compare(engine, model)[1] < 1e-4
+
+
+@pytest.mark.parametrize("receiver", ["live", "packed"])
+def test_an_engine_that_has_held_nan_is_right_after_the_next_good_update(folder, models, receiver):
+    """Every prompt, also one whose blocks of the KV cache a NaN was written to."""
+    # Few blocks, so that every prompt gets some that have held NaN.
+    few = {**TINY_ENGINE, "kv_cache_memory_bytes": 256 << 10, "receiver": receiver}
+    with SamplingEngine(str(folder), **few, check_finite=False) as engine:
+        spoilt = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for place in ("model.layers.0.self_attn.v_proj", "model.norm"):
+            spoilt.get_submodule(place).weight.data.fill_(float("nan"))
+            engine.update(spoilt, 2 * engine.version + 2)
+            engine.sample(PROMPTS, {"max_tokens": 20})
+            running = engine.submit([[3, 4]], {"max_tokens": 60, "ignore_eos": True})
+            engine.update(models[0], engine.version + 1, in_flight="keep")
+            assert compare(engine, models[1])[1] < 1e-4
+            running.cancel()
+
+
+def test_weights_that_are_not_finite_are_refused_and_the_engine_keeps_its_own(engine, models, next_step):
+    engine.update(models[0], next_step)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        spoilt = copy.deepcopy(models[0])
+        spoilt.model.layers[1].mlp.up_proj.weight.data[3, 5] = value
+        with pytest.raises(NonFiniteWeights, match=r"\['model.layers.1.mlp.up_proj.weight'\]"):
+            engine.update(spoilt, next_step + 1)
+        assert engine.version == next_step
+        assert compare(engine, models[1])[1] < 1e-4
 
 
 def test_the_prefix_cache_never_serves_old_blocks(engine, models, next_step):

@@ -100,13 +100,13 @@ def test_other_adapters_are_laid_out_again_and_another_base_is_refused_before_th
 
 
 def cross_on_two_ranks(topology):
-    """Write to the base on rank 1 alone; then let adapters be active on rank 0 alone."""
+    """Write to the base on rank 1 alone, the numbers that it held; then let adapters be active on rank 0 alone."""
     swap, engine = swap_of(topology, "adapter")
     model = adapted()
     sent = [swap.update(model, step, "refuse").num_bytes for step in range(2)]
     with torch.no_grad():
         if topology.rank == 1:
-            model.base_model.model.second.weight.mul_(2)
+            model.base_model.model.second.weight.mul_(1)
     sent.append(swap.update(model, 2, "refuse").num_bytes)
     if topology.rank == 1:
         model.base_model.disable_adapter_layers()

@@ -59,7 +59,9 @@ class SamplingEngine:
             `auto`: `adapter` where the engine has LoRA layers, else `merged`.
         transport: How weights cross. `push`: through shared memory; `bucketed`: likewise, 512 MiB at a time; `pull`:
             vLLM copies them out of the ranks' memory; `auto`: `push` on CPU, on CUDA `pull` or else `bucketed`.
-        verify_updates: Prove by checksum after each update that the engine holds what the trainer sent.
+        verify_updates: Prove by checksum, at each update, that ranks that should hold the same weights do, and that the
+            engine holds what was sent.
+        check_finite: Refuse an update with NaN or infinity in its weights, before the engine's weights change.
         data_parallel_size: Engines per node; it divides the node's ranks. They divide the node's devices, take prompts
             from a common queue and swap weights together. When omitted, 1 on CPU; on CUDA all devices sample.
         devices: Devices of the node that only its engines use: CUDA devices as the ranks count them, cores on CPU.
@@ -89,6 +91,7 @@ class SamplingEngine:
         lora_mode: str = "auto",
         transport: str = "auto",
         verify_updates: bool = True,
+        check_finite: bool = True,
         data_parallel_size: int | None = None,
         devices: Sequence[int] | None = None,
         channel: Channels = "process",
@@ -133,7 +136,7 @@ class SamplingEngine:
                 how |= {"while_waiting": self._collectives.show_life}
                 self._channel = ProcessChannel(start, topology, **how)
         # Nothing here may point back to the engine: dropped by a notebook cell, it must end at once.
-        how = {"lora_mode": lora_mode, "verify": verify_updates, "transport": transport}
+        how = {"lora_mode": lora_mode, "verify": verify_updates, "check_finite": check_finite, "transport": transport}
         self._swap = HotSwap(topology, self._engine_ranks, self._channel, silence_s=timeout_s, **how)
         if topology.is_cuda:
             self.wait_until_ready()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from vectorlm.engine import messages
 from vectorlm.errors import EngineDied, StaleHandle, WeightMismatch
 from vectorlm.plugin import load_plugin
 from vectorlm.types import InFlight, UpdateReport
-from vectorlm.weights.plan import BASE, adapter_prefixes, require_same
+from vectorlm.weights.inspection import Inspection, not_finite, require_sound
+from vectorlm.weights.plan import BASE, adapter_prefixes, persistent_buffers, require_same
 
 if TYPE_CHECKING:
     from vectorlm.dist.engine_ranks import EngineRanks
@@ -38,6 +40,7 @@ class HotSwap:
         lora_mode: str,
         silence_s: float,
         verify: bool,
+        check_finite: bool = True,
         transport: str = "auto",
     ) -> None:
         """Start with engines that hold their checkpoint; `channel` leads to this rank's engine, if it owns one."""
@@ -46,7 +49,7 @@ class HotSwap:
         self._channel = channel
         self._silence_s = silence_s
         self._lora_mode = lora_mode
-        self._verify = verify
+        self._verify, self._check_finite = verify, check_finite
         self._transport_setting = transport
         self._transport: Transport | None = None
         self._opened: set[str] = set()
@@ -55,7 +58,9 @@ class HotSwap:
         self._layouts: dict[str, Layout] = {}
         self._held_step: int | None = None
         self._held: dict[str, object] = {}
+        self._sent_model: Callable[[], Any] = lambda: None
         self._sent_changes: dict[int, int] = {}
+        self._sent_sums: dict[str, Mapping[str, tuple[int, int]]] = {}
         self.version = -1
         """The training step of the last update that succeeded; -1 before the first."""
 
@@ -64,17 +69,12 @@ class HotSwap:
     ) -> UpdateReport:
         """Do what `SamplingEngine.update` says, on engines that are ready and take weights as `offered`."""
         start = time.perf_counter()
-        self._engine_ranks.check_same_args("update", train_step, f"train_step={train_step}")
-        if train_step == self._held_step:
-            sent, now = self._sent_changes, _changes(model)
-            if any(sent.get(each, count) != count for each, count in now.items()):
-                warnings.warn(
-                    f"the weights have changed since they were sent as step {train_step}, but the step has not: "
-                    "nothing is sent. Pass another step.",
-                    stacklevel=3,
-                )
+        crossing = self._prepare(model, train_step, offered)
+        if crossing is None:
             return UpdateReport(train_step, True, 0, 0.0, 0.0, time.perf_counter() - start)
-        crossing = self._prepare(model, offered)
+        inspected_from = time.perf_counter()
+        inspections = self._inspect(crossing)
+        inspect_s = time.perf_counter() - inspected_from
         assert self._transport is not None, "_prepare chooses one"
         # From here until the engines have proven the new weights, nobody knows what they hold.
         self._held_step = None
@@ -82,16 +82,18 @@ class HotSwap:
         self._engine_ranks.on_engine_ranks("begin the update", lambda: self._call(begin))
         published_from = time.perf_counter()
         sums = self._publish_rounds(crossing)
-        publish_s = time.perf_counter() - published_from
+        publish_s = inspect_s + time.perf_counter() - published_from
         totals = [total for each in crossing for total in sums[each.name]] if self._verify else None
-        finish = messages.FinishUpdate(train_step, totals, tuple(each.name for each in crossing))
+        names = tuple(each.name for each in crossing)
+        finish = messages.FinishUpdate(train_step, totals, names, may_hold_nan=not self._check_finite)
         try:
             updated = self._engine_ranks.on_engine_ranks("finish the update", lambda: self._call(finish))
         except StaleHandle:
             self._opened.clear()
             raise
         self.version = self._held_step = train_step
-        self._sent_changes = _changes(model)
+        self._sent_model, self._sent_changes = _reference(model), _changes(model)
+        self._sent_sums |= {name: each.sums for name, each in inspections.items()}
         slots = (slot for each in crossing for slot in self._layouts[each.name].slots)
         return UpdateReport(
             train_step,
@@ -116,24 +118,33 @@ class HotSwap:
             self._arenas.close()
             self._arenas = None
 
-    def _prepare(self, model: Any, offered: Sequence[str]) -> list[WeightSet]:
-        """Return the weight sets that must be sent, once every rank knows that it can send its shards."""
+    def _prepare(self, model: Any, train_step: int, offered: Sequence[str]) -> list[WeightSet] | None:
+        """Return the weight sets that must be sent, once every rank knows that it can send its shards.
+
+        None where the engines hold `train_step`, and every rank's model is the one that was sent and has not changed.
+        """
         from vectorlm.engine.transport import open_transport, pull_obstacle
 
         sets: list[WeightSet] = []
 
-        def look() -> tuple[str | None, list[tuple[str, bool, bool, bool]]]:
+        def look() -> tuple[int, bool, str | None, list[tuple[str, bool, bool, bool]]]:
             sets.extend(self._weight_sets(model))
+            if self._is_as_sent(model, train_step, sets):
+                return train_step, True, None, []
             obstacle = pull_obstacle(sets, offered, self._topology) if self._transport is None else None
             notes = []
             for each in sets:
                 held = self._is_held(each)
                 fits = held or self._fits(each)
                 notes.append((each.name, held, fits, held or (fits and self._is_open(each))))
-            return obstacle, notes
+            return train_step, False, obstacle, notes
 
-        answers = self._engine_ranks.on_all_ranks("prepare the update", look)
-        obstacles, looks = zip(*answers, strict=True)
+        answers = self._engine_ranks.on_all_ranks("update", look)
+        if any(step != train_step for step, *_ in answers):
+            self._engine_ranks.check_same_args("update", train_step, f"train_step={train_step}")
+        if all(is_as_sent for _, is_as_sent, *_ in answers):
+            return None
+        _, _, obstacles, looks = zip(*answers, strict=True)
         if any([name for name, *_ in theirs] != [each.name for each in sets] for theirs in looks):
             raise WeightMismatch("the model has active adapters on some ranks and none on others.")
         if self._transport is None:
@@ -153,6 +164,50 @@ class HotSwap:
             self._open(to_open)
         return crossing
 
+    def _is_as_sent(self, model: Any, train_step: int, sets: Sequence[WeightSet]) -> bool:
+        """Whether the engines hold this rank's `model`, as it is now, under this step."""
+        if train_step != self._held_step or self._sent_model() is not model:
+            return False
+        if self._verify:
+            # Reads the weights: what is written through ``.data`` counts no operation.
+            found = {each.name: self._inspection(each, check_finite=False).sums for each in sets}
+            is_as_sent = found == {name: self._sent_sums.get(name) for name in found}
+        else:
+            is_as_sent = self._sent_changes == _changes(model)
+        if not is_as_sent:
+            warnings.warn(
+                f"the weights have changed since they were sent as step {train_step}, but the step has not: they are "
+                "sent again, and tokens of both carry this version. Pass another step.",
+                stacklevel=8,
+            )
+        return is_as_sent
+
+    def _inspect(self, weight_sets: Sequence[WeightSet]) -> Mapping[str, Inspection]:
+        """Look at the weights on all ranks before any is written; return what this rank's are.
+
+        Raises:
+            RankMismatch: Ranks hold different numbers where they should hold the same.
+            NonFiniteWeights: A tensor holds a number that is not finite.
+        """
+        if not (self._verify or self._check_finite):
+            return {}
+
+        def look() -> list[Inspection]:
+            return [self._inspection(each, self._check_finite) for each in weight_sets]
+
+        by_rank = self._engine_ranks.on_all_ranks("inspect the weights", look)
+        for of_ranks in zip(*by_rank, strict=True):
+            require_sound(of_ranks)
+        names = (each.name for each in weight_sets)
+        return dict(zip(names, by_rank[self._topology.rank], strict=True))
+
+    def _inspection(self, weight_set: WeightSet, check_finite: bool) -> Inspection:
+        inspect = getattr(weight_set.source, "inspect", None)
+        if inspect is None:
+            return Inspection({}, ())
+        found: Inspection = inspect(self._layouts[weight_set.name], self._verify, check_finite)
+        return found
+
     def _weight_sets(self, model: Any) -> Sequence[WeightSet]:
         """Wrap `model` in the sources that send it; they check that this rank can send its shards."""
         from vectorlm.weights.arena import MappedArenas
@@ -166,7 +221,8 @@ class HotSwap:
             lora_weight_sets = load_plugin(LORA_WEIGHT_SETS)
             sets: list[WeightSet] = lora_weight_sets(model, self._topology, self._arenas, self._lora_mode)
             return sets
-        return [WeightSet(BASE, ModuleSource(model, self._topology, self._arenas))]
+        beside = persistent_buffers(model)
+        return [WeightSet(BASE, ModuleSource(model, self._topology, self._arenas, beside=beside))]
 
     def _fits(self, weight_set: WeightSet) -> bool:
         """Return whether the engines are connected for these tensors; other base tensors raise."""
@@ -236,11 +292,27 @@ class HotSwap:
             sums = self._while_engines_live("publish weights", functools.partial(self._publish, now))
             for (each, _), *parts in zip(now, *self._near(sums), strict=True):
                 found[each.name] += [sum(rows) % 2**64 for rows in zip(*parts, strict=True)]
+            self._look_at_arenas(now)
             if number + 1 < num_rounds:
                 names = (each.name for each, _ in now if number + 1 < len(rounds[each.name]))
                 command = messages.CopyRound(dict.fromkeys(names, number))
                 self._engine_ranks.on_engine_ranks("copy a round", functools.partial(self._call, command))
         return found
+
+    def _look_at_arenas(self, now: Sequence[tuple[WeightSet, Layout]]) -> None:
+        """Look for numbers that are not finite in what sources that cannot be inspected have written."""
+        unseen = [(each, layout) for each, layout in now if not hasattr(each.source, "inspect")]
+        if not (unseen and self._check_finite):
+            return
+
+        def look() -> None:
+            assert self._arenas is not None
+            for _, layout in unseen:
+                places = self._arenas.slots_of(layout)
+                found = not_finite({name: (place, place.dtype) for name, place in places.items()})
+                require_sound([Inspection({}, found)])
+
+        self._engine_ranks.on_engine_ranks("look at the arenas", look)
 
     def _publish(self, now: Sequence[tuple[WeightSet, Layout]]) -> list[Sequence[int]]:
         """Send this rank's rows of one round; return their checksums by weight set, if updates are verified."""
@@ -273,6 +345,14 @@ class HotSwap:
         """Return the part of this node's ranks."""
         per_node = self._topology.local_world_size
         return of_ranks[self._topology.node * per_node :][:per_node]
+
+
+def _reference(model: Any) -> Callable[[], Any]:
+    """Return a call that gives the model while it lives."""
+    try:
+        return weakref.ref(model)
+    except TypeError:  # A source with slots, say.
+        return lambda: model
 
 
 def _changes(model: Any) -> dict[int, int]:

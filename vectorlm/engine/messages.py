@@ -101,6 +101,8 @@ class FinishUpdate:
     """Of all written tensors, one weight set after the other; None to skip the proof."""
     weight_sets: tuple[str, ...] = ("base",)
     """What was written, `base` before `adapter`."""
+    may_hold_nan: bool = False
+    """Whether nobody has looked for numbers that are not finite."""
 
 
 @dataclass(frozen=True)

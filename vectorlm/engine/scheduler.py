@@ -276,6 +276,8 @@ class Scheduler:
         num_running = len(self._batches)
         try:
             load_s = self._backend.load(command.version, command.checksums, command.weight_sets, recompute)
+            if command.may_hold_nan and hasattr(self._backend, "expect_nan"):
+                self._backend.expect_nan()
         except BaseException as error:
             self._fail_update(error)
             raise

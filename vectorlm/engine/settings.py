@@ -52,5 +52,7 @@ class EngineSettings:
     """With `lora_peft_config`: swap the adapters alone (`adapter`), or weights that they are merged into (`merged`)."""
     verify_updates: bool = True
     """After each update, compare a checksum of the engine's weights with a checksum of what was sent."""
+    check_finite: bool = True
+    """Refuse an update with NaN or infinity in its weights, before the engine's weights change."""
     timeout_s: PositiveFloat = 300.0
     """Longest silence tolerated from the engine or from a rank, and longest call of `reward`, in seconds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ from vectorlm.engine.settings import BUCKET_BYTES
 from vectorlm.errors import ConfigError
 from vectorlm.weights.arena import MappedArenas
 from vectorlm.weights.exports import Export, ExportedRows
-from vectorlm.weights.module_source import ModuleSource, ShardWrite
+from vectorlm.weights.module_source import ModuleSource
 from vectorlm.weights.plan import Layout
 
 FOREIGN = "the weights come from a WeightSource of your own, and only modules can be pulled from"
@@ -75,16 +75,16 @@ class Pull:
     def is_current(self, weight_set: WeightSet) -> bool:
         """Whether the rows still lie where they were exported."""
         exported = self._exported.get(weight_set.name)
-        return exported is not None and exported.are_current(_writes(weight_set))
+        return exported is not None and exported.are_current(_source(weight_set).writes)
 
     def open(self, weight_set: WeightSet, layout: Layout) -> Sequence[Export]:
         """Export the rows; what was exported before may then be freed."""
-        self._exported[weight_set.name] = exported = ExportedRows(_writes(weight_set), layout)
+        self._exported[weight_set.name] = exported = ExportedRows(_source(weight_set).writes, layout)
         return exported.exports
 
     def publish(self, weight_set: WeightSet, layout: Layout, with_checksums: bool) -> Sequence[int]:
         """Compute what has to be computed, and wait for the device: the engine reads next, in another process."""
-        sums = self._exported[weight_set.name].publish(_writes(weight_set), layout, with_checksums)
+        sums = self._exported[weight_set.name].publish(_source(weight_set), layout, with_checksums)
         if self._topology.is_cuda:
             torch.cuda.synchronize(self._topology.device)
         return sums
@@ -129,7 +129,7 @@ def pull_obstacle(weight_sets: Sequence[WeightSet], offered: Sequence[str], topo
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if EXPANDABLE.search(os.environ.get(variable, "")):
             return f"{variable} sets expandable_segments, whose memory has no handles; leave that out"
-    if any(not write.rows.is_cuda for each in weight_sets for write in _writes(each).values()):
+    if any(not write.rows.is_cuda for each in weight_sets for write in _source(each).writes.values()):
         return "the trainer keeps weights on the host (CPUOffloadPolicy)"
     here = torch.device(topology.device).index
     others = [index for index in range(torch.cuda.device_count()) if index != here]
@@ -138,7 +138,7 @@ def pull_obstacle(weight_sets: Sequence[WeightSet], offered: Sequence[str], topo
     return None
 
 
-def _writes(weight_set: WeightSet) -> Mapping[str, ShardWrite]:
+def _source(weight_set: WeightSet) -> ModuleSource:
     if not isinstance(weight_set.source, ModuleSource):
         raise ConfigError(f"the engine pulls, but {FOREIGN}. Build the engine with transport='push'.")
-    return weight_set.source.writes
+    return weight_set.source

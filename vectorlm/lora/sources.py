@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,8 +13,14 @@ from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError, WeightMismatch
 from vectorlm.lora.load import LoraFactors, lora_factors, require_expressible
 from vectorlm.weights.arena import MappedArenas
-from vectorlm.weights.module_source import Change, ModuleSource, owned_rows
-from vectorlm.weights.plan import adapter_prefixes, checkpoint_name, reshard, trainer_tensors
+from vectorlm.weights.module_source import Change, HeldRows, ModuleSource, rows_of
+from vectorlm.weights.plan import (
+    adapter_prefixes,
+    checkpoint_name,
+    persistent_buffers,
+    reshard,
+    trainer_tensors,
+)
 
 
 def lora_weight_sets(
@@ -32,7 +38,8 @@ def lora_weight_sets(
     if lora_mode == "merged":
         return [WeightSet("base", merged_source(model, topology, arenas))]
     adapter = adapter_source(model, topology, arenas)
-    sets = [WeightSet("base", ModuleSource(model, topology, arenas), Fingerprint(model))]
+    base = ModuleSource(model, topology, arenas, beside=persistent_buffers(model))
+    sets = [WeightSet("base", base, Fingerprint(model))]
     return [*sets, WeightSet("adapter", adapter)] if adapter.manifest() else sets
 
 
@@ -97,7 +104,8 @@ def merged_source(
                 "Activate one of them with set_adapter()."
             )
         changes[name] = _then(earlier, _merge(factors, tensors[name], topology))
-    return ModuleSource(model, topology, arenas, changes=changes)
+    beside = persistent_buffers(model) | _named_factors(adapters)
+    return ModuleSource(model, topology, arenas, changes=changes, beside=beside)
 
 
 def adapter_source(
@@ -134,15 +142,15 @@ def _merge(factors: LoraFactors, weight: torch.Tensor, topology: Topology) -> Ch
         raise ConfigError(
             f"the DoRA adapter of {factors.layer!r} cannot be merged: its weight is stored transposed. Use plain LoRA."
         )
-    rows, first_row = owned_rows(weight, topology)
+    own = rows_of(weight, topology)
     if factors.is_transposed:
-        left = _whole(factors.a).t()[first_row : first_row + len(rows)]
+        left = _whole(factors.a).t()[own.first_row : own.first_row + len(own.rows)]
         return merge_into(left, _whole(factors.b).t(), factors.scaling)
-    left = _same_rows(factors.layer, factors.b, topology, first_row, len(rows))
+    left = _same_rows(factors.layer, factors.b, topology, own)
     right = _whole(factors.a)
     magnitude = None
     if factors.magnitude is not None:
-        magnitude = _same_rows(factors.layer, factors.magnitude, topology, first_row, len(rows))
+        magnitude = _same_rows(factors.layer, factors.magnitude, topology, own)
     return merge_into(left, right, factors.scaling, magnitude)
 
 
@@ -173,23 +181,30 @@ def merge_into(
     return merged
 
 
+def _named_factors(adapters: Sequence[LoraFactors]) -> dict[str, torch.Tensor]:
+    """Return the tensors that merging reads, by names for an error text."""
+    found: dict[str, torch.Tensor] = {}
+    for index, each in enumerate(adapters):
+        parts = {"lora_A": each.a, "lora_B": each.b, "lora_magnitude": each.magnitude}
+        found |= {f"{each.layer}.{part} (adapter {index})": x for part, x in parts.items() if x is not None}
+    return found
+
+
 def _whole(factor: torch.Tensor) -> torch.Tensor:
     factor = factor.detach()
     return factor.full_tensor() if isinstance(factor, DTensor) else factor
 
 
-def _same_rows(
-    layer: str, factor: torch.Tensor, topology: Topology, first_row: int, num_rows: int
-) -> torch.Tensor:
+def _same_rows(layer: str, factor: torch.Tensor, topology: Topology, weight: HeldRows) -> torch.Tensor:
     """Return the rows of `factor` that this rank sends: the same ones as of its weight."""
-    rows, first = owned_rows(factor, topology)
-    if (first, len(rows)) != (first_row, num_rows):
+    own = rows_of(factor, topology)
+    if (own.first_row, len(own.rows)) != (weight.first_row, len(weight.rows)):
         raise WeightMismatch(
-            f"the adapter of {layer!r} is sharded otherwise than its weight (this rank holds rows {first} to "
-            f"{first + len(rows)} of the one and {first_row} to {first_row + num_rows} of the other): shard both "
-            "with fully_shard over the same ranks."
+            f"the adapter of {layer!r} is sharded otherwise than its weight (this rank holds rows {own.first_row} to "
+            f"{own.first_row + len(own.rows)} of the one and {weight.first_row} to "
+            f"{weight.first_row + len(weight.rows)} of the other): shard both with fully_shard over the same ranks."
         )
-    return rows
+    return own.rows
 
 
 def _shared_weights(model: torch.nn.Module) -> set[str]:

@@ -24,12 +24,15 @@ def an_update_brings_its_version_and_other_answers(subject: EngineUnderTest) -> 
 
 
 def the_same_step_moves_nothing(subject: EngineUnderTest) -> None:
-    """A step is loaded once, even if the model has changed since."""
-    subject.engine.update(subject.models(3)[0], step := subject.next_step)
+    """A model that has not changed is sent once; another model is sent, whatever its step."""
+    trained, _ = subject.models(3)
+    subject.engine.update(trained, step := subject.next_step)
     before = subject.engine.sample(PROMPTS, GREEDY)
-    report = subject.engine.update(subject.models(4)[0], step)
+    report = subject.engine.update(trained, step)
     assert (report.skipped, report.num_bytes, report.version) == (True, 0, step)
     assert subject.engine.sample(PROMPTS, GREEDY) == before
+    assert not subject.engine.update(subject.models(4)[0], step).skipped
+    assert subject.engine.generate_text(PROMPTS, GREEDY) != [each[0].text for each in before]
 
 
 def a_negative_step_is_refused(subject: EngineUnderTest) -> None:
@@ -51,7 +54,8 @@ def another_model_is_refused_and_the_engine_keeps_its_weights(subject: EngineUnd
         subject.engine.update(trained, step + 1)
     assert subject.engine.version == step
     assert subject.engine.sample(PROMPTS, GREEDY) == before
-    assert subject.engine.update(subject.models(5)[0], step).skipped, "the engine holds this step"
+    assert subject.engine.update(subject.models(5)[0], step).version == step
+    assert subject.engine.sample(PROMPTS, GREEDY) == before
 
 
 def an_update_is_refused_while_requests_are_in_flight(subject: EngineUnderTest) -> None:

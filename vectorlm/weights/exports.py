@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from vectorlm.weights.checksum import checksums, row_sums
+from vectorlm.weights.checksum import row_sums
 from vectorlm.weights.handles import Handle, handle_of
-from vectorlm.weights.module_source import ShardWrite
+from vectorlm.weights.module_source import HeldRows, ModuleSource
 from vectorlm.weights.plan import Layout, dtype_of
 
 
@@ -33,7 +33,7 @@ class ExportedRows:
     contiguous, get memory of their own, in the engine's dtype, which every update fills.
     """
 
-    def __init__(self, writes: Mapping[str, ShardWrite], layout: Layout) -> None:
+    def __init__(self, writes: Mapping[str, HeldRows], layout: Layout) -> None:
         """Export the rows; on CPU this moves their storages into shared memory."""
         dtypes = {slot.name: dtype_of(slot.dtype) for slot in layout.slots}
         self._staged = {
@@ -51,30 +51,28 @@ class ExportedRows:
         self._kept = rows
         self._places = {name: _place(write) for name, write in writes.items()}
 
-    def are_current(self, writes: Mapping[str, ShardWrite]) -> bool:
+    def are_current(self, writes: Mapping[str, HeldRows]) -> bool:
         """Whether what was exported is still what would be sent."""
         return self._places == {name: _place(write) for name, write in writes.items()}
 
-    def publish(
-        self, writes: Mapping[str, ShardWrite], layout: Layout, with_checksums: bool
-    ) -> Sequence[int]:
+    def publish(self, source: ModuleSource, layout: Layout, with_checksums: bool) -> Sequence[int]:
         """Fill what is computed, and sum the rows as the engine will hold them, one tensor at a time."""
-        sums = []
+        sums: dict[str, tuple[torch.Tensor, int]] = {}
         for slot in layout.slots:
-            write, staged = writes[slot.name], self._staged.get(slot.name)
+            write, staged = source.writes[slot.name], self._staged.get(slot.name)
             rows = write.rows
             if staged is not None:
                 rows = staged.copy_(rows if write.change is None else write.change(rows))
-            if with_checksums:
-                sums.append((row_sums(rows.to(dtype_of(slot.dtype)), slot.word_bytes), write.first_row))
-        return checksums(sums)
+            if with_checksums and not source.has_summed(slot.name):
+                sums[slot.name] = row_sums(rows.to(dtype_of(slot.dtype)), slot.word_bytes), write.first_row
+        return source.with_known_sums(layout, sums) if with_checksums else []
 
 
-def _is_staged(write: ShardWrite) -> bool:
+def _is_staged(write: HeldRows) -> bool:
     return write.change is not None or not write.rows.is_contiguous()
 
 
-def _place(write: ShardWrite) -> tuple[Any, ...]:
+def _place(write: HeldRows) -> tuple[Any, ...]:
     rows = write.rows
     where = None if _is_staged(write) else (rows.data_ptr(), rows.dtype)
     return where, rows.shape, write.first_row

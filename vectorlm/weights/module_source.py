@@ -20,7 +20,8 @@ from vectorlm.dist.topology import Topology
 from vectorlm.errors import WeightMismatch
 from vectorlm.weights.arena import MappedArenas
 from vectorlm.weights.checksum import checksums, row_sums
-from vectorlm.weights.plan import Layout, Piece, TensorSpec, trainer_tensors
+from vectorlm.weights.inspection import Inspection, not_finite
+from vectorlm.weights.plan import Layout, Piece, TensorSpec, dtype_of, trainer_tensors
 
 _MANIFESTS: WeakKeyDictionary[torch.nn.Module, tuple[TensorSpec, ...]] = WeakKeyDictionary()
 """By model: running a model's conversion takes longer than copying a small model's weights."""
@@ -30,14 +31,20 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class ShardWrite:
-    """The rows of one tensor that this rank writes."""
+class HeldRows:
+    """The rows of one tensor that this rank holds, and the part of them that it writes."""
 
+    held: torch.Tensor
+    first_held: int
+    """Where `held` starts in the whole tensor."""
     rows: torch.Tensor
+    """What this rank writes of `held`: all of it, or a part where other ranks of its node hold the same."""
     first_row: int
-    """Where the rows start in the whole tensor."""
-    change: Change | None
-    """None sends the rows as they are."""
+    """Where `rows` start in the whole tensor."""
+    counts: bool
+    """Whether this rank is the first of its node that holds these rows: its checksum of `held` counts for all."""
+    change: Change | None = None
+    """What is done to the rows on their way; None sends them as they are."""
 
 
 class ModuleSource:
@@ -55,6 +62,7 @@ class ModuleSource:
         *,
         tensors: Mapping[str, torch.Tensor] | None = None,
         changes: Mapping[str, Change] | None = None,
+        beside: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Describe what is sent.
 
@@ -64,10 +72,13 @@ class ModuleSource:
             arenas: Keeps arenas mapped from one update to the next.
             tensors: What is sent, by name, each plain or a DTensor; the module's parameters when omitted.
             changes: A function that changes the rows of a tensor while they are written, by the tensor's name.
+            beside: What is inspected and not sent, by name: buffers, and what `changes` read.
         """
         self._model, self._topology = model, topology
         self._arenas = MappedArenas() if arenas is None else arenas
-        self._tensors, self._changes = tensors, changes or {}
+        self._tensors, self._changes, self._beside = tensors, changes or {}, beside or {}
+        self._sums: dict[str, int] = {}
+        """What this rank adds to a tensor's checksum, known from `inspect` where the rows are sent as they are."""
 
     def manifest(self) -> Sequence[TensorSpec]:
         """List the tensors, whole.
@@ -78,12 +89,12 @@ class ModuleSource:
         return self._plan[0]
 
     @property
-    def writes(self) -> Mapping[str, ShardWrite]:
+    def writes(self) -> Mapping[str, HeldRows]:
         """What this rank sends of each tensor, by its name."""
         return self._plan[1]
 
     @functools.cached_property
-    def _plan(self) -> tuple[Sequence[TensorSpec], Mapping[str, ShardWrite]]:
+    def _plan(self) -> tuple[Sequence[TensorSpec], Mapping[str, HeldRows]]:
         tensors: Mapping[str, torch.Tensor]
         if self._tensors is None:
             tensors = trainer_tensors(self._model)
@@ -92,39 +103,78 @@ class ModuleSource:
             tensors = self._tensors
             manifest = tuple(TensorSpec(name, tuple(each.shape)) for name, each in tensors.items())
         return manifest, {
-            name: ShardWrite(*owned_rows(tensor, self._topology), self._changes.get(name))
-            for name, tensor in tensors.items()
+            name: rows_of(tensor, self._topology, self._changes.get(name)) for name, tensor in tensors.items()
         }
+
+    def inspect(self, layout: Layout, with_checksums: bool, check_finite: bool) -> Inspection:
+        """Look at all rows that this rank holds, before any is written; each of the two looks reads them once."""
+        beside = {name: rows_of(tensor, self._topology) for name, tensor in self._beside.items()}
+        shards = {**self.writes, **beside}
+        dtypes = {name: shard.held.dtype for name, shard in shards.items()}
+        words = {
+            slot.name: slot.word_bytes
+            for slot in layout.slots
+            if shards[slot.name].change is None and dtypes[slot.name] == dtype_of(slot.dtype)
+        }
+        sums: dict[str, tuple[int, int]] = {}
+        if with_checksums:
+            rows = [
+                (row_sums(each.held, words.get(name, 0)), each.first_held) for name, each in shards.items()
+            ]
+            totals = dict(zip(shards, checksums(rows), strict=True))
+            sums = {name: (shards[name].first_held, total) for name, total in totals.items()}
+            self._sums = {name: totals[name] * shards[name].counts for name in words}
+        wrong: tuple[str, ...] = ()
+        if check_finite:
+            dtypes |= {slot.name: dtype_of(slot.dtype) for slot in layout.slots}
+            wrong = not_finite({name: (shard.held, dtypes[name]) for name, shard in shards.items()})
+        return Inspection(sums, wrong)
 
     def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
         """Write this rank's rows, cast to each slot's dtype."""
-        places, (_, writes) = self._arenas.slots_of(layout), self._plan
-        sums = []
+        places = self._arenas.slots_of(layout)
+        sums: dict[str, tuple[torch.Tensor, int]] = {}
         for slot in layout.slots:
-            write, whole = writes[slot.name], places[slot.name]
+            write, whole = self.writes[slot.name], places[slot.name]
             table = whole.reshape(1) if whole.ndim == 0 else whole
             target = table[write.first_row : write.first_row + len(write.rows)]
             rows = write.rows if write.change is None else write.change(write.rows)
             rows = rows.to(target.dtype)
             target.copy_(rows, non_blocking=True)
-            if with_checksums:
-                sums.append((row_sums(rows, slot.word_bytes), write.first_row))
+            if with_checksums and not self.has_summed(slot.name):
+                sums[slot.name] = row_sums(rows, slot.word_bytes), write.first_row
         if self._topology.is_cuda:
             torch.cuda.synchronize(self._topology.device)
-        return checksums(sums)
+        return self.with_known_sums(layout, sums) if with_checksums else []
+
+    def has_summed(self, name: str) -> bool:
+        """Whether `inspect` has summed a tensor, which is sent as it is."""
+        return name in self._sums
+
+    def with_known_sums(self, layout: Layout, sums: Mapping[str, tuple[torch.Tensor, int]]) -> list[int]:
+        """Return the checksums of all slots, given the `row_sums` of those that `inspect` did not sum."""
+        found = self._sums | dict(zip(sums, checksums([*sums.values()]), strict=True))
+        return [found[slot.name] for slot in layout.slots]
 
 
-def owned_rows(parameter: torch.Tensor, topology: Topology) -> tuple[torch.Tensor, int]:
-    """Return the rows of `parameter` that this rank writes, and where they start in the whole tensor.
+def rows_of(tensor: torch.Tensor, topology: Topology, change: Change | None = None) -> HeldRows:
+    """Return the rows of `tensor` that this rank holds, and those that it writes.
 
     The rank that holds a shard writes it. Where ranks of one node hold the same rows (no sharding, or replicas), each
     takes an equal part, so no byte is written twice. The ranks of each node must hold the whole tensor between them,
     for they fill that node's engine.
     """
-    if isinstance(parameter, DTensor):
-        place = _shard_place(parameter.shape, parameter.device_mesh, parameter.placements, topology)
-        return _slice(parameter.to_local().detach(), *place)
-    return _slice(parameter.detach(), 0, topology.local_rank, topology.local_world_size)
+    if isinstance(tensor, DTensor):
+        first, index, count = _shard_place(tensor.shape, tensor.device_mesh, tensor.placements, topology)
+        held = tensor.to_local().detach()
+    else:
+        first, index, count = 0, topology.local_rank, topology.local_world_size
+        held = tensor.detach()
+    if held.ndim == 0:
+        held = held.reshape(1)
+    size = -(-len(held) // count)
+    start = min(index * size, len(held))
+    return HeldRows(held, first, held[start : start + size], first + start, index == 0, change)
 
 
 # A model has few distinct shapes, and this arithmetic would cost as much as copying the weights.
@@ -153,14 +203,6 @@ def _shard_place(
     assert coordinate is not None
     holders = near[tuple(coordinate[dim] for dim in sharded)]
     return offset[0] if offset else 0, holders.index(topology.rank), len(holders)
-
-
-def _slice(rows: torch.Tensor, first_row: int, index: int, count: int) -> tuple[torch.Tensor, int]:
-    if rows.ndim == 0:
-        rows = rows.reshape(1)
-    size = -(-len(rows) // count)
-    start = min(index * size, len(rows))
-    return rows[start : start + size], first_row + start
 
 
 def manifest_of(

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from vectorlm.dist.topology import Topology
 from vectorlm.weights.arena import MappedArenas
+from vectorlm.weights.inspection import Inspection
 from vectorlm.weights.module_source import ModuleSource, manifest_of
-from vectorlm.weights.plan import Layout, TensorSpec
+from vectorlm.weights.plan import Layout, TensorSpec, persistent_buffers
 
 
 class ModuleTrainer:
@@ -51,6 +52,11 @@ class ModuleTrainer:
     def manifest(self) -> Sequence[TensorSpec]:
         """List the module's parameters."""
         return manifest_of(self._model)
+
+    def inspect(self, layout: Layout, with_checksums: bool, check_finite: bool) -> Inspection:
+        """Look at the module's parameters before they are sent."""
+        source = ModuleSource(self._model, self._topology, beside=persistent_buffers(self._model))
+        return source.inspect(layout, with_checksums, check_finite)
 
     def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
         """Write this rank's shards; no tensor is gathered."""

@@ -137,6 +137,16 @@ def trainer_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return tensors
 
 
+def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers of `model` that its checkpoint holds, by name."""
+    return {
+        f"{prefix}.{name}": buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
 def require_same(sent: Sequence[TensorSpec], held: Sequence[TensorSpec | Slot]) -> None:
     """Raise `WeightMismatch` unless the trainer sends what the engine holds; the text lists names and shapes."""
     theirs, ours = ({each.name: tuple(each.shape) for each in specs} for specs in (sent, held))

@@ -110,6 +110,10 @@ class Receivers:
             results_or_first_error(self._call("vectorlm_clear", args=(name,)))
         return time.perf_counter() - start
 
+    def empty_kv_cache(self) -> None:
+        """Overwrite the KV caches of all workers with zeros."""
+        results_or_first_error(self._call("vectorlm_empty_kv_cache"))
+
 
 class HeldPieces:
     """Knows which worker holds which piece of which tensor, and which pieces are held more than once.

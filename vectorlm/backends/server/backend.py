@@ -54,7 +54,7 @@ class VLLMServer:
         token: str | None = None,
         start_timeout_s: float = 600.0,
         silence_s: float = 300.0,
-        logprobs_mode: str | None = None,
+        logprobs_mode: str = "processed_logprobs",
         max_model_len: int | None = None,
     ) -> None:
         """Wait for the server and make the receivers in its workers.
@@ -67,7 +67,8 @@ class VLLMServer:
             start_timeout_s: The longest to wait for it, in seconds.
             silence_s: The longest that it may say nothing while requests are in flight, in seconds; `SamplingEngine`
                 passes nine tenths of its own `timeout_s`.
-            logprobs_mode: What the server's log-probabilities must be, as vLLM calls it; any when omitted.
+            logprobs_mode: What the server's log-probabilities must be, as vLLM calls it: `processed_logprobs` are of
+                what was drawn from, `raw_logprobs` of the model.
             max_model_len: Tokens of prompt and completion that the server must have room for.
 
         Raises:
@@ -86,6 +87,7 @@ class VLLMServer:
         self._session = self._wait_for(self._open_session())
         self._version = -1
         self._num_loads = 0
+        self._may_hold_nan = False
         try:
             self._await_health(start_timeout_s)
             settings = self._workers("vectorlm_settings", read=_read_settings)[0]
@@ -159,11 +161,18 @@ class VLLMServer:
         """Take the new weights over, and have the server mark tokens with their version."""
         load_s = self._receivers.load(version, checksums, weight_sets)
         self._num_loads += 1
-        if recompute or not self._tasks:
+        if recompute or self._may_hold_nan or not self._tasks:
             self._forget_cache()
+        if self._may_hold_nan:
+            self._receivers.empty_kv_cache()
+            self._may_hold_nan = False
         self._post("/update_weight_version", {"new_version": str(version)})
         self._version = version
         return load_s
+
+    def expect_nan(self) -> None:
+        """Overwrite the whole KV cache at the next update; the server's other clients lose theirs too."""
+        self._may_hold_nan = True
 
     def resume(self) -> None:
         """Let the scheduler go on; after a call without an answer there is nobody to tell."""
@@ -268,9 +277,9 @@ class VLLMServer:
                 time.sleep(RETRY_S)
 
     def _require_settings(
-        self, settings: Mapping[str, Any], logprobs_mode: str | None, max_model_len: int | None
+        self, settings: Mapping[str, Any], logprobs_mode: str, max_model_len: int | None
     ) -> None:
-        if logprobs_mode not in (None, settings["logprobs_mode"]):
+        if logprobs_mode != settings["logprobs_mode"]:
             raise ConfigError(
                 f"the server at {self._url} reports {settings['logprobs_mode']}, and this run needs {logprobs_mode}: "
                 f"start it with `-- --logprobs-mode {logprobs_mode}`."

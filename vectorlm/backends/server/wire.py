@@ -18,6 +18,7 @@ CALLS: Mapping[str, tuple[tuple[Any, ...], Any]] = {
     "vectorlm_describe": ((str, tuple[TensorSpec, ...]), LoadPlan),
     "vectorlm_attach": ((str, Layout), int),
     "vectorlm_load": ((str, int, bool), list[int]),
+    "vectorlm_empty_kv_cache": ((), None),
 }
 """By method of `WeightExtension`: the types of its arguments, and of its answer."""
 

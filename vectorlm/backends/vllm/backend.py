@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -66,6 +67,8 @@ class VLLM:
         self._device_sleep = None if on_cpu else CudaSleep(self._engine)
         self._version = -1
         self._num_loads = 0
+        self._may_hold_nan = False
+        """Whether blocks of the KV cache may hold NaN: where attention masks a NaN, the product is NaN again."""
         self._spans = VersionSpans()
         self._finished: list[RequestOutput] = []
         """Found while the engine was paused; the next `poll` returns them."""
@@ -122,12 +125,19 @@ class VLLM:
         if not self._engine.has_unfinished_requests():
             if not self._engine.reset_prefix_cache():
                 raise EngineError("the prefix cache still holds blocks of the old weights.")
-        elif recompute:
+        elif recompute or self._may_hold_nan:
             self._engine.reset_prefix_cache(reset_running_requests=True)
+        if self._may_hold_nan:
+            self._receivers.empty_kv_cache()
+            self._may_hold_nan = False
         self._spans.close(self._engine, self._version)
         self._version = version
         self._num_loads += 1
         return load_s
+
+    def expect_nan(self) -> None:
+        """Overwrite the whole KV cache at the next update."""
+        self._may_hold_nan = True
 
     def resume(self) -> None:
         """Do nothing: the next `poll` goes on."""
@@ -150,9 +160,13 @@ class VLLM:
         self._workers.end()
 
     def _finished_of(self, outputs: Iterable[Any]) -> list[RequestOutput]:
-        return [
+        found = [
             finished(output, self._spans.of(output, self._version)) for output in outputs if output.finished
         ]
+        self._may_hold_nan |= any(
+            math.isnan(sum(each.sampler_logprobs)) for one in found for each in one.completions
+        )
+        return found
 
 
 def finished(output: Any, versions: Sequence[Sequence[int]]) -> RequestOutput:

@@ -77,6 +77,13 @@ class WeightExtension:
         return self._vectorlm_receivers[weight_set].load(version, with_checksums)
 
     @as_call_result
+    def vectorlm_empty_kv_cache(self) -> Any:
+        """Overwrite every block with zeros."""
+        for cache in self.model_runner.kv_caches:
+            for block in cache if isinstance(cache, list | tuple) else [cache]:
+                block.zero_()
+
+    @as_call_result
     def vectorlm_clear(self, weight_set: str) -> Any:
         """Compute without this set."""
         return self._vectorlm_receivers[weight_set].clear()

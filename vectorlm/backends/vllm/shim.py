@@ -74,6 +74,8 @@ def default_arguments(model: str, on_cpu: bool) -> dict[str, Any]:
         "worker_extension_cls": "vectorlm.backends.vllm.extension.WeightExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        # Of what was drawn from, which training corrects for and vLLM alone does not report.
+        "logprobs_mode": "processed_logprobs",
     }
     if on_cpu:
         # Completions share the whole blocks of their prompt: vLLM's own, of 128 tokens, are longer than many prompts.

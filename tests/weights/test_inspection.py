@@ -1,0 +1,154 @@
+"""What is looked at before weights are sent, on ranks that hold them whole or in part."""
+
+import pytest
+import torch
+from rank_processes import on_ranks
+from test_weight_sets import Two, adapted, swap_of
+
+from vectorlm.dist.topology import Topology
+from vectorlm.errors import NonFiniteWeights, RankMismatch
+from vectorlm.weights.inspection import not_finite
+from vectorlm.weights.module_trainer import ModuleTrainer
+from vectorlm.weights.plan import TensorSpec
+
+
+class WithBuffer(Two):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(3))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+def frozen():
+    model = Two()
+    model.second.requires_grad_(False)
+    return model
+
+
+MODELS = {
+    "plain": (Two, "merged", "second.weight"),
+    "frozen": (frozen, "merged", "second.weight"),
+    "buffer": (WithBuffer, "merged", "shift"),
+    "adapter alone": (adapted, "adapter", "first.lora_B"),
+    "adapter merged": (adapted, "merged", "first.lora_B"),
+    "trainer": (Two, "merged", "second.weight"),
+}
+
+
+def part_ways(topology, kind, num_nodes):
+    """Update with the same weights, with other ones on the last rank, and with the same ones again."""
+    make, lora_mode, name = MODELS[kind]
+    torch.manual_seed(3)
+    swap, engine = swap_of(topology, lora_mode)
+    model = make() if kind != "trainer" else ModuleTrainer(Two(), None, None, topology)
+    inner = getattr(model, "_model", model)
+    tensors = dict(inner.named_parameters()) | dict(inner.named_buffers())
+    (tensor,) = (
+        each for path, each in tensors.items() if name.rpartition(".")[0] in path and _last(name) in path
+    )
+    swap.update(model, 0, "refuse")
+    begun = engine and engine.begun
+    before = tensor.detach().clone()
+    if topology.rank == topology.world_size - 1:
+        tensor.data.view(-1)[0] += 1
+    with pytest.raises(RankMismatch) as caught:
+        swap.update(model, 1, "refuse")
+    assert (engine and engine.begun) == begun, "the engine has been told"
+    assert swap.version == 0
+    tensor.data.copy_(before)
+    assert swap.update(model, 1, "refuse").version == 1
+    return str(caught.value)
+
+
+def _last(name):
+    return name.rpartition(".")[2]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("kind", MODELS)
+def test_ranks_that_hold_different_numbers_are_named_with_the_tensor(kind, num_nodes):
+    for text in on_ranks(2, part_ways, kind, num_nodes, num_nodes=num_nodes):
+        assert text.startswith("ranks 0 and 1 hold different numbers in 1 tensors")
+        assert f"{_last(MODELS[kind][2])}" in text
+
+
+def differ_where_they_may(topology):
+    swap, _ = swap_of(topology, "merged")
+    model = WithBuffer()
+    model.scratch += topology.rank
+    return swap.update(model, 0, "refuse").version
+
+
+def test_buffers_that_no_checkpoint_holds_may_differ():
+    assert on_ranks(2, differ_where_they_may) == [0, 0]
+
+
+def spoil_a_shard(topology):
+    from torch.distributed.fsdp import fully_shard
+
+    swap, engine = swap_of(topology, "merged")
+    model = fully_shard(Two())
+    swap.update(model, 0, "refuse")
+    if topology.rank == 1:
+        model.second.weight.detach().to_local()[0, 0] = float("nan")
+    with pytest.raises(NonFiniteWeights, match=r"\['second.weight'\] \(rank 1\)"):
+        swap.update(model, 1, "refuse")
+    return engine and engine.begun
+
+
+def test_a_number_that_is_not_finite_is_refused_on_all_ranks_before_the_engine_pauses():
+    assert on_ranks(2, spoil_a_shard) == [1, None]
+
+
+@pytest.mark.parametrize("lora_mode", ["adapter", "merged"])
+def test_an_adapter_that_is_not_finite_is_refused(lora_mode):
+    swap, engine = swap_of(Topology(), lora_mode)
+    model = adapted()
+    swap.update(model, 0, "refuse")
+    with torch.no_grad():
+        model.base_model.model.first.lora_A["default"].weight[0, 0] = float("inf")
+    with pytest.raises(NonFiniteWeights, match=r"first\.lora_A"):
+        swap.update(model, 1, "refuse")
+    assert engine.begun == 1
+
+
+class Written:
+    """A source of one's own, which can only publish."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def manifest(self):
+        return [TensorSpec("weight", (2, 2))]
+
+    def publish(self, layout, with_checksums):
+        from vectorlm.weights.arena import Arena
+        from vectorlm.weights.checksum import checksum
+
+        arena = Arena.open(layout.path, layout.num_bytes)
+        place = arena.view(layout.slots[0]).fill_(self.value)
+        sums = [checksum(place)] if with_checksums else []
+        arena.close()
+        return sums
+
+
+def test_what_a_source_of_ones_own_writes_is_looked_at_before_the_engine_loads_it():
+    swap, engine = swap_of(Topology(), "merged")
+    swap.update(Written(1.0), 0, "refuse")
+    with pytest.raises(NonFiniteWeights, match="'weight'"):
+        swap.update(Written(float("nan")), 1, "refuse")
+    assert [version for version, _ in engine.loaded] == [0]
+    swap.update(Written(2.0), 1, "refuse")
+    assert [version for version, _ in engine.loaded] == [0, 1]
+
+
+def test_numbers_are_finite_or_not_in_the_dtype_that_they_are_sent_in():
+    big, huge = torch.full((4,), 65504.0), torch.full((4,), 65520.0)
+    largest = torch.full((400,), torch.finfo(torch.float32).max)
+    assert not_finite({"big": (big, torch.float16), "ids": (torch.ones(2).long(), torch.int64)}) == ()
+    assert not_finite({"huge": (huge, torch.float16)}) == ("huge",)
+    assert not_finite({"sum": (largest, torch.float32), "none": (torch.empty(0), torch.float32)}) == ()
+    assert not_finite({"bf16": (largest, torch.bfloat16)}) == ("bf16",)
+    both = torch.tensor([float("inf"), -float("inf"), 1.0])
+    assert not_finite({"inf": (both, torch.float32)}) == ("inf",)
+    assert not_finite({"half": (both.half(), torch.float16)}) == ("half",)
