@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vectorlm.backends.scripted import FakeEngine
     from vectorlm.backends.transformers import HFEngine
+    from vectorlm.checkpoint.export import save_model
     from vectorlm.config.load import load_config
     from vectorlm.dist.launcher import launch
     from vectorlm.dist.topology import Topology
@@ -27,6 +28,7 @@ _HOMES = {
     "WarmStart": "vectorlm.engine.warm_start",
     "launch": "vectorlm.dist.launcher",
     "load_config": "vectorlm.config.load",
+    "save_model": "vectorlm.checkpoint.export",
 }
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "WarmStart",
     "launch",
     "load_config",
+    "save_model",
 ]
 
 

@@ -3,14 +3,18 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_processes import on_ranks, save_tiny_llama
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaForCausalLM
 
+import vectorlm
 from vectorlm.checkpoint import export, folder
 from vectorlm.checkpoint.export import export_model
 from vectorlm.errors import CheckpointError
 from vectorlm.lora.load import add_lora
 from vectorlm.train.load import load_model, load_tokenizer
+from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import shard_model
 
 
@@ -164,3 +168,111 @@ def test_a_full_disk_is_named_and_takes_no_more_room(tmp_path):
         "once the disk can be written to, the same command writes it."
     )
     assert list(path.parent.iterdir()) == []
+
+
+def save_in_every_layout(topology, model_dir, root):
+    """Change a model of each layout by the same amount and save it; return the names of the layouts."""
+
+    def changed():
+        model = load_model(model_dir)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.25)
+        return model
+
+    hybrid = ModelSettings(sharding_strategy="HYBRID_SHARD")
+    models = {
+        "plain": changed(),
+        "fsdp2": shard_model(changed(), topology),
+        "hybrid": shard_model(changed(), topology, hybrid),
+        "in bf16": fully_shard(changed(), mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
+        "ddp": torch.nn.parallel.DistributedDataParallel(changed()),
+        "compiled ddp": torch.compile(torch.nn.parallel.DistributedDataParallel(changed())),
+        "compiled blocks": changed(),
+    }
+    layers = models["compiled blocks"].model.layers
+    layers[0] = torch.compile(layers[0])
+    # FSDP2 leaves the root's parameters whole after this, and here in bf16.
+    with torch.no_grad():
+        models["in bf16"](input_ids=torch.arange(8)[None])
+    for name, model in models.items():
+        vectorlm.save_model(model, root / name)
+    return list(models)
+
+
+@pytest.mark.parametrize(("tied", "num_tensors"), [(False, 30), (True, 29)])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_own_loop_saves_the_trainers_weights_bit_for_bit_in_every_layout(
+    tmp_path, world_size, tied, num_tensors
+):
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model_dir, root = save_tiny_llama(tmp_path / "llama", tied=tied), tmp_path / "saved"
+    expected = {name: each.detach() + 0.25 for name, each in load_model(model_dir).named_parameters()}
+    names = on_ranks(world_size, save_in_every_layout, model_dir, root)[0]
+    for name in names:
+        found, info = AutoModelForCausalLM.from_pretrained(root / name, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        for each, parameter in found.named_parameters():
+            assert parameter.dtype == torch.float32
+            assert torch.equal(parameter, expected[each]), (name, each)
+        with safe_open(root / name / "model.safetensors", "pt") as file:
+            assert len(list(file.keys())) == num_tensors, name
+        assert AutoTokenizer.from_pretrained(root / name)("abc").input_ids == [2, 3, 4]
+        assert (root / name / "generation_config.json").is_file()
+    assert sorted(path.name for path in root.iterdir()) == sorted(names)
+
+
+def save_adapter(topology, model_dir, path):
+    torch.manual_seed(1)
+    model = add_lora(load_model(model_dir), {"r": 2, "target_modules": ["q_proj"]})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.5)
+    expected = model(input_ids=torch.arange(8)[None]).logits.detach()
+    vectorlm.save_model(shard_model(model, topology), path, model_dir)
+    return expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_own_loop_saves_adapters_alone(tmp_path, world_size):
+    model_dir, path = save_tiny_llama(tmp_path / "llama"), tmp_path / "adapters"
+    assert_loads_as(on_ranks(world_size, save_adapter, model_dir, path)[0], model_dir, path)
+    assert not (path / "model.safetensors").exists()
+
+
+def test_a_lone_process_saves_without_a_process_group_and_leaves_other_folders_alone(tmp_path):
+    model_dir = save_tiny_llama(tmp_path / "llama")
+    (tmp_path / ".other.unfinished").mkdir()
+    vectorlm.save_model(load_model(model_dir), tmp_path / "mine")
+    assert not dist.is_initialized()
+    assert (tmp_path / ".other.unfinished").is_dir(), "another program is writing there"
+    assert torch.equal(load_model(tmp_path / "mine").lm_head.weight, load_model(model_dir).lm_head.weight)
+
+
+def test_what_cannot_be_saved_is_refused_with_what_to_pass(tmp_path):
+    model = load_model(save_tiny_llama(tmp_path / "llama"))
+    wrapper = torch.nn.Module()
+    wrapper.lm = model
+    with pytest.raises(TypeError, match=r"pass that: wrapper\.lm, for example"):
+        vectorlm.save_model(wrapper, tmp_path / "mine")
+    wrapper._modules["_fsdp_wrapped_module"] = model
+    with pytest.raises(TypeError, match="use fully_shard"):
+        vectorlm.save_model(wrapper, tmp_path / "mine")
+    model.config.name_or_path = str(tmp_path)
+    with pytest.warns(UserWarning, match="no tokenizer is saved"):
+        vectorlm.save_model(model, tmp_path / "mine")
+
+
+def save_where_one_cannot(topology, model_dir, path):
+    path.write_text("a file is in the way")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        vectorlm.save_model(load_model(model_dir), path / "mine")
+
+
+def test_every_rank_hears_that_rank_0_could_not_save(tmp_path):
+    on_ranks(2, save_where_one_cannot, save_tiny_llama(tmp_path / "llama"), tmp_path / "file")

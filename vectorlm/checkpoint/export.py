@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vectorlm.checkpoint import folder
+from vectorlm.dist.engine_ranks import capture, results_or_first_error
 from vectorlm.dist.wait import report_wait
 from vectorlm.lora.folder import lasting_name
+from vectorlm.weights.plan import WRAPPERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,8 +27,69 @@ MAX_SHARD = "5GB"
 """Largest safetensors file; a larger model gets several and an index."""
 
 
+def save_model(
+    model: nn.Module,
+    folder: str | Path,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+) -> None:
+    """Write a model as a folder that transformers, peft and vLLM load; all ranks call it, and rank 0 writes.
+
+    The weights are the trainer's, bit for bit, whatever the layout of the ranks: one process, whole models, FSDP2 with
+    full or hybrid shards, ``DistributedDataParallel``, ``torch.compile``. A shared tensor is written once. Of a PEFT
+    model the adapters alone are written, for ``PeftModel.from_pretrained``. The folder appears, or replaces an older
+    one, when it is complete.
+
+    >>> vectorlm.save_model(model, "models/mine")  # doctest: +SKIP
+
+    Args:
+        model: A transformers or PEFT model, or one of the wrappers above around it.
+        folder: Where to write.
+        tokenizer: What is saved beside the weights: a tokenizer, or the folder or name to load it from; when omitted,
+            where the model was loaded from.
+
+    Raises:
+        TypeError: The model cannot be saved in this layout; the text says what to pass.
+        CheckpointError: The folder cannot be written; no half of it is left. All ranks raise.
+    """
+    inner = _without_wrappers(model)
+    if isinstance(tokenizer, str | Path) or (tokenizer is None and _is_main()):
+        tokenizer = _tokenizer_of(inner, tokenizer)
+    export_model(inner, tokenizer, folder)
+
+
+def _without_wrappers(model: Any) -> Any:
+    """Return the transformers or PEFT model inside wrappers of torch's."""
+    while inner := model._modules.get("_orig_mod", model._modules.get("module")):
+        model = inner
+    if "_fsdp_wrapped_module" in model._modules:
+        raise TypeError("the model is wrapped by FSDP1, which is not supported: use fully_shard (FSDP2).")
+    if not hasattr(model, "save_pretrained"):
+        raise TypeError(
+            f"save_model takes a transformers or PEFT model, and {type(model).__name__} has no save_pretrained. If it "
+            "holds such a model as an attribute, pass that: wrapper.lm, for example."
+        )
+    return model
+
+
+def _tokenizer_of(model: Any, source: str | Path | None) -> PreTrainedTokenizerBase | None:
+    from transformers import AutoTokenizer
+
+    if source is not None:
+        return AutoTokenizer.from_pretrained(source)
+    source = model.config.name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        warnings.warn(
+            f"no tokenizer is saved: the model was loaded from {source!r}, which has none ({type(error).__name__}). "
+            "Pass save_model(..., tokenizer=...).",
+            stacklevel=3,
+        )
+        return None
+
+
 def export_model(
-    model: Any, tokenizer: PreTrainedTokenizerBase, path: str | Path, card: str | None = None
+    model: Any, tokenizer: PreTrainedTokenizerBase | None, path: str | Path, card: str | None = None
 ) -> None:
     """Write weights (safetensors), configuration and tokenizer to the folder `path`; called on all ranks.
 
@@ -33,23 +98,31 @@ def export_model(
     README.md.
 
     Raises:
-        CheckpointError: The folder cannot be written; no half of it is left.
+        CheckpointError: The folder cannot be written; no half of it is left. All ranks raise.
     """
-    with report_wait(f"writing the model {path}", is_on=dist.get_rank() == 0):
+    path = Path(path).absolute()
+
+    def write() -> None:
+        with folder.exported(path):
+            # Of this folder alone: other programs may be writing beside it.
+            work = folder.begin(path, glob.escape(path.name))
+            write_folder(path, work, lambda work: save(model, tokenizer, work, card, weights))
+
+    with report_wait(f"writing the model {path}", is_on=_is_main()):
         weights = gather_weights(model)
-        if dist.get_rank() == 0:
-            with folder.exported(Path(path)):
-                write_folder(
-                    Path(path),
-                    folder.begin(Path(path)),
-                    lambda work: save(model, tokenizer, work, card, weights),
-                )
-        dist.barrier()
+        written: list[Any] = [capture(write) if _is_main() else None]
+        if dist.is_initialized():
+            dist.broadcast_object_list(written)
+        results_or_first_error(written)
+
+
+def _is_main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def save(
     model: Any,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     work: Path,
     card: str | None,
     weights: dict[str, torch.Tensor] | None = None,
@@ -58,7 +131,8 @@ def save(
     for options in getattr(model, "peft_config", {}).values():
         options.base_model_name_or_path = lasting_name(options.base_model_name_or_path)
     model.save_pretrained(work, state_dict=weights, max_shard_size=MAX_SHARD)
-    tokenizer.save_pretrained(work)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(work)
     # peft leaves a template of a card.
     (work / "README.md").unlink(missing_ok=True)
     if card is not None:
@@ -80,6 +154,7 @@ def gather_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
     A shared parameter comes once, under its first name; frozen weights under adapters are left out.
     """
+    # Also makes FSDP2 take back the bf16 copies of a forward without backward.
     saved = model.state_dict().keys()
     has_adapters = hasattr(model, "peft_config")
     trained = [
@@ -91,6 +166,8 @@ def gather_weights(model: nn.Module) -> dict[str, torch.Tensor]:
         whole = tensor.detach()
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
-        if dist.get_rank() == 0:
+        if _is_main():
+            for part in WRAPPERS:
+                name = name.replace(part, "")
             weights[name] = whole.cpu()
     return weights

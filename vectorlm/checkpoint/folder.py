@@ -149,14 +149,14 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.unfinished")
 
 
-def begin(path: Path) -> Path:
-    """Make an empty folder to write `path` in, and tidy up what killed runs left beside it."""
-    for replaced in path.parent.glob(".*.replaced"):
+def begin(path: Path, names: str = "*") -> Path:
+    """Make an empty folder to write `path` in, and tidy up what killed runs left beside it of folders so named."""
+    for replaced in path.parent.glob(f".{names}.replaced"):
         name = path.with_name(replaced.name[1:].removesuffix(".replaced"))
         if not name.exists():
             os.replace(replaced, name)
     for ending in ("unfinished", "retired", "replaced"):
-        for leftover in path.parent.glob(f".*.{ending}"):
+        for leftover in path.parent.glob(f".{names}.{ending}"):
             shutil.rmtree(leftover, ignore_errors=True)
     unfinished(path).mkdir(parents=True)
     return unfinished(path)
