@@ -55,7 +55,7 @@ def reinforce(config: Config, topology: Topology | None = None, engine: Sampling
         config: The whole run, with a section ``rl``.
         topology: This rank, read from the environment when None.
         engine: An engine to sample with, which stays open; None starts the one that the config describes. It must
-            return log-probabilities of what it draws from (``logprobs_mode="processed_logprobs"``).
+            return log-probabilities of what it draws from, as engines do unless told otherwise.
 
     Raises:
         ConfigError: The config cannot be carried out, or needs more memory than there is.
@@ -70,9 +70,7 @@ def reinforce(config: Config, topology: Topology | None = None, engine: Sampling
     check_teacher(config)
     rl = config.rl
     assert rl is not None
-    # The engine's log-probabilities are of what it draws from, at its temperature, as the trainer's are.
-    more: Any = {"logprobs_mode": "processed_logprobs", "max_model_len": config.train_parameters.max_seq_len}
-    with open_run(config, topology, engine, **more) as run:
+    with open_run(config, topology, engine, max_model_len=config.train_parameters.max_seq_len) as run:
         loop = _build(run, rl, spec)
         loop.run()
         run.finish(loop.models.policy.model, loop.recorder, loop.step)

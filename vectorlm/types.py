@@ -38,7 +38,8 @@ class Completion:
     token_ids: tuple[int, ...]
     """The sampled tokens, without the prompt."""
     sampler_logprobs: tuple[float, ...]
-    """The engine's log-probability of each sampled token; empty unless asked for."""
+    """The log-probability of each sampled token under what it was drawn from, after penalties, temperature, `top_k`,
+    `top_p` and `min_p`; at temperature 0 after penalties alone. Empty unless asked for."""
     versions: tuple[int, ...]
     """The weight version that sampled each token."""
     text: str

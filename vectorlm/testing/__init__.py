@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from vectorlm.testing import answers, language, updates
+from vectorlm.testing.failures import speaking
 from vectorlm.testing.subject import EngineUnderTest
 from vectorlm.testing.trainers import TRAINER_CHECKS, TrainerUnderTest
 
@@ -26,7 +27,7 @@ def _checks_of(module: ModuleType) -> tuple[Check, ...]:
     """Return the public functions of a module, in the order of its lines."""
     functions = inspect.getmembers_static(module, inspect.isfunction)
     own = [check for name, check in functions if check.__module__ == module.__name__ and name[0] != "_"]
-    return tuple(sorted(own, key=lambda check: check.__code__.co_firstlineno))
+    return tuple(map(speaking, sorted(own, key=lambda check: check.__code__.co_firstlineno)))
 
 
 MODEL_CHECKS: tuple[Check, ...] = _checks_of(language)
@@ -40,10 +41,10 @@ def run_checks(subject: EngineUnderTest, checks: Sequence[Check] = CHECKS) -> No
     """Run the checks on one engine, on every rank.
 
     Raises:
-        AssertionError: A check failed; the text names it.
+        AssertionError: A check failed; the text names it, the line that failed and the values in it.
     """
     for check in checks:
         try:
-            check(subject)
+            speaking(check)(subject)
         except Exception as error:
             raise AssertionError(f"{check.__name__}: {type(error).__name__}: {error}") from error

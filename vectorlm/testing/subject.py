@@ -70,12 +70,12 @@ class EngineUnderTest:
             fully_shard(trained)
         return trained, plain
 
-    def logprobs(self, plain: Any, completion: Completion) -> torch.Tensor:
-        """Return the log-probabilities [T, V] that `plain` gives at each token of a completion, in double."""
+    def logits(self, plain: Any, completion: Completion) -> torch.Tensor:
+        """Return the logits [T, V] that `plain` gives at each token of a completion, in double."""
         ids = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
         with torch.no_grad():
-            logits = plain(ids).logits[0].double()
-        return logits.log_softmax(-1)[len(completion.prompt_token_ids) - 1 : -1]
+            logits: torch.Tensor = plain(ids).logits[0].double()
+        return logits[len(completion.prompt_token_ids) - 1 : -1]
 
 
 @contextmanager

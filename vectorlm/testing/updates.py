@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from vectorlm.errors import EngineError, RankMismatch, WeightMismatch
+from vectorlm.errors import ChecksumMismatch, EngineError, RankMismatch, VectorLMError, WeightMismatch
 from vectorlm.testing.subject import GREEDY, PROMPTS, EngineUnderTest, raises
+from vectorlm.weights.module_source import ModuleSource
+from vectorlm.weights.plan import Layout
 
 LONG = {**GREEDY, "max_tokens": 40}
 
@@ -32,7 +36,6 @@ def the_same_step_moves_nothing(subject: EngineUnderTest) -> None:
     assert (report.skipped, report.num_bytes, report.version) == (True, 0, step)
     assert subject.engine.sample(PROMPTS, GREEDY) == before
     assert not subject.engine.update(subject.models(4)[0], step).skipped
-    assert subject.engine.generate_text(PROMPTS, GREEDY) != [each[0].text for each in before]
 
 
 def a_negative_step_is_refused(subject: EngineUnderTest) -> None:
@@ -56,6 +59,18 @@ def another_model_is_refused_and_the_engine_keeps_its_weights(subject: EngineUnd
     assert subject.engine.sample(PROMPTS, GREEDY) == before
     assert subject.engine.update(subject.models(5)[0], step).version == step
     assert subject.engine.sample(PROMPTS, GREEDY) == before
+
+
+def weights_that_do_not_arrive_are_noticed(subject: EngineUnderTest) -> None:
+    """The engine holds other tensors than the checksums are of, and samples nothing until the next update."""
+    trained, _ = subject.models(5)
+    source, step = _Miscounted(trained, subject.topology), subject.next_step
+    with raises(ChecksumMismatch):
+        subject.engine.update(source, step)  # type: ignore[arg-type]
+    with raises(VectorLMError):
+        subject.engine.sample(PROMPTS, GREEDY)
+    subject.engine.update(trained, step)
+    assert len(subject.engine.sample(PROMPTS, GREEDY)) == 3
 
 
 def an_update_is_refused_while_requests_are_in_flight(subject: EngineUnderTest) -> None:
@@ -194,3 +209,14 @@ def a_closed_engine_says_so(subject: EngineUnderTest) -> None:
 def _wake(subject: EngineUnderTest) -> None:
     subject.engine.wake_up()
     subject.engine.update(subject.models()[0], subject.next_step)
+
+
+class _Miscounted:
+    """A module's weights, with checksums of other ones."""
+
+    def __init__(self, *whose: Any) -> None:
+        self._source = ModuleSource(*whose)
+        self.manifest = self._source.manifest
+
+    def publish(self, layout: Layout, with_checksums: bool) -> list[int]:
+        return [total + 1 for total in self._source.publish(layout, with_checksums)]

@@ -57,6 +57,8 @@ def server_command(model: str, host: str, port: int, further: Sequence[str]) -> 
     command += ["--enable-scale-out"]
     # One batch may otherwise be in flight on the device when the weights change.
     command += ["--no-async-scheduling", "--disable-uvicorn-access-log"]
+    # Of what was drawn from, as a trainer needs them; the last of several values counts.
+    command += ["--logprobs-mode", "processed_logprobs"]
     import torch
 
     if not torch.cuda.is_available():

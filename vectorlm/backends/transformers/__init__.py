@@ -14,7 +14,7 @@ class HFEngine(SamplingEngine):
 
     Rank 0 holds a copy of the model and samples (on several nodes the first rank of each does); the others wait for its
     results. There is no second process and no thread: requests in flight go on inside `poll`, `done` and `result`.
-    Log-probabilities are those before penalties, temperature and cuts, as by default in vLLM.
+    Log-probabilities are of what was drawn from: after penalties, temperature and cuts.
 
     >>> with HFEngine("path/to/model") as engine:  # doctest: +SKIP
     ...     engine.update(model, train_step=10)
@@ -26,6 +26,7 @@ class HFEngine(SamplingEngine):
         sampling_params: Used where a call gives none: a mapping with the fields of `parameters.Parameters`.
         dtype: The copy's precision, as torch spells it.
         batch_size: Completions that are continued together.
+        logprobs_mode: `processed_logprobs`, or `raw_logprobs` for those before penalties, temperature and cuts.
         timeout_s: Longest silence tolerated from a rank, in seconds.
 
     Raises:
@@ -40,6 +41,7 @@ class HFEngine(SamplingEngine):
         sampling_params: Any = None,
         dtype: str = "float32",
         batch_size: int = 64,
+        logprobs_mode: str = "processed_logprobs",
         timeout_s: float = 300.0,
     ) -> None:
         topology = Topology.from_environment() if topology is None else topology
@@ -52,6 +54,7 @@ class HFEngine(SamplingEngine):
             timeout_s=timeout_s,
             dtype=dtype,
             max_num_seqs=batch_size,
+            logprobs_mode=logprobs_mode,
             device=topology.device,
         )
         self.wait_until_ready()

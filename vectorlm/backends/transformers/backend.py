@@ -21,6 +21,9 @@ from vectorlm.types import Prompt
 from vectorlm.weights.module_source import manifest_of
 from vectorlm.weights.plan import Layout, TensorSpec, dtype_of, require_same, trainer_tensors
 
+LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
+"""vLLM's names for what log-probabilities may be of: what was drawn from, or the model."""
+
 
 class Transformers:
     """Continues prompts with ``transformers``, a batch at a time; weights are copied from the arena."""
@@ -34,7 +37,7 @@ class Transformers:
         receiver: str,
         dtype: str = "float32",
         max_num_seqs: int = 64,
-        logprobs_mode: str = "raw_logprobs",
+        logprobs_mode: str = "processed_logprobs",
         max_model_len: int | None = None,
         device: str | None = None,
     ) -> None:
@@ -45,7 +48,8 @@ class Transformers:
             receiver: `live` or `auto`; there is nothing to pack.
             dtype: The precision, as torch spells it.
             max_num_seqs: Completions that are continued together.
-            logprobs_mode: `raw_logprobs`: log-probabilities are those before temperature and cuts.
+            logprobs_mode: `processed_logprobs`: log-probabilities are of what was drawn from; `raw_logprobs`: of the
+                model, before penalties, temperature and cuts.
             max_model_len: Ignored: the limit is the model's own.
             device: Where it computes; when omitted the first CUDA device, if there is one.
 
@@ -54,10 +58,10 @@ class Transformers:
         """
         if receiver == "packed":
             raise EngineError("receiver='packed' is vLLM's: transformers computes with plain weights.")
-        if logprobs_mode != "raw_logprobs":
+        if logprobs_mode not in LOGPROBS_MODES:
             raise EngineError(
-                f"logprobs_mode={logprobs_mode!r} is vLLM's: log-probabilities of transformers are those before "
-                "temperature and cuts, which reinforcement learning cannot use."
+                f"logprobs_mode={logprobs_mode!r} is not one of transformers': it must be one of "
+                f"{', '.join(LOGPROBS_MODES)}."
             )
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.model = _load(model, dtype).to(device).eval()
@@ -70,8 +74,10 @@ class Transformers:
         self._requests: dict[str, list[SequenceState]] = {}
         self._waiting: deque[SequenceState] = deque()
         self._batch: Batch | None = None
+        self._are_raw = logprobs_mode == "raw_logprobs"
         self.max_num_seqs = max_num_seqs
         self.version = -1
+        self.progress = 0
 
     def submit(self, name: str, prompt: Prompt, sampling_params: Any) -> None:
         """Queue one prompt; it joins the next batch."""
@@ -94,9 +100,10 @@ class Transformers:
         """Continue the batch for a slice, or begin one; return the requests that have ended."""
         if self._batch is None and self._waiting:
             size = min(self.max_num_seqs, len(self._waiting))
-            self._batch = Batch(self.model, [self._waiting.popleft() for _ in range(size)])
+            self._batch = Batch(self.model, [self._waiting.popleft() for _ in range(size)], self._are_raw)
         if self._batch is None:
             return []
+        self.progress += 1
         try:
             self._batch.sample_slice(self.version)
         except Exception as error:

@@ -140,9 +140,11 @@ class Batch:
     `generate` runs the model (caches, positions, masks) and is resumed with the cache that it returned.
     """
 
-    def __init__(self, model: Any, sequences: Sequence[SequenceState]) -> None:
+    def __init__(self, model: Any, sequences: Sequence[SequenceState], raw_logprobs: bool) -> None:
+        """Take log-probabilities before penalties, temperature and cuts where they are `raw_logprobs`."""
         self._model = model
         self.sequences = sequences
+        self._raw_logprobs = raw_logprobs
         self._width = max(len(each.prompt_token_ids) for each in sequences)
         self._token_ids = torch.zeros(len(sequences), self._width, dtype=torch.long, device=model.device)
         self._mask = torch.zeros_like(self._token_ids)
@@ -176,7 +178,7 @@ class Batch:
             past_key_values=self._cache,
             generation_config=config,
             logits_processor=LogitsProcessorList(
-                [_SampleEach(self.sequences, self._processors, self._width, version)]
+                [_SampleEach(self.sequences, self._processors, self._width, version, self._raw_logprobs)]
             ),
             stopping_criteria=[_HasEnded(self.sequences)],
         )
@@ -199,20 +201,28 @@ class _SampleEach(LogitsProcessor):
         processors: Sequence[LogitsProcessorList],
         width: int,
         version: int,
+        raw_logprobs: bool,
     ) -> None:
         self._sequences, self._processors, self._width, self._version = sequences, processors, width, version
+        self._raw_logprobs = raw_logprobs
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         raw = scores.float()
-        tokens = self._sample(input_ids, raw)
-        logprobs = raw.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+        shaped = self._shape(input_ids, raw)
+        tokens = self._sample(shaped)
+        logprobs = (
+            (raw if self._raw_logprobs else shaped).log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+        )
         for sequence, token, logprob in zip(self._sequences, tokens.tolist(), logprobs, strict=True):
             if not sequence.has_ended:
                 sequence.append(token, logprob, self._version)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
-    def _sample(self, input_ids: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
-        """Return the next token of each sequence, int64 [B], from the raw logits [B, V]."""
+    def _shape(self, input_ids: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
+        """Return what each sequence draws from, from the raw logits [B, V].
+
+        Of greedy ones they are the logits after penalties: in vLLM, temperature 0 divides and cuts nothing.
+        """
         shaped = []
         for index, (sequence, processors) in enumerate(zip(self._sequences, self._processors, strict=True)):
             row = raw[index : index + 1]
@@ -222,7 +232,10 @@ class _SampleEach(LogitsProcessor):
                 start = self._width - len(sequence.prompt_token_ids)
                 row = processors(input_ids[index : index + 1, start:], row)  # type: ignore[arg-type]
             shaped.append(row)
-        logits = torch.cat(shaped)
+        return torch.cat(shaped)
+
+    def _sample(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the next token of each sequence, int64 [B]."""
         likeliest = logits.argmax(-1)
         is_greedy = [each.has_ended or each.parameters.temperature < GREEDY_BELOW for each in self._sequences]
         if all(is_greedy):
@@ -231,9 +244,9 @@ class _SampleEach(LogitsProcessor):
         # over 150,000 tokens would shift the last ones by a part in a thousand.
         uniforms = torch.tensor([[each.uniform()] for each in self._sequences], dtype=torch.float64)
         sums = logits.double().softmax(-1).cumsum(-1)
-        drawn = torch.searchsorted(sums, uniforms.to(raw.device) * sums[:, -1:], right=True)[:, 0]
+        drawn = torch.searchsorted(sums, uniforms.to(logits.device) * sums[:, -1:], right=True)[:, 0]
         drawn = drawn.clamp(max=logits.shape[1] - 1)
-        return torch.where(torch.tensor(is_greedy, device=raw.device), likeliest, drawn)
+        return torch.where(torch.tensor(is_greedy, device=logits.device), likeliest, drawn)
 
 
 class _HasEnded(StoppingCriteria):
