@@ -91,10 +91,10 @@ def run_with_a_rate_of_its_own(topology, path):
 def test_ranks_with_other_settings_are_refused_on_all_of_them_before_anything_is_loaded(inputs, tmp_path):
     make_config(inputs, tmp_path / "run")
     texts = on_ranks(2, run_with_a_rate_of_its_own, tmp_path / "run.yaml")
-    assert texts == [
+    assert set(texts) == {
         "rank 1 started with other settings than rank 0: train_parameters.optimizer.lr=0.02 instead of 0.01. "
         "Start every rank with the same settings, files and versions."
-    ] * 2
+    }
 
 
 def test_a_profiled_run_leaves_a_trace_of_each_step_and_the_time_of_each_phase(inputs, tmp_path):

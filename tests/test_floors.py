@@ -15,6 +15,7 @@ CORE = (
     "contracts",
     "settings",
     "plugin",
+    "packages",
     "dist",
     "algorithms",
     "weights",

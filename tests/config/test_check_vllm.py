@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from vectorlm.config import check_config, load_config
-from vectorlm.config.check_vllm import _RANGES, fields_of
+from vectorlm.config.check_vllm import _RANGES
 from vectorlm.errors import ConfigError
+from vectorlm.packages import fields_of
 
 SAMPLER = "train_parameters.sampler={sample_frequency: 2, prompts: [a]}"
 PLACE = "train_parameters.sampler"

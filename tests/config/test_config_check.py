@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from vectorlm.config import check_config, check_packages, load_config
 from vectorlm.config.check import LORA_CONFIG
-from vectorlm.config.check_vllm import fields_of
 from vectorlm.errors import ConfigError
 from vectorlm.lora.options import MERGED
+from vectorlm.packages import fields_of
 
 REWARDS = ["countdown", "length"]
 SAMPLER = "train_parameters.sampler={sample_frequency: 2, prompts: p.jsonl}"

@@ -4,10 +4,10 @@ import pytest
 from config_texts import MINIMAL
 
 from vectorlm.config import load_config
-from vectorlm.config.check_vllm import fields_of
 from vectorlm.config.foreign import FOREIGN
 from vectorlm.config.setting import all_settings
 from vectorlm.errors import ConfigError
+from vectorlm.packages import fields_of
 
 PLACES = sorted({place for each in FOREIGN.values() for place in each.places})
 RL = MINIMAL[: MINIMAL.index("dataset:")].replace("  epochs: 2\n", "") + (

@@ -19,14 +19,13 @@ def run(model_path, what):
     from transformers import AutoModelForCausalLM
 
     topology = vectorlm.Topology.from_environment()
-    wrong = {"max_modle_len": 64} if what == "engine cannot start" else {}
+    max_model_len = 10**6 if what == "engine cannot start" else 64
     parallel = {"tensor_parallel_size": 2} if "parallel" in what else {}
     with vectorlm.SamplingEngine(
         model_path,
-        **wrong,
         **parallel,
         dtype="float32",
-        max_model_len=64,
+        max_model_len=max_model_len,
         kv_cache_memory_bytes=16 << 20,
         timeout_s=12,
         sampling_params={"max_tokens": 4},

@@ -7,12 +7,13 @@ from typing import Any
 
 from vectorlm.config.check_files import file_problems, has_cuda
 from vectorlm.config.check_packages import package_problems
-from vectorlm.config.check_vllm import fields_of, vllm_problems
+from vectorlm.config.check_vllm import vllm_problems
 from vectorlm.config.schema import Config, SamplerSettings
 from vectorlm.config.setting import all_settings, refuse, to_plain, value_at
 from vectorlm.config.value import describe_refusal, raise_problems, show
 from vectorlm.contracts import BACKENDS
 from vectorlm.lora.options import largest_rank, refused_options
+from vectorlm.packages import fields_of
 from vectorlm.plugin import is_plugin
 from vectorlm.settings import nearest
 from vectorlm.telemetry.profile import short_run

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from vectorlm.config.schema import Config
-from vectorlm.packages import versions_of
+from vectorlm.packages import fields_of, versions_of
 from vectorlm.settings import nearest
 
 Problem = tuple[str, str, str, Any]
@@ -53,7 +49,7 @@ def vllm_problems(config: Config) -> Iterator[Problem]:
     if (
         sampler is None
         or sampler.engine.inference not in ("vllm", "server")
-        or not _source("sampling_params.py")
+        or not fields_of("sampling_params.py", "SamplingParams")
     ):
         return
     known = fields_of("sampling_params.py", "SamplingParams")
@@ -91,26 +87,6 @@ def _is_one_of(value: Any, kinds: Collection[str]) -> bool:
     if isinstance(value, bool):
         return "bool" in kinds
     return any(isinstance(value, _KINDS[kind][0]) for kind in kinds if kind in _KINDS)
-
-
-@cache
-def fields_of(path: str, name: str, package: str = "vllm") -> Mapping[str, str]:
-    """Return the annotations of a class in a package's source, by the names of its public fields."""
-    source = _source(path, package)
-    classes = (each for each in ast.parse(source).body if isinstance(each, ast.ClassDef))
-    body = next((each.body for each in classes if each.name == name), [])
-    found = [each for each in body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
-    names = {each.target.id: ast.unparse(each.annotation) for each in found}  # type: ignore[union-attr]
-    return {name: annotation for name, annotation in names.items() if not name.startswith("_")}
-
-
-@cache
-def _source(path: str, package: str = "vllm") -> str:
-    """Return a file of an installed package, empty where there is none; finding a package does not import it."""
-    found = find_spec(package)
-    folders = [] if found is None else found.submodule_search_locations or []
-    files = [file for file in (Path(folder) / path for folder in folders) if file.is_file()]
-    return files[0].read_text(encoding="utf-8") if files else ""
 
 
 def head_size_without_kernel(description: Mapping[str, Any]) -> int | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from vectorlm.dist.topology import Topology
 from vectorlm.dist.wait import EVERY_S, say, span
-from vectorlm.errors import HandoffTimeout, LaunchError, RankFailed, RankMismatch
+from vectorlm.errors import EngineError, HandoffTimeout, LaunchError, RankFailed, RankMismatch
 
 # Ranks poll for a note: a blocking wait logs a warning at each timeout, a busy one takes a core from the engine.
 SHORTEST_PAUSE_S = 0.0005
@@ -40,6 +40,7 @@ class Collectives:
         self._timeout_s = timeout_s
         self._count = 0
         self._posted: list[str] = []
+        self._is_closed = False
         self._tickets: Counter[str] = Counter()
         self._store: Any = None
         self._group: Any = None
@@ -135,8 +136,14 @@ class Collectives:
         if self._store is not None:
             self._store.add(f"life/{self._topology.rank}", 1)
 
+    def require_open(self) -> None:
+        """Raise `EngineError` once the engine that meets here is closed."""
+        if self._is_closed:
+            raise EngineError("the engine is closed.")
+
     def close(self) -> None:
         """Destroy the gloo group; not a collective."""
+        self._is_closed = True
         if self._group is not None:
             import torch.distributed as dist
 

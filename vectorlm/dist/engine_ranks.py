@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from vectorlm.dist.collectives import Collectives, ranks_text
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import EngineError, RankMismatch, VectorLMError
 
+ADDRESS = re.compile(" at 0x[0-9a-f]+")
 Result = TypeVar("Result")
 CallResult = tuple[Any, Exception | None]
 """What a call returned, or the error that it raised."""
@@ -67,15 +69,17 @@ class EngineRanks:
         return results_or_first_error(self._collectives.all_gather_object(place, capture(work)))
 
 
-def require_equal(settings: Sequence[Mapping[str, Any]]) -> None:
+def comparable(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return settings as texts for `require_equal`, without the addresses of functions, which are each rank's own."""
+    return {name: ADDRESS.sub("", repr(each)) for name, each in settings.items()}
+
+
+def require_equal(texts: Sequence[Mapping[str, str]]) -> None:
     """Raise `RankMismatch` if a rank's settings, by name, are not rank 0's; the text names them with both values."""
-    first, ranks_with = settings[0], defaultdict(list)
-    for rank, theirs in enumerate(settings):
-        other = (
-            f"{name}={theirs.get(name)!r} instead of {first.get(name)!r}"
-            for name in {**first, **theirs}
-            if repr(theirs.get(name)) != repr(first.get(name))
-        )
+    ranks_with: dict[str, list[int]] = defaultdict(list)
+    for rank, theirs in enumerate(texts):
+        names = [name for name in {**texts[0], **theirs} if theirs.get(name) != texts[0].get(name)]
+        other = (f"{name}={theirs.get(name)} instead of {texts[0].get(name)}" for name in names)
         ranks_with[", ".join(other)].append(rank)
     ranks_with.pop("")
     if ranks_with:

@@ -11,7 +11,8 @@ from vectorlm.contracts import WeightSource
 from vectorlm.dist.placement import tensor_parallel_size
 from vectorlm.dist.topology import Topology
 from vectorlm.engine.settings import DEVICE_SHARE, Channels, Receivers, Transports
-from vectorlm.settings import require_choice
+from vectorlm.packages import fields_of, versions_of_rank
+from vectorlm.settings import nearest, require_choice
 from vectorlm.types import InFlight, Prompt
 from vectorlm.weights.model_size import read_model_size
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from vectorlm.engine.warm_start import WarmStart
 
 LORA_MODES = ("auto", "adapter", "merged")
+PLACES = ("url", "token", "download_dir")
+"""Arguments of engines that may be each machine's own."""
 
 
 def require_names(receiver: str, transport: str) -> None:
@@ -43,6 +46,29 @@ def require_loaded(warm_start: WarmStart | None, inference: str) -> None:
         raise ValueError(
             f"warm_start has loaded {warm_start.inference!r}, and inference={inference!r}: they must be the same."
         )
+
+
+def require_known(engine_args: Mapping[str, Any], inference: str, own: Iterable[str]) -> None:
+    """Raise TypeError for an argument that is neither vLLM's nor one of the engine's `own`, before vLLM starts."""
+    known = fields_of("engine/arg_utils.py", "EngineArgs") if inference == "vllm" else {}
+    for name in engine_args if known else ():
+        if name not in known:
+            near = nearest(name, [*known, *own]) or "Leave it out."
+            raise TypeError(f"neither SamplingEngine nor vLLM's engine knows an argument {name!r}. {near}")
+
+
+def of_rank(engine_args: Mapping[str, Any], **own: Any) -> dict[str, Any]:
+    """Return what must be the same on all ranks: arguments of the engine, but no places, and versions."""
+    return {name: each for name, each in engine_args.items() if name not in PLACES} | own | versions_of_rank()
+
+
+def warn_of_another(model: str) -> None:
+    """Warn that an engine of this process is open already."""
+    warnings.warn(
+        f"another engine of this process is open, with {model}: both hold weights and a KV cache. If you do not need "
+        "it any more, call its close() first. A notebook also keeps what a cell has displayed: `%reset out` drops it.",
+        stacklevel=3,
+    )
 
 
 def choose_lora_mode(lora_mode: str, enable_lora: bool) -> str:
@@ -163,6 +189,14 @@ def as_list(prompts: Sequence[Prompt] | str) -> list[Prompt]:
     """Return a list of prompts; one text is one prompt. Raises TypeError, naming what is not a prompt."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, Mapping):
+        what, keys = type(prompts).__name__, ", ".join(map(repr, prompts))
+        fix = "Pass a list of texts, token ids or conversations."
+        if "input_ids" in prompts:
+            fix = "Pass its lists of token ids, made without padding: prompts['input_ids']."
+        elif "role" in prompts:
+            fix = "Put the message into a conversation, and this into a list: [[message]]."
+        raise TypeError(f"prompts is a {what} with the keys {keys}, not a list of prompts. {fix}")
     if not isinstance(prompts, Iterable):
         raise TypeError(f"prompts={prompts!r} must be a text or a list of prompts.")
     listed = list(prompts)
@@ -170,9 +204,16 @@ def as_list(prompts: Sequence[Prompt] | str) -> list[Prompt]:
         if not _is_prompt(prompt):
             raise TypeError(
                 f"prompt {index} is {str(prompt)[:60]!r}, a {type(prompt).__name__}: a prompt is text, token ids or "
-                "chat messages ({'role': …, 'content': …})."
+                f"chat messages ({{'role': …, 'content': …}}).{_missing_list(prompt)}"
             )
     return [_plain(prompt) for prompt in listed]
+
+
+def _missing_list(prompt: Any) -> str:
+    """Say how to pass a single prompt, if `prompt` is an element of one."""
+    if isinstance(prompt, Mapping) and "role" in prompt:
+        return " Put the conversation in a list: [messages]."
+    return " Put the token ids in a list: [token_ids]." if hasattr(prompt, "__index__") else ""
 
 
 def _plain(value: Any) -> Any:
@@ -197,7 +238,7 @@ def _is_prompt(prompt: Any) -> bool:
         return True
     if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Sequence):
         # Arrays and tensors of token ids are not a `Sequence`.
-        return hasattr(prompt, "tolist") and hasattr(prompt, "__len__")
+        return hasattr(prompt, "tolist") and hasattr(prompt, "__len__") and getattr(prompt, "ndim", 1) == 1
     if not len(prompt):
         return True
     if isinstance(prompt[0], Mapping):

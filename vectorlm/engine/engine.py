@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.dist.collectives import Collectives
-from vectorlm.dist.engine_ranks import EngineRanks, capture
+from vectorlm.dist.engine_ranks import EngineRanks, capture, comparable, require_equal
 from vectorlm.dist.placement import devices_of_engine
 from vectorlm.dist.topology import Topology
 from vectorlm.engine import arguments, messages
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 WAIT_S = 0.05
 """Longest wait of a rank for its own engine before it looks at the other ranks again."""
+_STARTED: weakref.WeakSet[SamplingEngine] = weakref.WeakSet()
+"""The engines of this process that have a sampler process."""
 
 
 class SamplingEngine:
@@ -77,6 +80,7 @@ class SamplingEngine:
 
     Raises:
         FileNotFoundError: `model` looks like a path and does not exist.
+        TypeError: An argument is unknown.
         ValueError: An argument is out of range.
     """
 
@@ -105,6 +109,7 @@ class SamplingEngine:
         arguments.require_names(receiver, transport)
         arguments.require_channel(channel, devices=devices, log_path=log_path, warm_start=warm_start)
         arguments.require_loaded(warm_start, inference)
+        arguments.require_known(engine_args, inference, SamplingEngine.__init__.__annotations__)
         lora_mode = arguments.choose_lora_mode(lora_mode, bool(engine_args.get("enable_lora")))
         arguments.require_folder(model)
         self._topology = topology = Topology.from_environment() if topology is None else topology
@@ -115,7 +120,7 @@ class SamplingEngine:
         devices = devices_of_engine(devices, data_parallel_size, topology)
         num_devices = topology.local_world_size // data_parallel_size if devices is None else len(devices)
         arguments.require_devices(engine_args.get("tensor_parallel_size", 1), num_devices, topology)
-        self._sampling_params = sampling_params
+        self._sampling_params, self._model, self._inference = sampling_params, str(model), inference
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._collectives = Collectives(topology, timeout_s)
         self._engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
@@ -138,6 +143,13 @@ class SamplingEngine:
         # Nothing here may point back to the engine: dropped by a notebook cell, it must end at once.
         how = {"lora_mode": lora_mode, "verify": verify_updates, "check_finite": check_finite, "transport": transport}
         self._swap = HotSwap(topology, self._engine_ranks, self._channel, silence_s=timeout_s, **how)
+        how |= {"inference": inference, "receiver": receiver, "channel": channel, "timeout_s": timeout_s}
+        settings = arguments.of_rank(engine_args, data_parallel_size=data_parallel_size, **how)
+        self._settings = comparable(settings)
+        if isinstance(self._channel, ProcessChannel):
+            for other in [each for each in _STARTED if not each._closed][:1]:
+                arguments.warn_of_another(other._model)
+            _STARTED.add(self)
         if topology.is_cuda:
             self.wait_until_ready()
 
@@ -160,6 +172,7 @@ class SamplingEngine:
         if self._closed or self._start_error is not None:
             raise self._start_error or EngineError("the engine is closed.")
         if self._ready is None:
+            require_equal(self._collectives.all_gather_object("start the engine", self._settings))
             try:
                 load = lambda: self._channel.answer(0, self._start_timeout_s, "loading the model")  # noqa: E731
                 self._ready = self._engine_ranks.on_engine_ranks("load the engine", load)[0]
@@ -327,6 +340,16 @@ class SamplingEngine:
             self._channel.close()
         self._collectives.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a SamplingEngine cannot be sent to another process: build it in the process that calls it."
+        )
+
+    def __repr__(self) -> str:
+        pid = f", sampler process {self._channel.pid}" if isinstance(self._channel, ProcessChannel) else ""
+        state = "closed" if self._closed else f"version {self.version}{pid}"
+        return f"<SamplingEngine of {self._model!r} with {self._inference}: {state}>"
+
     def __enter__(self) -> SamplingEngine:
         return self
 
@@ -348,6 +371,8 @@ class SamplingEngine:
             (arguments.as_list(prompts), self._sampling_params if params is None else params)
             for prompts, params in requests
         ]
+        for prompts, params in pairs:
+            arguments.one_each(params, len(prompts))
         self.wait_until_ready()
         asked = [prompt for prompts, _ in pairs for prompt in prompts]
         self._engine_ranks.check_same_args(place, pairs, arguments.summary(asked))

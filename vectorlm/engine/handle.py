@@ -195,6 +195,7 @@ class BatchHandle:
 
     def _all_answers(self, timeout_s: float | None) -> Answers:
         if self._result is None:
+            self._collectives.require_open()
             late = exchange_results([self], None if timeout_s is None else time.monotonic() + timeout_s)
             if late is not None:
                 raise late

@@ -59,8 +59,8 @@ def require_room_for_update(num_in_flight: int, in_flight: InFlight) -> None:
     """Raise EngineError for requests in flight that the caller of `update` did not expect."""
     if num_in_flight and in_flight == "refuse":
         raise EngineError(
-            f"{num_in_flight} requests are in flight: wait for them, or pass update(in_flight='keep'), 'recompute' or "
-            "'drain'."
+            f"{num_in_flight} requests are in flight: wait for them, take them back with handle.cancel(), or pass "
+            "update(in_flight='keep'), 'recompute' or 'drain'."
         )
 
 

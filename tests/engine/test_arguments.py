@@ -1,0 +1,111 @@
+"""What an engine refuses before anything is sent to its sampler process, and the texts that say how to go on."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from rank_processes import on_ranks, save_tiny_llama
+from tiny_engine import TINY_ENGINE
+from transformers import AutoTokenizer
+
+import vectorlm
+from vectorlm.engine.arguments import as_list
+from vectorlm.errors import EngineError, RankMismatch
+
+MESSAGE = {"role": "user", "content": "ab"}
+
+
+def say_a(prompt, version):
+    return "a"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ({"input_ids": [[2, 3]], "attention_mask": [[1, 1]]}, r"a dict .*: prompts\['input_ids'\]"),
+        (MESSAGE, r"into a list: \[\[message\]\]"),
+        ({"prompt": "ab"}, "Pass a list of texts, token ids or conversations"),
+        ([MESSAGE], r"Put the conversation in a list: \[messages\]"),
+        ([5, 6, 7], r"Put the token ids in a list: \[token_ids\]"),
+        (np.array([5, 6, 7]), r"Put the token ids in a list"),
+        (torch.tensor([5, 6, 7]), r"Put the token ids in a list"),
+    ],
+)
+def test_a_prompt_that_lacks_its_list_is_refused_with_what_to_pass(prompts, words):
+    with pytest.raises(TypeError, match=words):
+        as_list(prompts)
+
+
+def test_the_answer_of_a_tokenizer_is_no_list_of_prompts(folder):
+    encoded = AutoTokenizer.from_pretrained(folder)(["abc", "abd"])
+    with pytest.raises(TypeError, match="prompts is a BatchEncoding with the keys 'input_ids'"):
+        as_list(encoded)
+    assert as_list(encoded["input_ids"]) == [[2, 3, 4], [2, 3, 5]]
+
+
+def test_a_wrong_number_of_sampling_parameters_is_refused_without_a_sampler():
+    with vectorlm.FakeEngine(say_a) as engine:
+        with pytest.raises(ValueError, match=r"^1 sampling parameters were given for 2 prompts"):
+            engine.sample(["a", "b"], [{"seed": 1}])
+        assert engine.sample(["a"], [{"seed": 1}])[0][0].text == "a"
+
+
+def test_a_handle_of_a_closed_engine_says_so():
+    with vectorlm.FakeEngine(say_a) as engine:
+        asked, left = engine.submit(["a"]), engine.submit(["a"])
+        answers = asked.result()
+    assert asked.result() == answers
+    assert left.done()
+    with pytest.raises(EngineError, match=r"^the engine is closed\.$"):
+        left.result()
+
+
+def start_with_own_arguments(topology):
+    """Start engines whose arguments differ by rank; return what a call raises, and what equal engines answer."""
+    with vectorlm.FakeEngine(lambda prompt, version: "a", topology=topology) as engine:
+        assert engine.sample(["a"])[0][0].text == "a"
+    with vectorlm.FakeEngine(say_a, topology=topology, num_steps=4 + topology.rank // 2) as engine:
+        try:
+            engine.sample(["a"])
+        except RankMismatch as error:
+            return str(error)
+
+
+def test_engines_with_other_arguments_are_refused_on_every_rank():
+    for text in on_ranks(4, start_with_own_arguments, num_nodes=2):
+        assert text.startswith("ranks 2, 3 started with other settings than rank 0: num_steps=5 instead of 4.")
+
+
+def start_with_an_own_version(topology):
+    from vectorlm.engine import arguments
+
+    known = arguments.versions_of_rank()
+    arguments.versions_of_rank = lambda: {**known, "torch": f"2.{topology.rank}"}
+    with vectorlm.FakeEngine(say_a, topology=topology) as engine, pytest.raises(RankMismatch) as caught:
+        engine.sample(["a"])
+    return str(caught.value)
+
+
+def test_engines_of_other_versions_are_refused():
+    assert "torch='2.1' instead of '2.0'" in on_ranks(2, start_with_an_own_version)[0]
+
+
+def test_an_unknown_argument_is_refused_before_vllm_starts(folder):
+    with pytest.raises(TypeError, match=r"knows an argument 'max_model_length'\. Did you mean 'max_model_len'"):
+        vectorlm.SamplingEngine(folder, max_model_length=64)
+    with pytest.raises(TypeError, match="Did you mean 'warm_start'"):
+        vectorlm.SamplingEngine(folder, warmstart=None)
+
+
+def test_an_engine_shows_what_it_is_and_a_second_one_is_warned_of(tmp_path):
+    folder = save_tiny_llama(tmp_path / "model", hidden_size=64)
+    with vectorlm.SamplingEngine(folder, **TINY_ENGINE) as first:
+        pid = first._channel.pid
+        assert repr(first) == f"<SamplingEngine of '{folder}' with vllm: version -1, sampler process {pid}>"
+        with pytest.warns(UserWarning, match=rf"another engine .* is open, with {folder}: .* its close\(\)"):
+            vectorlm.SamplingEngine(folder, **TINY_ENGINE).close()
+    assert repr(first) == f"<SamplingEngine of '{folder}' with vllm: closed>"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        vectorlm.SamplingEngine(folder, **TINY_ENGINE).close()
