@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ BASE = "base"
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 """Name parts that wrappers put into parameter names and that no checkpoint knows."""
+
+MAX_NAMES = 8
+"""As many names an error lists of each kind."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +130,22 @@ def trainer_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
     Of a PEFT model these are the base model's own, with ``modules_to_save`` in place of what they replace.
     """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise WeightMismatch(
+            "the model is wrapped by FSDP1, which is not supported: use fully_shard (FSDP2)."
+        )
     reshard(model)
     foreign = adapter_prefixes(model)
     tensors: dict[str, torch.nn.Parameter] = {}
     seen = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in seen and not name.startswith(foreign):
+            if not parameter.is_floating_point():
+                raise WeightMismatch(
+                    f"{name!r} holds numbers of {parameter.dtype}, and only weights of a floating dtype are sent."
+                )
             seen.add(id(parameter))
             tensors[checkpoint_name(name)] = parameter
     return tensors
@@ -156,12 +170,46 @@ def require_same(sent: Sequence[TensorSpec], held: Sequence[TensorSpec | Slot]) 
     unexpected = [name for name in theirs if name not in ours]
     shapes = ((name, theirs[name], ours[name]) for name in ours if name in theirs)
     reshaped = [f"{name} {theirs} for {ours}" for name, theirs, ours in shapes if theirs != ours]
-    differences = f"missing: {missing}; unexpected: {unexpected}; other shapes: {reshaped}."
+    lists = {"missing": missing, "unexpected": unexpected, "other shapes": reshaped}
+    differences = "; ".join(f"{what}: {_shortened(names)}" for what, names in lists.items()) + "."
+    differences += naming_advice(theirs, ours)
     if not (missing or unexpected or reshaped):
         differences = "the same ones in another order: the order must stay as it was."
     raise WeightMismatch(
         f"the trainer sends {len(theirs)} tensors, the engine holds {len(ours)}; {differences}"
     )
+
+
+def naming_advice(theirs: Collection[str], ours: Collection[str]) -> str:
+    """Say which module to pass, if the trainer's names are those of a wrapper or a part of the engine's model."""
+    if prefix := _prefix_over(theirs, ours):
+        return f" The model is wrapped: its weights lie under {prefix!r}. Pass that module: wrapper.{prefix[:-1]}."
+    if prefix := _prefix_over(ours, theirs):
+        return f" This is a part of the engine's model: pass the module that holds it as {prefix[:-1]!r}."
+    first_parts = ({name.partition(".")[0] for name in names} for names in (theirs, ours))
+    if own := sorted(set.difference(*first_parts)):
+        return (
+            f" The engine has no {_shortened(own)}: if that is a layer of yours, such as a value head, keep it beside "
+            "the model in a wrapper, and pass wrapper.lm."
+        )
+    return ""
+
+
+def _prefix_over(longer: Collection[str], shorter: Collection[str]) -> str:
+    """Return what most names of `longer` have before a name of `shorter`; empty if the two share a name."""
+    if not set(shorter).isdisjoint(longer):
+        return ""
+    prefixes: Counter[str] = Counter()
+    for name in longer:
+        dots = (place + 1 for place, letter in enumerate(name) if letter == ".")
+        prefixes.update([name[:dot] for dot in dots if name[dot:] in shorter][:1])
+    return prefixes.most_common(1)[0][0] if prefixes else ""
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """Return a list as text, with its first names only if it is long."""
+    more = len(names) - MAX_NAMES
+    return f"{list(names[:MAX_NAMES])}{f' and {more} more' if more > 0 else ''}"
 
 
 def checkpoint_name(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vectorlm.errors import WeightMismatch
-from vectorlm.weights.plan import TensorSpec
+from vectorlm.weights.plan import TensorSpec, naming_advice
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """An engine model's ``load_weights``: takes (checkpoint name, tensor) pairs."""
+MAX_LETTERS = 200
+"""vLLM lists all parameters behind the cause."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ def record_loading(
         except Exception as error:
             raise WeightMismatch(
                 f"the trainer sends {spec.name!r} with shape {spec.shape}, which the engine's loader rejects: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {textwrap.shorten(str(error), MAX_LETTERS, placeholder=' …')}"
+                + naming_advice([each.name for each in manifest], parameters)
             ) from error
     return recorder.copies
 
