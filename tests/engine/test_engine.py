@@ -338,7 +338,7 @@ def test_an_update_that_was_begun_and_never_finished_shuts_the_engine(engine, mo
     engine.update(models[0], next_step)
     engine._swap._call(BeginUpdate())
     with pytest.raises(
-        EngineError, match="an update was begun and never finished: update again before sampling"
+        EngineError, match="an update is in progress, or was begun and never finished: wait for it, or update again"
     ):
         engine.sample([[2, 3]])
     engine.update(models[0], next_step + 1)

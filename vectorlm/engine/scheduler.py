@@ -227,7 +227,10 @@ class Scheduler:
         if self._obstacle is not None:
             raise self._obstacle
         if self._update is not None:
-            raise EngineError("an update was begun and never finished: update again before sampling.")
+            raise EngineError(
+                "an update is in progress, or was begun and never finished: wait for it, or update again, before "
+                "sampling."
+            )
         self._sleep_state.check_sampling()
         params = one_each(command.sampling_params, len(command.prompts))
         batch = self._batches[number] = _Batch(command.as_request_outputs)
