@@ -238,6 +238,9 @@ def test_the_loop_of_the_page_runs(workplace, world_size):
         code = code.replace(old, new)
     (workplace / "loop.py").write_text(code)
     assert len(ast.literal_eval(run(workplace, "loop.py").splitlines()[-1])) == 3
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in (workplace / "my-model").iterdir()
+    }
 
 
 def test_the_deadline_of_the_page_is_an_argument_of_launch(workplace):
