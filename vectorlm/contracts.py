@@ -52,6 +52,15 @@ class Backend(Protocol):
     samples: the sampler process or, on the inline channel, rank 0's.
 
     Errors that are not of `vectorlm.errors` reach the ranks as `EngineError`, with their traceback.
+
+    Answers are checked before the ranks get them (`vectorlm.engine.answers`); one that breaks a rule ends its batch
+    with an `EngineError`, and the engine goes on. Each name that was submitted, and not cancelled, is answered once,
+    with exactly `n` completions. A completion repeats the token ids of its prompt, has at most `max_tokens` tokens, a
+    finish reason that vLLM has, and for each token its version and, with `logprobs`, its log-probability. Token ids are
+    below `vocab_size`, an optional attribute; without it, that of the model folder's config counts. Versions are of
+    weights that were loaded since the request was submitted, or last before that, in the order of their loads.
+    Log-probabilities are finite, at most 0, and of what was drawn from: after penalties, temperature, `top_k`, `top_p`
+    and `min_p`; at temperature 0 after penalties alone.
     """
 
     @property

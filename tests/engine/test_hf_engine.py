@@ -42,7 +42,7 @@ def test_whatever_is_deterministic_is_as_vllm_has_it(engine, model_path):
     cases = [
         GREEDY,
         {**GREEDY, "ignore_eos": False, "max_tokens": 60},
-        {**GREEDY, "repetition_penalty": 1.4},
+        {**GREEDY, "repetition_penalty": 1.4, "top_k": 3, "top_p": 0.5, "min_p": 0.2},
         {**GREEDY, "stop": stops},
         {**GREEDY, "stop": stops, "include_stop_str_in_output": True, "min_tokens": 9},
         {**GREEDY, "stop_token_ids": [free[0][0].token_ids[3], free[1][0].token_ids[5]]},
@@ -148,6 +148,19 @@ def test_every_sequence_is_sampled_by_its_own_parameters(engine):
     *cut, free = tokens(engine.sample([[2, 3]] * 5, [*({**wild, **each} for each in cuts), wild]))
     assert cut == [greedy] * 4
     assert free != greedy
+
+
+def test_log_probabilities_of_the_model_itself_come_by_name(model_path):
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    with HFEngine(model_path, logprobs_mode="raw_logprobs") as raw:
+        (completion,) = raw.sample([[2, 3]], {**SAMPLED, "n": 1, "temperature": 0.5, "top_k": 4})[0]
+    ids = torch.tensor([[2, 3, *completion.token_ids]])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0].log_softmax(-1)[1:-1]
+    expected = logprobs.gather(1, ids[0, 2:, None])[:, 0].tolist()
+    assert completion.sampler_logprobs == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(EngineError, match="it must be one of processed_logprobs, raw_logprobs"):
+        HFEngine(model_path, logprobs_mode="raw_logits")
 
 
 def test_a_penalty_counts_neither_padding_nor_neighbours(engine):

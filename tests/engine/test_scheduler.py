@@ -8,10 +8,13 @@ from vectorlm.contracts import RequestOutput
 from vectorlm.engine import messages, scheduler
 from vectorlm.engine.scheduler import BREAK_S, Scheduler, open_backend
 from vectorlm.errors import ChecksumMismatch, EngineError
+from vectorlm.types import Completion
 
 
 class Recording:
     """A backend that notes its calls; a step takes a second, and finishes what `finished` names."""
+
+    version, vocab_size = -1, None
 
     def __init__(self):
         self.now, self.calls, self.finished, self.error = 100.0, [], [], None
@@ -29,7 +32,8 @@ class Recording:
         self.now += 1.0
         if self.error:
             raise self.error
-        return [RequestOutput(name, ()) for name in self.finished]
+        answer = Completion((97,), (98,), (), (-1,), "b", "stop")
+        return [RequestOutput(name, [answer]) for name in self.finished]
 
 
 @pytest.fixture
@@ -162,7 +166,7 @@ def test_answers_come_when_the_last_prompt_has_ended(backend):
     engine = Scheduler(backend)
     for number in (1, 2):
         engine.carry_out(number, GENERATE)
-    backend.finished = ["1-1", "2-0", "9-0"]
+    backend.finished = ["1-1", "2-0", "0-0"]
     assert engine.step() == []
     backend.finished = ["1-0"]
     ((number, answer),) = engine.step()

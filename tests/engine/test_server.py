@@ -160,8 +160,8 @@ def test_whoever_connects_last_owns_the_weights_that_the_first_has_left(engine, 
     ("needs", "message"),
     [
         (
-            {"logprobs_mode": "processed_logprobs"},
-            "reports raw_logprobs, and this run needs processed_logprobs",
+            {"logprobs_mode": "raw_logprobs"},
+            "reports processed_logprobs, and this run needs raw_logprobs",
         ),
         ({"max_model_len": 1025}, "has room for 1024 tokens, and this run needs 1025"),
     ],
@@ -249,8 +249,8 @@ def test_the_end_of_the_server_ends_requests_with_its_address(server, folder):
 def test_reinforcement_learning_samples_from_a_server(folder, tmp_path, monkeypatch):
     """With updates in flight; where the newest weights sampled, trainer and server agree on the probabilities."""
     monkeypatch.setenv("VECTORLM_SERVER_TOKEN", TOKEN)
-    more, cores = ["--logprobs-mode", "processed_logprobs"], os.sched_getaffinity(0)
-    with running_server(folder, tmp_path / "server.log", *SERVER, *more) as (_, url):
+    cores = os.sched_getaffinity(0)
+    with running_server(folder, tmp_path / "server.log", *SERVER) as (_, url):
         overrides = [
             f"model={folder}",
             "train_parameters.sampler.inference=server",

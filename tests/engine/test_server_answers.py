@@ -14,7 +14,7 @@ from vectorlm.engine.arguments import with_deadlines
 from vectorlm.errors import EngineError, EngineTimeout
 
 TOKEN = "a token for this test"
-SETTINGS = {"max_num_seqs": 4, "max_model_len": 64, "logprobs_mode": "raw_logprobs"}
+SETTINGS = {"max_num_seqs": 4, "max_model_len": 64, "logprobs_mode": "processed_logprobs"}
 PATIENCE_S = 2.0
 FATAL_PROMPT = [2, 61]
 """From this prompt on, the server is mute."""

@@ -9,7 +9,6 @@ from vectorlm.algorithms import Support
 from vectorlm.algorithms.logprobs import token_values
 
 TINY_LLAMA = {"hidden_size": 64}
-ENGINE_ARGS = {"logprobs_mode": "processed_logprobs"}
 FP32_GAP = 1e-4
 
 

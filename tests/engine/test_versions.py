@@ -14,7 +14,7 @@ FEW_SLOTS = {**TINY_ENGINE, "max_model_len": 256, "max_num_seqs": 3, "kv_cache_m
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])
 def test_vllm_says_which_weights_sampled_a_token(folder, in_flight):
-    with SamplingEngine(str(folder), **FEW_SLOTS, logprobs_mode="processed_logprobs") as engine:
+    with SamplingEngine(str(folder), **FEW_SLOTS) as engine:
         check_labels(engine, folder, in_flight)
 
 

@@ -89,4 +89,4 @@ def test_the_checks_of_trainers_are_called_as_they_are_written():
 def test_the_commands_of_the_server_parse():
     (line,) = (line for line in blocks(CONTRACTS, "bash")[0].splitlines() if line.startswith("vectorlm"))
     args = build_parser().parse_args(shlex.split(line)[1:])
-    assert args.vllm_args == ["--max-model-len", "256", "--logprobs-mode", "processed_logprobs"]
+    assert args.vllm_args == ["--max-model-len", "256"]

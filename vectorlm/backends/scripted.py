@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ class Scripted:
     """A `vectorlm.contracts.Backend` without a model."""
 
     receiver = "live"
+    vocab_size = sys.maxunicode + 1
+    """A token is a character."""
 
     def __init__(
         self,

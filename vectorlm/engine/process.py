@@ -69,7 +69,7 @@ def serve(connection: Connection, scratch: str) -> None:
         while not isinstance(pickle.loads(connection.recv()[1]), messages.Stop):
             pass
         return
-    scheduler = Scheduler(backend)
+    scheduler = Scheduler(backend, start.model)
     load_s, transports = time.perf_counter() - began, getattr(backend, "transports", ("push",))
     ready = messages.Ready(backend.receiver, load_s, backend.max_num_seqs, transports)
     connection.send((number, messages.Answer(ready)))

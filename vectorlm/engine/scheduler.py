@@ -13,8 +13,9 @@ from typing import Any
 from vectorlm.contracts import BACKENDS, Backend, RequestOutput
 from vectorlm.dist.wait import report_wait
 from vectorlm.engine import messages
+from vectorlm.engine.answers import AnswerRules
 from vectorlm.engine.arguments import one_each
-from vectorlm.engine.packed import packing
+from vectorlm.engine.packed import PackedCompletions, packing
 from vectorlm.errors import EngineDied, EngineError, EngineTimeout, VectorLMError
 from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.types import InFlight
@@ -125,31 +126,35 @@ class SleepState:
 class _Batch:
     """The prompts of one `Generate`, in flight."""
 
-    as_request_outputs: bool
-    names: list[str] = field(default_factory=list)
-    outputs: dict[str, RequestOutput] = field(default_factory=dict)
-
-    @property
-    def error(self) -> Exception | None:
-        """The first error of a prompt, which ends the whole batch."""
-        return next((each.error for each in self.outputs.values() if each.error is not None), None)
+    command: messages.Generate
+    sampling_params: list[Any]
+    num_loads: int
+    """How many weights the engine had held when it was submitted."""
+    outputs: dict[str, RequestOutput | None] = field(default_factory=dict)
+    """By name, in the order of the prompts; None for what is in flight."""
+    error: Exception | None = None
+    """The first error, which ends the whole batch."""
 
     @property
     def has_ended(self) -> bool:
-        return len(self.outputs) == len(self.names) or self.error is not None
+        return self.error is not None or None not in self.outputs.values()
 
     @property
     def unfinished(self) -> list[str]:
-        return [name for name in self.names if name not in self.outputs]
+        return [name for name, output in self.outputs.items() if output is None]
 
 
 class Scheduler:
     """Drives one `Backend`: carries out commands between two of its steps, and says what to answer."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, model: str | None = None) -> None:
+        """Drive `backend`, which was built for the folder `model`."""
         self._backend = backend
+        self._rules = AnswerRules(backend, model)
         self._sleep_state = SleepState(backend.sleep, backend.wake_up)
         self._batches: dict[int, _Batch] = {}
+        self._newest = -1
+        """The number of the last `Generate`."""
         self._busy: list[tuple[float, float]] = []
         self._update: messages.BeginUpdate | None = None
         self._paused_at = 0.0
@@ -213,14 +218,26 @@ class Scheduler:
         finally:
             self._note_busy(start, time.perf_counter())
         for output in outputs:
-            if (batch := self._batches.get(int(output.name.partition("-")[0]))) is not None:
-                batch.outputs[output.name] = output
+            self._take(output)
         ended = [number for number, batch in self._batches.items() if batch.has_ended]
         return [(number, self._answer(self._batches.pop(number))) for number in ended]
 
     def close(self) -> None:
         """End the backend."""
         self._backend.close()
+
+    def _take(self, output: RequestOutput) -> None:
+        """Give an output to its batch; one for a batch that was cancelled or has ended is dropped."""
+        number, _, index = output.name.partition("-")
+        batch = self._batches.get(int(number)) if number.isdecimal() else None
+        if batch is not None and output.name in batch.outputs:
+            if batch.outputs[output.name] is not None:
+                batch.error = batch.error or self._rules.error(int(index), "twice")
+            batch.outputs[output.name] = output
+            batch.error = batch.error or output.error
+        elif batch is not None or not number.isdecimal() or int(number) > self._newest:
+            for each in self._batches.values():
+                each.error = each.error or self._rules.unknown(output.name)
 
     def _generate(self, number: int, command: messages.Generate) -> None:
         """Queue the prompts of one command: all of them, or none if one is refused."""
@@ -233,7 +250,8 @@ class Scheduler:
             )
         self._sleep_state.check_sampling()
         params = one_each(command.sampling_params, len(command.prompts))
-        batch = self._batches[number] = _Batch(command.as_request_outputs)
+        batch = self._batches[number] = _Batch(command, params, len(self._rules.loaded))
+        self._newest = number
         try:
             for index, (prompt, each) in enumerate(zip(command.prompts, params, strict=True)):
                 name = f"{number}-{index}"
@@ -245,7 +263,7 @@ class Scheduler:
                     raise EngineError(
                         f"prompt {index} cannot be sampled: {type(error).__name__}: {error}"
                     ) from error
-                batch.names.append(name)
+                batch.outputs[name] = None
         except BaseException:
             self._abort(number)
             raise
@@ -290,6 +308,7 @@ class Scheduler:
         if not self._is_broken:
             self._obstacle = None
         self._sleep_state.finish_update()
+        self._rules.loaded.append(command.version)
         stall_s = time.perf_counter() - self._paused_at if num_running else 0.0
         busy, self._busy = tuple(self._busy), []
         return messages.Updated(load_s, stall_s, busy)
@@ -308,8 +327,12 @@ class Scheduler:
             if batch.error is not None:
                 self._backend.cancel(batch.unfinished)
                 raise batch.error
-            outputs = [batch.outputs[name] for name in batch.names]
-            return messages.Answer(packing(batch.as_request_outputs).pack(outputs).arrays())
+            outputs = [output for output in batch.outputs.values() if output is not None]
+            self._rules.check(batch.command.prompts, batch.sampling_params, outputs)
+            packed = packing(batch.command.as_request_outputs).pack(outputs)
+            if isinstance(packed, PackedCompletions):
+                self._rules.check_values(packed, batch.num_loads)
+            return messages.Answer(packed.arrays())
         except Exception as error:
             return messages.Failed(portable(error))
 
@@ -333,7 +356,7 @@ class InlineChannel:
             with report_wait("waiting for the engine"):
                 backend = open_backend(start)
             ready = messages.Ready(backend.receiver, time.perf_counter() - began, backend.max_num_seqs)
-            self._scheduler = Scheduler(backend)
+            self._scheduler = Scheduler(backend, start.model)
             self._answers[number] = messages.Answer(ready)
         except Exception as error:
             self._answers[number] = messages.Failed(portable(error))

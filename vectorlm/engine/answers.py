@@ -1,0 +1,120 @@
+"""The rules that a backend's answers are held to before any rank sees them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vectorlm.contracts import RequestOutput
+from vectorlm.engine.packed import FINISH_REASONS, PackedCompletions, Ragged
+from vectorlm.errors import EngineError
+from vectorlm.types import Completion, Prompt
+
+SLACK = 1e-4
+"""The log-probability of a token that is certain may round to a number above 0."""
+
+
+class AnswerRules:
+    """Finds what no right backend answers, and names the backend, the prompt and the value."""
+
+    def __init__(self, backend: Any, model: str | None) -> None:
+        """Note the backend's first weights, and the size of its vocabulary or else that of the folder `model`."""
+        self._name = type(backend).__name__
+        self._vocab_size = backend.vocab_size if hasattr(backend, "vocab_size") else _vocab_size(model)
+        self.loaded: list[int] = [backend.version]
+        """The version of each load, in order."""
+
+    def error(self, index: int, what: str) -> EngineError:
+        """Return the error of the prompt with this index."""
+        return EngineError(f"the backend {self._name} answered prompt {index} {what}.")
+
+    def unknown(self, name: str) -> EngineError:
+        """Return the error of a name that is nobody's; it may stand for any request in flight."""
+        return EngineError(
+            f"the backend {self._name} answered a request {name!r}, which was never submitted: RequestOutput.name must "
+            "be the name that `submit` got."
+        )
+
+    def check(
+        self, prompts: Sequence[Prompt], params: Sequence[Any], outputs: Sequence[RequestOutput]
+    ) -> None:
+        """Raise EngineError for a record that contradicts its prompt, or its sampling parameters."""
+        for index, (prompt, asked, output) in enumerate(zip(prompts, params, outputs, strict=True)):
+            if what := _wrong_record(prompt, asked, output.completions):
+                raise self.error(index, what)
+
+    def check_values(self, packed: PackedCompletions, num_loads: int) -> None:
+        """Raise EngineError for a token, log-probability or version that cannot be.
+
+        Versions are those of the loads from number `num_loads` on, the last before the requests were submitted.
+        """
+        for row, what in self._wrong_values(packed, self.loaded[num_loads - 1 :]):
+            raise self.error(int(np.searchsorted(np.cumsum(packed.counts), row, side="right")), what)
+
+    def _wrong_values(self, packed: PackedCompletions, held: Sequence[int]) -> Iterator[tuple[int, str]]:
+        """Yield the row of a wrong completion, and what is wrong with it."""
+        tokens, logprobs, size = packed.tokens.values, packed.logprobs.values, self._vocab_size
+        for row, token in _first(packed.tokens, (tokens < 0) | (tokens >= (size or np.inf))):
+            yield row, f"with token {token}, but token ids are from 0{f' to {size - 1}' if size else ''}"
+        for row, logprob in _first(packed.logprobs, ~np.isfinite(logprobs)):
+            yield row, f"with a log-probability of {logprob}, which is not finite: the weights may hold NaN"
+        for row, logprob in _first(packed.logprobs, logprobs > SLACK):
+            yield row, f"with a log-probability of {logprob}, which must be at most 0"
+        if len(held) > 1 or (packed.versions.values != held[0]).any():
+            for row, versions in enumerate(packed.versions.rows()):
+                assert versions is not None
+                order, left = [version for version, _ in itertools.groupby(versions.tolist())], iter(held)
+                if not all(version in left for version in order):
+                    shown = ", ".join(map(str, order))
+                    yield row, f"with tokens of versions {shown}, but the weights were, in this order, {held}"
+
+
+def _first(ragged: Ragged, is_wrong: np.ndarray) -> Iterator[tuple[int, Any]]:
+    """Return the row and the value of the first wrong one, if there is one."""
+    if is_wrong.any():
+        place = int(is_wrong.argmax())
+        ends = np.cumsum(np.maximum(ragged.lengths, 0))
+        yield int(np.searchsorted(ends, place, side="right")), ragged.values[place]
+
+
+def _wrong_record(prompt: Prompt, asked: Any, completions: Sequence[Completion]) -> str | None:
+    """Return what contradicts the prompt or its parameters; its length costs no more than one comparison."""
+    n, max_tokens = _parameter(asked, "n") or 1, _parameter(asked, "max_tokens")
+    if len(completions) != n:
+        return f"with {len(completions)} completions, but n={n}"
+    is_text = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
+    sent: Any = completions[0].prompt_token_ids if is_text else prompt
+    ids = tuple(sent)
+    for each in completions:
+        num_tokens, num_logprobs = len(each.token_ids), len(each.sampler_logprobs)
+        found = each.prompt_token_ids
+        if tuple(found) != ids or (prompt and not ids):
+            return f"with prompt_token_ids={str(found)[:60]}, but the prompt is {str(sent)[:60]}"
+        if each.finish_reason not in FINISH_REASONS:
+            return f"with finish_reason={each.finish_reason!r}, but it must be one of {FINISH_REASONS}"
+        if max_tokens is not None and num_tokens > max_tokens:
+            return f"with {num_tokens} tokens, but max_tokens={max_tokens}"
+        if len(each.versions) != num_tokens:
+            return f"with {len(each.versions)} versions for {num_tokens} tokens"
+        if num_logprobs != num_tokens and (num_logprobs or _parameter(asked, "logprobs") is not None):
+            return f"with {num_logprobs} sampler_logprobs for {num_tokens} tokens"
+    return None
+
+
+def _parameter(asked: Any, name: str) -> Any:
+    """Return a sampling parameter, of a mapping or of an object; None if it is not given."""
+    return asked.get(name) if isinstance(asked, Mapping) else getattr(asked, name, None)
+
+
+def _vocab_size(model: str | None) -> int | None:
+    path = Path(model or "", "config.json")
+    if model is None or not path.is_file():
+        return None
+    config = json.loads(path.read_text(encoding="utf-8"))
+    size: int | None = (config.get("text_config") or config).get("vocab_size")
+    return size
