@@ -75,6 +75,13 @@ class Backend(Protocol):
     def version(self) -> int:
         """The version of the last `load`; -1 before."""
 
+    @property
+    def progress(self) -> int:
+        """Optional: a number that grows while tokens are sampled.
+
+        Without it something must finish within the ranks' `timeout_s`, or they take the engine for stuck.
+        """
+
     def submit(self, name: str, prompt: Prompt, sampling_params: Any) -> None:
         """Queue one prompt.
 

@@ -2,10 +2,12 @@
 
 import enum
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -192,3 +194,83 @@ def test_ctrl_z_and_fg_do_not_count_as_the_engines_silence():
     os.kill(process.pid, signal.SIGCONT)
     assert process.stdout.read() == "went on\n"
     assert process.wait() == 0
+
+
+def ask_in_vain(topology, channel):
+    """Return the errors of three ways to wait for a backend that never answers, and the seconds of each."""
+    seen = []
+    for wait in WAITS.values():
+        with vectorlm.SamplingEngine(
+            "scripted",
+            topology=topology,
+            inference=f"{Path(__file__).parent}/stuck_backend.py:NeverAnswers",
+            channel=channel,
+            answers="{0}".format,
+            timeout_s=PATIENCE_S,
+            **START_S,
+        ) as engine:
+            engine.wait_until_ready()
+            start = time.monotonic()
+            with pytest.raises(EngineTimeout) as caught:
+                wait(engine, engine.submit([[2, 3]]))
+            seen.append((str(caught.value), time.monotonic() - start))
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("channel", ["inline", "process"])
+def test_a_backend_that_never_answers_ends_every_wait(channel, world_size):
+    for seen in on_ranks(world_size, ask_in_vain, channel):
+        for text, seconds in seen:
+            assert f"nothing for {PATIENCE_S:g} s while" in text
+            assert seconds < 2 * PATIENCE_S
+
+
+def fork_and_call(topology):
+    """Call the engine, and let go of it, in forks of the rank; return what they say, and that the engine goes on."""
+    said = []
+    with scripted(topology, **ENDLESS | {"num_steps": 1}) as engine:
+        handle = engine.submit([[2, 3]])
+        for call in (lambda: engine.sample([[2]]), handle.result, handle.done, engine.poll, engine.close):
+            reader, writer = os.pipe()
+            if (child := os.fork()) == 0:
+                try:
+                    call()
+                    text = "nothing"
+                except EngineError as error:
+                    text = str(error)
+                os.write(writer, text.encode())
+                del handle, engine
+                os._exit(0)
+            os.close(writer)
+            with os.fdopen(reader) as lines:
+                said.append(lines.read())
+            os.waitpid(child, 0)
+        assert len(handle.result()) == len(engine.sample([[2]])) == 1
+        with pytest.raises(TypeError, match="cannot be sent to another process"):
+            pickle.dumps(engine)
+    return said
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_call_in_a_forked_process_is_an_error_at_once(world_size):
+    for said in on_ranks(world_size, fork_and_call):
+        assert all(text.startswith("this engine belongs to process") for text in said[:4])
+        assert said[4] == "nothing"
+
+
+def poll_for(topology, num_steps, timeout_s):
+    """Poll once; return the number of batches it found and the seconds it took."""
+    with scripted(topology, answers="{0}".format, num_steps=num_steps, step_s=0.02) as engine:
+        engine.wait_until_ready()
+        engine.submit([[2, 3]])
+        start = time.monotonic()
+        return len(engine.poll(timeout_s)), time.monotonic() - start
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_poll_waits_for_what_finishes_next_and_not_longer_than_it_was_told(world_size):
+    assert {found for found, _ in on_ranks(world_size, poll_for, 40, 60.0)} == {1}
+    for found, seconds in on_ranks(world_size, poll_for, 10**6, 0.7):
+        assert found == 0
+        assert 0.7 <= seconds < 5

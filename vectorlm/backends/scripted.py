@@ -62,6 +62,7 @@ class Scripted:
         self._weights = PlainWeights()
         self.max_num_seqs = max_num_seqs
         self.version = -1
+        self.progress = 0
 
     def submit(self, name: str, prompt: Prompt, sampling_params: Any) -> None:
         """Queue one prompt."""
@@ -71,6 +72,7 @@ class Scripted:
 
     def poll(self) -> list[RequestOutput]:
         """Take one step; return the finished requests."""
+        self.progress += bool(self._requests)
         time.sleep(self._step_s)
         outputs = []
         for name, request in list(self._requests.items())[: self.max_num_seqs]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from vectorlm.dist.process_end import require_own_process
 from vectorlm.dist.topology import Topology
 from vectorlm.dist.wait import EVERY_S, say, span
 from vectorlm.errors import EngineError, HandoffTimeout, LaunchError, RankFailed, RankMismatch
@@ -38,7 +39,7 @@ class Collectives:
     def __init__(self, topology: Topology, timeout_s: float) -> None:
         self._topology = topology
         self._timeout_s = timeout_s
-        self._count = 0
+        self._count, self._pid = 0, os.getpid()
         self._posted: list[str] = []
         self._is_closed = False
         self._tickets: Counter[str] = Counter()
@@ -153,6 +154,7 @@ class Collectives:
 
     def _open(self, place: str) -> list[str]:
         """Record where this rank is, and return the keys of the next exchange, by rank."""
+        require_own_process(self._pid, "this engine")
         self._count += 1
         self._store.set(f"place/{self._topology.rank}", place)
         return [f"{self._count}/{rank}" for rank in range(self._topology.world_size)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 import warnings
 import weakref
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vectorlm.dist.collectives import Collectives
 from vectorlm.dist.engine_ranks import EngineRanks, capture, comparable, require_equal
 from vectorlm.dist.placement import devices_of_engine
+from vectorlm.dist.process_end import require_own_process
 from vectorlm.dist.topology import Topology
 from vectorlm.engine import arguments, messages
 from vectorlm.engine.handle import BatchHandle, exchange_results
@@ -126,7 +128,7 @@ class SamplingEngine:
         self._engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
         self._ready: messages.Ready | None = None
         self._start_error: EngineError | None = None
-        self._closed, self._names = False, itertools.count()
+        self._closed, self._names, self._pid = False, itertools.count(), os.getpid()
         self._open: list[BatchHandle] = []
         self._channel: Any = None  # A `messages.Channel` on the engine ranks.
         if self._engine_ranks.owns_an_engine:
@@ -141,7 +143,12 @@ class SamplingEngine:
                 how |= {"while_waiting": self._collectives.show_life}
                 self._channel = ProcessChannel(start, topology, **how)
         # Nothing here may point back to the engine: dropped by a notebook cell, it must end at once.
-        how = {"lora_mode": lora_mode, "verify": verify_updates, "check_finite": check_finite, "transport": transport}
+        how = {
+            "lora_mode": lora_mode,
+            "verify": verify_updates,
+            "check_finite": check_finite,
+            "transport": transport,
+        }
         self._swap = HotSwap(topology, self._engine_ranks, self._channel, silence_s=timeout_s, **how)
         how |= {"inference": inference, "receiver": receiver, "channel": channel, "timeout_s": timeout_s}
         settings = arguments.of_rank(engine_args, data_parallel_size=data_parallel_size, **how)
@@ -169,6 +176,7 @@ class SamplingEngine:
         Raises:
             EngineError: The engine is closed, could not be built (the text says why), or died.
         """
+        require_own_process(self._pid, "this engine")
         if self._closed or self._start_error is not None:
             raise self._start_error or EngineError("the engine is closed.")
         if self._ready is None:
@@ -264,14 +272,25 @@ class SamplingEngine:
     def poll(self, timeout_s: float = 0.0) -> list[BatchHandle]:
         """Return the batches that have finished, each once, in the order of their submission, with their results.
 
-        Batches that were cancelled or asked for their result are left out. Where none has finished, wait for one,
-        `timeout_s` seconds at most; it may be less.
+        Batches that were cancelled or asked for their result are left out.
+
+        Args:
+            timeout_s: Where none has finished, wait for one, this many seconds at most; without a batch in flight
+                nothing is waited for.
         """
         self.wait_until_ready()
+        deadline_s = time.monotonic() + timeout_s
         self._open = [each for each in self._open if not each.is_settled]
         here = lambda: [batch.is_finished_here() for batch in self._open]  # noqa: E731
-        flags = self._look("poll", here, lambda: any(here()), timeout_s if self._open else 0.0)
-        finished = [batch for batch, *each in zip(self._open, *flags, strict=True) if all(each)]
+        while True:
+            left_s = max(deadline_s - time.monotonic(), 0.0) if self._open else 0.0
+            flags = self._look(
+                "poll", lambda: [*here(), deadline_s <= time.monotonic()], lambda: any(here()), left_s
+            )
+            finished = [batch for batch, *each in zip(self._open, *flags, strict=False) if all(each)]
+            # Ranks' clocks differ: the first decides for all.
+            if finished or not self._open or flags[0][-1]:
+                break
         exchange_results(finished)
         self._open = [batch for batch in self._open if batch not in finished]
         return finished
@@ -334,6 +353,8 @@ class SamplingEngine:
 
     def close(self) -> None:
         """End the engine; safe to call twice, and not a collective."""
+        if self._pid != os.getpid():
+            return  # A fork has a copy of this object, and the engine is its parent's.
         self._closed = True
         self._swap.close()
         if self._channel is not None:

@@ -71,6 +71,8 @@ class HotSwap:
         start = time.perf_counter()
         crossing = self._prepare(model, train_step, offered)
         if crossing is None:
+            whole = messages.RequireWhole()
+            self._engine_ranks.on_engine_ranks("update", lambda: self._call(whole))
             return UpdateReport(train_step, True, 0, 0.0, 0.0, time.perf_counter() - start)
         inspected_from = time.perf_counter()
         inspections = self._inspect(crossing)

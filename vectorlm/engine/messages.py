@@ -86,6 +86,11 @@ class BeginUpdate:
 
 
 @dataclass(frozen=True)
+class RequireWhole:
+    """Fail if the engine has failed in an earlier step. The answer is None."""
+
+
+@dataclass(frozen=True)
 class CopyRound:
     """Every rank has written these rounds, by weight set; copy them before the next ones. The answer is None."""
 

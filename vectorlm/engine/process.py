@@ -89,9 +89,9 @@ def serve(connection: Connection, scratch: str) -> None:
                 connection.send(numbered)
         for numbered in scheduler.step():
             connection.send(numbered)
-        if time.monotonic() - last_sign > ALIVE_EVERY_S:
+        if scheduler.has_progressed and time.monotonic() - last_sign > ALIVE_EVERY_S:
             connection.send((None, None))  # A sign of life.
-            last_sign = time.monotonic()
+            last_sign, scheduler.has_progressed = time.monotonic(), False
 
 
 def run(arguments: list[str]) -> None:

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from vectorlm.dist.process_end import how_it_ended, write_fault
+from vectorlm.dist.process_end import how_it_ended, require_own_process, write_fault
 from vectorlm.dist.topology import Topology
 from vectorlm.dist.wait import report_wait
 from vectorlm.engine import messages
@@ -63,7 +63,7 @@ class ProcessChannel:
         The engine shares the devices and cores of `ranks_per_engine` ranks (all of the node's when omitted), or has
         `devices` to itself. `while_waiting` is called every half second while an answer is awaited.
         """
-        self._topology = topology
+        self._topology, self._pid = topology, os.getpid()
         self._num_workers = start.engine_args.get("tensor_parallel_size", 1)
         self._start_is = f"waiting for {start.engine_args.get('url', 'the engine')}"
         self._while_waiting = while_waiting
@@ -114,6 +114,7 @@ class ProcessChannel:
 
     def send(self, command: Any) -> int:
         """Send a command."""
+        require_own_process(self._pid, "this engine")
         if self._is_cut:
             raise self._death()
         number = next(self._count)
@@ -126,11 +127,13 @@ class ProcessChannel:
 
     def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:
         """Wait: the process works by itself."""
+        require_own_process(self._pid, "this engine")
         with self._news:
             self._news.wait_for(until, timeout_s)
 
     def has_answer(self, number: int, silence_s: float) -> bool:
         """Return whether the answer is there; raise where the sampler is dead or silent."""
+        require_own_process(self._pid, "this engine")
         with self._news:
             if number not in self._answers:
                 self._require_life(number, silence_s, "sampling")
@@ -138,6 +141,7 @@ class ProcessChannel:
 
     def answer(self, number: int, silence_s: float, waiting_for: str, deadline_s: float | None = None) -> Any:
         """Wait for an answer; rank 0 says so where the engine takes long to start."""
+        require_own_process(self._pid, "this engine")
         is_start = number == 0 and self._topology.is_main
         with report_wait(self._start_is, is_on=is_start, detail=self._size), self._news:
             while number not in self._answers:
@@ -164,6 +168,8 @@ class ProcessChannel:
 
     def cancel(self, number: int) -> None:
         """Abort a `Generate`, and drop its answer."""
+        if self._pid != os.getpid():
+            return  # The lock may be held for ever by a thread that the fork does not have.
         with self._news:
             self._awaited.pop(number, None)
             self._answers.pop(number, None)

@@ -156,6 +156,9 @@ class Scheduler:
         self._newest = -1
         """The number of the last `Generate`."""
         self._busy: list[tuple[float, float]] = []
+        self.has_progressed = True
+        """Whether the backend has sampled or answered since somebody set this to False."""
+        self._progress: int | None = None
         self._update: messages.BeginUpdate | None = None
         self._paused_at = 0.0
         self._obstacle: Exception | None = None
@@ -200,6 +203,8 @@ class Scheduler:
                 return self._finish_update(command)
             case messages.BeginUpdate():
                 self._begin_update(command)
+            case messages.RequireWhole():
+                self._require_whole()
             case messages.Sleep():
                 self._sleep_state.sleep(_parts_of(command), num_requests=len(self._batches))
             case messages.WakeUp():
@@ -217,6 +222,9 @@ class Scheduler:
             return self._give_up(error)
         finally:
             self._note_busy(start, time.perf_counter())
+        progress = getattr(self._backend, "progress", None)
+        if outputs or progress != self._progress:
+            self.has_progressed, self._progress = True, progress
         for output in outputs:
             self._take(output)
         ended = [number for number, batch in self._batches.items() if batch.has_ended]
@@ -225,6 +233,11 @@ class Scheduler:
     def close(self) -> None:
         """End the backend."""
         self._backend.close()
+
+    def _require_whole(self) -> None:
+        """Raise where the backend has failed for good."""
+        if self._is_broken and self._obstacle is not None:
+            raise self._obstacle
 
     def _take(self, output: RequestOutput) -> None:
         """Give an output to its batch; one for a batch that was cancelled or has ended is dropped."""
@@ -284,6 +297,7 @@ class Scheduler:
 
     def _begin_update(self, command: messages.BeginUpdate) -> None:
         """Pause: the ranks are about to write into memory that the engine computes with."""
+        self._require_whole()
         require_room_for_update(len(self._batches), command.in_flight)
         self._sleep_state.wake_up(frozenset({"weights"}))
         self._paused_at = time.perf_counter()
@@ -350,6 +364,7 @@ class InlineChannel:
         self._while_waiting = while_waiting
         self._count = itertools.count()
         self._answers: dict[int, messages.Answer | messages.Failed] = {}
+        self._moved_at = time.monotonic()
         self._scheduler: Scheduler | None = None
         began, number = time.perf_counter(), next(self._count)
         try:
@@ -366,6 +381,7 @@ class InlineChannel:
         if self._scheduler is None:
             raise EngineDied("the engine is closed, or was never built.")
         number = next(self._count)
+        self._moved_at = time.monotonic()
         self._answers.update(self._scheduler.carry_out(number, command))
         return number
 
@@ -374,6 +390,8 @@ class InlineChannel:
         deadline_s = time.monotonic() + timeout_s
         while self._scheduler is not None and self._scheduler.busy:
             self._answers.update(self._scheduler.step())
+            if self._scheduler.has_progressed:
+                self._moved_at, self._scheduler.has_progressed = time.monotonic(), False
             self._while_waiting()
             if time.monotonic() >= deadline_s or until():
                 return
@@ -381,7 +399,7 @@ class InlineChannel:
     def has_answer(self, number: int, silence_s: float) -> bool:
         """Return whether the answer is there; raise where nothing would bring it."""
         if number not in self._answers:
-            self._require_progress("sampling")
+            self._require_progress("sampling", silence_s)
         return number in self._answers
 
     def answer(self, number: int, silence_s: float, waiting_for: str, deadline_s: float | None = None) -> Any:
@@ -389,14 +407,14 @@ class InlineChannel:
         while number not in self._answers:
             if deadline_s is not None and time.monotonic() >= deadline_s:
                 raise EngineTimeout(f"the engine is still {waiting_for}.")
-            self._require_progress(waiting_for)
+            self._require_progress(waiting_for, silence_s)
             self.advance()
         message = self._answers.pop(number)
         if isinstance(message, messages.Failed):
             raise message.error
         return message.value
 
-    def _require_progress(self, waiting_for: str) -> None:
+    def _require_progress(self, waiting_for: str, silence_s: float) -> None:
         if self._scheduler is None:
             raise EngineDied(f"the engine was closed while {waiting_for}.")
         if not self._scheduler.busy:
@@ -404,6 +422,8 @@ class InlineChannel:
                 f"the engine stands still while {waiting_for}: an update was begun and never finished. Update again; "
                 "the requests then go on."
             )
+        if time.monotonic() - self._moved_at > silence_s:
+            raise EngineTimeout(f"the engine has sampled nothing for {silence_s:g} s while {waiting_for}.")
 
     def call(self, command: Any, silence_s: float) -> Any:
         """Carry out a command and return the value of its answer."""

@@ -85,6 +85,7 @@ class VLLMServer:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="server-requests", daemon=True).start()
         self._session = self._wait_for(self._open_session())
+        self.progress = 0
         self._version = -1
         self._num_loads = 0
         self._may_hold_nan = False
@@ -131,6 +132,7 @@ class VLLMServer:
             raise EngineTimeout(
                 f"the server at {self._url} said nothing for {self._silence_s:g} s while generating."
             )
+        self.progress += bool(self._tasks)
         found: list[RequestOutput] = []
         with contextlib.suppress(queue.Empty):
             each = self._finished.get(timeout=POLL_S)

@@ -38,6 +38,10 @@ class ServerExtension(WeightExtension):
             _require_arena(arguments)
             if method == "vectorlm_prepare":
                 self._vectorlm_trainer = trainer
+            elif not hasattr(self, "_vectorlm_trainer"):
+                raise EngineError(
+                    "this server was started again after the trainer had connected: build the engine again."
+                )
             elif trainer != self._vectorlm_trainer:
                 raise EngineError(
                     "another trainer has connected to this server since, and its weights are that one's."

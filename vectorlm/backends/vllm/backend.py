@@ -65,6 +65,7 @@ class VLLM:
             self._adapter_request = adapter_request() if engine_args.get("enable_lora") else None
             warm_up(self._engine)
         self._device_sleep = None if on_cpu else CudaSleep(self._engine)
+        self.progress = 0
         self._version = -1
         self._num_loads = 0
         self._may_hold_nan = False
@@ -99,6 +100,7 @@ class VLLM:
 
     def poll(self) -> list[RequestOutput]:
         """Take one engine step."""
+        self.progress += self._engine.has_unfinished_requests()
         try:
             outputs = self._engine.step()
         except Exception:
