@@ -11,7 +11,7 @@ from vectorlm.errors import ChecksumMismatch, EngineError
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
 from vectorlm.weights.layout import plain_slots
-from vectorlm.weights.plan import Layout, TensorSpec, dtype_name
+from vectorlm.weights.plan import Layout, TensorSpec, dtype_name, shortened
 
 
 class PlainWeights:
@@ -59,7 +59,7 @@ class PlainWeights:
             if wrong:
                 raise ChecksumMismatch(
                     f"after the update {len(wrong)} of {len(held)} tensors are not those that the trainer sent: "
-                    f"{wrong[:8]}."
+                    f"{shortened(wrong)}."
                 )
         return time.perf_counter() - start
 

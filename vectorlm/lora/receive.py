@@ -12,7 +12,7 @@ from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.weights.checksum import checksums, row_sums
 from vectorlm.weights.exports import Export
 from vectorlm.weights.inlet import Inlet
-from vectorlm.weights.plan import Layout, TensorSpec, dtype_name, dtype_of
+from vectorlm.weights.plan import Layout, TensorSpec, dtype_name, dtype_of, shortened
 from vectorlm.weights.record import Copy, LoadPlan, View
 
 ADAPTER_ID = 1
@@ -185,7 +185,7 @@ def _pieces(manifest: Sequence[TensorSpec], found: dict[str, LoraSlot | None]) -
     if missing:
         raise WeightMismatch(
             f"vLLM has no LoRA layer, or one that is split over devices in several parts, for {len(missing)} adapter "
-            f"tensors: {missing[:8]}{' and more' if len(missing) > 8 else ''}. {USE_MERGED}"
+            f"tensors: {shortened(missing)}. {USE_MERGED}"
         )
     return pieces
 

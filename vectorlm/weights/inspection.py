@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vectorlm.errors import NonFiniteWeights, RankMismatch
+from vectorlm.weights.plan import shortened
 
 if TYPE_CHECKING:
     import torch
@@ -62,8 +63,3 @@ def require_sound(inspections: Sequence[Inspection]) -> None:
             f"rows: {shortened([*differ])}. No weight of the engine has changed. Shard the model with fully_shard, or "
             "give every rank the same weights and the same gradients (DistributedDataParallel)."
         )
-
-
-def shortened(names: Sequence[str], limit: int = 8) -> str:
-    """Return names as a list for an error text."""
-    return f"{list(names[:limit])}{' and more' if len(names) > limit else ''}"

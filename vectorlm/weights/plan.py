@@ -171,7 +171,7 @@ def require_same(sent: Sequence[TensorSpec], held: Sequence[TensorSpec | Slot]) 
     shapes = ((name, theirs[name], ours[name]) for name in ours if name in theirs)
     reshaped = [f"{name} {theirs} for {ours}" for name, theirs, ours in shapes if theirs != ours]
     lists = {"missing": missing, "unexpected": unexpected, "other shapes": reshaped}
-    differences = "; ".join(f"{what}: {_shortened(names)}" for what, names in lists.items()) + "."
+    differences = "; ".join(f"{what}: {shortened(names)}" for what, names in lists.items()) + "."
     differences += naming_advice(theirs, ours)
     if not (missing or unexpected or reshaped):
         differences = "the same ones in another order: the order must stay as it was."
@@ -189,7 +189,7 @@ def naming_advice(theirs: Collection[str], ours: Collection[str]) -> str:
     first_parts = ({name.partition(".")[0] for name in names} for names in (theirs, ours))
     if own := sorted(set.difference(*first_parts)):
         return (
-            f" The engine has no {_shortened(own)}: if that is a layer of yours, such as a value head, keep it beside "
+            f" The engine has no {shortened(own)}: if that is a layer of yours, such as a value head, keep it beside "
             "the model in a wrapper, and pass wrapper.lm."
         )
     return ""
@@ -206,7 +206,7 @@ def _prefix_over(longer: Collection[str], shorter: Collection[str]) -> str:
     return prefixes.most_common(1)[0][0] if prefixes else ""
 
 
-def _shortened(names: Sequence[str]) -> str:
+def shortened(names: Sequence[str]) -> str:
     """Return a list as text, with its first names only if it is long."""
     more = len(names) - MAX_NAMES
     return f"{list(names[:MAX_NAMES])}{f' and {more} more' if more > 0 else ''}"

@@ -18,7 +18,7 @@ from vectorlm.weights.arena import path_of, reserve
 from vectorlm.weights.checksum import widest_word
 from vectorlm.weights.exports import Export
 from vectorlm.weights.layout import in_rounds, place_slots
-from vectorlm.weights.plan import BASE, Layout, TensorSpec, dtype_of
+from vectorlm.weights.plan import BASE, Layout, TensorSpec, dtype_of, shortened
 from vectorlm.weights.record import LoadPlan, View
 
 Call = Callable[..., list[CallResult]]
@@ -162,7 +162,7 @@ class HeldPieces:
         if wrong:
             raise ChecksumMismatch(
                 f"after the update {len(wrong)} of {len(self._manifest)} tensors in the engine are not those that the "
-                f"trainer sent: {wrong[:8]}{' and more' if len(wrong) > 8 else ''}."
+                f"trainer sent: {shortened(wrong)}."
             )
 
     def _total(self, name: str, sums: Sequence[Sequence[int]]) -> int | None:
