@@ -146,11 +146,14 @@ def test_other_clients_are_answered_through_an_update(engine, folder, server):
 def test_whoever_connects_last_owns_the_weights_that_the_first_has_left(engine, folder, server):
     step = engine.version + 1
     engine.update(another(folder, 9), step)
+    greedy = {"temperature": 0, "max_tokens": 8, "logprobs": 0}
+    (ours,) = engine.sample([[2, 3, 4]], greedy)[0]
     with engine_of(server, folder) as second:
-        greedy = {"temperature": 0, "max_tokens": 8, "logprobs": 0}
-        (theirs,), (ours,) = second.sample([[2, 3, 4]], greedy)[0], engine.sample([[2, 3, 4]], greedy)[0]
+        (theirs,) = second.sample([[2, 3, 4]], greedy)[0]
         assert theirs.token_ids == ours.token_ids
         assert theirs.sampler_logprobs == ours.sampler_logprobs
+    with pytest.raises(EngineError, match=rf"versions -1, but the weights were, in this order, \[{step}\]"):
+        engine.sample([[2, 3, 4]], greedy)
     with pytest.raises(EngineError, match="another trainer has connected to this server since"):
         engine.update(another(folder, 8), step + 1)
 
