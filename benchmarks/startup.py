@@ -33,18 +33,6 @@ with SamplingEngine(sys.argv[1], **json.loads(sys.argv[2])) as engine:
     engine.sample([[3, 4, 5]], json.loads(sys.argv[3]))
     print("SECONDS", time.perf_counter() - start)
 """
-WARM = """
-import sys, time
-import json
-from vectorlm import SamplingEngine, WarmStart
-arguments = json.loads(sys.argv[2])
-with WarmStart() as warm:
-    SamplingEngine(sys.argv[1], warm_start=warm, **arguments).close()
-    start = time.perf_counter()
-    with SamplingEngine(sys.argv[1], warm_start=warm, **arguments) as engine:
-        engine.sample([[3, 4, 5]], json.loads(sys.argv[3]))
-        print("SECONDS", time.perf_counter() - start)
-"""
 BARE = """
 import sys, time
 start = time.perf_counter()
@@ -89,7 +77,7 @@ def main() -> None:
     from vectorlm.dist.topology import Topology
     from vectorlm.engine.process_channel import sampler_environment
 
-    times: dict[str, list[float]] = {name: [] for name in ("bare", "ours", "warm", "model", "engine", "both")}
+    times: dict[str, list[float]] = {name: [] for name in ("bare", "ours", "model", "engine", "both")}
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(save_bench_model(Path(scratch) / "model"))
         fastest = sampler_environment(os.environ, scratch, Topology())
@@ -97,7 +85,6 @@ def main() -> None:
             seen = {
                 "bare": first_token_s(BARE, folder, fastest),
                 "ours": first_token_s(OURS, folder, dict(os.environ)),
-                "warm": first_token_s(WARM, folder, dict(os.environ)),
                 "model": max(vectorlm.launch(ranks_s, folder, False, True, world_size=2)),
                 "engine": max(vectorlm.launch(ranks_s, folder, True, False, world_size=2)),
                 "both": max(vectorlm.launch(ranks_s, folder, True, True, world_size=2)),
@@ -108,7 +95,6 @@ def main() -> None:
     titles = {
         "bare": "bare vllm.LLM, import to first token",
         "ours": "SamplingEngine, import to first token",
-        "warm": "SamplingEngine, the second of a WarmStart",
         "model": "2 ranks: load and shard the model",
         "engine": "2 ranks: engine to first token",
         "both": "2 ranks: both, overlapping",

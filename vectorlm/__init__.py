@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from vectorlm.dist.launcher import launch
     from vectorlm.dist.topology import Topology
     from vectorlm.engine.engine import SamplingEngine
-    from vectorlm.engine.warm_start import WarmStart
     from vectorlm.train.device_turn import DeviceTurn
     from vectorlm.types import Completion, UpdateReport
 
@@ -25,7 +24,6 @@ _HOMES = {
     "SamplingEngine": "vectorlm.engine.engine",
     "Topology": "vectorlm.dist.topology",
     "UpdateReport": "vectorlm.types",
-    "WarmStart": "vectorlm.engine.warm_start",
     "launch": "vectorlm.dist.launcher",
     "load_config": "vectorlm.config.load",
     "save_model": "vectorlm.checkpoint.export",
@@ -39,7 +37,6 @@ __all__ = [
     "SamplingEngine",
     "Topology",
     "UpdateReport",
-    "WarmStart",
     "launch",
     "load_config",
     "save_model",

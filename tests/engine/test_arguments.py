@@ -74,7 +74,9 @@ def start_with_own_arguments(topology):
 
 def test_engines_with_other_arguments_are_refused_on_every_rank():
     for text in on_ranks(4, start_with_own_arguments, num_nodes=2):
-        assert text.startswith("ranks 2, 3 started with other settings than rank 0: num_steps=5 instead of 4.")
+        assert text.startswith(
+            "ranks 2, 3 started with other settings than rank 0: num_steps=5 instead of 4."
+        )
 
 
 def start_with_an_own_version(topology):
@@ -92,10 +94,12 @@ def test_engines_of_other_versions_are_refused():
 
 
 def test_an_unknown_argument_is_refused_before_vllm_starts(folder):
-    with pytest.raises(TypeError, match=r"knows an argument 'max_model_length'\. Did you mean 'max_model_len'"):
+    with pytest.raises(
+        TypeError, match=r"knows an argument 'max_model_length'\. Did you mean 'max_model_len'"
+    ):
         vectorlm.SamplingEngine(folder, max_model_length=64)
-    with pytest.raises(TypeError, match="Did you mean 'warm_start'"):
-        vectorlm.SamplingEngine(folder, warmstart=None)
+    with pytest.raises(TypeError, match="Did you mean 'log_path'"):
+        vectorlm.SamplingEngine(folder, logpath=None)
 
 
 def test_an_engine_shows_what_it_is_and_a_second_one_is_warned_of(tmp_path):

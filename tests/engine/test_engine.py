@@ -4,7 +4,6 @@ import copy
 import os
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -338,7 +337,8 @@ def test_an_update_that_was_begun_and_never_finished_shuts_the_engine(engine, mo
     engine.update(models[0], next_step)
     engine._swap._call(BeginUpdate())
     with pytest.raises(
-        EngineError, match="an update is in progress, or was begun and never finished: wait for it, or update again"
+        EngineError,
+        match="an update is in progress, or was begun and never finished: wait for it, or update again",
     ):
         engine.sample([[2, 3]])
     engine.update(models[0], next_step + 1)
@@ -381,7 +381,7 @@ def test_on_cuda_the_engine_is_loaded_once_it_is_made(tmp_path):
 
 @pytest.mark.parametrize(
     "argument",
-    [{"devices": [0]}, {"log_path": "log"}, {"warm_start": SimpleNamespace(inference="transformers")}],
+    [{"devices": [0]}, {"log_path": "log"}],
 )
 def test_what_only_a_process_can_heed_is_refused_without_one(argument, tmp_path):
     with pytest.raises(ValueError, match=f"inline.*{next(iter(argument))}"):

@@ -21,7 +21,7 @@ def blocks(text, language="python"):
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-FAKE, WARM, PYTEST, RANKS = blocks(DOCS)
+FAKE, PYTEST, RANKS = blocks(DOCS)
 NAMED, INFERENCE, FOLLOWED, TRAINER = blocks(CONTRACTS)
 
 
@@ -44,14 +44,6 @@ def run(folder, *command):
 
 def test_the_scripted_engine_says_its_script():
     exec(FAKE, {})
-
-
-@pytest.mark.slow
-def test_an_engine_starts_warm_as_the_page_says(folder):
-    names = {}
-    exec(WARM.replace("path/to/model", str(folder / "path/to/a/small/model")), names)
-    with names["warm"], names["engine"] as engine:
-        assert len(engine.sample([[2, 3]], {"max_tokens": 4, "ignore_eos": True})[0][0].token_ids) == 4
 
 
 @pytest.mark.slow

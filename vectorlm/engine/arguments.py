@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vectorlm.contracts import WeightSource
 from vectorlm.dist.placement import tensor_parallel_size
@@ -15,9 +15,6 @@ from vectorlm.packages import fields_of, versions_of_rank
 from vectorlm.settings import nearest, require_choice
 from vectorlm.types import InFlight, Prompt
 from vectorlm.weights.model_size import read_model_size
-
-if TYPE_CHECKING:
-    from vectorlm.engine.warm_start import WarmStart
 
 LORA_MODES = ("auto", "adapter", "merged")
 PLACES = ("url", "token", "download_dir")
@@ -37,14 +34,6 @@ def require_channel(channel: str, **of_process: Any) -> None:
     if channel == "inline" and given:
         raise ValueError(
             f"channel='inline' has no process that {given[0]} could apply to: leave it out, or use channel='process'."
-        )
-
-
-def require_loaded(warm_start: WarmStart | None, inference: str) -> None:
-    """Raise ValueError for a `WarmStart` of another backend."""
-    if warm_start is not None and warm_start.inference != inference:
-        raise ValueError(
-            f"warm_start has loaded {warm_start.inference!r}, and inference={inference!r}: they must be the same."
         )
 
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from vectorlm.contracts import WeightSource
     from vectorlm.engine.settings import Channels
-    from vectorlm.engine.warm_start import WarmStart
 
 WAIT_S = 0.05
 """Longest wait of a rank for its own engine before it looks at the other ranks again."""
@@ -76,7 +75,6 @@ class SamplingEngine:
         timeout_s: Longest silence tolerated from the engine or from a rank, in seconds.
         start_timeout_s: Longest time that the engine may take to load, in seconds.
         log_path: A file for the sampler process's output.
-        warm_start: Has the libraries of `inference` loaded already; `vectorlm.WarmStart`.
         **engine_args: vLLM's ``EngineArgs`` (``dtype``, ``max_model_len``, ``tensor_parallel_size`` …), or arguments of
             another `inference`.
 
@@ -104,13 +102,11 @@ class SamplingEngine:
         timeout_s: float = 300.0,
         start_timeout_s: float = 1800.0,
         log_path: str | Path | None = None,
-        warm_start: WarmStart | None = None,
         **engine_args: Any,
     ) -> None:
         let_go_of_last_error()
         arguments.require_names(receiver, transport)
-        arguments.require_channel(channel, devices=devices, log_path=log_path, warm_start=warm_start)
-        arguments.require_loaded(warm_start, inference)
+        arguments.require_channel(channel, devices=devices, log_path=log_path)
         arguments.require_known(engine_args, inference, SamplingEngine.__init__.__annotations__)
         lora_mode = arguments.choose_lora_mode(lora_mode, bool(engine_args.get("enable_lora")))
         arguments.require_folder(model)
@@ -138,7 +134,7 @@ class SamplingEngine:
                 self._channel = InlineChannel(start, while_waiting=self._collectives.show_life)
             else:
                 log = arguments.log_of_this_host(log_path, topology)
-                how: dict[str, Any] = {"devices": devices, "log_path": log, "warm_start": warm_start}
+                how: dict[str, Any] = {"devices": devices, "log_path": log}
                 how |= {"ranks_per_engine": self._engine_ranks.ranks_per_engine}
                 how |= {"while_waiting": self._collectives.show_life}
                 self._channel = ProcessChannel(start, topology, **how)

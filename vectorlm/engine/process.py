@@ -3,8 +3,7 @@
 `ProcessChannel` starts it as ``python -m vectorlm.engine.process <descriptor> <parent> <scratch>``.
 
 A backend's module may define hooks: ``prepare_process(scratch)`` runs before the backend is built, with a folder
-that is removed with the process; ``start_worker()`` runs first in every process that multiprocessing spawns from this;
-``load_libraries()`` imports what building it would import, in the process of a `WarmStart`.
+that is removed with the process; ``start_worker()`` runs first in every process that multiprocessing spawns from this.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import socket
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -25,7 +23,6 @@ from vectorlm.dist.process_end import follow_parent, remove_folder
 from vectorlm.engine import messages
 from vectorlm.engine.environment import CORES_VARIABLE
 from vectorlm.engine.scheduler import Scheduler, open_backend, portable
-from vectorlm.engine.warm_start import fork_on_request
 from vectorlm.errors import EngineError
 from vectorlm.plugin import is_plugin, load_plugin
 
@@ -111,18 +108,7 @@ def run(arguments: list[str]) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    """Be a sampler process, or one that sampler processes are forked from."""
-    if sys.argv[1] == "--fork":
-        descriptor, inference = int(sys.argv[2]), sys.argv[3]
-        call_hook(inference, "load_libraries")
-        with socket.socket(fileno=descriptor) as control:
-            fork_on_request(control, run)
-        os._exit(0)
-    run(sys.argv[1:])
-
-
 if __name__ == "__main__":
-    main()
+    run(sys.argv[1:])
 elif __name__ == "__mp_main__":
     call_hook(os.environ[BACKEND_VARIABLE], "start_worker")

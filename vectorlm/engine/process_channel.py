@@ -28,7 +28,6 @@ from vectorlm.dist.topology import Topology
 from vectorlm.dist.wait import report_wait
 from vectorlm.engine import messages
 from vectorlm.engine.environment import sampler_environment
-from vectorlm.engine.warm_start import ForkedProcess, WarmStart
 from vectorlm.errors import EngineDied, EngineError, EngineTimeout
 
 POLL_S = 0.5
@@ -56,9 +55,8 @@ class ProcessChannel:
         devices: Sequence[int] | None = None,
         log_path: Path | None = None,
         while_waiting: Callable[[], None] = lambda: None,
-        warm_start: WarmStart | None = None,
     ) -> None:
-        """Start the process, or have `warm_start` fork it, and send it `start`.
+        """Start the process and send it `start`.
 
         The engine shares the devices and cores of `ranks_per_engine` ranks (all of the node's when omitted), or has
         `devices` to itself. `while_waiting` is called every half second while an answer is awaited.
@@ -83,21 +81,17 @@ class ProcessChannel:
             os.environ, self._scratch, topology, ranks_per_engine, self._num_workers, devices
         )
         ours, theirs = socket.socketpair()
-        self._process: subprocess.Popen[bytes] | ForkedProcess
-        if warm_start is not None:
-            self._process = warm_start.start([self._scratch], environment, theirs.fileno())
-        else:
-            arguments = [str(theirs.fileno()), str(os.getpid()), self._scratch]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "vectorlm.engine.process", *arguments],
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C is for the launcher, which ends the ranks; the sampler ends with its rank.
-                start_new_session=True,
-            )
+        arguments = [str(theirs.fileno()), str(os.getpid()), self._scratch]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vectorlm.engine.process", *arguments],
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C is for the launcher, which ends the ranks; the sampler ends with its rank.
+            start_new_session=True,
+        )
         theirs.close()
         self._connection = Connection(ours.detach())
         self._reader = self._thread("sampler-output", self._keep_output, log)

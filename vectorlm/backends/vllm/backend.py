@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,20 +24,8 @@ from vectorlm.lora.receive import adapter_request
 from vectorlm.types import Completion, Prompt
 from vectorlm.weights.receivers import Receivers
 
-LIBRARIES = (
-    "vllm.engine.arg_utils",
-    "vllm.v1.engine.llm_engine",
-    "vllm.model_executor.models.llama",
-    "vectorlm.backends.vllm.extension",
-)
 prepare_process = shorten_socket_paths
-__all__ = ["VLLM", "load_libraries", "prepare_process", "start_worker"]
-
-
-def load_libraries() -> None:
-    """Import what an engine is built from; none of it starts a thread or looks for a device."""
-    for name in LIBRARIES:
-        importlib.import_module(name)
+__all__ = ["VLLM", "prepare_process", "start_worker"]
 
 
 class VLLM:
