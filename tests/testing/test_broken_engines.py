@@ -21,8 +21,9 @@ from vectorlm.engine import scheduler
 from vectorlm.engine.engine import SamplingEngine
 from vectorlm.engine.handle import BatchHandle
 from vectorlm.engine.hot_swap import HotSwap
+from vectorlm.engine.inline_channel import InlineChannel
 from vectorlm.engine.packed import PackedCompletions
-from vectorlm.engine.scheduler import InlineChannel, Scheduler, SleepState
+from vectorlm.engine.scheduler import Scheduler, SleepState
 from vectorlm.errors import EngineTimeout, WeightMismatch
 from vectorlm.testing import CHECKS, EngineUnderTest, answers, run_checks
 from vectorlm.types import UpdateReport

@@ -19,9 +19,9 @@ from vectorlm.dist.topology import Topology
 from vectorlm.engine import arguments, messages
 from vectorlm.engine.handle import BatchHandle, exchange_results
 from vectorlm.engine.hot_swap import HotSwap
+from vectorlm.engine.inline_channel import InlineChannel
 from vectorlm.engine.last_error import let_go_of_last_error
 from vectorlm.engine.process_channel import ProcessChannel
-from vectorlm.engine.scheduler import InlineChannel
 from vectorlm.errors import EngineError, EngineTimeout
 from vectorlm.types import Completion, InFlight, Prompt, SamplingRequest, UpdateReport
 
@@ -126,35 +126,57 @@ class SamplingEngine:
         self._start_error: EngineError | None = None
         self._closed, self._names, self._pid = False, itertools.count(), os.getpid()
         self._open: list[BatchHandle] = []
-        self._channel: Any = None  # A `messages.Channel` on the engine ranks.
-        if self._engine_ranks.owns_an_engine:
-            more = arguments.with_deadlines(engine_args, inference, timeout_s, start_timeout_s)
-            start = messages.Start(str(model), more, receiver, inference)
-            if channel == "inline":
-                self._channel = InlineChannel(start, while_waiting=self._collectives.show_life)
-            else:
-                log = arguments.log_of_this_host(log_path, topology)
-                how: dict[str, Any] = {"devices": devices, "log_path": log}
-                how |= {"ranks_per_engine": self._engine_ranks.ranks_per_engine}
-                how |= {"while_waiting": self._collectives.show_life}
-                self._channel = ProcessChannel(start, topology, **how)
+        more = arguments.with_deadlines(engine_args, inference, timeout_s, start_timeout_s)
+        start = messages.Start(str(model), more, receiver, inference)
+        self._channel = self._open_channel(start, channel, devices, log_path)
         # Nothing here may point back to the engine: dropped by a notebook cell, it must end at once.
-        how = {
-            "lora_mode": lora_mode,
-            "verify": verify_updates,
-            "check_finite": check_finite,
-            "transport": transport,
-        }
-        self._swap = HotSwap(topology, self._engine_ranks, self._channel, silence_s=timeout_s, **how)
-        how |= {"inference": inference, "receiver": receiver, "channel": channel, "timeout_s": timeout_s}
-        settings = arguments.of_rank(engine_args, data_parallel_size=data_parallel_size, **how)
-        self._settings = comparable(settings)
+        self._swap = HotSwap(
+            topology,
+            self._engine_ranks,
+            self._channel,
+            lora_mode=lora_mode,
+            silence_s=timeout_s,
+            verify=verify_updates,
+            check_finite=check_finite,
+            transport=transport,
+        )
+        self._settings = comparable(
+            arguments.of_rank(
+                engine_args,
+                data_parallel_size=data_parallel_size,
+                inference=inference,
+                receiver=receiver,
+                lora_mode=lora_mode,
+                transport=transport,
+                verify_updates=verify_updates,
+                check_finite=check_finite,
+                channel=channel,
+                timeout_s=timeout_s,
+            )
+        )
         if isinstance(self._channel, ProcessChannel):
             for other in [each for each in _STARTED if not each._closed][:1]:
                 arguments.warn_of_another(other._model)
             _STARTED.add(self)
         if topology.is_cuda:
             self.wait_until_ready()
+
+    def _open_channel(
+        self, start: messages.Start, channel: str, devices: Sequence[int] | None, log_path: str | Path | None
+    ) -> Any:
+        """Return this rank's `messages.Channel` to its engine; None where another rank owns it."""
+        if not self._engine_ranks.owns_an_engine:
+            return None
+        if channel == "inline":
+            return InlineChannel(start, while_waiting=self._collectives.show_life)
+        return ProcessChannel(
+            start,
+            self._topology,
+            ranks_per_engine=self._engine_ranks.ranks_per_engine,
+            devices=devices,
+            log_path=arguments.log_of_this_host(log_path, self._topology),
+            while_waiting=self._collectives.show_life,
+        )
 
     @property
     def version(self) -> int:
