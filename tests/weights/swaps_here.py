@@ -78,6 +78,8 @@ class Worker(nn.Module):
 class Engine:
     """A channel to workers in this process, and their backend."""
 
+    version = -1
+
     def __init__(self, num_workers=1, tied=False, dtype=torch.float32):
         self.make = lambda: [Worker(index, num_workers, tied, dtype) for index in range(num_workers)]
         self.workers, self.commands = self.make(), []

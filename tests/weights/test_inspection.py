@@ -7,7 +7,7 @@ from test_weight_sets import Two, adapted, swap_of
 
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import NonFiniteWeights, RankMismatch
-from vectorlm.weights.inspection import not_finite
+from vectorlm.weights.inspection import FiniteCheck
 from vectorlm.weights.module_trainer import ModuleTrainer
 from vectorlm.weights.plan import TensorSpec
 
@@ -140,6 +140,13 @@ def test_what_a_source_of_ones_own_writes_is_looked_at_before_the_engine_loads_i
     assert [version for version, _ in engine.loaded] == [0]
     swap.update(Written(2.0), 1, "refuse")
     assert [version for version, _ in engine.loaded] == [0, 1]
+
+
+def not_finite(tensors):
+    check = FiniteCheck()
+    for name, (rows, dtype) in tensors.items():
+        check.look_at(name, rows, dtype)
+    return check.wrong()
 
 
 def test_numbers_are_finite_or_not_in_the_dtype_that_they_are_sent_in():

@@ -14,7 +14,7 @@ from vectorlm.engine import messages
 from vectorlm.errors import EngineDied, StaleHandle, WeightMismatch
 from vectorlm.plugin import load_plugin
 from vectorlm.types import InFlight, UpdateReport
-from vectorlm.weights.inspection import Inspection, not_finite, require_sound
+from vectorlm.weights.inspection import FiniteCheck, Inspection, require_sound
 from vectorlm.weights.plan import BASE, adapter_prefixes, persistent_buffers, require_same
 
 if TYPE_CHECKING:
@@ -311,8 +311,10 @@ class HotSwap:
             assert self._arenas is not None
             for _, layout in unseen:
                 places = self._arenas.slots_of(layout)
-                found = not_finite({name: (place, place.dtype) for name, place in places.items()})
-                require_sound([Inspection({}, found)])
+                finite = FiniteCheck()
+                for name, place in places.items():
+                    finite.look_at(name, place, place.dtype)
+                require_sound([Inspection({}, finite.wrong())])
 
         self._engine_ranks.on_engine_ranks("look at the arenas", look)
 

@@ -24,23 +24,36 @@ class Inspection:
     """The tensors with a number that is not finite, or would not be in the engine's dtype."""
 
 
-def not_finite(tensors: Mapping[str, tuple[torch.Tensor, torch.dtype]]) -> tuple[str, ...]:
-    """Name the tensors that hold a number that is not finite, or would not be in the dtype given."""
-    import torch
+class FiniteCheck:
+    """Finds tensors that hold a number that is not finite, or would not be in the dtype that they are sent in."""
 
-    floating = {
-        name: each for name, each in tensors.items() if each[0].is_floating_point() and each[0].numel()
-    }
-    if not floating:
-        return ()
-    # A sum is the fastest look. It may overflow where no number does, and a narrower dtype ends earlier.
-    sums = torch.stack([rows.sum(dtype=torch.float32) for rows, _ in floating.values()])
-    return tuple(
-        name
-        for (name, (rows, dtype)), is_sound in zip(floating.items(), sums.isfinite().tolist(), strict=True)
-        if not (is_sound and torch.finfo(dtype).max >= torch.finfo(rows.dtype).max)
-        and not torch.stack(torch.aminmax(rows)).to(dtype).isfinite().all()
-    )
+    def __init__(self) -> None:
+        self._seen: list[tuple[str, torch.Tensor, torch.dtype]] = []
+        self._sums: list[torch.Tensor] = []
+
+    def look_at(self, name: str, rows: torch.Tensor, dtype: torch.dtype) -> None:
+        """Read a tensor, which is sent in `dtype`; on CUDA this does not wait for the device."""
+        import torch
+
+        if rows.is_floating_point() and rows.numel():
+            self._seen.append((name, rows, dtype))
+            # The fastest look. In 16 bits a sum of many finite numbers may not be finite.
+            self._sums.append(rows.sum(dtype=torch.float32))
+
+    def wrong(self) -> tuple[str, ...]:
+        """Name the tensors that were found."""
+        import torch
+
+        if not self._seen:
+            return ()
+        sound = torch.stack(self._sums).isfinite().tolist()
+        return tuple(
+            name
+            for (name, rows, dtype), is_sound in zip(self._seen, sound, strict=True)
+            # Even in float32 a sum may overflow where no number does, and a narrower dtype ends earlier.
+            if not (is_sound and torch.finfo(dtype).max >= torch.finfo(rows.dtype).max)
+            and not torch.stack(torch.aminmax(rows)).to(dtype).isfinite().all()
+        )
 
 
 def require_sound(inspections: Sequence[Inspection]) -> None:

@@ -20,7 +20,7 @@ from vectorlm.dist.topology import Topology
 from vectorlm.errors import WeightMismatch
 from vectorlm.weights.arena import MappedArenas
 from vectorlm.weights.checksum import checksums, row_sums
-from vectorlm.weights.inspection import Inspection, not_finite
+from vectorlm.weights.inspection import FiniteCheck, Inspection
 from vectorlm.weights.plan import Layout, Piece, TensorSpec, dtype_of, trainer_tensors
 
 _MANIFESTS: WeakKeyDictionary[torch.nn.Module, tuple[TensorSpec, ...]] = WeakKeyDictionary()
@@ -107,7 +107,7 @@ class ModuleSource:
         }
 
     def inspect(self, layout: Layout, with_checksums: bool, check_finite: bool) -> Inspection:
-        """Look at all rows that this rank holds, before any is written; each of the two looks reads them once."""
+        """Sum all rows that this rank holds, and look for numbers that are not finite in those that it writes."""
         beside = {name: rows_of(tensor, self._topology) for name, tensor in self._beside.items()}
         shards = {**self.writes, **beside}
         dtypes = {name: shard.held.dtype for name, shard in shards.items()}
@@ -116,19 +116,18 @@ class ModuleSource:
             for slot in layout.slots
             if shards[slot.name].change is None and dtypes[slot.name] == dtype_of(slot.dtype)
         }
-        sums: dict[str, tuple[int, int]] = {}
-        if with_checksums:
-            rows = [
-                (row_sums(each.held, words.get(name, 0)), each.first_held) for name, each in shards.items()
-            ]
-            totals = dict(zip(shards, checksums(rows), strict=True))
-            sums = {name: (shards[name].first_held, total) for name, total in totals.items()}
-            self._sums = {name: totals[name] * shards[name].counts for name in words}
-        wrong: tuple[str, ...] = ()
-        if check_finite:
-            dtypes |= {slot.name: dtype_of(slot.dtype) for slot in layout.slots}
-            wrong = not_finite({name: (shard.held, dtypes[name]) for name, shard in shards.items()})
-        return Inspection(sums, wrong)
+        dtypes |= {slot.name: dtype_of(slot.dtype) for slot in layout.slots}
+        rows, finite = [], FiniteCheck()
+        # Tensor by tensor: the second look finds much of it in the cache.
+        for name, shard in shards.items():
+            if with_checksums:
+                rows.append((row_sums(shard.held, words.get(name, 0)), shard.first_held))
+            if check_finite:
+                finite.look_at(name, shard.rows, dtypes[name])
+        totals = dict(zip(shards, checksums(rows), strict=True)) if with_checksums else {}
+        self._sums = {name: totals[name] * shards[name].counts for name in words if name in totals}
+        sums = {name: (shards[name].first_held, total) for name, total in totals.items()}
+        return Inspection(sums, finite.wrong())
 
     def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
         """Write this rank's rows, cast to each slot's dtype."""
