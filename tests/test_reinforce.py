@@ -368,6 +368,21 @@ def test_truncated_completions_are_trained_on_as_they_were_drawn(
     assert "sampler/outside_support" in METRICS
 
 
+def test_transformers_samples_what_the_trainer_computes(files, tmp_path):
+    overrides = [
+        "train_parameters.sampler.inference=transformers",
+        "train_parameters.sampler.vllm_dtype=auto",
+        "train_parameters.sampler.engine={}",
+        "rl.sampling_params={max_tokens: 8, temperature: 0.7, top_p: 0.9}",
+        "rl.max_steps=2",
+        "rl.correction.preset=tis",
+    ]
+    vectorlm.launch(reinforce, config_of(files, tmp_path / "hf", overrides=overrides), world_size=1)
+    metrics = lines(tmp_path / "hf" / "metrics.jsonl")[1:]
+    assert [line["step"] for line in metrics] == [1, 2]
+    assert all(line["sampler/logprob_gap_max"] < 1e-4 for line in metrics)
+
+
 def test_the_script_refuses_a_config_without_rl_in_one_line(files, tmp_path):
     config_of(files, tmp_path / "text")
     run = subprocess.run(
