@@ -75,7 +75,7 @@ class AnswerRules:
 
 
 def _first(ragged: Ragged, is_wrong: np.ndarray) -> Iterator[tuple[int, Any]]:
-    """Return the row and the value of the first wrong one, if there is one."""
+    """Yield the row and the value of the first wrong one, if there is one."""
     if is_wrong.any():
         place = int(is_wrong.argmax())
         ends = np.cumsum(np.maximum(ragged.lengths, 0))
@@ -83,7 +83,7 @@ def _first(ragged: Ragged, is_wrong: np.ndarray) -> Iterator[tuple[int, Any]]:
 
 
 def _wrong_record(prompt: Prompt, asked: Any, completions: Sequence[Completion]) -> str | None:
-    """Return what contradicts the prompt or its parameters; its length costs no more than one comparison."""
+    """Return what contradicts the prompt or its sampling parameters; None where nothing does."""
     n, max_tokens = _parameter(asked, "n") or 1, _parameter(asked, "max_tokens")
     if len(completions) != n:
         return f"with {len(completions)} completions, but n={n}"
