@@ -14,7 +14,8 @@ from statistics import NormalDist
 
 from report import ROOT
 
-from vectorlm.rewards import CountdownProblem, CountdownRules, generate_problems
+sys.path.insert(0, str(ROOT / "examples"))
+from countdown_problems import CountdownProblem, CountdownRules, generate_problems
 
 LENGTHS = ("long tail", "equal")
 MEDIAN, SIGMA, EQUAL = 5, 1.7, 18

@@ -10,11 +10,12 @@ import argparse
 import random
 
 import torch
+from countdown_problems import CountdownRules, generate_problems
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vectorlm
-from vectorlm.rewards import CountdownRules, countdown_reward, generate_problems
+from vectorlm.rewards import countdown_reward
 
 BATCH = 256
 EXPLORE = {"n": 4, "temperature": 1.0, "max_tokens": 12}

@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from countdown_problems import CountdownProblem, CountdownRules, generate_problems
 from datasets import Dataset, disable_progress_bars
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-from vectorlm.rewards import CountdownProblem, CountdownRules, generate_problems
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
 PHRASES = ("Using the numbers ", " make ", " <answer>", "<answer>", "</answer>", ", ")

@@ -39,10 +39,6 @@ class RequestOutput:
     """vLLM's own ``RequestOutput``, if there is one; `SamplingEngine.generate` returns it."""
 
 
-Finished = RequestOutput
-"""Its older name."""
-
-
 class Backend(Protocol):
     """An inference engine as one process drives it, from one thread.
 
@@ -157,10 +153,6 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """End what this object started."""
-
-
-Inference = Backend
-"""Its older name."""
 
 
 class TransportBackend(Backend, Protocol):

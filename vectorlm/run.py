@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,7 +44,7 @@ from vectorlm.packages import is_installed
 from vectorlm.rewards.evaluation import Evaluator
 from vectorlm.rewards.registry import get_reward
 from vectorlm.telemetry.card import card_of
-from vectorlm.telemetry.metrics import CoreWatch, FanOut, JsonlSink, ProgressSink, Sink
+from vectorlm.telemetry.metrics import FanOut, JsonlSink, ProgressSink, Sink
 from vectorlm.telemetry.plots import plot_correction, plot_run
 from vectorlm.telemetry.profile import ProfileSink, short_run
 from vectorlm.telemetry.runs import START, save_start
@@ -259,9 +258,7 @@ class Run:
         resume_step = None if resumption is None else resumption.step
         where = self.topology.world_size, self.topology.device
         save_start(self.output, *where, num_steps=num_steps, first_step=resume_step or 0)
-        # Under the launcher its other ranks are this process's siblings.
-        root = psutil.Process(os.getppid() if self.topology.error_file else os.getpid())
-        progress = ProgressSink(num_steps, initial_step=resume_step or 0, notice=CoreWatch(root).notice)
+        progress = ProgressSink(num_steps, initial_step=resume_step or 0)
         sinks: list[Sink] = [JsonlSink(self.output / "metrics.jsonl", resume_step), progress]
         if self.config.enable_wandb_logging:
             sinks.append(WandbSink(self.config.wandb_config, to_plain(self.config)))

@@ -6,19 +6,14 @@ import math
 import os
 import subprocess
 import sys
-import time
-from collections import namedtuple
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Self
 
-import psutil
 import pytest
 
 from vectorlm.errors import CheckpointError
-from vectorlm.telemetry import metrics
-from vectorlm.telemetry.metrics import CoreWatch, FanOut, JsonlSink, ProgressSink
+from vectorlm.telemetry.metrics import FanOut, JsonlSink, ProgressSink
 
 
 def lines_of(path: Path) -> list[dict[str, float | None]]:
@@ -195,60 +190,6 @@ def test_importing_telemetry_loads_no_heavy_library() -> None:
     script = f"import sys, {light}; print({heavy} & sys.modules.keys())"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout == "set()\n"
-
-
-class Machine:
-    """Two cores whose times the test sets."""
-
-    def __init__(self, monkeypatch):
-        self.seconds, self.ours, self.others = 0.0, 0.0, 0.0
-        monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
-        monkeypatch.setattr(psutil, "cpu_times", lambda: self.times(self.ours + self.others))
-        child = SimpleNamespace(cpu_times=lambda: self.times(self.ours))
-        gone = SimpleNamespace(cpu_times=lambda: (_ for _ in ()).throw(psutil.NoSuchProcess(1)))
-        root = SimpleNamespace(children=lambda recursive: [child, gone], cpu_times=lambda: self.times(0.0))
-        self.watch = CoreWatch(root, clock=lambda: self.seconds)
-
-    def times(self, busy):
-        kind = namedtuple("Times", "user system idle iowait guest")
-        return kind(busy, 0.0, 2 * self.seconds - busy, 0.0, 0.0)
-
-    def after(self, seconds, ours, others):
-        self.seconds, self.ours, self.others = self.seconds + seconds, self.ours + ours, self.others + others
-        return self.watch.notice()
-
-
-def test_cores_that_others_take_are_noticed_once_until_they_are_free(monkeypatch):
-    machine = Machine(monkeypatch)
-    assert machine.after(10, ours=19.0, others=0.5) is None
-    assert machine.after(5, ours=5.0, others=5.0) is None, "it is too early to look"
-    text = "other processes keep 1.0 of 2 cores busy: steps take longer than they would alone"
-    assert machine.after(5, ours=5.0, others=5.0) == text
-    assert machine.after(10, ours=10.0, others=10.0) is None
-    assert machine.after(10, ours=19.0, others=0.5) is None
-    assert machine.after(10, ours=8.0, others=11.0) is not None
-    machine = Machine(monkeypatch)
-    assert machine.after(10, ours=4.0, others=10.0) is None, "cores were idle"
-
-
-def test_real_processes_that_take_the_cores(monkeypatch):
-    monkeypatch.setattr(metrics, "WATCH_S", 0.5)
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
-    own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        stream = io.StringIO()
-        sink = ProgressSink(
-            100, stream=stream, interval_s=1000.0, notice=CoreWatch(psutil.Process(own.pid)).notice
-        )
-        deadline = time.monotonic() + 60
-        while "other processes keep" not in stream.getvalue():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-            sink.write(1, {"train/loss": 1.0})
-    finally:
-        for process in [*busy, own]:
-            process.kill()
-            process.wait()
 
 
 def test_a_line_without_numbers_ends_with_the_step():

@@ -6,12 +6,11 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
-import psutil
 from tqdm import tqdm
 
 from vectorlm.telemetry.step_lines import StepLines
@@ -19,8 +18,6 @@ from vectorlm.types import MetricSink
 
 FEW_STEPS = 30
 """A run of as many steps prints a line for each."""
-WATCH_S = 10.0
-MIN_TAKEN, MAX_IDLE = 0.4, 0.25
 """Cores, and a share of all cores."""
 
 
@@ -73,7 +70,6 @@ class ProgressSink:
         interval_s: Seconds between plain lines.
         stream: Where to print; None is standard error.
         clock: Returns monotonic seconds.
-        notice: Returns what the user should know of the time since its last call, or None; it is asked at every step.
     """
 
     def __init__(
@@ -83,9 +79,8 @@ class ProgressSink:
         interval_s: float = 10.0,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
-        notice: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self._total_steps, self._notice = total_steps, notice
+        self._total_steps = total_steps
         self._interval_s = interval_s
         self._stream = stream or sys.stderr
         self._clock = clock
@@ -101,8 +96,6 @@ class ProgressSink:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Show `step` with the newest loss, learning rate, tokens/s and evaluation."""
         self._latest.update(values)
-        if (text := self._notice()) is not None:
-            self.say(text)
         shown = ", ".join(show(self._latest[name]) for name, show in _SHOWN.items() if name in self._latest)
         if self._bar is not None:
             self._bar.set_postfix_str(shown, refresh=False)
@@ -132,44 +125,6 @@ class ProgressSink:
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-class CoreWatch:
-    """Notices when other processes take cores that this run would use."""
-
-    def __init__(self, root: psutil.Process, clock: Callable[[], float] = time.monotonic) -> None:
-        """Watch beside the run whose processes are `root` and its descendants."""
-        self._root, self._clock, self._is_taken = root, clock, False
-        self._before = self._look()
-
-    def notice(self) -> str | None:
-        """Say that cores are taken, once until they are free again; look every `WATCH_S`.
-
-        What others use counts where hardly any core was idle: the run lacks it then.
-        """
-        before = self._before
-        if self._clock() - before[0] < WATCH_S:
-            return None
-        self._before = now = self._look()
-        seconds, ours, busy, idle = (new - old for new, old in zip(now, before, strict=True))
-        others, count = (busy - ours) / seconds, psutil.cpu_count() or 1
-        was_taken, self._is_taken = self._is_taken, others > MIN_TAKEN and idle / seconds < MAX_IDLE * count
-        if was_taken or not self._is_taken:
-            return None
-        return f"other processes keep {others:.1f} of {count} cores busy: steps take longer than they would alone"
-
-    def _look(self) -> tuple[float, float, float, float]:
-        """Return the time, and the seconds of the cores so far: this run's, all busy ones, idle ones."""
-        ours = 0.0
-        for process in [self._root, *self._root.children(recursive=True)]:
-            with suppress(psutil.Error):
-                times = process.cpu_times()
-                ours += times.user + times.system
-        machine = psutil.cpu_times()
-        idle = machine.idle + getattr(machine, "iowait", 0.0)
-        # The kernel counts guests as user time too.
-        busy = sum(machine) - idle - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
-        return self._clock(), ours, busy, idle
 
 
 class FanOut:

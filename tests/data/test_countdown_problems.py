@@ -1,11 +1,16 @@
 """The Countdown problems and their reference solutions."""
 
+import sys
 from itertools import permutations, product
+from pathlib import Path
 
 import pytest
 
 from vectorlm.errors import DatasetError
-from vectorlm.rewards import CountdownProblem, CountdownRules, countdown_reward, generate_problems, solve
+from vectorlm.rewards import countdown_reward
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from countdown_problems import CountdownProblem, CountdownRules, generate_problems, solve
 
 
 def test_a_problem_reads_as_prompt_and_completion():
