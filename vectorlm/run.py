@@ -302,8 +302,8 @@ def open_run(
         placement = place_ranks(config, topology, stack)
         stack.enter_context(process_group(topology))
         of_ranks: list[Any] = [None] * topology.world_size
-        dist.all_gather_object(of_ranks, comparable(settings_of_rank(config)))
-        require_equal(of_ranks)
+        dist.all_gather_object(of_ranks, capture(lambda: comparable(settings_of_rank(config))))
+        require_equal(results_or_first_error(of_ranks))
         # Before the model: the engine loads in its own process while the ranks load theirs.
         engine = engine or open_engine(config, topology, stack, placement, **engine_args)
         with naming_the_full_disk(config.train_parameters.output_dir):

@@ -89,6 +89,13 @@ def test_an_engine_that_has_held_nan_is_right_after_the_next_good_update(folder,
             engine.update(models[0], engine.version + 1, in_flight="keep")
             assert compare(engine, models[1])[1] < 1e-4
             running.cancel()
+            # The cache is overwritten once it is awake.
+            engine.update(spoilt, engine.version + 1)
+            engine.sample(PROMPTS, {"max_tokens": 20})
+            engine.sleep()
+            engine.update(models[0], engine.version + 1)
+            engine.wake_up()
+            assert compare(engine, models[1])[1] < 1e-4
 
 
 def test_weights_that_are_not_finite_are_refused_and_the_engine_keeps_its_own(engine, models, next_step):
@@ -261,7 +268,7 @@ def test_parameters_may_be_given_per_prompt_or_as_vllms_own(engine):
     assert short[0].finish_reason == "length"
     theirs = engine.sample([[2, 3, 4]], SamplingParams(**GREEDY))
     assert theirs == engine.sample([[2, 3, 4]], GREEDY)
-    with pytest.raises(EngineError, match="2 sampling parameters were given for 1 prompts"):
+    with pytest.raises(ValueError, match="2 sampling parameters were given for 1 prompts"):
         engine.sample([[2]], [{}, {}])
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rank_processes import on_ranks
-from test_weight_sets import Two, adapted, swap_of
+from test_weight_sets import ADAPTER_BYTES, BASE_BYTES, Two, adapted, swap_of
 
 from vectorlm.dist.topology import Topology
 from vectorlm.errors import NonFiniteWeights, RankMismatch
@@ -140,6 +140,51 @@ def test_what_a_source_of_ones_own_writes_is_looked_at_before_the_engine_loads_i
     assert [version for version, _ in engine.loaded] == [0]
     swap.update(Written(2.0), 1, "refuse")
     assert [version for version, _ in engine.loaded] == [0, 1]
+
+
+def test_under_one_step_a_model_is_sent_again_with_other_adapters_or_another_scaling():
+    swap, engine = swap_of(Topology(), "adapter")
+    model = adapted()
+    layer = model.base_model.model.first
+    swap.update(model, 5, "refuse")
+    assert swap.update(model, 5, "refuse").skipped
+    with model.disable_adapter():
+        assert not swap.update(model, 5, "refuse").skipped
+        assert swap.update(model, 5, "refuse").skipped
+    assert not swap.update(model, 5, "refuse").skipped
+    layer.scaling["default"] *= 2
+    with pytest.warns(UserWarning, match="sent again"):
+        assert not swap.update(model, 5, "refuse").skipped
+    model.base_model.model.second.weight.data.mul_(2)
+    with pytest.warns(UserWarning, match="sent again"):
+        report = swap.update(model, 5, "refuse")
+    assert report.num_bytes == BASE_BYTES + ADAPTER_BYTES
+    assert swap.update(model, 5, "refuse").skipped
+    assert engine.loaded[-1] == (5, ("base", "adapter"))
+
+
+def change_a_shard(topology):
+    from torch.distributed.fsdp import fully_shard
+
+    swap, _ = swap_of(topology, "merged")
+    model = fully_shard(Two())
+    swap.update(model, 0, "refuse")
+    if topology.rank == 1:
+        model.second.weight.detach().to_local()[0, 0] += 1
+    again = swap.update(model, 0, "refuse").skipped
+    return again, swap.update(model, 0, "refuse").skipped
+
+
+@pytest.mark.filterwarnings("ignore:the weights have changed")
+def test_under_one_step_weights_that_changed_on_one_rank_are_sent_by_all():
+    assert on_ranks(2, change_a_shard) == [(False, True)] * 2
+
+
+def test_a_buffer_may_hold_infinities():
+    swap, _ = swap_of(Topology(), "merged")
+    model = WithBuffer()
+    model.shift.fill_(-torch.inf)
+    assert swap.update(model, 0, "refuse").version == 0
 
 
 def not_finite(tensors):

@@ -52,9 +52,15 @@ def save_model(
         CheckpointError: The folder cannot be written; no half of it is left. All ranks raise.
     """
     inner = _without_wrappers(model)
-    if isinstance(tokenizer, str | Path) or (tokenizer is None and _is_main()):
-        tokenizer = _tokenizer_of(inner, tokenizer)
-    export_model(inner, tokenizer, folder)
+    found: Any = tokenizer
+    error = None
+    if isinstance(tokenizer, str | Path | None) and _is_main():
+        found, error = capture(lambda: _tokenizer_of(inner, tokenizer))
+    errors = [error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(errors)
+    results_or_first_error([(None, errors[0])])
+    export_model(inner, found, folder)
 
 
 def _without_wrappers(model: Any) -> Any:

@@ -78,6 +78,7 @@ def settings_of_rank(config: Config) -> dict[str, Any]:
         if not name.startswith(OUTPUTS)
         # Rewards are keys.
         for each in (name.removeprefix("rl.rewards."), *_texts(value))
+        if each
     }
     contents = {f"content of {name}": content for name, content in named.items() if content is not None}
     return {**settings, **contents, **versions_of_rank()}

@@ -354,9 +354,9 @@ class SamplingEngine:
         Raises:
             EngineError: Requests are running, or the engine was built without sleep mode; nothing sleeps then.
         """
-        self._rest(messages.Sleep(weights, kv_cache), "put the engine to sleep")
         if weights:
-            self._swap.forget()
+            self._swap.forget()  # Before the call: it may fail half way.
+        self._rest(messages.Sleep(weights, kv_cache), "put the engine to sleep")
 
     def wake_up(self, *, weights: bool = True, kv_cache: bool = True) -> None:
         """Take back the memory that `sleep` gave away; weights that slept are lost until the next `update`.

@@ -15,7 +15,7 @@ from vectorlm.errors import EngineDied, StaleHandle, WeightMismatch
 from vectorlm.plugin import load_plugin
 from vectorlm.types import InFlight, UpdateReport
 from vectorlm.weights.inspection import FiniteCheck, Inspection, require_sound
-from vectorlm.weights.plan import BASE, adapter_prefixes, persistent_buffers, require_same
+from vectorlm.weights.plan import BASE, adapter_prefixes, require_same
 
 if TYPE_CHECKING:
     from vectorlm.dist.engine_ranks import EngineRanks
@@ -60,6 +60,9 @@ class HotSwap:
         self._held: dict[str, object] = {}
         self._sent_model: Callable[[], Any] = lambda: None
         self._sent_changes: dict[int, int] = {}
+        self._sent_names: list[str] = []
+        self._asked_names: list[str] = []
+        """The weight sets of the model of this update, those that need not cross included."""
         self._sent_sums: dict[str, Mapping[str, tuple[int, int]]] = {}
         self.version = -1
         """The training step of the last update that succeeded; -1 before the first."""
@@ -95,6 +98,7 @@ class HotSwap:
             raise
         self.version = self._held_step = train_step
         self._sent_model, self._sent_changes = _reference(model), _changes(model)
+        self._sent_names = self._asked_names
         self._sent_sums |= {name: each.sums for name, each in inspections.items()}
         slots = (slot for each in crossing for slot in self._layouts[each.name].slots)
         return UpdateReport(
@@ -131,15 +135,15 @@ class HotSwap:
 
         def look() -> tuple[int, bool, str | None, list[tuple[str, bool, bool, bool]]]:
             sets.extend(self._weight_sets(model))
-            if self._is_as_sent(model, train_step, sets):
-                return train_step, True, None, []
+            self._asked_names = [each.name for each in sets]
+            is_as_sent = self._is_as_sent(model, train_step, sets)
             obstacle = pull_obstacle(sets, offered, self._topology) if self._transport is None else None
             notes = []
             for each in sets:
                 held = self._is_held(each)
                 fits = held or self._fits(each)
                 notes.append((each.name, held, fits, held or (fits and self._is_open(each))))
-            return train_step, False, obstacle, notes
+            return train_step, is_as_sent, obstacle, notes
 
         answers = self._engine_ranks.on_all_ranks("update", look)
         if any(step != train_step for step, *_ in answers):
@@ -170,10 +174,15 @@ class HotSwap:
         """Whether the engines hold this rank's `model`, as it is now, under this step."""
         if train_step != self._held_step or self._sent_model() is not model:
             return False
+        if [each.name for each in sets] != self._sent_names or not all(map(self._fits, sets)):
+            return False
         if self._verify:
             # Reads the weights: what is written through ``.data`` counts no operation.
             found = {each.name: self._inspection(each, check_finite=False).sums for each in sets}
-            is_as_sent = found == {name: self._sent_sums.get(name) for name in found}
+            changed = [name for name, sums in found.items() if sums != self._sent_sums.get(name)]
+            for name in changed:
+                self._held.pop(name, None)
+            is_as_sent = not changed
         else:
             is_as_sent = self._sent_changes == _changes(model)
         if not is_as_sent:
@@ -223,8 +232,7 @@ class HotSwap:
             lora_weight_sets = load_plugin(LORA_WEIGHT_SETS)
             sets: list[WeightSet] = lora_weight_sets(model, self._topology, self._arenas, self._lora_mode)
             return sets
-        beside = persistent_buffers(model)
-        return [WeightSet(BASE, ModuleSource(model, self._topology, self._arenas, beside=beside))]
+        return [WeightSet(BASE, ModuleSource(model, self._topology, self._arenas))]
 
     def _fits(self, weight_set: WeightSet) -> bool:
         """Return whether the engines are connected for these tensors; other base tensors raise."""

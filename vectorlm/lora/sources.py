@@ -17,7 +17,6 @@ from vectorlm.weights.module_source import Change, HeldRows, ModuleSource, rows_
 from vectorlm.weights.plan import (
     adapter_prefixes,
     checkpoint_name,
-    persistent_buffers,
     reshard,
     trainer_tensors,
 )
@@ -38,8 +37,7 @@ def lora_weight_sets(
     if lora_mode == "merged":
         return [WeightSet("base", merged_source(model, topology, arenas))]
     adapter = adapter_source(model, topology, arenas)
-    base = ModuleSource(model, topology, arenas, beside=persistent_buffers(model))
-    sets = [WeightSet("base", base, Fingerprint(model))]
+    sets = [WeightSet("base", ModuleSource(model, topology, arenas), Fingerprint(model))]
     return [*sets, WeightSet("adapter", adapter)] if adapter.manifest() else sets
 
 
@@ -104,8 +102,7 @@ def merged_source(
                 "Activate one of them with set_adapter()."
             )
         changes[name] = _then(earlier, _merge(factors, tensors[name], topology))
-    beside = persistent_buffers(model) | _named_factors(adapters)
-    return ModuleSource(model, topology, arenas, changes=changes, beside=beside)
+    return ModuleSource(model, topology, arenas, changes=changes, beside=_named_factors(adapters))
 
 
 def adapter_source(
@@ -125,7 +122,9 @@ def adapter_source(
         tensors[f"{factors.layer}.lora_A"] = factors.a
         tensors[f"{factors.layer}.lora_B"] = factors.b
         changes[f"{factors.layer}.lora_B"] = _scale_rows(factors.scaling)
-    return ModuleSource(model, topology, arenas, tensors=tensors, changes=changes)
+    # A scaling is no tensor of the adapter, and changes what is sent.
+    scalings = {f"{each.layer}.scaling": torch.tensor([each.scaling]) for each in lora_factors(model)}
+    return ModuleSource(model, topology, arenas, tensors=tensors, changes=changes, beside=scalings)
 
 
 def _scale_rows(scaling: float) -> Change:
@@ -185,7 +184,8 @@ def _named_factors(adapters: Sequence[LoraFactors]) -> dict[str, torch.Tensor]:
     """Return the tensors that merging reads, by names for an error text."""
     found: dict[str, torch.Tensor] = {}
     for index, each in enumerate(adapters):
-        parts = {"lora_A": each.a, "lora_B": each.b, "lora_magnitude": each.magnitude}
+        scaling = torch.tensor([each.scaling])
+        parts = {"lora_A": each.a, "lora_B": each.b, "lora_magnitude": each.magnitude, "scaling": scaling}
         found |= {f"{each.layer}.{part} (adapter {index})": x for part, x in parts.items() if x is not None}
     return found
 

@@ -47,7 +47,7 @@ def checksums(sums: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
     """
     if not sums:
         return []
-    together = torch.cat([each for each, _ in sums])
+    together = torch.cat([each.to(sums[0][0].device) for each, _ in sums])
     lengths = torch.tensor([len(each) for each, _ in sums])
     # What to add to a row's place among all rows, to have its place in its whole tensor.
     shifts = torch.tensor([first_row for _, first_row in sums]) - (lengths.cumsum(0) - lengths)

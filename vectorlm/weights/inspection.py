@@ -46,7 +46,8 @@ class FiniteCheck:
 
         if not self._seen:
             return ()
-        sound = torch.stack(self._sums).isfinite().tolist()
+        device = self._sums[0].device  # Offloaded weights and buffers lie apart.
+        sound = torch.stack([each.to(device) for each in self._sums]).isfinite().tolist()
         return tuple(
             name
             for (name, rows, dtype), is_sound in zip(self._seen, sound, strict=True)

@@ -21,7 +21,14 @@ from vectorlm.errors import WeightMismatch
 from vectorlm.weights.arena import MappedArenas
 from vectorlm.weights.checksum import checksums, row_sums
 from vectorlm.weights.inspection import FiniteCheck, Inspection
-from vectorlm.weights.plan import Layout, Piece, TensorSpec, dtype_of, trainer_tensors
+from vectorlm.weights.plan import (
+    Layout,
+    Piece,
+    TensorSpec,
+    dtype_of,
+    persistent_buffers,
+    trainer_tensors,
+)
 
 _MANIFESTS: WeakKeyDictionary[torch.nn.Module, tuple[TensorSpec, ...]] = WeakKeyDictionary()
 """By model: running a model's conversion takes longer than copying a small model's weights."""
@@ -72,7 +79,7 @@ class ModuleSource:
             arenas: Keeps arenas mapped from one update to the next.
             tensors: What is sent, by name, each plain or a DTensor; the module's parameters when omitted.
             changes: A function that changes the rows of a tensor while they are written, by the tensor's name.
-            beside: What is inspected and not sent, by name: buffers, and what `changes` read.
+            beside: What `changes` read, by name; it is inspected, as buffers are.
         """
         self._model, self._topology = model, topology
         self._arenas = MappedArenas() if arenas is None else arenas
@@ -108,7 +115,9 @@ class ModuleSource:
 
     def inspect(self, layout: Layout, with_checksums: bool, check_finite: bool) -> Inspection:
         """Sum all rows that this rank holds, and look for numbers that are not finite in those that it writes."""
-        beside = {name: rows_of(tensor, self._topology) for name, tensor in self._beside.items()}
+        buffers = persistent_buffers(self._model)
+        others = {**self._beside, **buffers}
+        beside = {name: rows_of(tensor, self._topology) for name, tensor in others.items()}
         shards = {**self.writes, **beside}
         dtypes = {name: shard.held.dtype for name, shard in shards.items()}
         words = {
@@ -122,7 +131,8 @@ class ModuleSource:
         for name, shard in shards.items():
             if with_checksums:
                 rows.append((row_sums(shard.held, words.get(name, 0)), shard.first_held))
-            if check_finite:
+            # A mask may hold infinities, and buffers are not sent.
+            if check_finite and name not in buffers:
                 finite.look_at(name, shard.rows, dtypes[name])
         totals = dict(zip(shards, checksums(rows), strict=True)) if with_checksums else {}
         self._sums = {name: totals[name] * shards[name].counts for name in words if name in totals}

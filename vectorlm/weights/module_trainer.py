@@ -12,7 +12,7 @@ from vectorlm.dist.topology import Topology
 from vectorlm.weights.arena import MappedArenas
 from vectorlm.weights.inspection import Inspection
 from vectorlm.weights.module_source import ModuleSource, manifest_of
-from vectorlm.weights.plan import Layout, TensorSpec, persistent_buffers
+from vectorlm.weights.plan import Layout, TensorSpec
 
 
 class ModuleTrainer:
@@ -55,8 +55,7 @@ class ModuleTrainer:
 
     def inspect(self, layout: Layout, with_checksums: bool, check_finite: bool) -> Inspection:
         """Look at the module's parameters before they are sent."""
-        source = ModuleSource(self._model, self._topology, beside=persistent_buffers(self._model))
-        return source.inspect(layout, with_checksums, check_finite)
+        return ModuleSource(self._model, self._topology).inspect(layout, with_checksums, check_finite)
 
     def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
         """Write this rank's shards; no tensor is gathered."""

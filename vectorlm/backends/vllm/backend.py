@@ -55,6 +55,7 @@ class VLLM:
         self.progress = 0
         self._version = -1
         self._num_loads = 0
+        self._asleep: frozenset[str] = frozenset()
         self._may_hold_nan = False
         """Whether blocks of the KV cache may hold NaN: where attention masks a NaN, the product is NaN again."""
         self._spans = VersionSpans()
@@ -116,9 +117,7 @@ class VLLM:
                 raise EngineError("the prefix cache still holds blocks of the old weights.")
         elif recompute or self._may_hold_nan:
             self._engine.reset_prefix_cache(reset_running_requests=True)
-        if self._may_hold_nan:
-            self._receivers.empty_kv_cache()
-            self._may_hold_nan = False
+        self._empty_kv_cache()
         self._spans.close(self._engine, self._version)
         self._version = version
         self._num_loads += 1
@@ -138,15 +137,25 @@ class VLLM:
             self._device_sleep.sleep(parts, asleep)
         elif not self._engine.reset_prefix_cache():
             raise EngineError("the prefix cache cannot be emptied: requests are running.")
+        self._asleep = parts | asleep
 
     def wake_up(self, parts: frozenset[str]) -> None:
         """Take device memory back."""
         if self._device_sleep is not None:
             self._device_sleep.wake_up(parts)
+        self._asleep -= parts
+        if "kv_cache" in parts:
+            self._empty_kv_cache()
 
     def close(self) -> None:
         """End the workers of a parallel engine."""
         self._workers.end()
+
+    def _empty_kv_cache(self) -> None:
+        """Overwrite a KV cache that may hold NaN, once it is awake: memory that sleeps is not there."""
+        if self._may_hold_nan and "kv_cache" not in self._asleep:
+            self._receivers.empty_kv_cache()
+            self._may_hold_nan = False
 
     def _finished_of(self, outputs: Iterable[Any]) -> list[RequestOutput]:
         found = [
