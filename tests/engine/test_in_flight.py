@@ -76,7 +76,7 @@ def test_an_update_drains_or_is_refused(engine, folder):
     step = engine.version + 1
     engine.update(another(folder, 1), step)
     handle = engine.submit([PROMPT], {**LONG, "seed": 3})
-    with pytest.raises(EngineError, match="1 requests are in flight: wait for them, or pass update"):
+    with pytest.raises(EngineError, match=r"1 requests are in flight: wait for them, take them back with handle\.cancel\(\), or pass update"):
         engine.update(another(folder, 2), step + 1)
     report = engine.update(another(folder, 2), step + 1, in_flight="drain")
     assert report.stall_s == 0.0
