@@ -76,7 +76,8 @@ def test_an_update_drains_or_is_refused(engine, folder):
     step = engine.version + 1
     engine.update(another(folder, 1), step)
     handle = engine.submit([PROMPT], {**LONG, "seed": 3})
-    with pytest.raises(EngineError, match=r"1 requests are in flight: wait for them, take them back with handle\.cancel\(\), or pass update"):
+    text = r"1 requests are in flight: wait for them, take them back with handle\.cancel\(\), or pass update"
+    with pytest.raises(EngineError, match=text):
         engine.update(another(folder, 2), step + 1)
     report = engine.update(another(folder, 2), step + 1, in_flight="drain")
     assert report.stall_s == 0.0
