@@ -154,7 +154,7 @@ class Collectives:
 
     def _open(self, place: str) -> list[str]:
         """Record where this rank is, and return the keys of the next exchange, by rank."""
-        require_own_process(self._pid, "this engine")
+        require_own_process(self._pid)
         self._count += 1
         self._store.set(f"place/{self._topology.rank}", place)
         return [f"{self._count}/{rank}" for rank in range(self._topology.world_size)]

@@ -24,11 +24,11 @@ REMOVE_WITHIN_S = 3.0
 LOST_PEER = re.compile("(?i)connection (reset|closed) by peer")
 
 
-def require_own_process(pid: int, what: str) -> None:
+def require_own_process(pid: int) -> None:
     """Raise `EngineError` in a fork of process `pid`, where no thread of it runs and every wait would last for ever."""
     if os.getpid() != pid:
         raise EngineError(
-            f"{what} belongs to process {pid}, and this is process {os.getpid()}, a fork of it (a worker of a "
+            f"this engine belongs to process {pid}, and this is process {os.getpid()}, a fork of it (a worker of a "
             "DataLoader, perhaps): call it in the process that built it."
         )
 

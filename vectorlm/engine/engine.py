@@ -194,7 +194,7 @@ class SamplingEngine:
         Raises:
             EngineError: The engine is closed, could not be built (the text says why), or died.
         """
-        require_own_process(self._pid, "this engine")
+        require_own_process(self._pid)
         if self._closed or self._start_error is not None:
             raise self._start_error or EngineError("the engine is closed.")
         if self._ready is None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from vectorlm.contracts import WeightSet, WeightSource
 from vectorlm.engine import messages
-from vectorlm.errors import EngineDied, StaleHandle, WeightMismatch
+from vectorlm.errors import EngineDied, NonFiniteWeights, StaleHandle, WeightMismatch
 from vectorlm.plugin import load_plugin
 from vectorlm.types import InFlight, UpdateReport
 from vectorlm.weights.inspection import FiniteCheck, Inspection, require_sound
-from vectorlm.weights.plan import BASE, adapter_prefixes, require_same
+from vectorlm.weights.plan import BASE, adapter_prefixes, require_same, shortened
 
 if TYPE_CHECKING:
     from vectorlm.dist.engine_ranks import EngineRanks
@@ -61,8 +61,6 @@ class HotSwap:
         self._sent_model: Callable[[], Any] = lambda: None
         self._sent_changes: dict[int, int] = {}
         self._sent_names: list[str] = []
-        self._asked_names: list[str] = []
-        """The weight sets of the model of this update, those that need not cross included."""
         self._sent_sums: dict[str, Mapping[str, tuple[int, int]]] = {}
         self.version = -1
         """The training step of the last update that succeeded; -1 before the first."""
@@ -72,7 +70,7 @@ class HotSwap:
     ) -> UpdateReport:
         """Do what `SamplingEngine.update` says, on engines that are ready and take weights as `offered`."""
         start = time.perf_counter()
-        crossing = self._prepare(model, train_step, offered)
+        sets, crossing = self._prepare(model, train_step, offered)
         if crossing is None:
             whole = messages.RequireWhole()
             self._engine_ranks.on_engine_ranks("update", lambda: self._call(whole))
@@ -98,7 +96,7 @@ class HotSwap:
             raise
         self.version = self._held_step = train_step
         self._sent_model, self._sent_changes = _reference(model), _changes(model)
-        self._sent_names = self._asked_names
+        self._sent_names = [each.name for each in sets]
         self._sent_sums |= {name: each.sums for name, each in inspections.items()}
         slots = (slot for each in crossing for slot in self._layouts[each.name].slots)
         return UpdateReport(
@@ -124,10 +122,13 @@ class HotSwap:
             self._arenas.close()
             self._arenas = None
 
-    def _prepare(self, model: Any, train_step: int, offered: Sequence[str]) -> list[WeightSet] | None:
-        """Return the weight sets that must be sent, once every rank knows that it can send its shards.
+    def _prepare(
+        self, model: Any, train_step: int, offered: Sequence[str]
+    ) -> tuple[list[WeightSet], list[WeightSet] | None]:
+        """Return the model's weight sets, and those to be sent, once every rank knows that it can send its shards.
 
-        None where the engines hold `train_step`, and every rank's model is the one that was sent and has not changed.
+        Nothing must be sent (None) where the engines hold `train_step`, and every rank's model is the one that was sent
+        and has not changed.
         """
         from vectorlm.engine.transport import open_transport, pull_obstacle
 
@@ -135,7 +136,6 @@ class HotSwap:
 
         def look() -> tuple[int, bool, str | None, list[tuple[str, bool, bool, bool]]]:
             sets.extend(self._weight_sets(model))
-            self._asked_names = [each.name for each in sets]
             is_as_sent = self._is_as_sent(model, train_step, sets)
             obstacle = pull_obstacle(sets, offered, self._topology) if self._transport is None else None
             notes = []
@@ -149,7 +149,7 @@ class HotSwap:
         if any(step != train_step for step, *_ in answers):
             self._engine_ranks.check_same_args("update", train_step, f"train_step={train_step}")
         if all(is_as_sent for _, is_as_sent, *_ in answers):
-            return None
+            return sets, None
         _, _, obstacles, looks = zip(*answers, strict=True)
         if any([name for name, *_ in theirs] != [each.name for each in sets] for theirs in looks):
             raise WeightMismatch("the model has active adapters on some ranks and none on others.")
@@ -168,7 +168,7 @@ class HotSwap:
                 to_open.append(each)
         if to_open:
             self._open(to_open)
-        return crossing
+        return sets, crossing
 
     def _is_as_sent(self, model: Any, train_step: int, sets: Sequence[WeightSet]) -> bool:
         """Whether the engines hold this rank's `model`, as it is now, under this step."""
@@ -322,7 +322,11 @@ class HotSwap:
                 finite = FiniteCheck()
                 for name, place in places.items():
                     finite.look_at(name, place, place.dtype)
-                require_sound([Inspection({}, finite.wrong())])
+                if wrong := finite.wrong():
+                    raise NonFiniteWeights(
+                        f"{len(wrong)} tensors were written with NaN or infinity: {shortened(wrong)}. The engine "
+                        "samples nothing until the next update; check_finite=False lets them in."
+                    )
 
         self._engine_ranks.on_engine_ranks("look at the arenas", look)
 

@@ -108,7 +108,7 @@ class ProcessChannel:
 
     def send(self, command: Any) -> int:
         """Send a command."""
-        require_own_process(self._pid, "this engine")
+        require_own_process(self._pid)
         if self._is_cut:
             raise self._death()
         number = next(self._count)
@@ -121,13 +121,13 @@ class ProcessChannel:
 
     def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:
         """Wait: the process works by itself."""
-        require_own_process(self._pid, "this engine")
+        require_own_process(self._pid)
         with self._news:
             self._news.wait_for(until, timeout_s)
 
     def has_answer(self, number: int, silence_s: float) -> bool:
         """Return whether the answer is there; raise where the sampler is dead or silent."""
-        require_own_process(self._pid, "this engine")
+        require_own_process(self._pid)
         with self._news:
             if number not in self._answers:
                 self._require_life(number, silence_s, "sampling")
@@ -135,7 +135,7 @@ class ProcessChannel:
 
     def answer(self, number: int, silence_s: float, waiting_for: str, deadline_s: float | None = None) -> Any:
         """Wait for an answer; rank 0 says so where the engine takes long to start."""
-        require_own_process(self._pid, "this engine")
+        require_own_process(self._pid)
         is_start = number == 0 and self._topology.is_main
         with report_wait(self._start_is, is_on=is_start, detail=self._size), self._news:
             while number not in self._answers:

@@ -112,6 +112,7 @@ def adapter_source(
     require_expressible(model, "adapter")
     reshard(model)
     tensors, changes = dict[str, torch.Tensor](), dict[str, Change]()
+    scalings: dict[str, torch.Tensor] = {}
     for factors in lora_factors(model):
         if factors.magnitude is not None or f"{factors.layer}.lora_A" in tensors:
             what = "DoRA" if factors.magnitude is not None else "several active adapters"
@@ -122,8 +123,8 @@ def adapter_source(
         tensors[f"{factors.layer}.lora_A"] = factors.a
         tensors[f"{factors.layer}.lora_B"] = factors.b
         changes[f"{factors.layer}.lora_B"] = _scale_rows(factors.scaling)
-    # A scaling is no tensor of the adapter, and changes what is sent.
-    scalings = {f"{each.layer}.scaling": torch.tensor([each.scaling]) for each in lora_factors(model)}
+        # No tensor of the adapter, and it changes what is sent.
+        scalings[f"{factors.layer}.scaling"] = torch.tensor([factors.scaling])
     return ModuleSource(model, topology, arenas, tensors=tensors, changes=changes, beside=scalings)
 
 

@@ -154,7 +154,7 @@ def trainer_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers of `model` that its checkpoint holds, by name."""
     return {
-        f"{prefix}.{name}": buffer
+        f"{prefix}.{name}".removeprefix("."): buffer
         for prefix, module in model.named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
