@@ -63,6 +63,8 @@ setup(
         "tensorboard": ["tensorboardX"],
         "trackio": ["trackio"],
         "eval": ["lm_eval"],
+        # What the server backend talks over; vLLM brings both.
+        "server": ["aiohttp", "msgspec"],
         "dev": [
             "hypothesis",
             "ipykernel",

@@ -23,8 +23,8 @@ class BareVLLM:
     """The benchmark's end of the line."""
 
     def __init__(self, model: Path, task: str) -> None:
-        from vectorlm.dist.topology import Topology
         from vectorlm.engine.process_channel import sampler_environment
+        from vectorlm.ranks.topology import Topology
 
         environment = sampler_environment(os.environ, tempfile.gettempdir(), Topology())
         self.process = subprocess.Popen(

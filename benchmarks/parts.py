@@ -77,7 +77,7 @@ def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
     import torch
 
     from vectorlm.config import load_config
-    from vectorlm.dist.topology import Topology
+    from vectorlm.ranks.topology import Topology
     from vectorlm.reinforce import reinforce
     from vectorlm.run import open_engine
 

@@ -217,7 +217,7 @@ def pass_of_one_token_s(model: Path, world_size: int, count: int = 12) -> float:
 def _pass_one_token(rank: int, world_size: int, model_path: Path, folder: str, count: int) -> None:
     from transformers import AutoModelForCausalLM
 
-    from vectorlm.dist.topology import Topology
+    from vectorlm.ranks.topology import Topology
     from vectorlm.train.optimizer_step import OptimizerStep
     from vectorlm.train.shard import shard_model
 

@@ -112,8 +112,8 @@ def measure(model: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print and save."""
-    from vectorlm.dist.topology import Topology
     from vectorlm.engine.process_channel import sampler_environment
+    from vectorlm.ranks.topology import Topology
 
     with tempfile.TemporaryDirectory() as scratch:
         wanted = sampler_environment(os.environ, scratch, Topology())

@@ -8,9 +8,9 @@ import sys
 from dataclasses import replace
 
 from vectorlm.config import add_config_arguments, check_config, config_from_arguments, with_download
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError, VectorLMError
 from vectorlm.finetune import finetune
+from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.registry import reward_names
 
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from vectorlm.dist.topology import Topology
+from vectorlm.ranks.topology import Topology
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Imported once, in a clean process that the ranks are forked from.

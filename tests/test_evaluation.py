@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from vectorlm.backends.transformers import HFEngine
 from vectorlm.data.prompts import check_lengths, read_prompts
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import DatasetError, RewardError
+from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.evaluation import Evaluator
 from vectorlm.train.device_turn import DeviceTurn
 from vectorlm.train.load import load_model

@@ -16,7 +16,7 @@ CORE = (
     "settings",
     "plugin",
     "packages",
-    "dist",
+    "ranks",
     "algorithms",
     "weights",
     "engine",
@@ -26,7 +26,7 @@ CORE = (
 FLOORS = [
     {"errors"},
     {"types", "plugin", "settings", "packages"},
-    {"dist", "algorithms", "tasks"},
+    {"ranks", "algorithms", "tasks"},
     {"weights"},
     {"contracts"},
     {"lora"},

@@ -6,8 +6,8 @@ from rank_processes import on_ranks, save_tiny_llama
 from tiny_runs import build_loop, whole_weights
 
 from vectorlm.backends.transformers import HFEngine
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import EngineDied, EngineError, OutOfTurn
+from vectorlm.ranks.topology import Topology
 from vectorlm.train.device_turn import DeviceTurn
 from vectorlm.train.load import load_model
 from vectorlm.types import UpdateReport

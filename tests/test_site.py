@@ -258,8 +258,8 @@ def test_the_backend_of_the_page_is_built(workplace):
 
 def test_adapters_are_merged_as_the_page_says(workplace):
     from vectorlm.checkpoint.export import export_model
-    from vectorlm.dist.launcher import process_group
-    from vectorlm.dist.topology import Topology
+    from vectorlm.ranks.launcher import process_group
+    from vectorlm.ranks.topology import Topology
     from vectorlm.train.load import load_tokenizer
 
     model = get_peft_model(

@@ -9,8 +9,8 @@ from rank_processes import on_ranks, save_tiny_llama
 from tiny_runs import GLOBAL_BATCH, LEARNING_RATE, NUM_STEPS, build_loop, loader, rows, whole_weights
 from torch.distributed.tensor import DTensor
 
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import DatasetError, NonFiniteLoss
+from vectorlm.ranks.topology import Topology
 from vectorlm.train import settings
 
 SPLITS = {

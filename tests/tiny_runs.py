@@ -11,7 +11,7 @@ from datasets import Dataset
 from vectorlm.checkpoint.folder import newest
 from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.data.loader import Collator, StepLoader
-from vectorlm.dist.topology import Topology
+from vectorlm.ranks.topology import Topology
 from vectorlm.telemetry.metrics import JsonlSink
 from vectorlm.train.load import load_model
 from vectorlm.train.loop import FineTuningLoop

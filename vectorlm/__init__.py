@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from vectorlm.backends.transformers import HFEngine
     from vectorlm.checkpoint.export import save_model
     from vectorlm.config.load import load_config
-    from vectorlm.dist.launcher import launch
-    from vectorlm.dist.topology import Topology
     from vectorlm.engine.engine import SamplingEngine
+    from vectorlm.ranks.launcher import launch
+    from vectorlm.ranks.topology import Topology
     from vectorlm.train.device_turn import DeviceTurn
     from vectorlm.types import Completion, UpdateReport
 
@@ -22,9 +22,9 @@ _HOMES = {
     "FakeEngine": "vectorlm.backends.scripted",
     "HFEngine": "vectorlm.backends.transformers",
     "SamplingEngine": "vectorlm.engine.engine",
-    "Topology": "vectorlm.dist.topology",
+    "Topology": "vectorlm.ranks.topology",
     "UpdateReport": "vectorlm.types",
-    "launch": "vectorlm.dist.launcher",
+    "launch": "vectorlm.ranks.launcher",
     "load_config": "vectorlm.config.load",
     "save_model": "vectorlm.checkpoint.export",
 }

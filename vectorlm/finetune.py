@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vectorlm.config import Config
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
-from vectorlm.dist.topology import Topology
+from vectorlm.ranks.topology import Topology
 from vectorlm.run import Run, open_run
 from vectorlm.train.loop import FineTuningLoop
 from vectorlm.train.optimizer_step import OptimizerStep

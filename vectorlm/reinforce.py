@@ -11,8 +11,8 @@ from vectorlm.config.check_rewards import check_rewards
 from vectorlm.config.check_rl import check_rl, longest_sequence
 from vectorlm.config.check_teacher import check_teacher
 from vectorlm.data.prompts import check_lengths, read_prompts
-from vectorlm.dist.topology import Topology
 from vectorlm.plugin import load_plugin
+from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.registry import get_reward, short_name
 from vectorlm.rewards.reward_model import RewardModel
 from vectorlm.rewards.scorer import RewardScorer

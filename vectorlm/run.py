@@ -32,15 +32,15 @@ from vectorlm.config import Config, save_config, to_plain
 from vectorlm.config.resume import Resumption, find_resumption, identity_of, settings_of_rank
 from vectorlm.config.summary import notes_of
 from vectorlm.data.prompts import read_prompts
-from vectorlm.dist.engine_ranks import capture, comparable, require_equal, results_or_first_error
-from vectorlm.dist.launcher import process_group
-from vectorlm.dist.placement import Placement, set_affinity, share_cores, split_node
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.lora.load import add_lora
 from vectorlm.lora.options import engine_arguments, refused_options
 from vectorlm.memory.from_config import memory_report
 from vectorlm.packages import is_installed
+from vectorlm.ranks.engine_ranks import capture, comparable, require_equal, results_or_first_error
+from vectorlm.ranks.launcher import process_group
+from vectorlm.ranks.placement import Placement, set_affinity, share_cores, split_node
+from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.evaluation import Evaluator
 from vectorlm.rewards.registry import get_reward
 from vectorlm.telemetry.card import card_of

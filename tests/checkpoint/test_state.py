@@ -9,9 +9,9 @@ from rank_processes import on_ranks, save_tiny_llama
 from vectorlm.checkpoint.export import export_model
 from vectorlm.checkpoint.folder import newest
 from vectorlm.checkpoint.state import CheckpointStore, capture_rng, restore_rng
-from vectorlm.dist import wait
 from vectorlm.errors import CheckpointError
 from vectorlm.lora.load import add_lora
+from vectorlm.ranks import wait
 from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.shard import shard_model
 from vectorlm.types import TrainedModel

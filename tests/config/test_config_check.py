@@ -131,7 +131,7 @@ def test_the_number_of_the_engines_workers_is_a_number(complete, parallel):
 def test_on_cuda_every_worker_of_the_engine_needs_the_device_of_a_rank(complete, monkeypatch):
     override = "train_parameters.sampler.engine.tensor_parallel_size=4"
     check_config(load_config(complete, [SAMPLER, override]), 2, REWARDS)
-    monkeypatch.setattr("vectorlm.config.check.has_cuda", lambda: True)
+    monkeypatch.setattr("vectorlm.config.check.has_gpu", lambda: True)
     check_config(load_config(complete, [SAMPLER, override]), 4, REWARDS)
     assert problems(complete, SAMPLER, override) == (
         "train_parameters.sampler.engine.tensor_parallel_size=4 must be at most the number of ranks on "
@@ -240,9 +240,9 @@ FLASH = "train_parameters.use_flash_attention=true"
 
 
 def test_flash_attention_needs_its_package_on_cuda_alone(complete, monkeypatch):
-    monkeypatch.setattr("vectorlm.config.check_files.has_cuda", lambda: False)
+    monkeypatch.setattr("vectorlm.config.check_files.has_gpu", lambda: False)
     check_config(load_config(complete, [FLASH]), 1, REWARDS)
-    monkeypatch.setattr("vectorlm.config.check_files.has_cuda", lambda: True)
+    monkeypatch.setattr("vectorlm.config.check_files.has_gpu", lambda: True)
     monkeypatch.setattr("vectorlm.config.check_files.is_installed", lambda name: False)
     assert problems(complete, FLASH) == (
         "train_parameters.use_flash_attention=true needs the package flash-attn on CUDA, and it is not installed. "

@@ -37,7 +37,7 @@ def here(workplace, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     for module in ("check_files", "summary"):
-        monkeypatch.setattr(f"vectorlm.config.{module}.has_cuda", lambda: False)
+        monkeypatch.setattr(f"vectorlm.config.{module}.has_gpu", lambda: False)
     return workplace
 
 

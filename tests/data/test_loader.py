@@ -5,7 +5,7 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
-from vectorlm.dist.topology import Topology
+from vectorlm.ranks.topology import Topology
 from vectorlm.errors import DatasetError
 
 IGNORE = -100

@@ -10,7 +10,7 @@ from letters import BOS, EOS, IGNORE, letter_tokenizer, made_of, spell
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.data.pack import best_fit
 from vectorlm.data.tokenise import Progress
-from vectorlm.dist.topology import Topology
+from vectorlm.ranks.topology import Topology
 from vectorlm.errors import ConfigError, DatasetError
 
 TEXTS = ["abc", "defgh", "", "ijklmnopq", "r"]

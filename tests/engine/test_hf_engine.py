@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import vectorlm
 from vectorlm.backends.transformers import HFEngine, generation
 from vectorlm.backends.transformers.backend import Transformers
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import ChecksumMismatch, EngineError
+from vectorlm.ranks.topology import Topology
 from vectorlm.weights.module_trainer import ModuleTrainer
 
 PROMPTS = ["abcabc", [5, 6, 7, 8, 9, 5, 6], [10]]

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from vectorlm.dist.topology import Topology
 from vectorlm.engine.environment import CORES_VARIABLE, sampler_environment
+from vectorlm.ranks.topology import Topology
 
 TWO_RANKS = Topology(0, 0, 2, 2)
 SECOND_ON_CUDA = Topology(1, 1, 4, 4, "cuda:1")

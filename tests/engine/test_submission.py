@@ -12,11 +12,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 from transformers import AutoModelForCausalLM
 
 from vectorlm import FakeEngine
-from vectorlm.dist.collectives import Collectives
-from vectorlm.dist.engine_ranks import EngineRanks
-from vectorlm.dist.topology import Topology
 from vectorlm.engine.handle import BatchHandle
 from vectorlm.errors import EngineError, EngineTimeout
+from vectorlm.ranks.collectives import Collectives
+from vectorlm.ranks.engine_ranks import EngineRanks
+from vectorlm.ranks.topology import Topology
 
 LONG = {"temperature": 0.0, "max_tokens": 250, "ignore_eos": True, "n": 1}
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from vectorlm import SamplingEngine
 from vectorlm.contracts import Trainer
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import WeightMismatch
+from vectorlm.ranks.topology import Topology
 from vectorlm.testing import TRAINER_CHECKS, TrainerUnderTest
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.module_trainer import ModuleTrainer

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vectorlm.dist.engine_ranks import capture
 from vectorlm.errors import EngineDied, EngineTimeout, VectorLMError
+from vectorlm.ranks.engine_ranks import capture
 
 TINY_LLAMA = {"hidden_size": 64}
 ENGINE_ARGS = {"timeout_s": 60}

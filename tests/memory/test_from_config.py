@@ -10,11 +10,11 @@ from tiny_runs import rows
 
 from vectorlm.cli import main
 from vectorlm.config import load_config
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError
 from vectorlm.finetune import finetune
 from vectorlm.memory.from_config import host_memory_bytes, memory_report, plan_of_config
 from vectorlm.memory.plan import GIB
+from vectorlm.ranks.topology import Topology
 
 TEXT = """\
 model: model

@@ -6,8 +6,8 @@ import time
 import pytest
 from rank_processes import on_ranks
 
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import RewardError
+from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.scorer import RewardScorer
 from vectorlm.rl.rollout import Rollout
 from vectorlm.types import PromptRecord

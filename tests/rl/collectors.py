@@ -1,6 +1,6 @@
 """A collector of scripted rollouts and its engine, for the tests of what samples and scores."""
 
-from vectorlm.dist.topology import Topology
+from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.scorer import RewardScorer
 from vectorlm.rl.collector import RolloutCollector
 from vectorlm.rl.conversation import GroupSampler

@@ -10,8 +10,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from vectorlm.algorithms import Support
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError
+from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.reward_model import RewardModel
 from vectorlm.rl.models import Critic, Reference, disable_dropout, load_critic
 from vectorlm.rl.rollout import Rollout

@@ -10,8 +10,8 @@ from tiny_rl import build, random_groups, random_rewards, random_rows, same
 
 from vectorlm.algorithms import Support, group_advantages
 from vectorlm.algorithms.registry import algorithm_names
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError, NonFiniteLoss
+from vectorlm.ranks.topology import Topology
 from vectorlm.rl.settings import KLSettings
 from vectorlm.train.load import load_model
 
@@ -391,7 +391,7 @@ def test_a_row_beyond_the_budget_is_an_error_of_all_ranks(folder):
 
 
 def test_a_lone_process_needs_no_process_group(folder):
-    from vectorlm.dist.launcher import process_group
+    from vectorlm.ranks.launcher import process_group
 
     topology = Topology()
     with process_group(topology):

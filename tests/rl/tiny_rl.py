@@ -6,8 +6,8 @@ import torch
 
 from vectorlm.algorithms import AlgorithmSpec, get_algorithm
 from vectorlm.algorithms.support import WHOLE
-from vectorlm.dist.topology import Topology
 from vectorlm.lora.load import add_lora
+from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import make_batch
 from vectorlm.rl.correction import correction_of
 from vectorlm.rl.models import (

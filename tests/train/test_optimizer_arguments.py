@@ -14,10 +14,10 @@ from tiny_runs import rows
 
 from vectorlm.config import check_config, load_config
 from vectorlm.config.resume import find_resumption
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.finetune import finetune
 from vectorlm.memory.from_config import plan_of_config
+from vectorlm.ranks.topology import Topology
 from vectorlm.run import Run
 from vectorlm.train.settings import OptimizerSettings
 

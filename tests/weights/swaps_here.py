@@ -6,11 +6,11 @@ import torch
 from receivers_here import receivers_of
 from torch import nn
 
-from vectorlm.dist.collectives import Collectives
-from vectorlm.dist.engine_ranks import EngineRanks
 from vectorlm.engine import messages
 from vectorlm.engine.hot_swap import HotSwap
 from vectorlm.engine.scheduler import Scheduler
+from vectorlm.ranks.collectives import Collectives
+from vectorlm.ranks.engine_ranks import EngineRanks
 
 TRANSPORTS = ("push", "bucketed", "pull")
 SMALL_BUCKET = 128

@@ -5,8 +5,8 @@ import torch
 from rank_processes import on_ranks
 from test_weight_sets import ADAPTER_BYTES, BASE_BYTES, Two, adapted, swap_of
 
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import NonFiniteWeights, RankMismatch
+from vectorlm.ranks.topology import Topology
 from vectorlm.weights.inspection import FiniteCheck
 from vectorlm.weights.module_trainer import ModuleTrainer
 from vectorlm.weights.plan import TensorSpec

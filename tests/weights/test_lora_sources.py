@@ -7,9 +7,9 @@ from rank_processes import on_ranks, save_tiny_llama
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError, WeightMismatch
 from vectorlm.lora.sources import adapter_source, lora_weight_sets, merged_source
+from vectorlm.ranks.topology import Topology
 from vectorlm.weights.arena import Arena, MappedArenas
 from vectorlm.weights.checksum import checksum
 from vectorlm.weights.layout import plain_slots

@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import WeightMismatch
+from vectorlm.ranks.topology import Topology
 from vectorlm.weights.arena import Arena, MappedArenas
 from vectorlm.weights.checksum import checksum
 from vectorlm.weights.module_source import ModuleSource, manifest_of

@@ -2,7 +2,7 @@
 
 import torch
 
-from vectorlm.dist.topology import Topology
+from vectorlm.ranks.topology import Topology
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.module_trainer import ModuleTrainer
 from vectorlm.weights.plan import Layout, Slot

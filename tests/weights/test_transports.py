@@ -13,10 +13,10 @@ from swaps_here import SMALL_BUCKET, TRANSPORTS, Model, move, swap_of
 from torch.distributed.fsdp import fully_shard
 
 from vectorlm.contracts import WeightSet
-from vectorlm.dist.topology import Topology
 from vectorlm.engine import transport as transports
 from vectorlm.engine.transport import Pull, Push, open_transport, pull_obstacle
 from vectorlm.errors import ChecksumMismatch, ConfigError, StaleHandle, WeightMismatch
+from vectorlm.ranks.topology import Topology
 from vectorlm.weights.arena import MappedArenas
 from vectorlm.weights.exports import ExportedRows
 from vectorlm.weights.inlet import Inlet

@@ -6,12 +6,12 @@ from peft import LoraConfig, get_peft_model
 from rank_processes import on_ranks
 from torch import nn
 
-from vectorlm.dist.collectives import Collectives
-from vectorlm.dist.engine_ranks import EngineRanks
-from vectorlm.dist.topology import Topology
 from vectorlm.engine import messages
 from vectorlm.engine.hot_swap import HotSwap
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
+from vectorlm.ranks.collectives import Collectives
+from vectorlm.ranks.engine_ranks import EngineRanks
+from vectorlm.ranks.topology import Topology
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
 from vectorlm.weights.layout import plain_slots

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from vectorlm.backends.plain_weights import PlainWeights
 from vectorlm.backends.transformers.parameters import Parameters, read_parameters
 from vectorlm.contracts import RequestOutput
-from vectorlm.dist.topology import Topology
 from vectorlm.engine.engine import SamplingEngine
 from vectorlm.errors import EngineError
+from vectorlm.ranks.topology import Topology
 from vectorlm.types import Completion, InFlight, Prompt, UpdateReport
 from vectorlm.weights.plan import Layout, TensorSpec
 

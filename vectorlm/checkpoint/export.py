@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vectorlm.checkpoint import folder
-from vectorlm.dist.engine_ranks import capture, results_or_first_error
-from vectorlm.dist.wait import report_wait
 from vectorlm.lora.folder import lasting_name
+from vectorlm.ranks.engine_ranks import capture, results_or_first_error
+from vectorlm.ranks.wait import report_wait
 from vectorlm.weights.plan import WRAPPERS
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from vectorlm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from vectorlm.dist.topology import Topology
+    from vectorlm.ranks.topology import Topology
 
 HELD_PATIENCE_S = 3.0
 """A run that was killed a moment ago may not be gone yet."""

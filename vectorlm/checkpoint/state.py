@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from vectorlm.checkpoint import folder
-from vectorlm.dist.wait import report_wait
+from vectorlm.ranks.wait import report_wait
 from vectorlm.types import TrainedModel
 
 DIGESTS = "files.json"

@@ -238,12 +238,10 @@ def _gpu_driver() -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         if done.stdout.strip():
             return done.stdout.split()[0]
-    if not Path("/dev/nvidia0").exists():
-        return None
     with suppress(OSError):
         if found := re.search(r"\d{3}\.[\d.]+", Path("/proc/driver/nvidia/version").read_text()):
             return found[0]
-    return "unknown"
+    return None
 
 
 def _error_of(attempt: Callable[[], object]) -> str | None:

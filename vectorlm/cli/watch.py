@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vectorlm.checkpoint.folder import is_held
-from vectorlm.dist.wait import span
 from vectorlm.errors import ConfigError
+from vectorlm.ranks.wait import span
 from vectorlm.telemetry.live_run import LiveRun, Sample
 
 if TYPE_CHECKING:

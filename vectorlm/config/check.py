@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from vectorlm.config.check_files import file_problems, has_cuda
+from vectorlm.config.check_files import file_problems
 from vectorlm.config.check_packages import package_problems
 from vectorlm.config.check_vllm import vllm_problems
 from vectorlm.config.schema import Config, SamplerSettings
@@ -15,6 +15,7 @@ from vectorlm.contracts import BACKENDS
 from vectorlm.lora.options import largest_rank, refused_options
 from vectorlm.packages import fields_of
 from vectorlm.plugin import is_plugin
+from vectorlm.ranks.topology import has_gpu
 from vectorlm.settings import nearest
 from vectorlm.telemetry.profile import short_run
 
@@ -196,7 +197,7 @@ def _parallel_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     path = f"{_SAMPLER}.engine.tensor_parallel_size"
     if type(size) is not int or size < 1:
         yield refuse(config, path, "must be an integer >= 1", "Use 1, or a number of devices.")
-    elif size > max(ranks_per_node, 1) and has_cuda():
+    elif size > max(ranks_per_node, 1) and has_gpu():
         rule = f"must be at most the number of ranks on a node, {ranks_per_node}"
         yield refuse(config, path, rule, "Use fewer, or start more ranks.")
 
@@ -229,8 +230,8 @@ def _inference_problems(config: Config, sampler: SamplerSettings) -> Iterator[st
 
 def _optimizer_problems(config: Config) -> Iterator[str]:
     train = config.train_parameters
-    if train.optimizer.capturable and (train.model.cpu_offload or not has_cuda()):
-        why = "and cpu_offload steps on the host" if has_cuda() else "and there is no such device here"
+    if train.optimizer.capturable and (train.model.cpu_offload or not has_gpu()):
+        why = "and cpu_offload steps on the host" if has_gpu() else "and there is no such device here"
         yield refuse(config, f"{_OPTIMIZER}.capturable", f"needs a CUDA device, {why}", "Leave it out.")
 
 

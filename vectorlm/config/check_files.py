@@ -15,9 +15,9 @@ from vectorlm.config.resume import find_resumption
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
 from vectorlm.data.prompts import PARQUET
-from vectorlm.dist.topology import with_rank_variables
 from vectorlm.errors import CheckpointError
 from vectorlm.packages import is_installed
+from vectorlm.ranks.topology import has_gpu, with_rank_variables
 from vectorlm.weights.model_size import damaged_weights
 
 SAMPLER = "train_parameters.sampler"
@@ -29,12 +29,6 @@ def file_problems(config: Config, world_size: int) -> Iterator[str]:
     yield from _dataset_problems(config)
     yield from _prompt_problems(config)
     yield from _output_problems(config, world_size)
-
-
-def has_cuda() -> bool:
-    """Whether there is an NVIDIA device to run on; torch could tell too, in ten times the time of the whole check."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    return Path("/dev/nvidiactl").exists() and not hidden
 
 
 def _model_problems(config: Config) -> Iterator[str]:
@@ -65,10 +59,10 @@ def _model_problems(config: Config) -> Iterator[str]:
         fix = "Resize the embeddings (docs/data.md shows how), or save the tokenizer that belongs to it."
         yield refuse(config, "model", rule, fix)
     path = "train_parameters.use_flash_attention"
-    if config.train_parameters.model.use_flash_attention and has_cuda() and not is_installed("flash_attn"):
+    if config.train_parameters.model.use_flash_attention and has_gpu() and not is_installed("flash_attn"):
         rule = "needs the package flash-attn on CUDA, and it is not installed"
         yield refuse(config, path, rule, "Run `pip install flash-attn`, or set it to false.")
-    if config.train_parameters.model.compile and not (has_cuda() or which(os.environ.get("CXX", "g++"))):
+    if config.train_parameters.model.compile and not (has_gpu() or which(os.environ.get("CXX", "g++"))):
         rule = "needs a C++ compiler on CPU, and none is found here"
         yield refuse(config, "train_parameters.compile", rule, "Install g++, or set it to false.")
 

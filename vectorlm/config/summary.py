@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vectorlm.config.check_files import has_cuda
 from vectorlm.config.check_packages import NO_PICTURES
 from vectorlm.config.resume import find_resumption, say_finished
 from vectorlm.config.schema import Config, RLSettings, TrainSettings
 from vectorlm.packages import is_installed
+from vectorlm.ranks.topology import has_gpu
 from vectorlm.train.settings import ModelSettings
 
 
@@ -39,7 +39,7 @@ def notes_of(config: Config) -> Iterator[str]:
     if not is_installed("matplotlib"):
         yield NO_PICTURES
     train = config.train_parameters
-    if train.model.use_flash_attention and not has_cuda():
+    if train.model.use_flash_attention and not has_gpu():
         yield "use_flash_attention: there is no CUDA device, so attention is torch's own (SDPA)"
 
 

@@ -17,7 +17,7 @@ from vectorlm.types import Batch
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from vectorlm.dist.topology import Topology
+    from vectorlm.ranks.topology import Topology
 
 _REQUIRED_COLUMNS = ("input_ids", "labels")
 FILLER_ID = -1

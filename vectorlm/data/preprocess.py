@@ -15,7 +15,7 @@ from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import open_source, write_rows
 from vectorlm.data.summary import Summary
 from vectorlm.data.tokenise import ROWS_PER_CALL, make_tokeniser
-from vectorlm.dist.wait import count_rows
+from vectorlm.ranks.wait import count_rows
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.packages import is_installed
 

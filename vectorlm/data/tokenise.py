@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vectorlm.data.chat import Chat, Message
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import Source
-from vectorlm.dist.wait import EVERY_S, how_far, say
+from vectorlm.ranks.wait import EVERY_S, how_far, say
 from vectorlm.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:

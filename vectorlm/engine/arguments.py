@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.contracts import WeightSource
-from vectorlm.dist.placement import tensor_parallel_size
-from vectorlm.dist.topology import Topology
 from vectorlm.engine.settings import DEVICE_SHARE, Channels, Receivers, Transports
 from vectorlm.packages import fields_of, versions_of_rank
+from vectorlm.ranks.placement import tensor_parallel_size
+from vectorlm.ranks.topology import Topology
 from vectorlm.settings import nearest, require_choice
 from vectorlm.types import InFlight, Prompt
 from vectorlm.weights.model_size import read_model_size

@@ -11,11 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vectorlm.dist.collectives import Collectives
-from vectorlm.dist.engine_ranks import EngineRanks, capture, comparable, require_equal
-from vectorlm.dist.placement import devices_of_engine
-from vectorlm.dist.process_end import require_own_process
-from vectorlm.dist.topology import Topology
 from vectorlm.engine import arguments, messages
 from vectorlm.engine.handle import BatchHandle, exchange_results
 from vectorlm.engine.hot_swap import HotSwap
@@ -23,6 +18,11 @@ from vectorlm.engine.inline_channel import InlineChannel
 from vectorlm.engine.last_error import let_go_of_last_error
 from vectorlm.engine.process_channel import ProcessChannel
 from vectorlm.errors import EngineError, EngineTimeout
+from vectorlm.ranks.collectives import Collectives
+from vectorlm.ranks.engine_ranks import EngineRanks, capture, comparable, require_equal
+from vectorlm.ranks.placement import devices_of_engine
+from vectorlm.ranks.process_end import require_own_process
+from vectorlm.ranks.topology import Topology
 from vectorlm.types import Completion, InFlight, Prompt, SamplingRequest, UpdateReport
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import vectorlm
-from vectorlm.dist.placement import bounded_spin
-from vectorlm.dist.process_end import without_tracker_warnings
-from vectorlm.dist.topology import Topology
+from vectorlm.ranks.placement import bounded_spin
+from vectorlm.ranks.process_end import without_tracker_warnings
+from vectorlm.ranks.topology import Topology
 
 CORES_VARIABLE = "VECTORLM_SAMPLER_CORES"
 """The cores that only the sampler process uses, if there are any."""

@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vectorlm.dist.engine_ranks import capture
 from vectorlm.engine import messages
 from vectorlm.engine.packed import packing
 from vectorlm.errors import EngineError, EngineTimeout
+from vectorlm.ranks.engine_ranks import capture
 from vectorlm.types import Completion, Prompt
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from vectorlm.dist.collectives import Collectives
-    from vectorlm.dist.engine_ranks import EngineRanks
+    from vectorlm.ranks.collectives import Collectives
+    from vectorlm.ranks.engine_ranks import EngineRanks
 
     Answers = dict[int, Sequence[np.ndarray]]
     """Packed answers, by the chunk's place in the batch."""

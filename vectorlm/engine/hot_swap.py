@@ -18,9 +18,9 @@ from vectorlm.weights.inspection import FiniteCheck, Inspection, require_sound
 from vectorlm.weights.plan import BASE, adapter_prefixes, require_same, shortened
 
 if TYPE_CHECKING:
-    from vectorlm.dist.engine_ranks import EngineRanks
-    from vectorlm.dist.topology import Topology
     from vectorlm.engine.transport import Transport
+    from vectorlm.ranks.engine_ranks import EngineRanks
+    from vectorlm.ranks.topology import Topology
     from vectorlm.weights.arena import MappedArenas
     from vectorlm.weights.exports import Export
     from vectorlm.weights.plan import Layout

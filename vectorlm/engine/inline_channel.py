@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vectorlm.dist.wait import report_wait
 from vectorlm.engine import messages
 from vectorlm.engine.scheduler import Scheduler, open_backend, portable
 from vectorlm.errors import EngineDied, EngineTimeout
+from vectorlm.ranks.wait import report_wait
 
 
 class InlineChannel:

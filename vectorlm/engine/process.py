@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.contracts import BACKENDS
-from vectorlm.dist.placement import set_affinity
-from vectorlm.dist.process_end import follow_parent, remove_folder
 from vectorlm.engine import messages
 from vectorlm.engine.environment import CORES_VARIABLE
 from vectorlm.engine.scheduler import Scheduler, open_backend, portable
 from vectorlm.errors import EngineError
 from vectorlm.plugin import is_plugin, load_plugin
+from vectorlm.ranks.placement import set_affinity
+from vectorlm.ranks.process_end import follow_parent, remove_folder
 
 ALIVE_EVERY_S = 1.0
 BACKEND_VARIABLE = "VECTORLM_SAMPLER_BACKEND"

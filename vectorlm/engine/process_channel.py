@@ -23,12 +23,12 @@ from typing import Any, TextIO
 
 import psutil
 
-from vectorlm.dist.process_end import how_it_ended, require_own_process, write_fault
-from vectorlm.dist.topology import Topology
-from vectorlm.dist.wait import report_wait
 from vectorlm.engine import messages
 from vectorlm.engine.environment import sampler_environment
 from vectorlm.errors import EngineDied, EngineError, EngineTimeout
+from vectorlm.ranks.process_end import how_it_ended, require_own_process, write_fault
+from vectorlm.ranks.topology import Topology
+from vectorlm.ranks.wait import report_wait
 
 POLL_S = 0.5
 ASLEEP_S = 5.0

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 
 from vectorlm.contracts import WeightSet
-from vectorlm.dist.topology import Topology
 from vectorlm.engine.settings import BUCKET_BYTES
 from vectorlm.errors import ConfigError
+from vectorlm.ranks.topology import Topology
 from vectorlm.weights.arena import MappedArenas
 from vectorlm.weights.exports import Export, ExportedRows
 from vectorlm.weights.module_source import ModuleSource

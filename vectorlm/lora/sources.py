@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vectorlm.contracts import WeightSet
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError, WeightMismatch
 from vectorlm.lora.load import LoraFactors, lora_factors, require_expressible
+from vectorlm.ranks.topology import Topology
 from vectorlm.weights.arena import MappedArenas
 from vectorlm.weights.module_source import Change, HeldRows, ModuleSource, rows_of
 from vectorlm.weights.plan import (

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import psutil
 
 from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES, packs_by_itself
 from vectorlm.config import Config, SamplerSettings
-from vectorlm.dist.placement import tensor_parallel_size
 from vectorlm.engine.settings import BUCKET_BYTES
 from vectorlm.memory.container import container_limits
 from vectorlm.memory.plan import Demand, EngineDemand, MemoryPlan, plan_memory
 from vectorlm.memory.report import check_memory, memory_table
+from vectorlm.ranks.placement import tensor_parallel_size
+from vectorlm.ranks.topology import has_gpu
 from vectorlm.rl.settings import CPU_PASS_TOKENS
 from vectorlm.train.settings import gathers_once
 from vectorlm.weights.model_size import ModelSize, count_adapter_parameters, read_model_size
@@ -143,7 +142,7 @@ def host_memory_bytes() -> int:
 
 def device_memory_bytes() -> int | None:
     """Return the memory of the smallest CUDA device; None without one, and then torch is not loaded."""
-    if not Path("/dev/nvidia0").exists():
+    if not has_gpu():
         return None
     import torch
 

@@ -17,8 +17,8 @@ from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window
 
-from vectorlm.dist.topology import device_of
 from vectorlm.errors import ConfigError
+from vectorlm.ranks.topology import device_of
 from vectorlm.settings import nearest
 
 SCORE = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0}

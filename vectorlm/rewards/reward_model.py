@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from vectorlm.algorithms.batch import RolloutBatch
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError
+from vectorlm.ranks.topology import Topology
 from vectorlm.rl.micro_batch import map_rows
 from vectorlm.rl.models import LoadSharded, disable_dropout
 from vectorlm.rl.rollout import Rollout

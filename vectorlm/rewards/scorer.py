@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import RewardError
+from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.runner import RewardResult, Scorable, run_reward
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 

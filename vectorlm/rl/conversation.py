@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch.distributed as dist
 
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import RolloutError
 from vectorlm.plugin import TookTooLong, time_limit
+from vectorlm.ranks.topology import Topology
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.types import Completion, PromptRecord, SamplingRequest

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from vectorlm.algorithms.kl import AdaptiveKL
 from vectorlm.algorithms.spec import AlgorithmSpec
-from vectorlm.dist.topology import Topology
+from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch, make_batch
 from vectorlm.rl.collector import RolloutSource
 from vectorlm.rl.metrics import SpeedMeter, batch_metrics, rollout_metrics

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from vectorlm.algorithms.batch import RolloutBatch
 from vectorlm.algorithms.correction import correction_metrics
 from vectorlm.algorithms.groups import is_constant
-from vectorlm.dist.topology import Topology
+from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.models import RLModels
 from vectorlm.rl.rollout import Rollout, RolloutGroup, kept_groups

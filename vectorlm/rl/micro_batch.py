@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from vectorlm.algorithms.batch import RolloutBatch
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError
+from vectorlm.ranks.topology import Topology
 from vectorlm.rl.settings import CPU_PASS_TOKENS
 from vectorlm.train.packing import Rows, num_needed, num_shared
 

@@ -12,7 +12,7 @@ from vectorlm.algorithms.groups import whiten
 from vectorlm.algorithms.kl import kl_estimate
 from vectorlm.algorithms.logprobs import EntropyKind
 from vectorlm.algorithms.spec import AlgorithmSpec
-from vectorlm.dist.topology import Topology
+from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.correction import apply_correction
 from vectorlm.rl.metrics import correction_effect, count_log_ratios, mismatch_metrics

@@ -12,8 +12,8 @@ from torch import nn
 from vectorlm.algorithms.batch import RolloutBatch
 from vectorlm.algorithms.kl import generalised_jsd
 from vectorlm.algorithms.logprobs import Comparison
-from vectorlm.dist.engine_ranks import capture, results_or_first_error
-from vectorlm.dist.topology import Topology
+from vectorlm.ranks.engine_ranks import capture, results_or_first_error
+from vectorlm.ranks.topology import Topology
 from vectorlm.rl.micro_batch import RowFunction
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.packing import Rows, num_needed

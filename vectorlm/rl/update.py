@@ -14,7 +14,7 @@ from vectorlm.algorithms.kl import exp_clamped, kl_estimate, log_ratio, ratio
 from vectorlm.algorithms.logprobs import EntropyKind
 from vectorlm.algorithms.reduce import count_denominator, masked_mean, masked_sum, reduce_loss
 from vectorlm.algorithms.spec import AlgorithmSpec
-from vectorlm.dist.topology import Topology
+from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.correction import weights_in_update
 from vectorlm.rl.metrics import MetricAccumulator

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vectorlm.dist.wait import report_wait
+from vectorlm.ranks.wait import report_wait
 from vectorlm.types import Completion, Engine, Prompt
 
 NUM_PARTS = 20

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vectorlm.dist.topology import Topology
+from vectorlm.ranks.topology import Topology
 from vectorlm.types import Completion, Engine
 
 PROMPTS = ([2, 3, 4], [5, 6, 7, 8, 9], [10])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from vectorlm.contracts import Trainer
-from vectorlm.dist.topology import Topology
+from vectorlm.ranks.topology import Topology
 from vectorlm.testing.failures import speaking
 from vectorlm.testing.subject import from_all
 from vectorlm.weights.arena import Arena

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import EngineDied, EngineError, EngineTimeout, OutOfTurn, RankMismatch, WeightMismatch
+from vectorlm.ranks.topology import Topology
 from vectorlm.settings import require_choice
 from vectorlm.types import Engine, InFlight, UpdateReport
 from vectorlm.weights.arena import pin

@@ -16,7 +16,7 @@ from vectorlm.errors import ConfigError, NonFiniteLoss
 from vectorlm.train.settings import gathers_once
 
 if TYPE_CHECKING:
-    from vectorlm.dist.topology import Topology
+    from vectorlm.ranks.topology import Topology
 
 
 PLATEAU_NAMES = ("plateau-with-warmup", "plataeu-with-warmup", "reduce_lr_on_plateau")

@@ -18,7 +18,7 @@ from vectorlm.train.settings import ModelSettings
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from vectorlm.dist.topology import Topology
+    from vectorlm.ranks.topology import Topology
 
 RESHARD_AFTER_FORWARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False, "HYBRID_SHARD": True}
 """By strategy: whether a block frees its gathered weights between forward and backward."""

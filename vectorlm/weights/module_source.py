@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import WeightMismatch
+from vectorlm.ranks.topology import Topology
 from vectorlm.weights.arena import MappedArenas
 from vectorlm.weights.checksum import checksums, row_sums
 from vectorlm.weights.inspection import FiniteCheck, Inspection

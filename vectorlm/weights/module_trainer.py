@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vectorlm.dist.topology import Topology
+from vectorlm.ranks.topology import Topology
 from vectorlm.weights.arena import MappedArenas
 from vectorlm.weights.inspection import Inspection
 from vectorlm.weights.module_source import ModuleSource, manifest_of

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from vectorlm.dist.engine_ranks import CallResult, results_or_first_error
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
+from vectorlm.ranks.engine_ranks import CallResult, results_or_first_error
 from vectorlm.weights.arena import path_of, reserve
 from vectorlm.weights.checksum import widest_word
 from vectorlm.weights.exports import Export

@@ -21,9 +21,9 @@ from vectorlm.backends.server.serve import require_token
 from vectorlm.backends.server.wire import result_from_wire, to_wire
 from vectorlm.backends.vllm.shim import make_sampling_params
 from vectorlm.contracts import RequestOutput
-from vectorlm.dist.engine_ranks import CallResult
 from vectorlm.engine.packed import FINISH_REASONS
 from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout
+from vectorlm.ranks.engine_ranks import CallResult
 from vectorlm.types import Completion, Prompt
 from vectorlm.weights.plan import Layout, TensorSpec
 from vectorlm.weights.receivers import Receivers

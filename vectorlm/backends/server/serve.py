@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from typing import Any
 
 from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES
-from vectorlm.dist.placement import bounded_spin
 from vectorlm.errors import ConfigError
+from vectorlm.ranks.placement import bounded_spin
 
 LOOPBACK = "127.0.0.1"
 PORT = 8000

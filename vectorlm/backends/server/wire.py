@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from vectorlm import errors
-from vectorlm.dist.engine_ranks import CallResult
 from vectorlm.errors import EngineError, VectorLMError
+from vectorlm.ranks.engine_ranks import CallResult
 from vectorlm.weights.plan import Layout, TensorSpec
 from vectorlm.weights.record import LoadPlan
 

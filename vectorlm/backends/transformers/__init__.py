@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vectorlm.dist.topology import Topology
 from vectorlm.engine.engine import SamplingEngine
+from vectorlm.ranks.topology import Topology
 
 
 class HFEngine(SamplingEngine):

@@ -10,9 +10,9 @@ from typing import Any
 from vectorlm.backends.vllm import packs_by_itself
 from vectorlm.backends.vllm.norms import use_norm_kernel
 from vectorlm.backends.vllm.pack import CpuPacking, require_plain_layers
-from vectorlm.dist.engine_ranks import CallResult
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.lora.receive import AdapterReceiver
+from vectorlm.ranks.engine_ranks import CallResult
 from vectorlm.weights.exports import Export
 from vectorlm.weights.plan import BASE, Layout, TensorSpec
 from vectorlm.weights.receive import Receiver

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from vectorlm.dist.process_end import follow_parent, how_it_ended
+from vectorlm.ranks.process_end import follow_parent, how_it_ended
 
 SHARED_MEMORY = Path("/dev/shm")
 REAPED_WITHIN_S = 1.0

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from vectorlm.dist.process_end import require_own_process
-from vectorlm.dist.topology import Topology
-from vectorlm.dist.wait import EVERY_S, say, span
 from vectorlm.errors import EngineError, HandoffTimeout, LaunchError, RankFailed, RankMismatch
+from vectorlm.ranks.process_end import require_own_process
+from vectorlm.ranks.topology import Topology
+from vectorlm.ranks.wait import EVERY_S, say, span
 
 # Ranks poll for a note: a blocking wait logs a warning at each timeout, a busy one takes a core from the engine.
 SHORTEST_PAUSE_S = 0.0005

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vectorlm.dist.process_end import first_fault, write_fault
+from vectorlm.ranks.process_end import first_fault, write_fault
 
 
 def leave(folder, rank, error):

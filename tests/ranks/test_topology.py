@@ -6,8 +6,8 @@ import pytest
 
 import vectorlm
 from vectorlm import Topology
-from vectorlm.dist.topology import is_rank
 from vectorlm.errors import LaunchError
+from vectorlm.ranks.topology import is_rank
 
 
 def test_a_lone_process_is_rank_0_of_1():
@@ -88,7 +88,7 @@ def test_a_topology_does_not_change():
 def test_torch_is_not_loaded_to_learn_that_there_is_no_driver():
     lines = [
         "import sys",
-        "from vectorlm.dist import topology",
+        "from vectorlm.ranks import topology",
         "topology.DRIVER_FILES = ('no_driver*',)",
         "assert topology.Topology.from_environment().device == 'cpu'",
         "assert 'torch' not in sys.modules",

@@ -10,9 +10,9 @@ import pytest
 from fake_slurm import put_on_path
 
 from vectorlm import Topology
-from vectorlm.dist.slurm import first_host, rank_variables
-from vectorlm.dist.topology import is_rank
 from vectorlm.errors import LaunchError
+from vectorlm.ranks.slurm import first_host, rank_variables
+from vectorlm.ranks.topology import is_rank
 
 SCRIPT = Path(__file__).with_name("node_script.py")
 TASK = {

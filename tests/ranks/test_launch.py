@@ -12,9 +12,9 @@ import pytest
 from watched_run import WatchedRun
 
 import vectorlm
-from vectorlm.dist.collectives import Collectives
-from vectorlm.dist.launcher import process_group
 from vectorlm.errors import HandoffTimeout, LaunchError, RankFailed
+from vectorlm.ranks.collectives import Collectives
+from vectorlm.ranks.launcher import process_group
 
 
 def exchange(number):
@@ -255,7 +255,7 @@ def test_a_script_without_its_guard_is_told_so_once(tmp_path):
 
 
 def test_a_rank_that_waits_for_others_to_start_says_so(monkeypatch, capfd):
-    monkeypatch.setattr("vectorlm.dist.wait.AFTER_S", 0.2)
+    monkeypatch.setattr("vectorlm.ranks.wait.AFTER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

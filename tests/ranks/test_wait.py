@@ -9,8 +9,8 @@ import pytest
 from rank_processes import on_ranks
 
 from vectorlm import SamplingEngine
-from vectorlm.dist import collectives, wait
-from vectorlm.dist.collectives import Collectives
+from vectorlm.ranks import collectives, wait
+from vectorlm.ranks.collectives import Collectives
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from vectorlm.dist.collectives import Collectives, ranks_text
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import EngineError, RankMismatch, VectorLMError
+from vectorlm.ranks.collectives import Collectives, ranks_text
+from vectorlm.ranks.topology import Topology
 
 ADDRESS = re.compile(" at 0x[0-9a-f]+")
 Result = TypeVar("Result")

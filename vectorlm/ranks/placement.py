@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vectorlm.dist.topology import Topology
 from vectorlm.errors import ConfigError
+from vectorlm.ranks.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import sys
 import time
 
 import vectorlm
-from vectorlm.dist.collectives import Collectives
 from vectorlm.errors import VectorLMError
+from vectorlm.ranks.collectives import Collectives
 
 
 def work(what):

@@ -22,8 +22,9 @@ from typing import Any
 
 import cloudpickle
 
-from vectorlm.dist.placement import bounded_spin, share_cores
-from vectorlm.dist.process_end import (
+from vectorlm.errors import LaunchError, RankFailed
+from vectorlm.ranks.placement import bounded_spin, share_cores
+from vectorlm.ranks.process_end import (
     absent_ranks,
     first_fault,
     follow_parent,
@@ -32,9 +33,8 @@ from vectorlm.dist.process_end import (
     write_fault,
     write_stack_at_end,
 )
-from vectorlm.dist.topology import Topology, device_of, is_rank, with_rank_variables
-from vectorlm.dist.wait import report_wait
-from vectorlm.errors import LaunchError, RankFailed
+from vectorlm.ranks.topology import Topology, device_of, is_rank, with_rank_variables
+from vectorlm.ranks.wait import report_wait
 
 AGENT_VARIABLES = {
     "TORCHELASTIC_SIGNALS_TO_HANDLE": None,

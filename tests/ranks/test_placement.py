@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from vectorlm.config import AsyncSettings
-from vectorlm.dist.placement import (
+from vectorlm.errors import ConfigError
+from vectorlm.ranks.placement import (
     Placement,
     devices_of_engine,
     set_affinity,
@@ -15,8 +16,7 @@ from vectorlm.dist.placement import (
     split_node,
     tensor_parallel_size,
 )
-from vectorlm.dist.topology import Topology
-from vectorlm.errors import ConfigError
+from vectorlm.ranks.topology import Topology
 from vectorlm.run import place_ranks
 
 

@@ -12,8 +12,8 @@ import pytest
 from rank_processes import save_tiny_llama
 
 import vectorlm
-from vectorlm.dist.collectives import Collectives
 from vectorlm.errors import LaunchError, RankMismatch
+from vectorlm.ranks.collectives import Collectives
 
 LISTENS = "0A"
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")

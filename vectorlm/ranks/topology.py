@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vectorlm.dist.slurm import rank_variables
 from vectorlm.errors import LaunchError
+from vectorlm.ranks.slurm import rank_variables
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets for each rank; a process that has all of them is a rank."""
@@ -93,15 +93,21 @@ def with_rank_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
     return environment if is_given else {**environment, **rank_variables(environment)}
 
 
+def has_gpu() -> bool:
+    """Return whether torch has a CUDA device to run on; torch is imported only if a driver has a device file."""
+    if "torch" not in sys.modules and not any(any(Path("/dev").glob(name)) for name in DRIVER_FILES):
+        return False  # importing torch to find the same would delay the start of the engine by seconds
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def device_of(local_rank: int) -> str:
     """Return the device of a rank; raise `LaunchError` on a CUDA machine that has too few."""
-    # Where no driver has a device file, torch need not say so: its import would delay the start of the engine.
-    if "torch" not in sys.modules and not any(any(Path("/dev").glob(name)) for name in DRIVER_FILES):
+    if not has_gpu():
         return "cpu"
     import torch
 
-    if not torch.cuda.is_available():
-        return "cpu"
     if local_rank >= torch.cuda.device_count():
         raise LaunchError(
             f"rank {local_rank} of this machine has no device: every rank needs its own, and there are "
