@@ -33,7 +33,7 @@ FLOORS = [
     {"engine"},
     {"backends", "sampling", "testing"},
     {"train"},
-    {"rl", "checkpoint", "data", "telemetry"},
+    {"rl", "checkpoint", "data", "report"},
     {"rewards", "rollouts"},
     {"config"},
     {"memory"},
@@ -135,7 +135,7 @@ def test_no_module_imports_itself_through_others():
     [
         # In engine.py for an annotation alone.
         ("vllm", ("backends/vllm/", "backends/server/", "lora/", "engine/engine.py")),
-        ("wandb", ("telemetry/trackers.py",)),
+        ("wandb", ("report/trackers.py",)),
         ("lm_eval", ("rewards/harness.py",)),
     ],
 )

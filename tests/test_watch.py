@@ -22,7 +22,7 @@ from vectorlm.cli import main
 from vectorlm.cli.watch import frame, open_run, sparkline
 from vectorlm.config import load_config
 from vectorlm.errors import ConfigError
-from vectorlm.telemetry.step_lines import StepLines
+from vectorlm.report.step_lines import StepLines
 
 
 def text_of(path, width=80, height=24, is_running=True):

@@ -12,7 +12,7 @@ from vectorlm.checkpoint.folder import newest
 from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.data.loader import Collator, StepLoader
 from vectorlm.ranks.topology import Topology
-from vectorlm.telemetry.metrics import JsonlSink
+from vectorlm.report.metrics import JsonlSink
 from vectorlm.train.load import load_model
 from vectorlm.train.loop import FineTuningLoop
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule

@@ -13,6 +13,7 @@ from vectorlm.config.check_teacher import check_teacher
 from vectorlm.data.prompts import check_lengths, read_prompts
 from vectorlm.plugin import load_plugin
 from vectorlm.ranks.topology import Topology
+from vectorlm.report.timeline import Timeline
 from vectorlm.rewards.registry import get_reward, short_name
 from vectorlm.rewards.reward_model import RewardModel
 from vectorlm.rewards.scorer import RewardScorer
@@ -36,7 +37,6 @@ from vectorlm.rollouts.async_source import AsyncRolloutSource
 from vectorlm.rollouts.logger import RolloutLogger
 from vectorlm.rollouts.replay import read_rollouts, replay_order
 from vectorlm.run import Run, open_run
-from vectorlm.telemetry.timeline import Timeline
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.optimizer_step import OptimizerStep
 

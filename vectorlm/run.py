@@ -41,15 +41,15 @@ from vectorlm.ranks.engine_ranks import capture, comparable, require_equal, resu
 from vectorlm.ranks.launcher import process_group
 from vectorlm.ranks.placement import Placement, set_affinity, share_cores, split_node
 from vectorlm.ranks.topology import Topology
+from vectorlm.report.card import card_of
+from vectorlm.report.metrics import FanOut, JsonlSink, ProgressSink, Sink
+from vectorlm.report.plots import plot_correction, plot_run
+from vectorlm.report.profile import ProfileSink, short_run
+from vectorlm.report.runs import START, save_start
+from vectorlm.report.timeline import plot_timeline
+from vectorlm.report.trackers import WandbSink, open_trackers
 from vectorlm.rewards.evaluation import Evaluator
 from vectorlm.rewards.registry import get_reward
-from vectorlm.telemetry.card import card_of
-from vectorlm.telemetry.metrics import FanOut, JsonlSink, ProgressSink, Sink
-from vectorlm.telemetry.plots import plot_correction, plot_run
-from vectorlm.telemetry.profile import ProfileSink, short_run
-from vectorlm.telemetry.runs import START, save_start
-from vectorlm.telemetry.timeline import plot_timeline
-from vectorlm.telemetry.trackers import WandbSink, open_trackers
 from vectorlm.train.device_turn import DeviceTurn, put_to_sleep
 from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.optimizer_step import Schedule

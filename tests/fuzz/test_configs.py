@@ -23,8 +23,8 @@ from vectorlm.errors import VectorLMError
 from vectorlm.finetune import finetune
 from vectorlm.memory.from_config import memory_report
 from vectorlm.reinforce import reinforce
+from vectorlm.report.metrics import JsonlSink
 from vectorlm.rewards.registry import reward_names
-from vectorlm.telemetry.metrics import JsonlSink
 
 ON_TEXT = """
 model: model

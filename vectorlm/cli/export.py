@@ -145,7 +145,7 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
     from transformers.utils.logging import disable_progress_bar
 
     from vectorlm.checkpoint.export import save, write_folder
-    from vectorlm.telemetry.card import card_of, step_of
+    from vectorlm.report.card import card_of, step_of
     from vectorlm.weights.plan import dtype_of
 
     disable_progress_bar()

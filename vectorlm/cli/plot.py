@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Draw the runs and say which settings differ."""
     # These import matplotlib when they draw.
-    from vectorlm.telemetry.plots import plot_runs
-    from vectorlm.telemetry.runs import RunFolder, differences, names_of
+    from vectorlm.report.plots import plot_runs
+    from vectorlm.report.runs import RunFolder, differences, names_of
 
     runs = [RunFolder(path) for path in args.runs]
     metrics = [name.strip() for name in args.metrics.split(",") if name.strip()]

@@ -15,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page and say where it is."""
-    from vectorlm.telemetry.report import write_report
-    from vectorlm.telemetry.runs import RunFolder
+    from vectorlm.report.report import write_report
+    from vectorlm.report.runs import RunFolder
 
     output = args.output or args.runs[0] / "report.html"
     write_report([RunFolder(path) for path in args.runs], output)

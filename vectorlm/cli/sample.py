@@ -115,7 +115,7 @@ def sampling_params(args: argparse.Namespace) -> dict[str, Any]:
 def ask(request: SampleArguments) -> list[list[Completion]]:
     """Start the engine and return its completions of each prompt."""
     from vectorlm.backends.transformers.parameters import NAMES, read_parameters
-    from vectorlm.telemetry.progress import sample_with_progress
+    from vectorlm.report.progress import sample_with_progress
 
     own = {name: value for name, value in request.sampling_params.items() if name in NAMES}
     try:

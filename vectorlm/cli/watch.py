@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vectorlm.checkpoint.folder import is_held
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.wait import span
-from vectorlm.telemetry.live_run import LiveRun, Sample
+from vectorlm.report.live_run import LiveRun, Sample
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -16,8 +16,8 @@ from vectorlm.lora.options import largest_rank, refused_options
 from vectorlm.packages import fields_of
 from vectorlm.plugin import is_plugin
 from vectorlm.ranks.topology import has_gpu
+from vectorlm.report.profile import short_run
 from vectorlm.settings import nearest
-from vectorlm.telemetry.profile import short_run
 
 _SAMPLER, _OPTIMIZER = "train_parameters.sampler", "train_parameters.optimizer"
 _ENGINE_SETTINGS_ELSEWHERE = {

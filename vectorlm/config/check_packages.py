@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
 from vectorlm.packages import is_installed
+from vectorlm.report.trackers import PACKAGES
 from vectorlm.settings import nearest
-from vectorlm.telemetry.trackers import PACKAGES
 
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 """What wandb takes instead of a line in ~/.netrc."""

@@ -20,7 +20,7 @@ from vectorlm.config.setting import Setting, all_settings, build_section, settin
 from vectorlm.config.source import Dumper, Entry, parse_yaml
 from vectorlm.config.value import convert, describe_refusal, raise_problems
 from vectorlm.errors import ConfigError
-from vectorlm.telemetry.profile import DEFAULT_STEPS
+from vectorlm.report.profile import DEFAULT_STEPS
 
 DEFAULT_PATH = "configs/config.yaml"
 """The config file of a command that names none."""

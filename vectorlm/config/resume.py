@@ -17,7 +17,7 @@ from vectorlm.config.value import show
 from vectorlm.errors import CheckpointError
 from vectorlm.packages import versions_of_rank
 from vectorlm.plugin import is_plugin
-from vectorlm.telemetry.runs import flat
+from vectorlm.report.runs import flat
 
 FIXED = (
     "train_parameters.seed",

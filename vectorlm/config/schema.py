@@ -15,6 +15,7 @@ from vectorlm.checkpoint.settings import KeepSettings
 from vectorlm.data.settings import DatasetSettings, PreprocessSettings
 from vectorlm.engine.settings import EngineSettings
 from vectorlm.errors import ConfigError
+from vectorlm.report.profile import ProfileSettings
 from vectorlm.rewards.registry import RewardSettings
 from vectorlm.rl.settings import (
     CollectSettings,
@@ -26,7 +27,6 @@ from vectorlm.rl.settings import (
 )
 from vectorlm.rollouts.settings import AsyncSettings, RolloutSettings
 from vectorlm.settings import Length, NonNegativeInt, PositiveInt, Rule, Seed, Text, inline, partial
-from vectorlm.telemetry.profile import ProfileSettings
 from vectorlm.train.settings import (
     WITH_CHECKPOINTS,
     EvaluationSettings,

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from vectorlm.report.progress import sample_with_progress
+from vectorlm.report.step_lines import StepLines
 from vectorlm.rewards.runner import score_answers
-from vectorlm.telemetry.progress import sample_with_progress
-from vectorlm.telemetry.step_lines import StepLines
 from vectorlm.train.device_turn import DeviceTurn
 from vectorlm.types import Completion, PromptRecord, shown_prompt
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from vectorlm.algorithms.reduce import masked_mean
+from vectorlm.report.step_lines import StepLines
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.rollout import RolloutGroup, kept_groups
 from vectorlm.rollouts.replay import record_of
-from vectorlm.telemetry.step_lines import StepLines
 from vectorlm.types import shown_prompt
 
 MAX_COLUMNS, MAX_COLUMN = 20, 200

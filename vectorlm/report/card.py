@@ -9,7 +9,7 @@ import yaml
 
 from vectorlm.lora.folder import hub_name
 from vectorlm.packages import versions_of
-from vectorlm.telemetry.runs import PACKAGES, noted_versions, read_lines
+from vectorlm.report.runs import PACKAGES, noted_versions, read_lines
 
 SHOWN = ("train/loss", "eval/loss", "eval/accuracy", "reward/mean", "reference/kl")
 """Metrics whose newest value is shown."""

@@ -9,8 +9,8 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vectorlm.errors import ConfigError
-from vectorlm.telemetry.runs import RunFolder, Series, differences, names_of, read_lines
-from vectorlm.telemetry.style import COLOURS, LINES, draw, finish, head, new_figure, save
+from vectorlm.report.runs import RunFolder, Series, differences, names_of, read_lines
+from vectorlm.report.style import COLOURS, LINES, draw, finish, head, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

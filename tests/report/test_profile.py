@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vectorlm.telemetry import profile
-from vectorlm.telemetry.profile import PhaseTimes, ProfileSink, short_run, time_table
+from vectorlm.report import profile
+from vectorlm.report.profile import PhaseTimes, ProfileSink, short_run, time_table
 from vectorlm.train.recorder import Timer
 
 

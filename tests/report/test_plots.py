@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from vectorlm.errors import ConfigError
-from vectorlm.telemetry.metrics import JsonlSink
-from vectorlm.telemetry.plots import plot_correction, plot_run, plot_runs
-from vectorlm.telemetry.runs import RunFolder
-from vectorlm.telemetry.style import short
+from vectorlm.report.metrics import JsonlSink
+from vectorlm.report.plots import plot_correction, plot_run, plot_runs
+from vectorlm.report.runs import RunFolder
+from vectorlm.report.style import short
 
 HEALTHY = {
     "lowest": -2.0,

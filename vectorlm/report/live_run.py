@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vectorlm.telemetry.runs import START, parse_line, read_settings
+from vectorlm.report.runs import START, parse_line, read_settings
 from vectorlm.types import shown_prompt
 
 NUM_LINES = 20_000

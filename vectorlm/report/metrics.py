@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self, TextIO
 
 from tqdm import tqdm
 
-from vectorlm.telemetry.step_lines import StepLines
+from vectorlm.report.step_lines import StepLines
 from vectorlm.types import MetricSink
 
 FEW_STEPS = 30

@@ -2,8 +2,8 @@
 
 import json
 
-from vectorlm.telemetry.live_run import GrowingFile, LiveRun, Sample
-from vectorlm.telemetry.step_lines import StepLines
+from vectorlm.report.live_run import GrowingFile, LiveRun, Sample
+from vectorlm.report.step_lines import StepLines
 
 
 def append(path, text):

@@ -5,7 +5,7 @@ import pytest
 from vectorlm import SamplingEngine
 from vectorlm.backends.scripted import FakeEngine
 from vectorlm.ranks import wait
-from vectorlm.telemetry.progress import sample_with_progress
+from vectorlm.report.progress import sample_with_progress
 
 PROMPTS = [f"prompt {number}" for number in range(100)]
 

@@ -10,11 +10,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from vectorlm.telemetry.plots import filled_panels
-from vectorlm.telemetry.profile import PHASES, PhaseTimes
-from vectorlm.telemetry.runs import RunFolder, Series, differences, names_of, read_lines
-from vectorlm.telemetry.timeline import PHASES as TIMELINE
-from vectorlm.telemetry.timeline import last_steps
+from vectorlm.report.plots import filled_panels
+from vectorlm.report.profile import PHASES, PhaseTimes
+from vectorlm.report.runs import RunFolder, Series, differences, names_of, read_lines
+from vectorlm.report.timeline import PHASES as TIMELINE
+from vectorlm.report.timeline import last_steps
 
 TEMPLATE = Path(__file__).with_name("report.html")
 MAX_POINTS = 300

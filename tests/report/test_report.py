@@ -7,9 +7,9 @@ import pytest
 
 from vectorlm.cli import main
 from vectorlm.errors import ConfigError
-from vectorlm.telemetry.live_run import LiveRun
-from vectorlm.telemetry.report import MAX_POINTS, MAX_ROWS, MAX_STEPS, write_report
-from vectorlm.telemetry.runs import RunFolder, differences, names_of
+from vectorlm.report.live_run import LiveRun
+from vectorlm.report.report import MAX_POINTS, MAX_ROWS, MAX_STEPS, write_report
+from vectorlm.report.runs import RunFolder, differences, names_of
 
 
 def write_lines(path, lines):

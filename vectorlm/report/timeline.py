@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vectorlm.telemetry.runs import read_lines
-from vectorlm.telemetry.step_lines import StepLines
-from vectorlm.telemetry.style import COLOURS, head, save
+from vectorlm.report.runs import read_lines
+from vectorlm.report.step_lines import StepLines
+from vectorlm.report.style import COLOURS, head, save
 from vectorlm.train.recorder import Span
 
 PHASES = {

@@ -13,7 +13,7 @@ import yaml
 from vectorlm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vectorlm.telemetry.metrics import Sink
+    from vectorlm.report.metrics import Sink
 
 PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio"}
 """The trackers of the setting `trackers`, and the package that each needs."""

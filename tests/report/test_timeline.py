@@ -2,7 +2,7 @@
 
 import json
 
-from vectorlm.telemetry.timeline import Timeline, last_steps, plot_timeline
+from vectorlm.report.timeline import Timeline, last_steps, plot_timeline
 
 TRAINER = [("time/publish_s", 10.0, 10.5), ("time/generate_s", 10.5, 12.0), ("time/update_s", 12.0, 14.0)]
 

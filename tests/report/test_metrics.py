@@ -13,7 +13,7 @@ from typing import Self
 import pytest
 
 from vectorlm.errors import CheckpointError
-from vectorlm.telemetry.metrics import FanOut, JsonlSink, ProgressSink
+from vectorlm.report.metrics import FanOut, JsonlSink, ProgressSink
 
 
 def lines_of(path: Path) -> list[dict[str, float | None]]:
@@ -184,9 +184,9 @@ def test_a_fan_out_closes_the_other_sinks_when_one_fails_to_close() -> None:
     assert [sink.error_seen for sink in sinks] == [None, None, None]
 
 
-def test_importing_telemetry_loads_no_heavy_library() -> None:
+def test_importing_report_loads_no_heavy_library() -> None:
     heavy = {"torch", "wandb", "matplotlib", "vllm"}
-    light = ", ".join(f"vectorlm.telemetry.{name}" for name in ("metrics", "plots", "trackers", "profile"))
+    light = ", ".join(f"vectorlm.report.{name}" for name in ("metrics", "plots", "trackers", "profile"))
     script = f"import sys, {light}; print({heavy} & sys.modules.keys())"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout == "set()\n"

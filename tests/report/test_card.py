@@ -7,7 +7,7 @@ import yaml
 
 import vectorlm
 from vectorlm.lora.folder import hub_name, lasting_name
-from vectorlm.telemetry.card import card_of, step_of
+from vectorlm.report.card import card_of, step_of
 
 
 def save_run(path, config):

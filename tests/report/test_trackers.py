@@ -10,7 +10,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from vectorlm.errors import ConfigError
-from vectorlm.telemetry.trackers import TrackioSink, WandbSink, open_trackers
+from vectorlm.report.trackers import TrackioSink, WandbSink, open_trackers
 
 
 def events(folder):
@@ -99,7 +99,7 @@ def test_a_missing_package_says_what_to_install(monkeypatch, tmp_path):
 def test_wandb_offline_keeps_settings_config_and_values(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     script = (
-        "import sys; from vectorlm.telemetry.trackers import WandbSink\n"
+        "import sys; from vectorlm.report.trackers import WandbSink\n"
         "settings = {'project': 'countdown', 'mode': 'offline', 'dir': sys.argv[1]}\n"
         "with WandbSink(settings, {'train_parameters': {'seed': 7}}) as sink:\n"
         "    sink.write(10, {'train/loss': 2.5}); sink.write(10, {'eval/accuracy': 0.5})\n"
