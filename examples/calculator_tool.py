@@ -4,7 +4,7 @@ In a config: ``rl.environment: examples/calculator_tool.py:Calculator``, with ``
 ``include_stop_str_in_output: True`` among ``rl.sampling_params``, so that a turn ends where the tool is asked.
 """
 
-from vectorlm.tasks.arithmetic import evaluate
+from vectorlm.rewards.countdown import evaluate
 
 BEGIN, END = "<calc>", "</calc>"
 
@@ -20,6 +20,6 @@ class Calculator:
         if not text.endswith(END) or BEGIN not in text:
             return None
         try:
-            return f"={evaluate(text.removesuffix(END).rpartition(BEGIN)[2]).value};"
+            return f"={evaluate(text.removesuffix(END).rpartition(BEGIN)[2])[0]};"
         except ValueError:
             return "=?;"

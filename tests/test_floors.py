@@ -26,7 +26,7 @@ CORE = (
 FLOORS = [
     {"errors"},
     {"types", "plugin", "settings", "packages"},
-    {"ranks", "algorithms", "tasks"},
+    {"ranks", "algorithms"},
     {"weights"},
     {"contracts"},
     {"lora"},

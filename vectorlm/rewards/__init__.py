@@ -1,7 +1,7 @@
 """Rewards: what a completion is worth."""
 
+from vectorlm.rewards.countdown import countdown_reward
 from vectorlm.rewards.registry import Reward, get_reward, reward_names
-from vectorlm.tasks.countdown import countdown_reward
 
 __all__ = [
     "Reward",

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from vectorlm.errors import ConfigError
 from vectorlm.plugin import is_plugin, load_plugin
+from vectorlm.rewards.countdown import countdown_reward
 from vectorlm.settings import PositiveFloat, ReadIf, nearest
-from vectorlm.tasks.countdown import countdown_reward
 
 Reward = Callable[..., Any]
 """``reward(completion, **columns)``: the columns are those of the prompt; 1.0 stands for a right answer.
