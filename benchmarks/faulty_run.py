@@ -69,8 +69,8 @@ def train(config: Any) -> None:
 if __name__ == "__main__":
     import vectorlm
     from vectorlm.config import load_config
-    from vectorlm.config.check import check_config
     from vectorlm.errors import VectorLMError
+    from vectorlm.preflight.settings import check_config
     from vectorlm.rewards.registry import reward_names
 
     try:

@@ -34,7 +34,7 @@ SLOWER = {
         *("tests/rl/test_micro_batch.py", "tests/rl/test_replay.py", "tests/config/test_unread.py"),
     ),
     "weights": (
-        *("tests/weights", "tests/memory"),
+        *("tests/weights", "tests/preflight"),
         *("tests/engine/test_hf_engine.py", "tests/engine/test_hot_swap.py"),
     ),
     "engine": (

@@ -13,9 +13,9 @@ from report import ROOT
 
 from vectorlm.config import load_config
 from vectorlm.errors import ConfigError
-from vectorlm.memory.from_config import plan_of_config
-from vectorlm.memory.plan import GIB
-from vectorlm.memory.report import check_memory
+from vectorlm.preflight.memory import plan_of_config
+from vectorlm.preflight.memory_plan import GIB
+from vectorlm.preflight.memory_report import check_memory
 
 PAGE = ROOT / "docs" / "sizes.md"
 BASE = "configs/cuda/1x80gb_sft.yaml"

@@ -7,9 +7,11 @@ import argparse
 import sys
 from dataclasses import replace
 
-from vectorlm.config import add_config_arguments, check_config, config_from_arguments, with_download
+from vectorlm.config import add_config_arguments, config_from_arguments
 from vectorlm.errors import ConfigError, VectorLMError
 from vectorlm.finetune import finetune
+from vectorlm.preflight.local_model import with_download
+from vectorlm.preflight.settings import check_config
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.registry import reward_names
 

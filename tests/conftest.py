@@ -3,9 +3,12 @@
 import ctypes
 import signal
 import subprocess
+from collections.abc import Callable
+from pathlib import Path
 
 import hypothesis
 import pytest
+from config_texts import MINIMAL
 from rank_processes import save_tiny_llama
 from tiny_engine import TINY_ENGINE
 
@@ -57,3 +60,18 @@ def engine(request, folder):
     options = {**TINY_ENGINE, **getattr(request.module, "ENGINE_ARGS", {})}
     with SamplingEngine(str(folder), **options) as engine:
         yield engine
+
+
+@pytest.fixture
+def write_config(tmp_path, monkeypatch) -> Callable[..., str]:
+    """Write a config as ``my.yaml`` in an empty working directory; each pair is (old text, new text)."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str = MINIMAL, *changes: tuple[str, str]) -> str:
+        for old, new in changes:
+            assert text.count(old) == 1, f"{old!r} must occur exactly once"
+            text = text.replace(old, new)
+        Path("my.yaml").write_text(text, encoding="utf-8")
+        return "my.yaml"
+
+    return write

@@ -6,8 +6,8 @@ from rl_runs import config_of, is_documented, lines, numbers, save_files, stop_a
 from safetensors.torch import load_file
 
 import vectorlm
-from vectorlm.config.check_rl import check_rl
 from vectorlm.errors import ConfigError
+from vectorlm.preflight.rl import check_rl
 from vectorlm.reinforce import reinforce
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from tiny_runs import rows
 
 from vectorlm.config import load_config, save_config
-from vectorlm.config.resume import find_resumption
 from vectorlm.errors import ConfigError, RankMismatch
 from vectorlm.finetune import finetune
+from vectorlm.preflight.resume import find_resumption
 
 ROOT = Path(__file__).parents[1]
 

@@ -36,7 +36,7 @@ FLOORS = [
     {"rl", "checkpoint", "data", "report"},
     {"rewards", "rollouts"},
     {"config"},
-    {"memory"},
+    {"preflight"},
     {"run"},
     {"finetune", "reinforce"},
     {"cli"},

@@ -12,8 +12,8 @@ from rl_runs import REWARD, config_of, is_documented, lines, numbers, save_files
 from safetensors.torch import load_file
 
 import vectorlm
-from vectorlm.config.check_rl import check_rl
 from vectorlm.errors import ConfigError, RewardError
+from vectorlm.preflight.rl import check_rl
 from vectorlm.reinforce import reinforce
 
 ROOT = Path(__file__).parent.parent

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.config import Config, RLSettings
-from vectorlm.config.check_rewards import check_rewards
-from vectorlm.config.check_rl import check_rl, longest_sequence
-from vectorlm.config.check_teacher import check_teacher
 from vectorlm.data.prompts import check_lengths, read_prompts
 from vectorlm.plugin import load_plugin
+from vectorlm.preflight.local_model import resolve_model
+from vectorlm.preflight.rewards import check_rewards
+from vectorlm.preflight.rl import check_rl, longest_sequence
+from vectorlm.preflight.teacher import check_teacher
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.timeline import Timeline
 from vectorlm.rewards.registry import get_reward, short_name
@@ -65,6 +66,7 @@ def reinforce(config: Config, topology: Topology | None = None, engine: Sampling
         RolloutError: An environment failed.
         EngineError: The teacher's server does not answer.
     """
+    config = resolve_model(config)
     spec = check_rl(config)
     check_rewards(config)
     check_teacher(config)

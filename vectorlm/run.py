@@ -29,14 +29,16 @@ from vectorlm.checkpoint.folder import (
 from vectorlm.checkpoint.state import CheckpointStore, load_weights
 from vectorlm.checkpoint.watch import BestWatch
 from vectorlm.config import Config, save_config, to_plain
-from vectorlm.config.resume import Resumption, find_resumption, identity_of, settings_of_rank
-from vectorlm.config.summary import notes_of
 from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.lora.load import add_lora
 from vectorlm.lora.options import engine_arguments, refused_options
-from vectorlm.memory.from_config import memory_report
 from vectorlm.packages import is_installed
+from vectorlm.preflight.local_model import resolve_model
+from vectorlm.preflight.memory import memory_report
+from vectorlm.preflight.resume import Resumption, find_resumption, identity_of, settings_of_rank
+from vectorlm.preflight.settings import check_consistency
+from vectorlm.preflight.summary import notes_of
 from vectorlm.ranks.engine_ranks import capture, comparable, require_equal, results_or_first_error
 from vectorlm.ranks.launcher import process_group
 from vectorlm.ranks.placement import Placement, set_affinity, share_cores, split_node
@@ -284,6 +286,8 @@ def open_run(
 
     The config's engine arguments win over `engine_args`. A given `engine` stays open.
     """
+    config = resolve_model(config)
+    check_consistency(config)
     topology = topology or Topology.from_environment()
     total = torch.cuda.get_device_properties(topology.device).total_memory if topology.is_cuda else None
     near = topology.local_world_size

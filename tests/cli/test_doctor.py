@@ -8,7 +8,7 @@ import pytest
 from vectorlm.cli import main
 from vectorlm.cli.machine import Facts, Package, Probe, packages, probe
 from vectorlm.cli.verdicts import GIB, OK, STOP, WARN, Verdict, judge, report
-from vectorlm.memory.container import Limits, container_limits
+from vectorlm.preflight.container import Limits, container_limits
 
 CPU = {"cuda_build": None, "cuda_error": None, "devices": [], "store_error": None}
 SOUND = Facts(

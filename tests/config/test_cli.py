@@ -25,8 +25,8 @@ def complete(write_config):
 
 def test_check_says_what_the_run_would_do(complete, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    for module in ("check_files", "summary"):
-        monkeypatch.setattr(f"vectorlm.config.{module}.has_gpu", lambda: False)
+    for module in ("files", "summary"):
+        monkeypatch.setattr(f"vectorlm.preflight.{module}.has_gpu", lambda: False)
     Path("p.jsonl").write_text('{"prompt": "a", "numbers": [1, 2, 3], "target": 6}\n')
     here = ["--set", "train_parameters.sampler.prompts=p.jsonl"]
     assert main(["check", complete(FULL), "--world_size", "2", *here]) == 0

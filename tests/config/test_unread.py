@@ -11,16 +11,17 @@ from datasets import Dataset
 from rank_processes import save_tiny_llama
 from tiny_runs import rows
 
-import vectorlm.config.resume
+import vectorlm.preflight.resume
 import vectorlm.reinforce
 import vectorlm.run
 from vectorlm import FakeEngine
 from vectorlm.algorithms import algorithm_names, get_algorithm
 from vectorlm.algorithms.hyperparameters import Hyperparameters
 from vectorlm.config import Config, load_config
-from vectorlm.config.check_rl import check_prompt_lengths, check_rl
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.finetune import finetune
+from vectorlm.preflight.rl import check_prompt_lengths, check_rl
+from vectorlm.preflight.settings import check_consistency
 from vectorlm.reinforce import reinforce
 from vectorlm.rl.settings import Correction
 
@@ -133,7 +134,9 @@ def config_of(algorithm, mode, *more, schedule="constant_with_warmup"):
         CONFIG.format(algorithm=algorithm, mode=mode.replace(" ", "-"), schedule=schedule)
     )
     taught = ["rl.teacher={model: model}"] if needs_teacher(algorithm) and mode != "taught" else []
-    return load_config("my.yaml", [*taught, *MODES[mode], *more])
+    config = load_config("my.yaml", [*taught, *MODES[mode], *more])
+    check_consistency(config)
+    return config
 
 
 def needs_teacher(algorithm):
@@ -189,7 +192,7 @@ def noting_reads(patch):
     for module, name in (
         (vectorlm.run, "save_config"),
         (vectorlm.run, "memory_report"),
-        (vectorlm.config.resume, "to_plain"),
+        (vectorlm.preflight.resume, "to_plain"),
         (vectorlm.reinforce, "check_rl"),
     ):
         patch.setattr(module, name, silently(getattr(module, name), silent))
@@ -290,7 +293,7 @@ def test_every_setting_of_fine_tuning_that_is_accepted_is_read():
         if value is None or path.startswith(NOT_OF_TEXT) or (cls, field.name) in seen:
             continue
         try:
-            load_config("text.yaml", [f"{path}={value}"])
+            check_consistency(load_config("text.yaml", [f"{path}={value}"]))
             unread.append(path)
         except ConfigError:
             continue

@@ -36,8 +36,8 @@ def here(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    for module in ("check_files", "summary"):
-        monkeypatch.setattr(f"vectorlm.config.{module}.has_gpu", lambda: False)
+    for module in ("files", "summary"):
+        monkeypatch.setattr(f"vectorlm.preflight.{module}.has_gpu", lambda: False)
     return workplace
 
 

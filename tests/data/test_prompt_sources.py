@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, DatasetDict
 
-from vectorlm.config.resume import _digest
+from vectorlm.preflight.resume import _digest
 from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import DatasetError
 from vectorlm.types import PromptRecord

@@ -12,8 +12,8 @@ from rl_runs import config_of, is_documented, lines, save_files
 from server_process import TOKEN, running_server
 
 from vectorlm.backends.server.scoring import ROWS_PER_REQUEST, ScoringServer
-from vectorlm.config.check_teacher import check_teacher
 from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout
+from vectorlm.preflight.teacher import check_teacher
 from vectorlm.reinforce import reinforce
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model

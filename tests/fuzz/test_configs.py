@@ -16,12 +16,13 @@ from tiny_runs import rows
 
 import vectorlm.run
 from vectorlm import FakeEngine
-from vectorlm.config import check_config, load_config
-from vectorlm.config.check_rl import check_prompt_lengths, check_rl
+from vectorlm.config import load_config
 from vectorlm.config.setting import all_settings
 from vectorlm.errors import VectorLMError
 from vectorlm.finetune import finetune
-from vectorlm.memory.from_config import memory_report
+from vectorlm.preflight.memory import memory_report
+from vectorlm.preflight.rl import check_prompt_lengths, check_rl
+from vectorlm.preflight.settings import check_config
 from vectorlm.reinforce import reinforce
 from vectorlm.report.metrics import JsonlSink
 from vectorlm.rewards.registry import reward_names

@@ -17,9 +17,10 @@ from gpu_bench import GIB, Bench, big_trainer
 from torch.distributed.fsdp import fully_shard
 
 import vectorlm
-from vectorlm.memory import from_config
-from vectorlm.memory.plan import CUDA_PROCESS_BYTES, Demand, plan_memory
+from vectorlm.preflight.memory import host_memory_bytes
+from vectorlm.preflight.memory_plan import CUDA_PROCESS_BYTES, Demand, plan_memory
 from vectorlm.train.device_turn import Offload
+from vectorlm.weights.model_size import read_model_size
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 512
@@ -78,7 +79,7 @@ def planned_bytes(model: Any, folder: str) -> int:
     shapes = {name: {"shape": list(each.shape)} for name, each in model.named_parameters()}
     head = json.dumps(shapes).encode()
     (Path(folder) / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
-    size = from_config.read_model_size(folder)
+    size = read_model_size(folder)
     demand = Demand(
         model=size,
         num_trainable=size.num_parameters,
@@ -99,7 +100,7 @@ def planned_bytes(model: Any, folder: str) -> int:
 def offload(bench: Bench, optimizer: torch.optim.Optimizer) -> None:
     """Move the optimizer's state to the host and back, twice: the first time makes the host memory."""
     moments = [each["exp_avg_sq"].to_local() for each in optimizer.state.values()]
-    if sum(2 * each.nbytes for each in moments) > SPARE_HOST_SHARE * from_config.host_memory_bytes():
+    if sum(2 * each.nbytes for each in moments) > SPARE_HOST_SHARE * host_memory_bytes():
         raise MemoryError("the host has no room for the optimizer's state: offload was not tried.")
     before = [float(each.sum(dtype=torch.float64)) for each in moments]
     away = Offload(optimizer, vectorlm.Topology.from_environment().device)

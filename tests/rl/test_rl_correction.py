@@ -11,7 +11,7 @@ from tiny_rl import build, random_rows, same
 
 from vectorlm.algorithms import leave_one_out_advantages
 from vectorlm.algorithms.registry import algorithm_names, get_algorithm
-from vectorlm.config.check_rl import correction_problems
+from vectorlm.preflight.rl import correction_problems
 from vectorlm.rl.correction import (
     apply_correction,
     correction_of,

@@ -12,11 +12,12 @@ from datasets import Dataset
 from rank_processes import save_tiny_llama
 from tiny_runs import rows
 
-from vectorlm.config import check_config, load_config
-from vectorlm.config.resume import find_resumption
+from vectorlm.config import load_config
 from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.finetune import finetune
-from vectorlm.memory.from_config import plan_of_config
+from vectorlm.preflight.memory import plan_of_config
+from vectorlm.preflight.resume import find_resumption
+from vectorlm.preflight.settings import check_config
 from vectorlm.ranks.topology import Topology
 from vectorlm.run import Run
 from vectorlm.train.settings import OptimizerSettings
@@ -137,7 +138,7 @@ def test_a_checkpoint_from_before_an_argument_was_known_goes_on():
     ],
 )
 def test_what_cannot_be_is_refused_by_name(given, text, monkeypatch):
-    monkeypatch.setattr("vectorlm.config.check.has_cuda", lambda: False)
+    monkeypatch.setattr("vectorlm.preflight.settings.has_cuda", lambda: False)
     overrides = [f"{OPTIMIZER}.{name}={value}" for name, value in given.items()]
     check = lambda: check_config(load_config("my.yaml", overrides), 1, ())  # noqa: E731
     with pytest.raises(ConfigError) as caught:

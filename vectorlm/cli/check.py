@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 
-from vectorlm.config.check import check_config
-from vectorlm.config.check_rewards import check_rewards
 from vectorlm.config.load import add_override_arguments, add_path_argument, config_from_arguments
 from vectorlm.config.schema import Config
-from vectorlm.config.summary import summarise
-from vectorlm.memory.from_config import device_memory_bytes, memory_report
-from vectorlm.memory.plan import GIB
+from vectorlm.preflight.local_model import resolve_model
+from vectorlm.preflight.memory import device_memory_bytes, memory_report
+from vectorlm.preflight.memory_plan import GIB
+from vectorlm.preflight.rewards import check_rewards
+from vectorlm.preflight.settings import check_config
+from vectorlm.preflight.summary import summarise
 from vectorlm.rewards.registry import reward_names
 
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check a config file and say what the run would do."""
-    config = config_from_arguments(args)
+    config = resolve_model(config_from_arguments(args))
     check_all(config, args.world_size, args.nnodes)
     asked = args.device_memory_gib
     device_bytes = device_memory_bytes() if asked is None else int(asked * GIB)
@@ -55,8 +56,8 @@ def check_all(config: Config, world_size: int, num_nodes: int) -> None:
     if config.rl is None:
         return
     # These import torch, which the check of a config for fine-tuning does without.
-    from vectorlm.config.check_rl import check_prompt_lengths, check_rl
-    from vectorlm.config.check_teacher import check_teacher
+    from vectorlm.preflight.rl import check_prompt_lengths, check_rl
+    from vectorlm.preflight.teacher import check_teacher
 
     check_rl(config)
     check_prompt_lengths(config)

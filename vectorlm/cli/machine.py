@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 from packaging.requirements import Requirement
 
-from vectorlm.memory.container import Limits, container_limits
 from vectorlm.packages import versions_of
+from vectorlm.preflight.container import Limits, container_limits
 
 PROBE_TIMEOUT_S = 90.0
 LOOK_S = 0.5

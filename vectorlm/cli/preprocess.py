@@ -8,8 +8,8 @@ import sys
 
 from vectorlm.cli import at_interrupt
 from vectorlm.config.load import add_override_arguments, config_from_arguments
-from vectorlm.config.local_model import with_download
 from vectorlm.errors import ConfigError
+from vectorlm.preflight.local_model import with_download
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

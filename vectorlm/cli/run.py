@@ -9,7 +9,6 @@ from pathlib import Path
 
 from vectorlm.cli import at_interrupt, exit_code
 from vectorlm.cli.check import check_all
-from vectorlm.config.accelerate import accelerate_overrides
 from vectorlm.config.load import (
     add_config_arguments,
     add_override_arguments,
@@ -18,9 +17,10 @@ from vectorlm.config.load import (
     config_from_arguments,
     load_config,
 )
-from vectorlm.config.local_model import with_download
-from vectorlm.config.resume import find_resumption, say_finished
 from vectorlm.errors import ConfigError
+from vectorlm.preflight.accelerate import accelerate_overrides
+from vectorlm.preflight.local_model import with_download
+from vectorlm.preflight.resume import find_resumption, say_finished
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

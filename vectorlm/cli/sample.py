@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from vectorlm.config.local_model import describe_absent, download, local_folder
 from vectorlm.config.source import parse_yaml
 from vectorlm.errors import ConfigError, EngineError
 from vectorlm.lora.folder import base_of, is_adapter_folder
 from vectorlm.packages import is_installed
+from vectorlm.preflight.local_model import describe_absent, download, local_folder
 from vectorlm.types import Completion, Prompt
 
 FLAGS = ("max_tokens", "temperature", "n", "seed")

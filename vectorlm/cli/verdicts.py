@@ -8,7 +8,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 
 from vectorlm.cli.machine import Facts, Probe
-from vectorlm.memory.plan import GIB
+from vectorlm.preflight.memory_plan import GIB
 
 MIN_SHM_BYTES, MIN_MEMORY_BYTES, MIN_DISK_BYTES = GIB, 4 * GIB, 2 * GIB
 """What `make run` has room in. Docker's /dev/shm of 64 MiB is below the first."""

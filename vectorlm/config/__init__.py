@@ -1,8 +1,6 @@
 """The settings of a run: their schema, their reading from YAML and the rules that they are held to."""
 
-from vectorlm.config.check import check_config
 from vectorlm.config.load import add_config_arguments, config_from_arguments, load_config, save_config
-from vectorlm.config.local_model import with_download
 from vectorlm.config.schema import (
     AsyncSettings,
     Config,
@@ -31,10 +29,8 @@ __all__ = [
     "SamplerSettings",
     "TrainSettings",
     "add_config_arguments",
-    "check_config",
     "config_from_arguments",
     "load_config",
     "save_config",
     "to_plain",
-    "with_download",
 ]

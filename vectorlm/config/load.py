@@ -12,9 +12,7 @@ from typing import Any
 
 import yaml
 
-from vectorlm.config.check import check_consistency
 from vectorlm.config.foreign import FOREIGN
-from vectorlm.config.local_model import resolve_model
 from vectorlm.config.schema import ALIASES, Config, SamplerSettings
 from vectorlm.config.setting import Setting, all_settings, build_section, settings_of, to_plain
 from vectorlm.config.source import Dumper, Entry, parse_yaml
@@ -34,12 +32,11 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Con
         overrides: settings that win over the file's, each ``a.b=c`` with `c` read as YAML; the last one wins.
 
     Returns:
-        The resolved config, with every default filled in, and the model's folder where the file names a model of the
-        Hugging Face Hub that is in the local cache.
+        The resolved config, with every default filled in.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting is unknown, missing, of the wrong type or
-            impossible; lists every such setting with its place and a fix.
+        ConfigError: the file cannot be read, or a setting is unknown, missing or of the wrong type; lists every such
+            setting with its place and a fix.
     """
     tree = _read_file(fspath(path))
     _resolve_aliases(tree)
@@ -48,9 +45,7 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Con
     problems: list[str] = []
     config = _read_section(Config, tree, "", problems)
     raise_problems(problems)
-    config = resolve_model(_with_sampler(replace(config, origins=_origins(tree))))
-    check_consistency(config)
-    return config
+    return _with_sampler(replace(config, origins=_origins(tree)))
 
 
 def save_config(config: Config, path: str | PathLike[str]) -> None:
@@ -275,6 +270,6 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
     """Load the config that the parsed arguments ask for.
 
     Raises:
-        ConfigError: as `load_config`; call `check_config` next for the rules that need the number of ranks.
+        ConfigError: as `load_config`.
     """
     return load_config(args.yaml_path, args.overrides)

@@ -9,14 +9,14 @@ from pathlib import Path
 from shutil import which
 
 from vectorlm.checkpoint.folder import is_held
-from vectorlm.config.check_vllm import CPU_HEAD_SIZES, head_size_without_kernel
-from vectorlm.config.local_model import describe_absent, missing_weights, number_in, own_length
-from vectorlm.config.resume import find_resumption
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
 from vectorlm.data.prompts import PARQUET
 from vectorlm.errors import CheckpointError
 from vectorlm.packages import is_installed
+from vectorlm.preflight.local_model import describe_absent, missing_weights, number_in, own_length
+from vectorlm.preflight.resume import find_resumption
+from vectorlm.preflight.vllm import CPU_HEAD_SIZES, head_size_without_kernel
 from vectorlm.ranks.topology import has_gpu, with_rank_variables
 from vectorlm.weights.model_size import damaged_weights
 

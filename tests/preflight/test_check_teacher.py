@@ -9,10 +9,11 @@ from rank_processes import save_tiny_llama
 
 from vectorlm.cli import main
 from vectorlm.config import load_config
-from vectorlm.config.check_rl import check_rl
-from vectorlm.config.check_teacher import check_teacher
 from vectorlm.errors import ConfigError
-from vectorlm.memory.from_config import plan_of_config
+from vectorlm.preflight.memory import plan_of_config
+from vectorlm.preflight.rl import check_rl
+from vectorlm.preflight.settings import check_consistency
+from vectorlm.preflight.teacher import check_teacher
 
 CONFIG = """
 model: model
@@ -49,8 +50,9 @@ def here(models, tmp_path, monkeypatch):
 
 
 def refusal(*overrides):
+    config = load_config("my.yaml", overrides)
     with pytest.raises(ConfigError) as caught:
-        check_rl(load_config("my.yaml", overrides))
+        _ = check_consistency(config), check_rl(config)
     return str(caught.value)
 
 

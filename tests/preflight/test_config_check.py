@@ -9,11 +9,12 @@ from config_texts import MINIMAL
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
-from vectorlm.config import check_config, check_packages, load_config
-from vectorlm.config.check import LORA_CONFIG
+from vectorlm.config import load_config
 from vectorlm.errors import ConfigError
 from vectorlm.lora.options import MERGED
 from vectorlm.packages import fields_of
+from vectorlm.preflight import packages
+from vectorlm.preflight.settings import LORA_CONFIG, check_config, check_consistency
 
 REWARDS = ["countdown", "length"]
 SAMPLER = "train_parameters.sampler={sample_frequency: 2, prompts: p.jsonl}"
@@ -131,7 +132,7 @@ def test_the_number_of_the_engines_workers_is_a_number(complete, parallel):
 def test_on_cuda_every_worker_of_the_engine_needs_the_device_of_a_rank(complete, monkeypatch):
     override = "train_parameters.sampler.engine.tensor_parallel_size=4"
     check_config(load_config(complete, [SAMPLER, override]), 2, REWARDS)
-    monkeypatch.setattr("vectorlm.config.check.has_gpu", lambda: True)
+    monkeypatch.setattr("vectorlm.preflight.settings.has_gpu", lambda: True)
     check_config(load_config(complete, [SAMPLER, override]), 4, REWARDS)
     assert problems(complete, SAMPLER, override) == (
         "train_parameters.sampler.engine.tensor_parallel_size=4 must be at most the number of ranks on "
@@ -240,23 +241,23 @@ FLASH = "train_parameters.use_flash_attention=true"
 
 
 def test_flash_attention_needs_its_package_on_cuda_alone(complete, monkeypatch):
-    monkeypatch.setattr("vectorlm.config.check_files.has_gpu", lambda: False)
+    monkeypatch.setattr("vectorlm.preflight.files.has_gpu", lambda: False)
     check_config(load_config(complete, [FLASH]), 1, REWARDS)
-    monkeypatch.setattr("vectorlm.config.check_files.has_gpu", lambda: True)
-    monkeypatch.setattr("vectorlm.config.check_files.is_installed", lambda name: False)
+    monkeypatch.setattr("vectorlm.preflight.files.has_gpu", lambda: True)
+    monkeypatch.setattr("vectorlm.preflight.files.is_installed", lambda name: False)
     assert problems(complete, FLASH) == (
         "train_parameters.use_flash_attention=true needs the package flash-attn on CUDA, and it is not installed. "
         f"Run `pip install flash-attn`, or set it to false. (--set {FLASH})"
     )
-    monkeypatch.setattr("vectorlm.config.check_files.is_installed", lambda name: True)
+    monkeypatch.setattr("vectorlm.preflight.files.is_installed", lambda name: True)
     check_config(load_config(complete, [FLASH]), 1, REWARDS)
 
 
 def test_flash_attention_needs_16_bits(complete):
     in_fp32 = [FLASH, "train_parameters.use_mp=false"]
-    load_config(complete, [*in_fp32, "train_parameters.dtype=bfloat16"])
+    check_consistency(load_config(complete, [*in_fp32, "train_parameters.dtype=bfloat16"]))
     with pytest.raises(ConfigError) as caught:
-        load_config(complete, in_fp32)
+        check_consistency(load_config(complete, in_fp32))
     assert str(caught.value) == (
         "train_parameters.use_flash_attention=true computes in 16 bits alone, and use_mp is false with dtype float32. "
         f"Set use_mp to true, or use_flash_attention to false. (--set {FLASH})"
@@ -442,7 +443,7 @@ def test_wandb_without_a_key_is_refused_before_a_model_is_loaded(complete, monke
 
 
 def test_wandb_that_is_not_installed_is_refused_before_a_model_is_loaded(complete, monkeypatch):
-    monkeypatch.setattr(check_packages, "is_installed", lambda name: name != "wandb")
+    monkeypatch.setattr(packages, "is_installed", lambda name: name != "wandb")
     assert "needs the package wandb. Run `pip install wandb`" in problems(
         complete, "enable_wandb_logging=true"
     )
@@ -464,14 +465,14 @@ def test_wandb_that_is_not_installed_is_refused_before_a_model_is_loaded(complet
     ],
 )
 def test_a_tracker_that_would_not_work_is_refused_before_the_start(complete, monkeypatch, trackers, text):
-    monkeypatch.setattr(check_packages, "is_installed", lambda name: name != "trackio")
+    monkeypatch.setattr(packages, "is_installed", lambda name: name != "trackio")
     assert text in problems(complete, f"trackers={trackers}")
 
 
 def test_a_tracker_needs_no_arguments_and_takes_no_secrets(complete):
     check_config(load_config(complete, ["trackers={tensorboard: }"]), 2, REWARDS)
     with pytest.raises(ConfigError, match=r"trackers.tensorboard.hf_token='…' is a secret"):
-        load_config(complete, ["trackers={tensorboard: {hf_token: abc}}"])
+        check_consistency(load_config(complete, ["trackers={tensorboard: {hf_token: abc}}"]))
 
 
 def test_the_peak_speed_may_stand_where_it_stood(complete):

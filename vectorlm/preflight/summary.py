@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vectorlm.config.check_packages import NO_PICTURES
-from vectorlm.config.resume import find_resumption, say_finished
 from vectorlm.config.schema import Config, RLSettings, TrainSettings
 from vectorlm.packages import is_installed
+from vectorlm.preflight.packages import NO_PICTURES
+from vectorlm.preflight.resume import find_resumption, say_finished
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.train.settings import ModelSettings
 

@@ -4,8 +4,8 @@ import pytest
 from config_texts import MINIMAL
 
 from vectorlm.config import load_config
-from vectorlm.config.accelerate import accelerate_overrides
 from vectorlm.errors import ConfigError
+from vectorlm.preflight.accelerate import accelerate_overrides
 
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",

@@ -6,8 +6,8 @@ import pytest
 from demands import DEMAND, ENGINE, MODEL
 
 from vectorlm.errors import ConfigError
-from vectorlm.memory.plan import GIB, plan_memory
-from vectorlm.memory.report import check_memory
+from vectorlm.preflight.memory_plan import GIB, plan_memory
+from vectorlm.preflight.memory_report import check_memory
 
 LARGE = replace(
     DEMAND,

@@ -9,13 +9,13 @@ from typing import Any
 
 from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
-from vectorlm.config.check_teacher import teacher_problems
 from vectorlm.config.schema import Config, RLSettings
 from vectorlm.config.setting import all_settings, refuse, settings_of, to_plain, value_at
 from vectorlm.config.value import raise_problems
 from vectorlm.data.prompts import check_lengths, read_prompts
 from vectorlm.errors import ConfigError
 from vectorlm.plugin import load_plugin
+from vectorlm.preflight.teacher import teacher_problems
 from vectorlm.rewards.registry import get_reward, short_name
 from vectorlm.rl.correction import correction_of
 from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, CriticSettings

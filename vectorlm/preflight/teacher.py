@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import Support
-from vectorlm.config.local_model import description_of, number_in, own_length
 from vectorlm.config.schema import Config, RLSettings
 from vectorlm.config.setting import refuse
 from vectorlm.errors import ConfigError
+from vectorlm.preflight.local_model import description_of, number_in, own_length
 from vectorlm.train.load import load_tokenizer
 
 if TYPE_CHECKING:

@@ -4,9 +4,11 @@ from pathlib import Path
 import pytest
 from config_texts import MINIMAL
 
-from vectorlm.config import check_config, check_vllm, load_config
-from vectorlm.config.check_vllm import CPU_HEAD_SIZES, head_size_without_kernel
+from vectorlm.config import load_config
 from vectorlm.errors import ConfigError
+from vectorlm.preflight import vllm
+from vectorlm.preflight.settings import check_config
+from vectorlm.preflight.vllm import CPU_HEAD_SIZES, head_size_without_kernel
 
 NARROW = {"hidden_size": 64, "num_attention_heads": 4}
 SAMPLER = "train_parameters.sampler={sample_frequency: 2, prompts: [a]}"
@@ -14,7 +16,7 @@ SAMPLER = "train_parameters.sampler={sample_frequency: 2, prompts: [a]}"
 
 @pytest.fixture
 def engine_on_cpu(monkeypatch):
-    monkeypatch.setattr(check_vllm, "versions_of", lambda names: dict.fromkeys(names, "0.32.0"))
+    monkeypatch.setattr(vllm, "versions_of", lambda names: dict.fromkeys(names, "0.32.0"))
 
 
 def test_the_head_size_is_the_one_given_or_the_width_over_the_heads(engine_on_cpu):
@@ -29,7 +31,7 @@ def test_where_nothing_is_known_nothing_is_said(engine_on_cpu, monkeypatch):
     assert head_size_without_kernel({}) is None
     assert head_size_without_kernel({"hidden_size": 64, "num_attention_heads": 0}) is None
     assert head_size_without_kernel({**NARROW, "kv_lora_rank": 8}) is None
-    monkeypatch.setattr(check_vllm, "versions_of", lambda names: {})
+    monkeypatch.setattr(vllm, "versions_of", lambda names: {})
     assert head_size_without_kernel(NARROW) is None, "an engine on CUDA has other kernels"
 
 

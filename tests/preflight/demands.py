@@ -1,6 +1,6 @@
 """A run small enough to work out by hand."""
 
-from vectorlm.memory.plan import GIB, Demand, EngineDemand
+from vectorlm.preflight.memory_plan import GIB, Demand, EngineDemand
 from vectorlm.weights.model_size import ModelSize
 
 MODEL = ModelSize(

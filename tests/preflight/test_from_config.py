@@ -12,8 +12,8 @@ from vectorlm.cli import main
 from vectorlm.config import load_config
 from vectorlm.errors import ConfigError
 from vectorlm.finetune import finetune
-from vectorlm.memory.from_config import host_memory_bytes, memory_report, plan_of_config
-from vectorlm.memory.plan import GIB
+from vectorlm.preflight.memory import host_memory_bytes, memory_report, plan_of_config
+from vectorlm.preflight.memory_plan import GIB
 from vectorlm.ranks.topology import Topology
 
 TEXT = """\
@@ -110,7 +110,7 @@ def test_check_refuses_what_cannot_fit(path, capsys):
 
 
 def test_a_run_that_cannot_fit_ends_before_anything_is_started(path, monkeypatch):
-    monkeypatch.setattr("vectorlm.memory.from_config.host_memory_bytes", lambda: GIB // 8)
+    monkeypatch.setattr("vectorlm.preflight.memory.host_memory_bytes", lambda: GIB // 8)
     with pytest.raises(ConfigError, match=r"training needs .* and this machine has 0.12 GiB"):
         finetune(load_config(path), Topology())
     assert not Path("run").exists()

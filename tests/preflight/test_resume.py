@@ -10,8 +10,8 @@ import pytest
 from vectorlm.checkpoint.folder import held
 from vectorlm.cli import main
 from vectorlm.config import load_config
-from vectorlm.config.resume import find_resumption, identity_of, settings_of_rank
 from vectorlm.errors import CheckpointError
+from vectorlm.preflight.resume import find_resumption, identity_of, settings_of_rank
 
 ROOT = Path(__file__).parents[2]
 WITH = "train_parameters.checkpointing_enabled=True"

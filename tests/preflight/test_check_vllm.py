@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from vectorlm.config import check_config, load_config
-from vectorlm.config.check_vllm import _RANGES
+from vectorlm.config import load_config
 from vectorlm.errors import ConfigError
 from vectorlm.packages import fields_of
+from vectorlm.preflight.settings import check_config
+from vectorlm.preflight.vllm import _RANGES
 
 SAMPLER = "train_parameters.sampler={sample_frequency: 2, prompts: [a]}"
 PLACE = "train_parameters.sampler"

@@ -57,7 +57,8 @@ def with_download(config: Config) -> Config:
     Raises:
         ConfigError: As `download` and `resolve_model`.
     """
-    return resolve_model(config) if download(config.model) else config
+    download(config.model)
+    return resolve_model(config)
 
 
 def local_folder(name: str) -> str:

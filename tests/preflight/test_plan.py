@@ -7,7 +7,7 @@ from rank_processes import on_ranks, save_tiny_llama
 from tiny_runs import build_loop
 from transformers import AutoModelForCausalLM
 
-from vectorlm.memory.plan import (
+from vectorlm.preflight.memory_plan import (
     CPU_LAUNCHER_BYTES,
     CPU_RANK_BYTES,
     CPU_SAMPLER_BYTES,
@@ -19,7 +19,7 @@ from vectorlm.memory.plan import (
     plan_memory,
     sequence_kv_bytes,
 )
-from vectorlm.memory.report import memory_table
+from vectorlm.preflight.memory_report import memory_table
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.packing import Rows
 from vectorlm.weights.model_size import ModelSize, count_adapter_parameters, read_model_size

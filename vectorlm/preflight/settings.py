@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from vectorlm.config.check_files import file_problems
-from vectorlm.config.check_packages import package_problems
-from vectorlm.config.check_vllm import vllm_problems
 from vectorlm.config.schema import Config, SamplerSettings
 from vectorlm.config.setting import all_settings, refuse, to_plain, value_at
 from vectorlm.config.value import describe_refusal, raise_problems, show
@@ -15,6 +12,9 @@ from vectorlm.contracts import BACKENDS
 from vectorlm.lora.options import largest_rank, refused_options
 from vectorlm.packages import fields_of
 from vectorlm.plugin import is_plugin
+from vectorlm.preflight.files import file_problems
+from vectorlm.preflight.packages import package_problems
+from vectorlm.preflight.vllm import vllm_problems
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.profile import short_run
 from vectorlm.settings import nearest

@@ -6,7 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from vectorlm.errors import ConfigError
-from vectorlm.memory.plan import GIB, Demand, EngineDemand, MemoryPlan, plan_memory, sequence_kv_bytes
+from vectorlm.preflight.memory_plan import (
+    GIB,
+    Demand,
+    EngineDemand,
+    MemoryPlan,
+    plan_memory,
+    sequence_kv_bytes,
+)
 
 NUM_FIXES = 3
 """Most settings that one error names."""

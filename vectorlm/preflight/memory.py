@@ -7,9 +7,9 @@ import psutil
 from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES, packs_by_itself
 from vectorlm.config import Config, SamplerSettings
 from vectorlm.engine.settings import BUCKET_BYTES
-from vectorlm.memory.container import container_limits
-from vectorlm.memory.plan import Demand, EngineDemand, MemoryPlan, plan_memory
-from vectorlm.memory.report import check_memory, memory_table
+from vectorlm.preflight.container import container_limits
+from vectorlm.preflight.memory_plan import Demand, EngineDemand, MemoryPlan, plan_memory
+from vectorlm.preflight.memory_report import check_memory, memory_table
 from vectorlm.ranks.placement import tensor_parallel_size
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.rl.settings import CPU_PASS_TOKENS

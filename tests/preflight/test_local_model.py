@@ -14,10 +14,16 @@ from rank_processes import save_tiny_llama
 from tiny_runs import rows
 
 from vectorlm.cli import main
-from vectorlm.config import load_config, with_download
-from vectorlm.config.local_model import local_folder, missing_files, own_length
-from vectorlm.config.resume import identity_of
+from vectorlm.config import load_config
 from vectorlm.errors import ConfigError
+from vectorlm.preflight.local_model import (
+    local_folder,
+    missing_files,
+    own_length,
+    resolve_model,
+    with_download,
+)
+from vectorlm.preflight.resume import identity_of
 
 NAME = "acme/tiny"
 ON_HUB = ("model: models/tiny", f"model: {NAME}")
@@ -57,7 +63,7 @@ def refusal(path, capsys):
 
 def test_a_name_is_the_snapshot_in_the_cache(cache, model, write_config):
     snapshot = lay_out(cache, model)
-    config = load_config(write_config(MINIMAL, ON_HUB))
+    config = resolve_model(load_config(write_config(MINIMAL, ON_HUB)))
     assert config.model == str(snapshot)
     assert config.notes == (f"model: {NAME} is {snapshot}",)
     assert (
@@ -69,7 +75,7 @@ def test_a_name_is_the_snapshot_in_the_cache(cache, model, write_config):
 def test_a_folder_of_that_name_comes_first(cache, model, write_config):
     lay_out(cache, model)
     Path(NAME).mkdir(parents=True)
-    assert load_config(write_config(MINIMAL, ON_HUB)).model == NAME
+    assert resolve_model(load_config(write_config(MINIMAL, ON_HUB))).model == NAME
 
 
 def test_a_model_that_is_not_in_the_cache_comes_with_the_command_that_fetches_it(cache, write_config, capsys):
@@ -172,11 +178,11 @@ def test_the_commands_take_a_name_from_the_cache_of_HF_HOME(model, write_config,
 
 def test_minus_one_is_the_model_s_own_length(write_config, model):
     path = write_config(MINIMAL, ("models/tiny", str(model)), ("max_seq_len: 128", "max_seq_len: -1"))
-    config = load_config(path)
+    config = resolve_model(load_config(path))
     assert config.train_parameters.max_seq_len == 64
     assert config.notes == ("max_seq_len: -1 is the model's own length, 64 tokens",)
     # Until the model is there nobody knows.
-    assert load_config(path, ["model=./absent"]).train_parameters.max_seq_len == -1
+    assert resolve_model(load_config(path, ["model=./absent"])).train_parameters.max_seq_len == -1
 
 
 @pytest.mark.parametrize(
@@ -195,4 +201,8 @@ def test_a_model_that_names_no_length_cannot_stand_for_one(write_config, tmp_pat
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"vocab_size": 8}')
     with pytest.raises(ConfigError, match="max_seq_len=-1 stands for the model's own length, and its config"):
-        load_config(write_config(MINIMAL, ("models/tiny", "model"), ("max_seq_len: 128", "max_seq_len: -1")))
+        resolve_model(
+            load_config(
+                write_config(MINIMAL, ("models/tiny", "model"), ("max_seq_len: 128", "max_seq_len: -1"))
+            )
+        )

@@ -15,7 +15,7 @@ Problem = tuple[str, str, str, Any]
 
 _SAMPLER = "train_parameters.sampler"
 _CHECKED_ELSEWHERE = dict.fromkeys(("start_timeout_s", "channel", "tensor_parallel_size"), "")
-"""Arguments of `SamplingEngine` beside vLLM's own, and what `vectorlm.config.check` compares with the ranks."""
+"""Arguments of `SamplingEngine` beside vLLM's own, and what `vectorlm.preflight.settings` compares with the ranks."""
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vllm 0.32: ``CPUAttentionBackend.get_supported_head_sizes``."""

@@ -10,10 +10,10 @@ from rank_processes import save_tiny_llama
 
 from vectorlm.cli import main
 from vectorlm.config import load_config, save_config
-from vectorlm.config.check import check_config
-from vectorlm.config.check_rewards import check_rewards, signature_problems
 from vectorlm.config.schema import SamplerSettings
 from vectorlm.errors import ConfigError
+from vectorlm.preflight.rewards import check_rewards, signature_problems
+from vectorlm.preflight.settings import check_config, check_consistency
 from vectorlm.types import PromptRecord
 
 CONFIG = """\
@@ -120,7 +120,7 @@ def test_settings_of_an_evaluation_without_questions_are_refused(folder, name):
         ConfigError,
         match=r"has no effect with train_parameters.sampler.prompts=null. Leave it out, or name prompts",
     ):
-        load_config("my.yaml", [f"train_parameters.sampler={{{name}}}"])
+        check_consistency(load_config("my.yaml", [f"train_parameters.sampler={{{name}}}"]))
 
 
 def test_a_sampler_of_fine_tuning_still_needs_prompts(tmp_path):
@@ -128,7 +128,7 @@ def test_a_sampler_of_fine_tuning_still_needs_prompts(tmp_path):
     with pytest.raises(
         ConfigError, match=r"missing setting 'train_parameters.sampler.prompts' .*leave the section"
     ):
-        load_config(tmp_path / "my.yaml", ["train_parameters.sampler={}"])
+        check_consistency(load_config(tmp_path / "my.yaml", ["train_parameters.sampler={}"]))
     config = load_config(tmp_path / "my.yaml", ["train_parameters.sampler={prompts: [a]}"])
     assert config.train_parameters.sampler.evaluation.sample_frequency is None
 
