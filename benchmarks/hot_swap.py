@@ -1,7 +1,8 @@
 """How long a hot swap takes, as a multiple of one memcpy of the same bytes.
 
-Two FSDP2 ranks, one engine for each transport, a random Llama of 36 million parameters in fp32; beside it, in the same
-run, what vLLM and a gathering trainer would need. Run: python benchmarks/hot_swap.py
+Two ranks that shard the model by FSDP2 or hold it whole, one engine for each transport, a random Llama of 36 million
+parameters in fp32; beside it, in the same run, what vLLM and a gathering trainer would need.
+Run: python benchmarks/hot_swap.py
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def on_rank(folder: str) -> dict[str, tuple[Times, float]]:
 
     transport.BUCKET_BYTES = BUCKET_BYTES
     disable_progress_bar()
+    whole: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for block in model.model.layers:
         fully_shard(block)
@@ -61,11 +63,15 @@ def on_rank(folder: str) -> dict[str, tuple[Times, float]]:
                     )
                     for each in TRANSPORTS
                 }  # fmt: skip
-                reports, memcpy_s = alternate(partial(update_all, engines, model), source, target)
-            swaps = {each: median(by[each].publish_s + by[each].load_s for by in reports) for each in engines}
-            waits = {each: median(by[each].total_s for by in reports) for each in engines}
-            measured[name] = swaps, memcpy_s
-            measured[f"{name}, as the caller waits"] = waits, memcpy_s
+                for held, trained in (("", model), (", ranks hold all", whole)):
+                    reports, memcpy_s = alternate(partial(update_all, engines, trained), source, target)
+                    swaps = {
+                        each: median(by[each].publish_s + by[each].load_s for by in reports)
+                        for each in engines
+                    }
+                    waits = {each: median(by[each].total_s for by in reports) for each in engines}
+                    measured[name + held] = swaps, memcpy_s
+                    measured[f"{name}{held}, as the caller waits"] = waits, memcpy_s
     times, memcpy_s = alternate(
         lambda step: timed(lambda: [each.full_tensor() for each in model.parameters()]), source, target
     )
