@@ -1,9 +1,9 @@
-"""`Receivers` over workers in this process."""
+"""`EngineReceiver` over workers in this process."""
 
 from types import SimpleNamespace
 
 from vectorlm.backends.vllm.extension import WeightExtension
-from vectorlm.weights.receivers import Receivers
+from vectorlm.weights.receive import EngineReceiver
 
 
 def receivers_of(*models):
@@ -11,4 +11,6 @@ def receivers_of(*models):
     extensions = [WeightExtension() for _ in models]
     for extension, model in zip(extensions, models, strict=True):
         extension.model_runner = SimpleNamespace(get_model=lambda model=model: model)
-    return Receivers(lambda method, args=(): [getattr(each, method)(*args) for each in extensions], "live")
+    return EngineReceiver(
+        lambda method, args=(): [getattr(each, method)(*args) for each in extensions], "live"
+    )

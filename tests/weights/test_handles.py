@@ -12,9 +12,8 @@ from hypothesis import strategies
 
 from vectorlm.errors import StaleHandle, WeightMismatch
 from vectorlm.weights.arena import path_of
-from vectorlm.weights.exports import Export
-from vectorlm.weights.handles import FileHandle
-from vectorlm.weights.inlet import Inlet, cut_to_rows
+from vectorlm.weights.copy_list import CopyList, cut_to_rows
+from vectorlm.weights.exports import Export, FileHandle
 from vectorlm.weights.plan import Layout, Slot, TensorSpec
 from vectorlm.weights.record import LoadPlan, View
 
@@ -68,7 +67,7 @@ def test_a_handle_whose_descriptor_became_another_file_is_refused():
 
 EXPORTER = """
 import sys, torch
-from vectorlm.weights.handles import FileHandle
+from vectorlm.weights.exports import FileHandle
 tensor = torch.arange(6.0)
 handle = FileHandle.of(tensor)
 print(handle.path, *handle.identity, handle.num_bytes, flush=True)
@@ -85,12 +84,12 @@ def test_the_memory_of_a_killed_rank_is_refused():
     whole = torch.zeros(6)
     plan = LoadPlan.whole([TensorSpec("w", (6,))], lambda name: "float32")
     layout = Layout("", 64, (Slot("w", (6,), "float32", 0),))
-    inlet = Inlet(layout, [Export("w", 0, handle)], plan, {"w": whole}, may_alias=True)
-    inlet.copy_round()
+    copies = CopyList(layout, [Export("w", 0, handle)], plan, {"w": whole}, may_alias=True)
+    copies.copy_round()
     assert whole.tolist() == [0, 1, 2, 3, 4, 5]
     os.kill(rank.pid, signal.SIGKILL)
     rank.wait()
-    for call in (inlet.copy_round, handle.open):
+    for call in (copies.copy_round, handle.open):
         with pytest.raises(StaleHandle):
             call()
     rank.stdin.close(), rank.stdout.close()
@@ -101,7 +100,7 @@ def test_rows_that_no_rank_exports_are_missed():
     layout = Layout("", 64, (Slot("w", (4, 3), "float32", 0),))
     plan = LoadPlan.whole([TensorSpec("w", (4, 3))], lambda name: "float32")
     with pytest.raises(WeightMismatch, match="export 6 of the 12 numbers of 'w'"):
-        Inlet(layout, [Export("w", 2, handle_of(rows))], plan, {"w": torch.zeros(4, 3)}, may_alias=False)
+        CopyList(layout, [Export("w", 2, handle_of(rows))], plan, {"w": torch.zeros(4, 3)}, may_alias=False)
 
 
 @strategies.composite

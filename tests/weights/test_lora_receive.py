@@ -11,7 +11,7 @@ from vectorlm.lora.receive import ADAPTER_ID
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
 from vectorlm.weights.plan import TensorSpec
-from vectorlm.weights.receivers import Receivers
+from vectorlm.weights.receive import EngineReceiver
 
 MAX_RANK, WIDTH, HEIGHT = 4, 6, 10
 
@@ -61,7 +61,7 @@ def receivers(manager):
     worker_manager = SimpleNamespace(_adapter_manager=manager, add_dummy_lora=lambda request, rank: True)
     worker = WeightExtension()
     worker.model_runner = SimpleNamespace(get_model=torch.nn.Module, lora_manager=worker_manager)
-    return Receivers(lambda method, args=(): [getattr(worker, method)(*args)], "live")
+    return EngineReceiver(lambda method, args=(): [getattr(worker, method)(*args)], "live")
 
 
 def specs(part="mlp.up_proj", rank=2, height=HEIGHT):

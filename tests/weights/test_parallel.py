@@ -11,7 +11,7 @@ from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
 from vectorlm.weights.plan import TensorSpec
-from vectorlm.weights.receivers import HeldPieces, Receivers
+from vectorlm.weights.receive import EngineReceiver, HeldPieces
 from vectorlm.weights.record import Copy, LoadPlan, View
 
 HIDDEN, COLUMNS = 4, 6
@@ -166,7 +166,7 @@ def receivers_that_note(calls):
         answers = {"vectorlm_prepare": "live", "vectorlm_describe": plan, "vectorlm_attach": 0}
         return [(answers.get(method), None)]
 
-    return Receivers(call, "auto")
+    return EngineReceiver(call, "auto")
 
 
 NORM = (TensorSpec("norm", (HIDDEN,)),)

@@ -9,8 +9,7 @@ from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
 from vectorlm.weights.layout import find_aliases, place_slots
 from vectorlm.weights.plan import Piece, Slot, TensorSpec
-from vectorlm.weights.receive import Receiver
-from vectorlm.weights.receivers import HeldPieces
+from vectorlm.weights.receive import HeldPieces, WorkerReceiver
 from vectorlm.weights.record import Copy, LoadPlan, View, record_loading
 
 HIDDEN, Q, KV = 4, 6, 2
@@ -193,10 +192,10 @@ class RoundedUp(torch.nn.Module):
 
 def test_rows_that_round_a_vocabulary_up_need_no_weights_and_the_others_do():
     manifest = [TensorSpec("embed", (6, HIDDEN))]
-    (copy,) = Receiver(RoundedUp(2)).describe(manifest).copies
+    (copy,) = WorkerReceiver(RoundedUp(2)).describe(manifest).copies
     assert copy.parameter_view.count == 2 * HIDDEN
     with pytest.raises(WeightMismatch, match=r"leave 1 of them unfilled, .*: \['embed.weight'\]"):
-        Receiver(RoundedUp(1)).describe(manifest)
+        WorkerReceiver(RoundedUp(1)).describe(manifest)
 
 
 def test_a_layer_that_the_engine_rearranges_is_refused():

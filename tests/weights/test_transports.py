@@ -18,8 +18,8 @@ from vectorlm.engine.transport import Pull, Push, open_transport, pull_obstacle
 from vectorlm.errors import ChecksumMismatch, ConfigError, StaleHandle, WeightMismatch
 from vectorlm.ranks.topology import Topology
 from vectorlm.weights.arena import MappedArenas
+from vectorlm.weights.copy_list import CopyList
 from vectorlm.weights.exports import ExportedRows
-from vectorlm.weights.inlet import Inlet
 from vectorlm.weights.layout import in_rounds
 from vectorlm.weights.module_source import ModuleSource
 from vectorlm.weights.module_trainer import ModuleTrainer
@@ -177,14 +177,14 @@ def test_a_changed_bit_in_the_engine_is_caught(transport, monkeypatch):
     model = Model()
     swap, engine = swap_of(Topology(), transport)
     update(swap, model, 0)
-    copy = Inlet.copy_round
+    copy = CopyList.copy_round
 
-    def copy_and_spoil(inlet, number=None):
-        copy(inlet, number)
+    def copy_and_spoil(copies, number=None):
+        copy(copies, number)
         if number is None:
             engine.workers[0].gate_up.view(torch.int32)[1, 2] ^= 1
 
-    monkeypatch.setattr(Inlet, "copy_round", copy_and_spoil)
+    monkeypatch.setattr(CopyList, "copy_round", copy_and_spoil)
     with pytest.raises(ChecksumMismatch, match=r"1 of 8 tensors .*\['gate.weight'\]"):
         update(swap, model, 1)
     monkeypatch.undo()

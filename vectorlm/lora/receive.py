@@ -10,8 +10,8 @@ import torch
 
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.weights.checksum import checksums, row_sums
+from vectorlm.weights.copy_list import CopyList
 from vectorlm.weights.exports import Export
-from vectorlm.weights.inlet import Inlet
 from vectorlm.weights.plan import Layout, TensorSpec, dtype_name, dtype_of, shortened
 from vectorlm.weights.record import Copy, LoadPlan, View
 
@@ -63,8 +63,8 @@ class AdapterReceiver:
         self._mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
         self._lora_slots: dict[str, LoraSlot] = {}
         self._tensors: Mapping[str, torch.Tensor] = {}
-        self.inlet: Inlet | None = None
-        """Copies what the ranks send, since `attach`."""
+        self.copies: CopyList | None = None
+        """What to copy at each update, since `attach`."""
         self.clear()
 
     def describe(self, manifest: Sequence[TensorSpec]) -> LoadPlan:
@@ -91,27 +91,20 @@ class AdapterReceiver:
         """Open the arena, or what the ranks export; return the bytes that each update copies out of it."""
         # On the host, as vLLM pins the tensors of an adapter there.
         tensors = {slot.name: torch.empty(slot.shape, dtype=dtype_of(slot.dtype)) for slot in layout.slots}
-        earlier, self._tensors = self.inlet, tensors
-        self.inlet = Inlet(layout, exports, self._whole, tensors, may_alias=False)
+        earlier, self._tensors = self.copies, tensors
+        self.copies = CopyList(layout, exports, self._whole, tensors, may_alias=False)
         self._word_bytes = {slot.name: slot.word_bytes for slot in layout.slots}
         if earlier is not None:
             earlier.close()
-        return self.inlet.num_bytes
+        return self.copies.num_bytes
 
-    def load(self, version: int, with_checksums: bool) -> list[int]:
-        """Copy the last round, and make the engine's requests run on the adapter.
-
-        Returns:
-            The checksum of the piece of each tensor that the LoRA layers compute with, if asked for.
-
-        Raises:
-            ChecksumMismatch: The layers hold more than this adapter.
-        """
+    def load(self) -> None:
+        """Copy the last round, and make the engine's requests run on the adapter."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
-        assert self.inlet is not None, "attach comes before load"
-        self.inlet.copy_round()
+        assert self.copies is not None, "attach comes before load"
+        self.copies.copy_round()
         # Copies, because vLLM keeps the tensors and the next update writes to these.
         tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
         layers = {}
@@ -122,7 +115,26 @@ class AdapterReceiver:
         self._install(LoRAModel(ADAPTER_ID, max(len(a) for a in tensors.values()), layers))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return self._checksums() if with_checksums else []
+
+    def checksums(self) -> list[int]:
+        """Sum the piece of each tensor that the LoRA layers compute with, in their own buffers.
+
+        Raises:
+            ChecksumMismatch: The layers hold more than this adapter.
+        """
+        slot = self._manager.lora_index_to_id.index(ADAPTER_ID)
+        sums, filled = [], 0
+        for name, view in self._pieces.items():
+            buffer = self._lora_slots[name].buffers(slot)[not name.endswith(".lora_A")]
+            rows = buffer[: view.shape[0], : view.shape[1]]
+            filled += int(rows.count_nonzero())
+            sums.append((row_sums(rows, self._word_bytes[name]), view.offset // view.stride[0]))
+        held = sum(int(each.count_nonzero()) for _, where in self._places() for each in where.buffers(slot))
+        if held != filled:
+            raise ChecksumMismatch(
+                f"after the update the engine's LoRA layers hold {held - filled} numbers that belong to no adapter."
+            )
+        return checksums(sums)
 
     def clear(self) -> None:
         """Make the adapter zero, so that requests run on the base model alone."""
@@ -146,22 +158,6 @@ class AdapterReceiver:
     def _engine_name(self, layer: str) -> str:
         renamed = self._mapper._map_name(f"{layer}.weight") if self._mapper is not None else None
         return layer if renamed is None else renamed.removesuffix(".weight")
-
-    def _checksums(self) -> list[int]:
-        """Sum the layers' own buffers, and see that everything beside the adapter is zero."""
-        slot = self._manager.lora_index_to_id.index(ADAPTER_ID)
-        sums, filled = [], 0
-        for name, view in self._pieces.items():
-            buffer = self._lora_slots[name].buffers(slot)[not name.endswith(".lora_A")]
-            rows = buffer[: view.shape[0], : view.shape[1]]
-            filled += int(rows.count_nonzero())
-            sums.append((row_sums(rows, self._word_bytes[name]), view.offset // view.stride[0]))
-        held = sum(int(each.count_nonzero()) for _, where in self._places() for each in where.buffers(slot))
-        if held != filled:
-            raise ChecksumMismatch(
-                f"after the update the engine's LoRA layers hold {held - filled} numbers that belong to no adapter."
-            )
-        return checksums(sums)
 
 
 def adapter_request() -> Any:

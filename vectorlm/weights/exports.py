@@ -1,17 +1,120 @@
-"""What a rank exports of a weight set, for the engines of its node to pull."""
+"""What a rank exports of a weight set: handles of its tensors, which the engines of its node open to read in place."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from vectorlm.errors import EngineError, StaleHandle
+from vectorlm.weights.arena import path_of
 from vectorlm.weights.checksum import row_sums
-from vectorlm.weights.handles import Handle, handle_of
 from vectorlm.weights.module_source import HeldRows, ModuleSource
-from vectorlm.weights.plan import Layout, dtype_of
+from vectorlm.weights.plan import Layout, dtype_name, dtype_of
+
+DEVICE_ARGUMENT = 6
+"""Place of the device's index among the arguments of torch's ``rebuild_cuda_tensor``; each process has its own."""
+
+
+@dataclass(frozen=True)
+class FileHandle:
+    """A tensor in host memory, as a piece of a file without a name that its process holds open."""
+
+    path: str
+    """The file's entry in ``/proc``."""
+    identity: tuple[int, int]
+    """Its device and inode: a process uses descriptors again, so the path may come to lead elsewhere."""
+    num_bytes: int
+    """Size of the file."""
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> FileHandle:
+        """Move the storage of a contiguous tensor into shared memory, in place, unless it is there; point at it.
+
+        All tensors on that storage stay the same objects and see the same values at another address. torch keeps one
+        descriptor for each storage.
+        """
+        descriptor, num_bytes = tensor.untyped_storage()._share_fd_cpu_()
+        status = os.fstat(descriptor)
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        return cls(
+            path_of(descriptor),
+            (status.st_dev, status.st_ino),
+            num_bytes,
+            start,
+            tuple(tensor.shape),
+            dtype_name(tensor.dtype),
+        )
+
+    def check(self) -> None:
+        """Raise `StaleHandle` where the process is gone, or its descriptor has become another file's."""
+        try:
+            status = os.stat(self.path)
+        except OSError as error:
+            raise StaleHandle(f"{self.path} is closed: its rank is gone, or has let go of it.") from error
+        if (status.st_dev, status.st_ino) != self.identity:
+            raise StaleHandle(f"{self.path} is another file than the one that was exported.")
+
+    def open(self) -> torch.Tensor:
+        """Map the memory; raise `StaleHandle` as `check` does. The tensor is the other process's own."""
+        self.check()
+        with open(self.path, "rb+", buffering=0) as file:
+            # The file that is open now cannot be exchanged any more.
+            mine = replace(self, path=f"/proc/self/fd/{file.fileno()}")
+            mine.check()
+            storage = torch.UntypedStorage.from_file(mine.path, True, self.num_bytes)
+        raw = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+        kind, count = dtype_of(self.dtype), torch.Size(self.shape).numel()
+        piece: torch.Tensor = raw[self.offset_bytes : self.offset_bytes + count * kind.itemsize]
+        return piece.view(kind).view(self.shape)
+
+
+@dataclass(frozen=True)
+class DeviceHandle:
+    """A tensor in the memory of a CUDA device, as torch hands it to other processes. Has not run.
+
+    The exporting rank keeps the tensor, so torch's count of receivers, which is made for one, does not matter.
+    """
+
+    device: str
+    """The device's UUID: processes may number devices differently."""
+    arguments: tuple[Any, ...]
+    """What ``rebuild_cuda_tensor`` wants, with the device's index in the exporting process."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> DeviceHandle:
+        """Point at `tensor`, which stays where it is."""
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        _, arguments = reduce_tensor(tensor)
+        return cls(_uuid(tensor.device), tuple(arguments))
+
+    def check(self) -> None:
+        """Do nothing: CUDA cannot tell, and ranks export again what has moved."""
+
+    def open(self) -> torch.Tensor:
+        """Map the memory; raise `EngineError` where this process does not see the device."""
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        visible = [_uuid(index) for index in range(torch.cuda.device_count())]
+        if self.device not in visible:
+            raise EngineError(
+                f"a rank's weights are on the device {self.device}, which the engine's process does not see: leave "
+                "CUDA_VISIBLE_DEVICES the same for both, or use transport='bucketed'."
+            )
+        arguments = list(self.arguments)
+        arguments[DEVICE_ARGUMENT] = visible.index(self.device)
+        tensor: torch.Tensor = rebuild_cuda_tensor(*arguments)
+        return tensor
+
+
+Handle = FileHandle | DeviceHandle
 
 
 @dataclass(frozen=True)
@@ -43,7 +146,7 @@ class ExportedRows:
         }
         rows = {name: self._staged.get(name, write.rows) for name, write in writes.items()}
         self.exports: Sequence[Export] = [
-            Export(name, write.first_row, handle_of(rows[name]))
+            Export(name, write.first_row, (DeviceHandle if rows[name].is_cuda else FileHandle).of(rows[name]))
             for name, write in writes.items()
             if write.rows.numel()
         ]
@@ -76,3 +179,7 @@ def _place(write: HeldRows) -> tuple[Any, ...]:
     rows = write.rows
     where = None if _is_staged(write) else (rows.data_ptr(), rows.dtype)
     return where, rows.shape, write.first_row
+
+
+def _uuid(device: int | torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)

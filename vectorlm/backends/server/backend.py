@@ -26,7 +26,7 @@ from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout
 from vectorlm.ranks.engine_ranks import CallResult
 from vectorlm.types import Completion, Prompt
 from vectorlm.weights.plan import Layout, TensorSpec
-from vectorlm.weights.receivers import Receivers
+from vectorlm.weights.receive import EngineReceiver
 
 POLL_S = 0.02
 """The longest that `poll` waits for something to finish."""
@@ -94,7 +94,7 @@ class VLLMServer:
             settings = self._workers("vectorlm_settings", read=_read_settings)[0]
             self._max_num_seqs = settings["max_num_seqs"]
             self._require_settings(settings, logprobs_mode, max_model_len)
-            self._receivers = Receivers(self._collective_rpc, receiver)
+            self._receiver = EngineReceiver(self._collective_rpc, receiver)
             self._post("/update_weight_version", {"new_version": str(self._version)})
         except BaseException:
             self.close()
@@ -103,7 +103,7 @@ class VLLMServer:
     @property
     def receiver(self) -> str:
         """How the server holds weights: `live` or `packed`."""
-        return self._receivers.kind
+        return self._receiver.kind
 
     @property
     def max_num_seqs(self) -> int:
@@ -151,7 +151,7 @@ class VLLMServer:
         """Match the trainer's tensors with the server's."""
         if weight_set != "base":
             raise EngineError("a vLLM server takes merged weights only: use lora_mode='merged'.")
-        return self._receivers.connect(manifest, arena_path, weight_set)
+        return self._receiver.connect(manifest, arena_path, weight_set)
 
     def pause(self) -> None:
         """Freeze the server's scheduler, with its requests and their KV blocks."""
@@ -161,12 +161,12 @@ class VLLMServer:
         self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str], recompute: bool
     ) -> float:
         """Take the new weights over, and have the server mark tokens with their version."""
-        load_s = self._receivers.load(version, checksums, weight_sets)
+        load_s = self._receiver.load(version, checksums, weight_sets)
         self._num_loads += 1
         if recompute or self._may_hold_nan or not self._tasks:
             self._forget_cache()
         if self._may_hold_nan:
-            self._receivers.empty_kv_cache()
+            self._receiver.empty_kv_cache()
             self._may_hold_nan = False
         self._post("/update_weight_version", {"new_version": str(version)})
         self._version = version
@@ -300,7 +300,7 @@ class VLLMServer:
         return self._post("/collective_rpc", body, lambda answer: [read(each) for each in answer["results"]])
 
     def _collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[CallResult]:
-        """Do for `Receivers` what an engine's own ``collective_rpc`` does."""
+        """Do for `EngineReceiver` what an engine's own ``collective_rpc`` does."""
         wire = [self._name, method, [to_wire(each) for each in args]]
         return self._workers("vectorlm_ask", wire, read=lambda each: result_from_wire(method, each))
 

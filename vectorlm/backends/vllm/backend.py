@@ -22,7 +22,7 @@ from vectorlm.contracts import RequestOutput
 from vectorlm.errors import EngineError
 from vectorlm.lora.receive import adapter_request
 from vectorlm.types import Completion, Prompt
-from vectorlm.weights.receivers import Receivers
+from vectorlm.weights.receive import EngineReceiver
 
 prepare_process = shorten_socket_paths
 __all__ = ["VLLM", "prepare_process", "start_worker"]
@@ -44,10 +44,10 @@ class VLLM:
         with naming_the_model(model):
             self._engine = build_engine(model, engine_args, on_cpu)
             self._workers = Workers(self._engine.vllm_config.parallel_config.world_size)
-            self._receivers = Receivers(self._engine.collective_rpc, receiver)
+            self._receiver = EngineReceiver(self._engine.collective_rpc, receiver)
             # They keep this part of the contract.
-            self.connect, self.open_handles = self._receivers.connect, self._receivers.open_handles
-            self.copy_round = self._receivers.copy_round
+            self.connect, self.open_handles = self._receiver.connect, self._receiver.open_handles
+            self.copy_round = self._receiver.copy_round
             # From the start, so that requests in flight follow the first adapter too; it is zero until then.
             self._adapter_request = adapter_request() if engine_args.get("enable_lora") else None
             warm_up(self._engine)
@@ -65,7 +65,7 @@ class VLLM:
     @property
     def receiver(self) -> str:
         """How the engine holds weights: `live` or `packed`."""
-        return self._receivers.kind
+        return self._receiver.kind
 
     @property
     def max_num_seqs(self) -> int:
@@ -111,7 +111,7 @@ class VLLM:
         self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str], recompute: bool
     ) -> float:
         """Take the new weights over, and leave the cache of the old ones."""
-        load_s = self._receivers.load(version, checksums, weight_sets)
+        load_s = self._receiver.load(version, checksums, weight_sets)
         if not self._engine.has_unfinished_requests():
             if not self._engine.reset_prefix_cache():
                 raise EngineError("the prefix cache still holds blocks of the old weights.")
@@ -154,7 +154,7 @@ class VLLM:
     def _empty_kv_cache(self) -> None:
         """Overwrite a KV cache that may hold NaN, once it is awake: memory that sleeps is not there."""
         if self._may_hold_nan and "kv_cache" not in self._asleep:
-            self._receivers.empty_kv_cache()
+            self._receiver.empty_kv_cache()
             self._may_hold_nan = False
 
     def _finished_of(self, outputs: Iterable[Any]) -> list[RequestOutput]:

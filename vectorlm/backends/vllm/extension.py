@@ -9,13 +9,13 @@ from typing import Any
 
 from vectorlm.backends.vllm import packs_by_itself
 from vectorlm.backends.vllm.norms import use_norm_kernel
-from vectorlm.backends.vllm.pack import CpuPacking, require_plain_layers
+from vectorlm.backends.vllm.pack import check_packed, pack, require_plain_layers
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.lora.receive import AdapterReceiver
 from vectorlm.ranks.engine_ranks import CallResult
 from vectorlm.weights.exports import Export
 from vectorlm.weights.plan import BASE, Layout, TensorSpec
-from vectorlm.weights.receive import Receiver
+from vectorlm.weights.receive import WorkerReceiver
 
 
 def as_call_result(method: Callable[..., Any]) -> Callable[..., CallResult]:
@@ -35,7 +35,7 @@ def as_call_result(method: Callable[..., Any]) -> Callable[..., CallResult]:
 
 
 class WeightExtension:
-    """Mixed into vLLM's worker class (``worker_extension_cls``); `Receivers` calls it through ``collective_rpc``.
+    """Mixed into vLLM's worker class (``worker_extension_cls``); `EngineReceiver` calls it through ``collective_rpc``.
 
     The prefix keeps the names apart from the worker's own. Arguments and answers are plain data.
     """
@@ -50,8 +50,10 @@ class WeightExtension:
         if is_on_cpu(model):
             use_norm_kernel()
         require_plain_layers(model)
-        packing = CpuPacking(model) if chosen == "packed" else None
-        self._vectorlm_receivers: dict[str, Any] = {BASE: Receiver(model, packing)}
+        self._vectorlm_packed_model = model if chosen == "packed" else None
+        if chosen == "packed":
+            pack(model)
+        self._vectorlm_receivers: dict[str, Any] = {BASE: WorkerReceiver(model)}
         if (manager := getattr(self.model_runner, "lora_manager", None)) is not None:
             self._vectorlm_receivers["adapter"] = AdapterReceiver(manager, model)
         return chosen
@@ -69,12 +71,22 @@ class WeightExtension:
     @as_call_result
     def vectorlm_copy(self, weight_set: str, number: int) -> Any:
         """Copy one round out of the arena."""
-        return self._vectorlm_receivers[weight_set].inlet.copy_round(number)
+        return self._vectorlm_receivers[weight_set].copies.copy_round(number)
 
     @as_call_result
     def vectorlm_load(self, weight_set: str, version: int, with_checksums: bool) -> Any:
-        """Take the last round over; answer with checksums, if asked for."""
-        return self._vectorlm_receivers[weight_set].load(version, with_checksums)
+        """Take the last round over, and pack it; answer with checksums, if asked for."""
+        receiver = self._vectorlm_receivers[weight_set]
+        receiver.load()
+        packed_model = self._vectorlm_packed_model if weight_set == BASE else None
+        if packed_model is not None:
+            pack(packed_model)
+        if not with_checksums:
+            return []
+        sums = receiver.checksums()
+        if packed_model is not None:
+            check_packed(packed_model, seed=version)
+        return sums
 
     @as_call_result
     def vectorlm_empty_kv_cache(self) -> Any:

@@ -1,8 +1,8 @@
 """vLLM's packed layers on CPU: keep the plain weights, and pack again when they change.
 
 vLLM puts the weights of linear layers and experts into its kernels' order at load time and throws the plain ones away;
-writing to them later changes nothing, silently. `keep_plain_weights` stops that; `CpuPacking` does the same work when
-we say so.
+writing to them later changes nothing, silently. `keep_plain_weights` stops that; `pack` does the same work when we say
+so.
 """
 
 from __future__ import annotations
@@ -36,22 +36,6 @@ ACTIVATIONS: dict[str, Activation] = {
 
 PROBED_EXPERTS = 2
 """Experts of each layer that one check packs again."""
-
-
-class CpuPacking:
-    """The `vectorlm.weights.receive.Packing` of one model on CPU."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self.pack()
-
-    def pack(self) -> None:
-        """Pack the weights as they are now."""
-        pack(self._model)
-
-    def check(self, seed: int) -> None:
-        """Compare packed weights with plain ones, as `check_packed` does."""
-        check_packed(self._model, seed)
 
 
 def keep_plain_weights() -> None:

@@ -1,4 +1,4 @@
-"""The way into one worker's tensors: which pieces of them are copied from where, worked out once."""
+"""The list of copies that one worker makes at each update: which piece of a tensor comes from where."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vectorlm.weights.plan import Layout
 from vectorlm.weights.record import Copy, LoadPlan, View
 
 
-class Inlet:
+class CopyList:
     """Brings what the ranks send into the tensors of one worker, out of the arena or out of the ranks' own memory."""
 
     def __init__(
