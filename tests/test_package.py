@@ -1,8 +1,7 @@
-"""What is shipped: the wheel works without the repository, and the files around it say what is true."""
+"""What is shipped: the wheel works without the repository."""
 
 import email
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import yaml
 from rank_processes import save_tiny_llama
 
 import vectorlm
-from vectorlm.algorithms import algorithm_names
 from vectorlm.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
@@ -87,40 +85,3 @@ def test_the_installed_package_is_light_and_runs_from_any_folder(installed, tmp_
 def test_the_files_around_the_package_have_its_version():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == vectorlm.__version__
     assert f"## {vectorlm.__version__}" in (ROOT / "CHANGELOG.md").read_text()
-
-
-def test_the_changelog_counts_the_algorithms():
-    assert f"{len(algorithm_names())} algorithms" in (ROOT / "CHANGELOG.md").read_text()
-
-
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "CHANGELOG.md"])
-def test_every_link_leads_to_a_file(page):
-    targets = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
-    assert targets
-    assert [target for target in targets if not (ROOT / target).exists()] == []
-
-
-def test_the_commands_of_contributing_are_targets_of_make():
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    (block,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    for line in [*block.splitlines(), "make test PYTEST_ARGS=tests/algorithms"]:
-        assert line in text
-        run(["make", "-n", *line.split()[1:]], ROOT)
-
-
-def test_who_reports_a_bug_is_asked_for_the_doctor_s_output():
-    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
-    fields = {field["id"]: field for field in form["body"]}
-    assert "`vectorlm doctor`" in fields["doctor"]["attributes"]["description"]
-    assert fields["doctor"]["validations"]["required"]
-    for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
-        assert yaml.safe_load(path.read_text()), path
-
-
-def test_what_runs_before_a_commit_is_what_lint_runs():
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
-    entries = [hook["entry"] for hook in hooks]
-    tools = re.findall(r"^(\.venv/bin/.*?)(?: \.)?$", run(["make", "-n", "lint"], ROOT), re.M)
-    assert len(tools) == 2
-    for tool in tools:
-        assert any(entry.startswith(tool) for entry in entries), tool

@@ -40,16 +40,6 @@ def test_with_its_comments_taken_away_it_sets_every_setting_of_fine_tuning(tmp_p
     assert sorted(wanted - given) == []
 
 
-def test_every_setting_has_a_comment_beside_it_or_above_it():
-    above, without = "", []
-    for line in TEXT.splitlines():
-        written = re.fullmatch(r"( *)(?:# )?([a-z_]+):(?: .*)?", line)
-        if written and "#" not in line.partition(":")[2] and not above.lstrip().startswith("#"):
-            without.append(written[2])
-        above = line if not written else ""
-    assert without == []
-
-
 @pytest.mark.parametrize("command", ["run", "check"])
 def test_a_command_without_a_file_takes_it(command):
     assert build_parser().parse_args([command]).yaml_path == DEFAULT_PATH

@@ -20,10 +20,6 @@ def lines_of(path):
     return [line for line in path.read_text().replace("\\\n", " ").splitlines() if line and line[0] != "#"]
 
 
-def test_there_is_one_for_each_list_of_requirements():
-    assert [path.name.removesuffix(".Dockerfile") for path in FILES] == ["cpu", "cuda"]
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_the_installation_finds_all_that_it_reads_in_its_layer(path, tmp_path):
     lines = lines_of(path)
@@ -46,17 +42,6 @@ def test_the_installation_finds_all_that_it_reads_in_its_layer(path, tmp_path):
         assert (tmp_path / name).exists(), name
     for name in re.findall(r'HERE / "(.+?)"', (ROOT / "setup.py").read_text()):
         assert (tmp_path / name).exists(), name
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_commands_and_hints_name_what_exists(path):
-    text = path.read_text()
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    assert set(re.findall(r'\bmake"?,? "?([a-z]+)', text.replace("libnuma1 make", ""))) <= targets
-    assert f"-f docker/{path.name} " in text
-    assert "--shm-size" in text
-    assert "/vectorlm" in text
-    assert ".venv" in (ROOT / ".dockerignore").read_text().split(), "the host's would replace the image's"
 
 
 def test_a_gpu_that_torch_cannot_use_is_an_error_that_names_the_driver(tmp_path):

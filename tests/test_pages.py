@@ -1,0 +1,226 @@
+"""README and docs/: links lead somewhere, commands and settings exist, generated parts are current."""
+
+import re
+import shlex
+import subprocess
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from pages import PAGES, ROOT, blocks, commands, run, text_of
+from rank_processes import save_tiny_llama
+from transformers import AutoTokenizer
+
+import vectorlm
+from vectorlm import algorithms
+from vectorlm.cli import build_parser, main
+from vectorlm.config import load_config
+from vectorlm.errors import ConfigError
+from vectorlm.train.load import load_model, load_tokenizer
+
+COMMANDS = sorted({line for page in PAGES if page != "docs/sizes.md" for line in commands(page)})
+SETTINGS = [(page, block) for page in PAGES for block in blocks(page, "yaml")]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_to_a_file(page):
+    targets = re.findall(r"\]\(([^)#\s]+)", text_of(page))
+    folder = (ROOT / page).parent
+    assert [each for each in targets if ":" not in each and not (folder / each).exists()] == []
+
+
+def test_the_folders_that_the_readme_lists_exist():
+    tree = blocks("README.md", "text")[-1].splitlines()
+    for line in tree[1:-1]:
+        names = line.split() if line.endswith("/") else line.split()[:1]
+        assert [name for name in names if not (ROOT / "vectorlm" / name).exists()] == []
+    assert all((ROOT / name).is_dir() for name in tree[-1].split())
+
+
+def in_nav(entries):
+    for entry in entries:
+        for value in entry.values() if isinstance(entry, dict) else [entry]:
+            yield from in_nav(value) if isinstance(value, list) else [value]
+
+
+def test_the_site_has_every_page_and_the_reference_every_public_name():
+    listed = sorted(page for page in in_nav(yaml.safe_load(text_of("mkdocs.yml"))["nav"]))
+    assert [page for page in listed if not page.startswith("source/")] == [
+        page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")
+    ]
+    for page, module in (("vectorlm", vectorlm), ("algorithms", algorithms)):
+        named = re.findall(r"^::: (\S+)", text_of(f"docs/reference/{page}.md"), re.M)
+        assert sorted(named) == sorted(f"{module.__name__}.{name}" for name in module.__all__)
+
+
+def test_the_tables_are_those_of_the_result_files(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from table import PAGES as PAGES_WITH_TABLES
+    from table import with_tables
+
+    for page in ("README.md", *PAGES_WITH_TABLES):
+        assert with_tables(text_of(page), page) == text_of(page), f"{page}: run python benchmarks/table.py"
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_every_command_exists(line):
+    words = shlex.split(line, comments=True)
+    if words[0] == "vectorlm":
+        assert build_parser().parse_args(words[1:]).run_command
+    if words[0] == "make":
+        subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True)
+    files = [word for word in words if re.fullmatch(r"(configs|examples|docker|tests)/[\w./]+", word)]
+    assert all((ROOT / name).is_file() for name in files)
+
+
+@pytest.mark.slow
+def test_the_commands_of_vllm_parse():
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    # It moved within the versions that vectorlm supports.
+    home = "launchers" if find_spec("vllm.entrypoints.launchers") else "openai"
+    cli_args = import_module(f"vllm.entrypoints.{home}.cli_args")
+    parser = cli_args.make_arg_parser(FlexibleArgumentParser())
+    starts = ("vllm serve ", "python -m vllm.entrypoints.openai.api_server ")
+    lines = [(line, start) for line in COMMANDS for start in starts if line.startswith(start)]
+    assert len(lines) == 4
+    for line, start in lines:
+        cli_args.validate_parsed_serve_args(parser.parse_args(shlex.split(line.removeprefix(start))))
+
+
+def test_make_run_is_the_command_of_the_readme():
+    steps = subprocess.run(["make", "-n", "run"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f".venv/bin/{commands('README.md', 'python')[0]}" in steps
+    assert "examples/make_countdown.py --output_dir data/countdown --seed 0" in steps
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A folder with a tiny model, prompts, and the files of the pages."""
+    monkeypatch.chdir(tmp_path)
+    save_tiny_llama(tmp_path / "model", hidden_size=64, max_length=1024)
+    (tmp_path / "p.jsonl").write_text(blocks("docs/howto/own_reward.md", "json")[0])
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text("{}")
+    for page, name in (("own_reward", "my_rewards"), ("own_algorithm", "my_ranks")):
+        (tmp_path / f"{name}.py").write_text(blocks(f"docs/howto/{page}.md", "python")[0])
+    (tmp_path / "my_inference.py").write_text(
+        "from vectorlm.backends.transformers.backend import Transformers as MyInference\n"
+    )
+    return tmp_path
+
+
+BASE = """
+model: model
+train_parameters:
+  output_dir: out
+  max_seq_len: 64
+  optimizer: {lr: 1.0e-3}
+  sampler: {sample_frequency: 1, prompts: p.jsonl, vllm_dtype: float32, engine: {max_model_len: 64}}
+rl:
+  algorithm: grpo
+  max_steps: 1
+  prompts: p.jsonl
+  prompts_per_step: 2
+  group_size: 4
+  rewards: {"my_rewards.py:right": 1.0}
+"""
+
+
+def merged(into, extra):
+    for key, value in extra.items():
+        into[key] = merged(into.get(key) or {}, value) if isinstance(value, dict) else value
+    return into
+
+
+@pytest.mark.parametrize(("page", "block"), SETTINGS, ids=[page for page, _ in SETTINGS])
+def test_the_settings_of_a_page_exist_and_those_of_the_guides_pass_the_check(page, block, workplace, capsys):
+    base, settings = yaml.safe_load(BASE), yaml.safe_load(block)
+    if "rewards" in settings.get("rl", {}):
+        del base["rl"]["rewards"]
+    if "inference" in settings.get("train_parameters", {}).get("sampler", {}):
+        # Other engines have arguments of their own.
+        del base["train_parameters"]["sampler"]["vllm_dtype"], base["train_parameters"]["sampler"]["engine"]
+    Path("mine.yaml").write_text(block if "model" in settings else yaml.safe_dump(merged(base, settings)))
+    load_config("mine.yaml")
+    if "howto" in page:
+        gpu = ["--device_memory_gib", "80"] if "out_of_memory" in page else []
+        assert main(["check", "mine.yaml", *gpu]) == 0, capsys.readouterr().err
+
+
+def test_the_rewards_of_the_guide_score_as_they_say(workplace):
+    names = {}
+    exec(Path("my_rewards.py").read_text(), names)
+    assert names["right"]("the answer is 7", target=7) == 1.0
+    assert [names["right"](text, target=7) for text in ("7 or 8", "none", "-7")] == [0.0, 0.0, 0.0]
+    assert names["is_json"](['{"a": 1}', "{a"]) == [1.0, 0.0]
+
+
+def test_the_algorithm_of_the_guide_ranks_a_group(workplace):
+    spec = spec_from_file_location("my_ranks", workplace / "my_ranks.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    class Scores:
+        rewards = torch.tensor([[0.1, 3.0, 0.2], [1.0, 1.0, torch.nan]])
+        spread = staticmethod(lambda advantages: advantages)
+
+    assert module.RANKS.advantages(Scores, None).tolist() == [[-1, 1, 0], [0, 0, 0]]
+
+
+def test_the_engines_of_the_pages_answer(workplace):
+    exec(blocks("docs/engines.md", "python")[0], {})
+    names = {}
+    exec(blocks("docs/howto/own_backend.md", "python")[0].replace("path/to/model", "model"), names)
+    with names["engine"] as engine:
+        assert len(engine.sample([[2, 3]], {"max_tokens": 4, "ignore_eos": True})[0][0].token_ids) == 4
+
+
+def test_the_deadline_of_the_guide_is_an_argument_of_launch(workplace):
+    Path("hang.py").write_text(blocks("docs/howto/hang.md", "python")[0])
+    run(workplace, "hang.py")
+
+
+def test_the_commands_of_the_data_page_make_datasets_and_print_the_summary(workplace, capsys):
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    tokenizer.save_pretrained("model")
+    Path("models").mkdir()
+    Path("models/mine").symlink_to(workplace / "model")
+    Path("my.yaml").write_text(blocks("docs/data.md", "yaml")[0])
+    Path("raw.jsonl").write_text(blocks("docs/data.md", "json")[0])
+    first, second = commands("docs/data.md")
+    assert main(shlex.split(first)[1:]) == 0
+    assert capsys.readouterr().out == blocks("docs/data.md", "text")[0]
+    Path("raw.jsonl").write_text(blocks("docs/data.md", "json")[0] * 10)
+    assert main(shlex.split(second)[1:]) == 0
+    assert "rows in     1\n" in capsys.readouterr().out
+    assert Path("data/eval/state.json").is_file()
+
+
+def test_an_interrupted_preprocessing_says_that_nothing_has_changed(workplace, capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    Path("my.yaml").write_text(blocks("docs/data.md", "yaml")[0].replace("models/mine", "model"))
+    monkeypatch.setattr("vectorlm.data.preprocess.preprocess", interrupt)
+    assert main(["preprocess", "my.yaml"]) == 130
+    assert capsys.readouterr().err.endswith("interrupted; data/train is as it was before\n")
+
+
+def test_a_model_is_resized_for_a_tokenizer_that_outgrew_it(workplace):
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    tokenizer.add_tokens([f"<{number}>" for number in range(30)])
+    tokenizer.save_pretrained("model")
+    Path("models").mkdir()
+    Path("models/mine").symlink_to(workplace / "model")
+    with pytest.raises(ConfigError, match="57"):
+        load_tokenizer("models/mine")
+    exec(blocks("docs/data.md", "python")[0], {})
+    load_tokenizer("models/resized")
+    assert load_model("models/resized").get_input_embeddings().num_embeddings == 58
