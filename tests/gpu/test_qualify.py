@@ -77,7 +77,7 @@ def test_a_crash_keeps_the_figures_before_it_and_shows_its_last_words():
 @on_cpu
 def test_a_step_that_hangs_is_ended_and_explained(capsys):
     expected = (Expected(figure="x", at_most=1, means="the cooling"),)
-    step = Step(name="hang", call="test_qualify:hang", limit_s=8, expected=expected)
+    step = Step(name="hang", call="test_qualify:hang", limit_s=3, expected=expected)
     assert [row["verdict"] for row in qualify.rows_of(step, False, [])] == ["missing", "wrong"]
     assert "look at: the cooling" in capsys.readouterr().out
 
@@ -85,7 +85,7 @@ def test_a_step_that_hangs_is_ended_and_explained(capsys):
 @on_cpu
 @pytest.mark.slow
 def test_steps_rehearse_on_cpu():
-    printed = run("--device", "cpu", "--only", "tiny,kills", timeout_s=600)
+    printed = run("--device", "cpu", "--only", "tiny,kills", timeout_s=1200)
     assert printed.returncode == 0, printed.stdout + printed.stderr
     assert "corrupted row noticed: True" in printed.stdout
     assert "all as expected" in printed.stdout

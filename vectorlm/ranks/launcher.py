@@ -239,24 +239,24 @@ def _rank_main(
     tempfile.tempdir = scratch
     topology = Topology.from_environment()
     write_stack_at_end(scratch, topology.rank)
+    result = None
     try:
         fn, args = cloudpickle.loads(payload)
         with process_group(topology, timeout_s, store_port):
-            return cloudpickle.dumps(fn(*args))
+            result = cloudpickle.dumps(fn(*args))
     except BaseException as error:
         if topology.error_file is not None:
             write_fault(topology.error_file, topology.rank, error)
         time.sleep(LINGER_S if topology.world_size > 1 else 0.0)
-        if topology.is_cuda:
-            # The end of NCCL's group may wait for ranks that are gone.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-        raise SystemExit(1) from error
-    finally:
-        if os.getppid() != parent_pid:
-            # The thread that follows the launcher may not have seen yet that it was killed.
-            remove_folder(Path(scratch))
+    if os.getppid() != parent_pid:
+        # The thread that follows the launcher may not have seen yet that it was killed.
+        remove_folder(Path(scratch))
+    if result is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The interpreter's own end takes 2 s with vLLM in it, and on CUDA it may wait for ranks that are gone.
+        os._exit(1)
+    return result
 
 
 def _first_failure(error: Any, scratch: str, world_size: int) -> str:
