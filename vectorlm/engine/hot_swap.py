@@ -7,6 +7,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.contracts import WeightSet, WeightSource
@@ -26,6 +27,34 @@ if TYPE_CHECKING:
     from vectorlm.weights.plan import Layout
 
 LORA_WEIGHT_SETS = "vectorlm.lora.sources:lora_weight_sets"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What the engines hold since an update that succeeded."""
+
+    train_step: int
+    model: Callable[[], Any]
+    """Returns the model while it lives."""
+    changes: Mapping[int, int]
+    """What `_changes` found."""
+    fingerprints: dict[str, object]
+    """By weight set."""
+    sums: Mapping[str, Mapping[str, tuple[int, int]]]
+    """By weight set, as in `Inspection`."""
+
+
+@dataclass(frozen=True)
+class SetState:
+    """What a rank finds of a weight set before an update."""
+
+    name: str
+    is_held: bool
+    """The engines hold it as it is now."""
+    fits: bool
+    """The engines are connected for its tensors."""
+    is_open: bool
+    """The transport and the engines know the way, or need none."""
 
 
 class HotSwap:
@@ -49,19 +78,15 @@ class HotSwap:
         self._channel = channel
         self._silence_s = silence_s
         self._lora_mode = lora_mode
-        self._verify, self._check_finite = verify, check_finite
+        self._verify = verify
+        self._check_finite = check_finite
         self._transport_setting = transport
         self._transport: Transport | None = None
         self._opened: set[str] = set()
         """The weight sets that transport and engines know the way of; one whose opening failed is opened again."""
-        self._arenas: MappedArenas | None = None
         self._layouts: dict[str, Layout] = {}
-        self._held_step: int | None = None
-        self._held: dict[str, object] = {}
-        self._sent_model: Callable[[], Any] = lambda: None
-        self._sent_changes: dict[int, int] = {}
-        self._sent_names: list[str] = []
-        self._sent_sums: dict[str, Mapping[str, tuple[int, int]]] = {}
+        self._sent: Sent | None = None
+        """None while nobody knows what the engines hold."""
         self.version = -1
         """The training step of the last update that succeeded; -1 before the first."""
 
@@ -72,32 +97,30 @@ class HotSwap:
         start = time.perf_counter()
         sets, crossing = self._prepare(model, train_step, offered)
         if crossing is None:
-            whole = messages.RequireWhole()
-            self._engine_ranks.on_engine_ranks("update", lambda: self._call(whole))
+            self._ask_engines("update", messages.RequireWhole())
             return UpdateReport(train_step, True, 0, 0.0, 0.0, time.perf_counter() - start)
         inspected_from = time.perf_counter()
         inspections = self._inspect(crossing)
-        inspect_s = time.perf_counter() - inspected_from
-        assert self._transport is not None, "_prepare chooses one"
-        # From here until the engines have proven the new weights, nobody knows what they hold.
-        self._held_step = None
-        begin = messages.BeginUpdate(in_flight)
-        self._engine_ranks.on_engine_ranks("begin the update", lambda: self._call(begin))
+        publish_s = time.perf_counter() - inspected_from
+        earlier, self._sent = self._sent, None
+        self._ask_engines("begin the update", messages.BeginUpdate(in_flight))
         published_from = time.perf_counter()
-        sums = self._publish_rounds(crossing)
-        publish_s = inspect_s + time.perf_counter() - published_from
-        totals = [total for each in crossing for total in sums[each.name]] if self._verify else None
+        totals = self._publish_rounds(crossing)
+        publish_s += time.perf_counter() - published_from
         names = tuple(each.name for each in crossing)
-        finish = messages.FinishUpdate(train_step, totals, names, may_hold_nan=not self._check_finite)
+        finish = messages.FinishUpdate(
+            train_step, totals if self._verify else None, names, may_hold_nan=not self._check_finite
+        )
         try:
-            updated = self._engine_ranks.on_engine_ranks("finish the update", lambda: self._call(finish))
+            updated = self._ask_engines("finish the update", finish)
         except StaleHandle:
             self._opened.clear()
             raise
-        self.version = self._held_step = train_step
-        self._sent_model, self._sent_changes = _reference(model), _changes(model)
-        self._sent_names = [each.name for each in sets]
-        self._sent_sums |= {name: each.sums for name, each in inspections.items()}
+        self.version = train_step
+        fingerprints = {each.name: each.fingerprint for each in sets}
+        sums = {name: each.sums for name, each in inspections.items()}
+        held = {} if earlier is None else earlier.sums
+        self._sent = Sent(train_step, _reference(model), _changes(model), fingerprints, {**held, **sums})
         slots = (slot for each in crossing for slot in self._layouts[each.name].slots)
         return UpdateReport(
             train_step,
@@ -107,20 +130,31 @@ class HotSwap:
             load_s=max(answer.load_s for answer in updated),
             total_s=time.perf_counter() - start,
             stall_s=max(answer.stall_s for answer in updated),
-            transport=self._transport.name,
+            transport=self._chosen_transport.name,
             busy=updated[0].busy,
         )
 
     def forget(self) -> None:
         """Take note that the engines' weights are lost: the next update moves them, whatever its step."""
-        self._held_step = None
+        self._sent = None
 
     def close(self) -> None:
         """Let go of the arenas, and of what was exported."""
         self._transport = None
-        if self._arenas is not None:
+        self._opened.clear()
+        if "_arenas" in vars(self):
             self._arenas.close()
-            self._arenas = None
+
+    @functools.cached_property
+    def _arenas(self) -> MappedArenas:
+        from vectorlm.weights.arena import MappedArenas  # It imports torch, which takes long.
+
+        return MappedArenas()
+
+    @property
+    def _chosen_transport(self) -> Transport:
+        assert self._transport is not None, "_prepare chooses one"
+        return self._transport
 
     def _prepare(
         self, model: Any, train_step: int, offered: Sequence[str]
@@ -134,37 +168,33 @@ class HotSwap:
 
         sets: list[WeightSet] = []
 
-        def look() -> tuple[int, bool, str | None, list[tuple[str, bool, bool, bool]]]:
+        def look() -> tuple[int, bool, str | None, list[SetState]]:
             sets.extend(self._weight_sets(model))
             is_as_sent = self._is_as_sent(model, train_step, sets)
             obstacle = pull_obstacle(sets, offered, self._topology) if self._transport is None else None
-            notes = []
-            for each in sets:
-                held = self._is_held(each)
-                fits = held or self._fits(each)
-                notes.append((each.name, held, fits, held or (fits and self._is_open(each))))
-            return train_step, is_as_sent, obstacle, notes
+            return train_step, is_as_sent, obstacle, [self._state(each) for each in sets]
 
         answers = self._engine_ranks.on_all_ranks("update", look)
-        if any(step != train_step for step, *_ in answers):
+        if any(step != train_step for step, _, _, _ in answers):
             self._engine_ranks.check_same_args("update", train_step, f"train_step={train_step}")
-        if all(is_as_sent for _, is_as_sent, *_ in answers):
+        if all(is_as_sent for _, is_as_sent, _, _ in answers):
             return sets, None
-        _, _, obstacles, looks = zip(*answers, strict=True)
-        if any([name for name, *_ in theirs] != [each.name for each in sets] for theirs in looks):
+        names = [each.name for each in sets]
+        if any([state.name for state in states] != names for _, _, _, states in answers):
             raise WeightMismatch("the model has active adapters on some ranks and none on others.")
         if self._transport is None:
-            assert self._arenas is not None, "_weight_sets makes it"
+            obstacles = [obstacle for _, _, obstacle, _ in answers]
             setting = self._transport_setting
             self._transport = open_transport(setting, offered, obstacles, self._topology, self._arenas)
         crossing, to_open = [], []
-        for each, *notes in zip(sets, *looks, strict=True):
-            _, held, fits, are_open = zip(*notes, strict=True)
-            if not all(fits):
+        for index, each in enumerate(sets):
+            on_ranks = [states[index] for _, _, _, states in answers]
+            num_held = sum(state.is_held for state in on_ranks)
+            if not all(state.fits for state in on_ranks):
                 self._connect(each)
-            if not all(held):
+            if num_held < len(on_ranks):
                 crossing.append(each)
-            if not all(are_open) or (any(held) and not all(held)):
+            if not all(state.is_open for state in on_ranks) or 0 < num_held < len(on_ranks):
                 to_open.append(each)
         if to_open:
             self._open(to_open)
@@ -172,19 +202,19 @@ class HotSwap:
 
     def _is_as_sent(self, model: Any, train_step: int, sets: Sequence[WeightSet]) -> bool:
         """Whether the engines hold this rank's `model`, as it is now, under this step."""
-        if train_step != self._held_step or self._sent_model() is not model:
+        sent = self._sent
+        if sent is None or sent.train_step != train_step or sent.model() is not model:
             return False
-        if [each.name for each in sets] != self._sent_names or not all(map(self._fits, sets)):
+        if [each.name for each in sets] != [*sent.fingerprints] or not all(map(self._fits, sets)):
             return False
         if self._verify:
             # Reads the weights: what is written through ``.data`` counts no operation.
             found = {each.name: self._inspection(each, check_finite=False).sums for each in sets}
-            changed = [name for name, sums in found.items() if sums != self._sent_sums.get(name)]
-            for name in changed:
-                self._held.pop(name, None)
+            changed = [name for name, sums in found.items() if sums != sent.sums.get(name)]
+            sent.fingerprints.update(dict.fromkeys(changed))
             is_as_sent = not changed
         else:
-            is_as_sent = self._sent_changes == _changes(model)
+            is_as_sent = sent.changes == _changes(model)
         if not is_as_sent:
             warnings.warn(
                 f"the weights have changed since they were sent as step {train_step}, but the step has not: they are "
@@ -221,11 +251,8 @@ class HotSwap:
 
     def _weight_sets(self, model: Any) -> Sequence[WeightSet]:
         """Wrap `model` in the sources that send it; they check that this rank can send its shards."""
-        from vectorlm.weights.arena import MappedArenas
         from vectorlm.weights.module_source import ModuleSource
 
-        if self._arenas is None:
-            self._arenas = MappedArenas()
         if isinstance(model, WeightSource):
             return [WeightSet(BASE, model)]
         if adapter_prefixes(model):
@@ -245,48 +272,46 @@ class HotSwap:
         sent = [(spec.name, tuple(spec.shape)) for spec in weight_set.source.manifest()]
         return sent == [(slot.name, slot.shape) for slot in slots]
 
-    def _is_held(self, weight_set: WeightSet) -> bool:
-        is_whole, fingerprint = self._held_step is not None, weight_set.fingerprint
-        return is_whole and fingerprint is not None and fingerprint == self._held.get(weight_set.name)
-
-    def _is_open(self, weight_set: WeightSet) -> bool:
-        transport, is_opened = self._transport, weight_set.name in self._opened
-        return transport is not None and is_opened and transport.is_current(weight_set)
+    def _state(self, weight_set: WeightSet) -> SetState:
+        name = weight_set.name
+        held = None if self._sent is None else self._sent.fingerprints.get(name)
+        if held is not None and held == weight_set.fingerprint:
+            return SetState(name, is_held=True, fits=True, is_open=True)
+        fits = self._fits(weight_set)
+        is_open = fits and name in self._opened and self._chosen_transport.is_current(weight_set)
+        return SetState(name, is_held=False, fits=fits, is_open=is_open)
 
     def _connect(self, weight_set: WeightSet) -> None:
         """Have the first engine of each node make an arena for the set, if there is one, and the others open it."""
-        assert self._transport is not None, "_prepare chooses one"
         name, manifest = weight_set.name, tuple(weight_set.source.manifest())
-        first, arena_bytes = self._engine_ranks.first_of_node, self._transport.arena_bytes
+        arena_bytes = self._chosen_transport.arena_bytes
+        first = self._engine_ranks.first_of_node
         make = messages.Connect(manifest, None, name, arena_bytes)
-        made = self._engine_ranks.on_engine_ranks(f"connect the {name}", lambda: self._call(make), first)
-        layout: Layout = made[self._topology.node]
+        layout: Layout = self._ask_engines(f"connect the {name}", make, first)[self._topology.node]
         join = messages.Connect(manifest, layout.path, name, arena_bytes)
         others = tuple(rank for rank in self._engine_ranks.ranks if rank not in first)
-        self._engine_ranks.on_engine_ranks(f"share the arena of the {name}", lambda: self._call(join), others)
-        if name in self._layouts and self._arenas is not None:
+        self._ask_engines(f"share the arena of the {name}", join, others)
+        if name in self._layouts:
             self._arenas.drop(self._layouts[name])
         self._layouts[name] = layout
 
     def _open(self, weight_sets: Sequence[WeightSet]) -> None:
         """Make every rank ready to send, and open in the engines of each node what its ranks export."""
-        transport = self._transport
-        assert transport is not None, "_prepare chooses one"
 
         def check_and_open() -> list[Sequence[Export]]:
             for each in weight_sets:
                 require_same(each.source.manifest(), self._layouts[each.name].slots)
-            return [transport.open(each, self._layouts[each.name]) for each in weight_sets]
+            return [self._chosen_transport.open(each, self._layouts[each.name]) for each in weight_sets]
 
         self._opened -= {each.name for each in weight_sets}
         near = self._near(self._while_engines_live("open the transport", check_and_open))
         for each, *exports in zip(weight_sets, *near, strict=True):
             command = messages.OpenHandles(each.name, [export for theirs in exports for export in theirs])
             if command.exports:
-                self._engine_ranks.on_engine_ranks("open the handles", functools.partial(self._call, command))
+                self._ask_engines("open the handles", command)
         self._opened |= {each.name for each in weight_sets}
 
-    def _publish_rounds(self, weight_sets: Sequence[WeightSet]) -> Mapping[str, Sequence[int]]:
+    def _publish_rounds(self, weight_sets: Sequence[WeightSet]) -> list[int]:
         """Let all ranks send their rows; return the sums over this node's ranks, which send a whole model together.
 
         The engines copy all rounds but the last, which they load with `FinishUpdate`. A set of fewer rounds is not
@@ -305,9 +330,8 @@ class HotSwap:
             self._look_at_arenas(now)
             if number + 1 < num_rounds:
                 names = (each.name for each, _ in now if number + 1 < len(rounds[each.name]))
-                command = messages.CopyRound(dict.fromkeys(names, number))
-                self._engine_ranks.on_engine_ranks("copy a round", functools.partial(self._call, command))
-        return found
+                self._ask_engines("copy a round", messages.CopyRound(dict.fromkeys(names, number)))
+        return [total for each in weight_sets for total in found[each.name]]
 
     def _look_at_arenas(self, now: Sequence[tuple[WeightSet, Layout]]) -> None:
         """Look for numbers that are not finite in what sources that cannot be inspected have written."""
@@ -316,7 +340,6 @@ class HotSwap:
             return
 
         def look() -> None:
-            assert self._arenas is not None
             for _, layout in unseen:
                 places = self._arenas.slots_of(layout)
                 finite = FiniteCheck()
@@ -332,16 +355,14 @@ class HotSwap:
 
     def _publish(self, now: Sequence[tuple[WeightSet, Layout]]) -> list[Sequence[int]]:
         """Send this rank's rows of one round; return their checksums by weight set, if updates are verified."""
-        assert self._transport is not None, "_prepare chooses one"
         found = []
         for each, layout in now:
-            sums = self._transport.publish(each, layout, self._verify)
+            sums = self._chosen_transport.publish(each, layout, self._verify)
             if len(sums) != len(layout.slots) * self._verify:
                 raise WeightMismatch(
                     f"publish returned {len(sums)} checksums for {len(layout.slots)} tensors."
                 )
             found.append(sums)
-            self._held[each.name] = each.fingerprint
         return found
 
     def _while_engines_live(self, place: str, work: Callable[[], Any]) -> list[Any]:
@@ -350,8 +371,12 @@ class HotSwap:
             return self._engine_ranks.on_all_ranks(place, work)
         except EngineDied:
             # Any command would do: the arena goes when its engine does, and its rank may hear of it a moment later.
-            self._engine_ranks.on_engine_ranks(place, lambda: self._call(messages.BeginUpdate("keep")))
+            self._ask_engines(place, messages.BeginUpdate("keep"))
             raise
+
+    def _ask_engines(self, place: str, command: Any, ranks: tuple[int, ...] | None = None) -> list[Any]:
+        """Send a command to all engines, or those of `ranks`; return their answers on every rank."""
+        return self._engine_ranks.on_engine_ranks(place, lambda: self._call(command), ranks)
 
     def _call(self, command: Any) -> Any:
         assert self._channel is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -22,30 +21,14 @@ FOREIGN = "the weights come from a WeightSource of your own, and only modules ca
 EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 
 
-class Transport(Protocol):
-    """One rank's part in sending weight sets; `vectorlm.engine.hot_swap.HotSwap` makes the calls on all ranks."""
-
-    name: str
-    arena_bytes: int | None
-    """The most that an arena may take; None for all that a weight set needs, 0 where there is none."""
-
-    def is_current(self, weight_set: WeightSet) -> bool:
-        """Whether this rank's rows are where they were at `open`."""
-
-    def open(self, weight_set: WeightSet, layout: Layout) -> Sequence[Export]:
-        """Make ready to send; return what the engines of this node must open for it."""
-
-    def publish(self, weight_set: WeightSet, layout: Layout, with_checksums: bool) -> Sequence[int]:
-        """Let the engines read this rank's rows of one round; return their checksums, if asked for."""
-
-
 class Push:
     """Every rank writes its rows into an arena that engines map; a small arena is filled in rounds."""
 
     def __init__(self, arenas: MappedArenas, arena_bytes: int | None) -> None:
-        """Write through `arenas`, into at most `arena_bytes` at a time."""
+        """Write through `arenas`, into at most `arena_bytes` at a time; None for all that a weight set needs."""
         self.name = "push" if arena_bytes is None else "bucketed"
-        self.arena_bytes, self._arenas = arena_bytes, arenas
+        self.arena_bytes = arena_bytes
+        self._arenas = arenas
 
     def is_current(self, weight_set: WeightSet) -> bool:
         """Return True: arenas stay."""
@@ -66,7 +49,7 @@ class Pull:
     """Every rank exports its rows once, where they lie; at each update the engines copy them into their parameters."""
 
     name = "pull"
-    arena_bytes: int | None = 0
+    arena_bytes = 0
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -88,6 +71,10 @@ class Pull:
         if self._topology.is_cuda:
             torch.cuda.synchronize(self._topology.device)
         return sums
+
+
+Transport = Push | Pull
+"""One rank's part in sending weight sets; `vectorlm.engine.hot_swap.HotSwap` makes the calls on all ranks."""
 
 
 def open_transport(
