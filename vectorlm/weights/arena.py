@@ -24,7 +24,8 @@ class Arena:
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        self._descriptor, on_cuda = descriptor, torch.cuda.is_available()
+        self._descriptor = descriptor
+        on_cuda = torch.cuda.is_available()
         # CUDA makes the pages itself when it pins them; touched beforehand they take seconds in every process.
         flags = mmap.MAP_SHARED | (0 if on_cuda else mmap.MAP_POPULATE)
         self._map = mmap.mmap(descriptor, num_bytes, flags=flags)

@@ -39,9 +39,14 @@ class CopyList:
         slots = {slot.name: slot for slot in layout.slots}
         self._arena = Arena.open(layout.path, layout.num_bytes) if layout.path else None
         self._exports = exports
-        views: set[str] = set()
+        views = set()
         if self._arena is not None and may_alias and len(layout.rounds()) == 1:
-            views = _alias(self._arena, layout, load_plan, tensors)
+            for name, start in find_aliases(load_plan, layout.slots, layout.num_bytes).items():
+                tensor = tensors[name]
+                if tensor.device.type == "cpu" and tensor.is_contiguous():
+                    block = self._arena.bytes[start : start + tensor.nbytes].view(tensor.dtype)
+                    tensor.data = block.view(tensor.shape).copy_(tensor)
+                    views.add(name)
         rows: dict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
         for export in exports:
             rows[export.name].append((export.first_row, export.handle.open()))
@@ -49,7 +54,8 @@ class CopyList:
         self._last_round = max((slot.round for slot in layout.slots), default=0)
         for copy in load_plan.copies:
             if copy.parameter not in views:
-                slot, target = slots[copy.source], copy.parameter_view.on(tensors[copy.parameter].data)
+                slot = slots[copy.source]
+                target = copy.parameter_view.on(tensors[copy.parameter].data)
                 if self._arena is not None:
                     pairs = [(target, copy.source_view.on(self._arena.view(slot)))]
                 else:
@@ -77,11 +83,11 @@ def _pull(
     copy: Copy, target: torch.Tensor, row_size: int, held: Sequence[tuple[int, torch.Tensor]]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pair the pieces of `target` with their places in the rows that the ranks hold, each after its first row."""
-    pairs, count = [], 0
+    pairs = []
+    count = 0
     for first_row, rows in held:
-        for part, view in cut_to_rows(
-            target, copy.source_view, range(first_row, first_row + len(rows)), row_size
-        ):
+        own = range(first_row, first_row + len(rows))
+        for part, view in cut_to_rows(target, copy.source_view, own, row_size):
             count += view.count
             pairs.append((part, replace(view, offset=view.offset - first_row * row_size).on(rows)))
     if count != copy.source_view.count:
@@ -116,17 +122,3 @@ def cut_to_rows(
     for start, end in ((0, at), (at, length)):
         part = target.narrow(dim, start, end - start)
         yield from cut_to_rows(part, view.narrow(dim, start, end - start), rows, row_size)
-
-
-def _alias(
-    arena: Arena, layout: Layout, load_plan: LoadPlan, tensors: Mapping[str, torch.Tensor]
-) -> set[str]:
-    """Make views of the tensors that can be; return their names."""
-    views = set()
-    for name, offset_bytes in find_aliases(load_plan, layout.slots, layout.num_bytes).items():
-        tensor = tensors[name]
-        if tensor.device.type == "cpu" and tensor.is_contiguous():
-            block = arena.bytes[offset_bytes : offset_bytes + tensor.nbytes].view(tensor.dtype)
-            tensor.data = block.view(tensor.shape).copy_(tensor)
-            views.add(name)
-    return views

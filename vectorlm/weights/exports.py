@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -70,9 +71,9 @@ class FileHandle:
             mine.check()
             storage = torch.UntypedStorage.from_file(mine.path, True, self.num_bytes)
         raw = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
-        kind, count = dtype_of(self.dtype), torch.Size(self.shape).numel()
-        piece: torch.Tensor = raw[self.offset_bytes : self.offset_bytes + count * kind.itemsize]
-        return piece.view(kind).view(self.shape)
+        dtype = dtype_of(self.dtype)
+        num_bytes = math.prod(self.shape) * dtype.itemsize
+        return raw[self.offset_bytes : self.offset_bytes + num_bytes].view(dtype).view(self.shape)
 
 
 @dataclass(frozen=True)

@@ -126,10 +126,10 @@ def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_of_config(folder: Path) -> dict[str, tuple[int, ...]]:
-    from accelerate import init_empty_weights
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with init_empty_weights():
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     model.tie_weights()
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -93,15 +93,15 @@ class ModuleSource:
         Raises:
             WeightMismatch: A tensor is sharded in a way that cannot be sent.
         """
-        return self._plan[0]
+        return self._description[0]
 
     @property
     def writes(self) -> Mapping[str, HeldRows]:
         """What this rank sends of each tensor, by its name."""
-        return self._plan[1]
+        return self._description[1]
 
     @functools.cached_property
-    def _plan(self) -> tuple[Sequence[TensorSpec], Mapping[str, HeldRows]]:
+    def _description(self) -> tuple[Sequence[TensorSpec], Mapping[str, HeldRows]]:
         tensors: Mapping[str, torch.Tensor]
         if self._tensors is None:
             tensors = trainer_tensors(self._model)

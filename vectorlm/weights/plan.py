@@ -163,18 +163,24 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def require_same(sent: Sequence[TensorSpec], held: Sequence[TensorSpec | Slot]) -> None:
     """Raise `WeightMismatch` unless the trainer sends what the engine holds; the text lists names and shapes."""
-    theirs, ours = ({each.name: tuple(each.shape) for each in specs} for specs in (sent, held))
+    theirs = {each.name: tuple(each.shape) for each in sent}
+    ours = {each.name: tuple(each.shape) for each in held}
     if list(theirs.items()) == list(ours.items()):
         return
-    missing = [name for name in ours if name not in theirs]
-    unexpected = [name for name in theirs if name not in ours]
-    shapes = ((name, theirs[name], ours[name]) for name in ours if name in theirs)
-    reshaped = [f"{name} {theirs} for {ours}" for name, theirs, ours in shapes if theirs != ours]
-    lists = {"missing": missing, "unexpected": unexpected, "other shapes": reshaped}
-    differences = "; ".join(f"{what}: {shortened(names)}" for what, names in lists.items()) + "."
-    differences += naming_advice(theirs, ours)
-    if not (missing or unexpected or reshaped):
+    if theirs == ours:
         differences = "the same ones in another order: the order must stay as it was."
+    else:
+        missing = [name for name in ours if name not in theirs]
+        unexpected = [name for name in theirs if name not in ours]
+        reshaped = [
+            f"{name} {theirs[name]} for {shape}"
+            for name, shape in ours.items()
+            if theirs.get(name, shape) != shape
+        ]
+        differences = (
+            f"missing: {shortened(missing)}; unexpected: {shortened(unexpected)}; other shapes: "
+            f"{shortened(reshaped)}.{naming_advice(theirs, ours)}"
+        )
     raise WeightMismatch(
         f"the trainer sends {len(theirs)} tensors, the engine holds {len(ours)}; {differences}"
     )

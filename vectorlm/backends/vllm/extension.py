@@ -50,8 +50,8 @@ class WeightExtension:
         if is_on_cpu(model):
             use_norm_kernel()
         require_plain_layers(model)
-        self._vectorlm_packed_model = model if chosen == "packed" else None
-        if chosen == "packed":
+        self._vectorlm_packs = chosen == "packed"
+        if self._vectorlm_packs:
             pack(model)
         self._vectorlm_receivers: dict[str, Any] = {BASE: WorkerReceiver(model)}
         if (manager := getattr(self.model_runner, "lora_manager", None)) is not None:
@@ -78,14 +78,12 @@ class WeightExtension:
         """Take the last round over, and pack it; answer with checksums, if asked for."""
         receiver = self._vectorlm_receivers[weight_set]
         receiver.load()
-        packed_model = self._vectorlm_packed_model if weight_set == BASE else None
-        if packed_model is not None:
-            pack(packed_model)
-        if not with_checksums:
-            return []
-        sums = receiver.checksums()
-        if packed_model is not None:
-            check_packed(packed_model, seed=version)
+        is_packed = self._vectorlm_packs and weight_set == BASE
+        if is_packed:
+            pack(self.model_runner.get_model())
+        sums = receiver.checksums() if with_checksums else []
+        if is_packed and with_checksums:
+            check_packed(self.model_runner.get_model(), seed=version)
         return sums
 
     @as_call_result
