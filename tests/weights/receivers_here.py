@@ -1,8 +1,12 @@
-"""`EngineReceiver` over workers in this process."""
+"""`EngineReceiver` over workers in this process, and what ranks would send it."""
 
 from types import SimpleNamespace
 
+import torch
+
 from vectorlm.backends.vllm.extension import WeightExtension
+from vectorlm.weights.arena import Arena
+from vectorlm.weights.checksum import checksum
 from vectorlm.weights.receive import EngineReceiver
 
 
@@ -14,3 +18,12 @@ def receivers_of(*models):
     return EngineReceiver(
         lambda method, args=(): [getattr(each, method)(*args) for each in extensions], "live"
     )
+
+
+def send(layout):
+    """Fill the arena as the ranks would; return what was sent, and the checksums as the ranks count them."""
+    arena = Arena.open(layout.path, layout.num_bytes)
+    sent = {slot.name: torch.randn(slot.shape) for slot in layout.slots}
+    for slot in layout.slots:
+        arena.view(slot).copy_(sent[slot.name])
+    return sent, [checksum(sent[slot.name], word_bytes=slot.word_bytes) for slot in layout.slots]

@@ -4,11 +4,9 @@ import time
 
 import pytest
 import torch
-from receivers_here import receivers_of
+from receivers_here import receivers_of, send
 
 from vectorlm.errors import ChecksumMismatch
-from vectorlm.weights.arena import Arena
-from vectorlm.weights.checksum import checksum
 from vectorlm.weights.plan import Piece, TensorSpec
 
 EXPERTS, COLUMNS, HIDDEN = 3, 4, 6
@@ -52,11 +50,7 @@ def test_every_worker_gets_its_slice_of_every_expert_and_the_proof_holds(count):
     receivers = receivers_of(*workers)
     layout = receivers.connect(manifest(), None, "base")
     assert bool(layout.num_copied_bytes) == (count == 2), "alone, a worker computes with the arena itself"
-    arena = Arena.open(layout.path, layout.num_bytes)
-    sent = {slot.name: torch.randn(slot.shape) for slot in layout.slots}
-    for slot in layout.slots:
-        arena.view(slot).copy_(sent[slot.name])
-    sums = [checksum(sent[slot.name], word_bytes=slot.word_bytes) for slot in layout.slots]
+    sent, sums = send(layout)
     began = time.perf_counter()
     assert 0 < receivers.load(0, sums, ["base"]) < time.perf_counter() - began
     for worker in workers:

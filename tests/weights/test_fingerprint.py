@@ -1,25 +1,12 @@
 """When the base model must cross again."""
 
 import torch
-from peft import LoraConfig, get_peft_model
 from rank_processes import on_ranks
+from test_weight_sets import Two, adapted
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from vectorlm.lora.sources import Fingerprint
-
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
-def adapted():
-    return get_peft_model(Two(), LoraConfig(r=1, target_modules=["first"]))
 
 
 def train(model):

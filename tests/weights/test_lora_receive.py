@@ -4,12 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from receivers_here import send
 
 from vectorlm.backends.vllm.extension import WeightExtension
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.lora.receive import ADAPTER_ID
-from vectorlm.weights.arena import Arena
-from vectorlm.weights.checksum import checksum
 from vectorlm.weights.plan import TensorSpec
 from vectorlm.weights.receive import EngineReceiver
 
@@ -69,10 +68,8 @@ def specs(part="mlp.up_proj", rank=2, height=HEIGHT):
 
 
 def load(receivers, manifest):
-    """Connect, write random numbers into the arena, load them."""
-    layout = receivers.connect(manifest, None, "adapter")
-    arena = Arena.open(layout.path, layout.num_bytes)
-    sums = [checksum(arena.view(slot).normal_(), word_bytes=slot.word_bytes) for slot in layout.slots]
+    """Connect, send random numbers, load them."""
+    _, sums = send(receivers.connect(manifest, None, "adapter"))
     receivers.load(0, sums, ["adapter"])
 
 

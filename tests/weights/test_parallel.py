@@ -5,11 +5,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from receivers_here import receivers_of
+from receivers_here import receivers_of, send
 
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.weights.arena import Arena
-from vectorlm.weights.checksum import checksum
 from vectorlm.weights.plan import TensorSpec
 from vectorlm.weights.receive import EngineReceiver, HeldPieces
 from vectorlm.weights.record import Copy, LoadPlan, View
@@ -67,15 +66,6 @@ def halves():
 @pytest.fixture
 def receivers(halves):
     return receivers_of(*halves)
-
-
-def send(layout):
-    """Fill the arena as the ranks would; return what was sent, and the checksums as the ranks count them."""
-    arena = Arena.open(layout.path, layout.num_bytes)
-    sent = {slot.name: torch.randn(slot.shape) for slot in layout.slots}
-    for slot in layout.slots:
-        arena.view(slot).copy_(sent[slot.name])
-    return sent, [checksum(sent[slot.name], word_bytes=slot.word_bytes) for slot in layout.slots]
 
 
 def test_every_worker_gets_its_slices_and_the_proof_holds(receivers, halves):

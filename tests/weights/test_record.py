@@ -2,11 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from receivers_here import receivers_of
+from receivers_here import receivers_of, send
 
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
-from vectorlm.weights.arena import Arena
-from vectorlm.weights.checksum import checksum
 from vectorlm.weights.layout import find_aliases, place_slots
 from vectorlm.weights.plan import Piece, Slot, TensorSpec
 from vectorlm.weights.receive import HeldPieces, WorkerReceiver
@@ -166,14 +164,14 @@ def test_a_transposing_loader_passes_the_proof_and_a_swap_that_did_not_arrive_do
             for _, tensor in weights:
                 self.weight.data.copy_(tensor.t())
 
-    model, sent = Transposing(), torch.randn(4, 6)
+    model = Transposing()
     receivers = receivers_of(model)
     layout = receivers.connect([TensorSpec("weight", (4, 6))], None, "base")
-    Arena.open(layout.path, layout.num_bytes).view(layout.slots[0]).copy_(sent)
-    receivers.load(0, [checksum(sent)], ["base"])
-    assert torch.equal(model.weight, sent.t())
+    sent, sums = send(layout)
+    receivers.load(0, sums, ["base"])
+    assert torch.equal(model.weight, sent["weight"].t())
     with pytest.raises(ChecksumMismatch, match=r"1 of 1 tensors .*: \['weight'\]"):
-        receivers.load(1, [checksum(sent + 1)], ["base"])
+        receivers.load(1, [sums[0] + 1], ["base"])
 
 
 class RoundedUp(torch.nn.Module):

@@ -26,6 +26,9 @@ class Two(nn.Module):
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
 
+    def forward(self, x):
+        return self.second(self.first(x))
+
 
 def adapted(targets=("first",)):
     return get_peft_model(Two(), LoraConfig(r=1, target_modules=list(targets), init_lora_weights=False))
