@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import NamedTuple
 
-from vectorlm.cli.completion import SHELLS, PrintCompletion
 from vectorlm.errors import ConfigError, VectorLMError
 
 
@@ -94,9 +93,8 @@ commands:
 examples:
 {examples}
 
-`vectorlm COMMAND --help` lists a command's arguments; `source <(vectorlm --completion bash)` (or zsh) completes them.
-README.md shows a training run; docs/ has the rest: config.md every setting, engines.md the engines, architecture.md
-how it works."""
+`vectorlm COMMAND --help` lists a command's arguments. README.md shows a training run; docs/ has the rest: config.md
+every setting, engines.md the engines, architecture.md how it works."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,7 +137,6 @@ def build_parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
-    parser.add_argument("--completion", choices=SHELLS, action=PrintCompletion, help=argparse.SUPPRESS)
     # Named in the description; argparse's own list would wrap it.
     added = parser.add_subparsers(metavar="COMMAND", help=argparse.SUPPRESS, prog="vectorlm")
     for name, (what, example, module) in COMMANDS.items():
