@@ -14,7 +14,7 @@ from vectorlm.preflight.rewards import check_rewards
 from vectorlm.preflight.rl import check_rl, longest_sequence
 from vectorlm.preflight.teacher import check_teacher
 from vectorlm.ranks.topology import Topology
-from vectorlm.report.timeline import Timeline
+from vectorlm.report.step_lines import Timeline
 from vectorlm.rewards.registry import get_reward, short_name
 from vectorlm.rewards.reward_model import RewardModel
 from vectorlm.rewards.scorer import RewardScorer

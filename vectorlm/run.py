@@ -45,10 +45,9 @@ from vectorlm.ranks.placement import Placement, set_affinity, share_cores, split
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.card import card_of
 from vectorlm.report.metrics import FanOut, JsonlSink, ProgressSink, Sink
-from vectorlm.report.plots import plot_correction, plot_run
+from vectorlm.report.plots import plot_correction, plot_run, plot_timeline
 from vectorlm.report.profile import ProfileSink, short_run
-from vectorlm.report.runs import START, save_start
-from vectorlm.report.timeline import plot_timeline
+from vectorlm.report.runs import START, RunFolder, save_start
 from vectorlm.report.trackers import WandbSink, open_trackers
 from vectorlm.rewards.evaluation import Evaluator
 from vectorlm.rewards.registry import get_reward
@@ -384,10 +383,10 @@ def _lora_arguments(options: Mapping[str, Any] | None, lora_mode: str) -> dict[s
 
 def _plot(config: Config) -> None:
     output = Path(config.train_parameters.output_dir)
-    metrics = output / "metrics.jsonl"
-    plot_run(metrics, output / "run.png")
+    run = RunFolder(output)
+    plot_run(run, output / "run.png")
     if config.rl is not None:
         plot_timeline(output / "timeline.jsonl", output / "timeline.png")
         mismatch = config.rl.correction.mismatch
         band = mismatch.band_low, mismatch.band_high
-        plot_correction(metrics, output / "correction.jsonl", output / "correction.png", band)
+        plot_correction(run, output / "correction.jsonl", output / "correction.png", band)

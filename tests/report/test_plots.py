@@ -9,9 +9,10 @@ from matplotlib.image import imread
 
 from vectorlm.errors import ConfigError
 from vectorlm.report.metrics import JsonlSink
-from vectorlm.report.plots import plot_correction, plot_run, plot_runs
+from vectorlm.report.panels import short
+from vectorlm.report.plots import last_steps, plot_correction, plot_run, plot_runs, plot_timeline
 from vectorlm.report.runs import RunFolder
-from vectorlm.report.style import short
+from vectorlm.report.step_lines import Timeline
 
 HEALTHY = {
     "lowest": -2.0,
@@ -50,21 +51,21 @@ def curves(figure):
     }
 
 
-def write_metrics(folder, *lines):
+def write_run(folder, *lines):
     with JsonlSink(folder / "metrics.jsonl") as sink:
         for step, values in lines:
             sink.write(step, values)
-    return folder / "metrics.jsonl"
+    return RunFolder(folder)
 
 
 def test_losses_and_share_of_right_answers_are_drawn_over_steps(tmp_path, figures):
-    metrics = write_metrics(
+    run = write_run(
         tmp_path,
         (10, {"train/loss": 2.0}),
         (20, {"train/loss": 1.0, "eval/loss": 1.25, "eval/accuracy": 0.25}),
         (40, {"eval/loss": 1.0, "eval/accuracy": 0.75}),
     )
-    assert plot_run(metrics, tmp_path / "pictures" / "run.png")
+    assert plot_run(run, tmp_path / "pictures" / "run.png")
     assert curves(figures[0]) == {
         "Loss: train": [(10, 2.0), (20, 1.0)],
         "Loss: held out": [(20, 1.25), (40, 1.0)],
@@ -74,9 +75,7 @@ def test_losses_and_share_of_right_answers_are_drawn_over_steps(tmp_path, figure
 
 
 def test_a_panel_says_what_to_look_for_and_its_unit(tmp_path, figures):
-    plot_run(
-        write_metrics(tmp_path, (1, {"policy/kl": 0.01, "train/tokens_per_s": 5e3})), tmp_path / "run.png"
-    )
+    plot_run(write_run(tmp_path, (1, {"policy/kl": 0.01, "train/tokens_per_s": 5e3})), tmp_path / "run.png")
     shown = panels(figures[0])
     assert list(shown) == ["KL divergence", "Throughput"]
     kl = shown["KL divergence"]
@@ -86,11 +85,10 @@ def test_a_panel_says_what_to_look_for_and_its_unit(tmp_path, figures):
 
 
 def test_a_value_that_is_null_is_a_gap(tmp_path, figures):
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text(
+    (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": null}\n{"step": 3, "train/loss": 1.0}\n'
     )
-    plot_run(metrics, tmp_path / "run.png", title="a run")
+    plot_run(RunFolder(tmp_path), tmp_path / "run.png", title="a run")
     ((_, points),) = curves(figures[0]).items()
     assert [step for step, _ in points] == [1, 2, 3]
     assert math.isnan(points[1][1])
@@ -98,16 +96,16 @@ def test_a_value_that_is_null_is_a_gap(tmp_path, figures):
 
 def test_a_run_that_logged_nothing_gives_no_picture(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
-    assert not plot_run(tmp_path / "metrics.jsonl", tmp_path / "run.png")
-    assert not plot_correction(
-        tmp_path / "metrics.jsonl", tmp_path / "no.jsonl", tmp_path / "run.png", (0.5, 2.0)
-    )
+    run = RunFolder(tmp_path)
+    assert not plot_run(run, tmp_path / "run.png")
+    assert not plot_correction(run, tmp_path / "no.jsonl", tmp_path / "run.png", (0.5, 2.0))
+    plot_timeline(tmp_path / "no.jsonl", tmp_path / "run.png")
     assert not (tmp_path / "run.png").exists()
 
 
 def healthy_run(folder):
     """A run whose engine and trainer agree but for rounding."""
-    metrics = write_metrics(
+    run = write_run(
         folder,
         *(
             (
@@ -123,7 +121,7 @@ def healthy_run(folder):
         ),
     )
     (folder / "drift.jsonl").write_text(f"{json.dumps(HEALTHY)}\n" * 2)
-    return metrics, folder / "drift.jsonl"
+    return run, folder / "drift.jsonl"
 
 
 def test_a_healthy_run_looks_healthy(tmp_path, figures):
@@ -139,23 +137,23 @@ def test_a_healthy_run_looks_healthy(tmp_path, figures):
 
 
 def test_tokens_out_of_band_are_drawn_by_their_place(tmp_path, figures):
-    metrics, drift = healthy_run(tmp_path)
+    run, drift = healthy_run(tmp_path)
     drift.write_text(f"{json.dumps({**HEALTHY, 'out_of_band': [15, 40]})}\n" * 2)
-    plot_correction(metrics, drift, tmp_path / "out.png", (0.5, 2.0))
+    plot_correction(run, drift, tmp_path / "out.png", (0.5, 2.0))
     assert curves(figures[0])["Tokens with a ratio outside 0.5 to 2: all steps"] == [(0, 0.25), (2, 1.0)]
     assert figures[0].axes[2].get_ylim()[1] > 1
 
 
 def test_panels_without_data_are_left_out(tmp_path, figures):
-    metrics = write_metrics(tmp_path, (1, {"sampler/logprob_gap_mean": 0.1, "sampler/logprob_gap_max": 0.2}))
-    plot_correction(metrics, tmp_path / "no.jsonl", tmp_path / "out.png", (0.5, 2.0))
+    run = write_run(tmp_path, (1, {"sampler/logprob_gap_mean": 0.1, "sampler/logprob_gap_max": 0.2}))
+    plot_correction(run, tmp_path / "no.jsonl", tmp_path / "out.png", (0.5, 2.0))
     assert list(panels(figures[0])) == ["Gap of log-probabilities"]
 
 
 def two_runs(tmp_path):
     for name, lr, loss in (("slow", "1.0e-4", 2.0), ("fast", "1.0e-3", 1.0)):
         (tmp_path / name).mkdir()
-        write_metrics(
+        write_run(
             tmp_path / name, (1, {"train/loss": loss, "eval/loss": loss}), (2, {"train/loss": loss / 2})
         )
         text = f"model: m\ntrain_parameters: {{output_dir: {name}, optimizer: {{lr: {lr}}}}}\n"
@@ -197,3 +195,27 @@ def test_chosen_metrics_get_a_panel_each_and_unknown_ones_are_named(tmp_path, fi
 )
 def test_numbers_on_axes_are_short(value, text):
     assert short(value) == text
+
+
+TRAINER = [("time/publish_s", 10.0, 10.5), ("time/generate_s", 10.5, 12.0), ("time/update_s", 12.0, 14.0)]
+
+
+def test_spans_are_kept_by_phase_and_drawn(tmp_path):
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    timeline.write(1, [*TRAINER, ("time/step_s", 10.0, 14.0)], [(9.0, 9.5), (10.5, 13.0)])
+    (line,) = map(json.loads, (tmp_path / "timeline.jsonl").read_text().splitlines())
+    assert line["train_step"] == 1
+    assert line["trainer"] == [["publish", 10.0, 10.5], ["generate", 10.5, 12.0], ["update", 12.0, 14.0]]
+    assert line["engine"] == [[9.0, 9.5], [10.5, 13.0]]
+    plot_timeline(tmp_path / "timeline.jsonl", tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_ends_with_the_last_step_and_not_with_the_evaluation_after_it(tmp_path):
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    for step in range(1, 15):
+        timeline.write(step, [*TRAINER, ("time/evaluate_s", 14.0, 30.0)], [(10.5, 13.0)])
+    lines = last_steps(tmp_path / "timeline.jsonl")
+    assert [line["train_step"] for line in lines] == list(range(3, 15))
+    assert [name for name, *_ in lines[0]["trainer"]] == ["publish", "generate", "update", "evaluate"]
+    assert [name for name, *_ in lines[-1]["trainer"]] == ["publish", "generate", "update"]

@@ -9,7 +9,7 @@ import yaml
 
 from vectorlm.lora.folder import hub_name
 from vectorlm.packages import versions_of
-from vectorlm.report.runs import PACKAGES, noted_versions, read_lines
+from vectorlm.report.runs import PACKAGES, START, read_lines, read_settings
 
 SHOWN = ("train/loss", "eval/loss", "eval/accuracy", "reward/mean", "reference/kl")
 """Metrics whose newest value is shown."""
@@ -64,7 +64,7 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
     if step is not None:
         head["step"] = step
     # The model may be exported on another machine than it was trained on.
-    found = noted_versions(run) or versions_of(PACKAGES)
+    found = read_settings(run / START).get("versions") or versions_of(PACKAGES)
     versions = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
     sections = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",

@@ -1,141 +1,45 @@
-"""Pictures of runs: their curves, alone or side by side, and the gap between the engine's and the trainer's numbers."""
+"""Pictures of runs: their curves, engine and trainer compared, and who worked when."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import ConfigError
+from vectorlm.report.panels import ALL_PANELS, COLOURS, LOGPROB_GAP, PANELS, SAMPLE_SIZE, Panel, short
+from vectorlm.report.phases import GREY, PHASES
 from vectorlm.report.runs import RunFolder, Series, differences, names_of, read_lines
-from vectorlm.report.style import COLOURS, LINES, draw, finish, head, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-class Panel(NamedTuple):
-    """A few metrics that belong in one picture."""
-
-    title: str
-    look_for: str
-    unit: str
-    curves: dict[str, str]
-    """Labels by metric."""
-    shares: bool = False
-    """The values are shares, from 0 to 1."""
-    divisor: float = 1.0
-    from_zero: bool = False
-    """The axis begins at 0, so that a wobble looks like one."""
-    always_named: bool = False
-    """A single curve gets a legend too."""
+LINES = ("-", "--", ":", "-.")
+"""For the curves of a panel where the colour tells the run, or where two may lie on each other."""
+DIM = "#666666"
+PANEL_WIDTH, PANEL_HEIGHT = 4.4, 3.1
+"""Inches."""
+NUM_STEPS = 12
+"""A timeline shows this many of the last steps."""
 
 
-PANELS = (
-    Panel(
-        "Loss",
-        "should fall; held out rising again is overfitting",
-        "nats per token",
-        {"train/loss": "train", "eval/loss": "held out"},
-    ),
-    Panel("Reward", "should rise, noisily", "mean of the completions", {"reward/mean": "sampled"}),
-    Panel(
-        "Right answers",
-        "should rise with the reward or as the loss falls",
-        "share of held-out questions",
-        {"eval/accuracy": "held out"},
-        shares=True,
-    ),
-    Panel(
-        "KL divergence",
-        "small and steady; a jump comes before a collapse",
-        "nats per token",
-        {
-            "policy/kl": "from the rollouts' policy",
-            "reference/kl": "from the reference",
-            "teacher/kl": "from the teacher",
-        },
-        always_named=True,
-    ),
-    Panel(
-        "Entropy", "falls slowly; near 0 nothing new is tried", "nats per token", {"policy/entropy": "policy"}
-    ),
-    Panel(
-        "Length of completions",
-        "a climb to the limit means endless answers",
-        "tokens",
-        {"completion/length_mean": "mean", "completion/length_max": "longest"},
-        from_zero=True,
-    ),
-    Panel(
-        "What teaches little",
-        "near 100% nothing is learned",
-        "share",
-        {
-            "reward/constant_groups": "groups with equal rewards",
-            "completion/truncated": "truncated completions",
-            "policy/clip_fraction": "clipped tokens",
-        },
-        shares=True,
-    ),
-    Panel(
-        "Gradient norm",
-        "before clipping; look at the data of a spike",
-        "norm",
-        {"train/grad_norm": "model", "policy/grad_norm": "policy", "critic/grad_norm": "critic"},
-        from_zero=True,
-    ),
-    Panel(
-        "Learning rate",
-        "as the schedule says",
-        "learning rate",
-        {"train/learning_rate": "model", "policy/learning_rate": "policy", "critic/learning_rate": "critic"},
-    ),
-    Panel(
-        "Throughput",
-        "should be flat; dips are other work on the machine",
-        "tokens per second",
-        {"train/tokens_per_s": "trained", "perf/tokens_per_s": "sampled and trained"},
-        from_zero=True,
-    ),
-    Panel(
-        "Memory of a rank",
-        "should be flat; an endless climb is a leak",
-        "GiB",
-        {"perf/memory_max_bytes": "rank"},
-        divisor=2.0**30,
-        from_zero=True,
-    ),
-)
-
-
-def plot_run(metrics_path: str | Path, output_png: str | Path, title: str | None = None) -> bool:
+def plot_run(run: RunFolder, output_png: Path, title: str | None = None) -> bool:
     """Draw the curves of a run over its steps; panels without data are left out.
-
-    Args:
-        metrics_path: Its ``metrics.jsonl``.
-        output_png: The picture.
-        title: The name of the run's folder when omitted.
 
     Returns:
         Whether there was anything to draw; else there is no picture.
     """
-    run = RunFolder(Path(metrics_path).parent)
-    panels = filled_panels([run])
+    panels = filled_panels([run], PANELS)
     if not panels:
         return False
-    figure, grid = new_figure(len(panels), title or run.name)
+    figure, grid = _new_figure(len(panels), title or run.name)
     for axes, panel in zip(grid, panels, strict=True):
-        head(axes, panel.title, panel.look_for, xlabel="step", ylabel=panel.unit)
-        for colour, (label, points) in zip(COLOURS, _curves(run, panel), strict=False):
-            draw(axes, points, label, color=colour)
-            if panel.title == "Right answers":
-                _annotate_last(axes, points)
-        _finish_steps(axes, panel, with_legend=len(panel.curves) > 1 or panel.always_named)
-    save(figure, Path(output_png))
+        _draw_panel(axes, panel, run)
+    _save(figure, output_png)
     return True
 
 
@@ -150,31 +54,39 @@ def plot_runs(runs: Sequence[RunFolder], metrics: Sequence[str], output_png: Pat
     Raises:
         ConfigError: No run has logged a metric of this name, or any at all.
     """
-    panels = [metric_panel(name, runs) for name in metrics] or filled_panels(runs)
-    if not panels:
-        raise ConfigError(f"{', '.join(names_of(runs))} logged nothing to draw. Wait for the first step.")
     names = names_of(runs)
-    figure, grid = new_figure(len(panels), " and ".join(names) if len(names) < 4 else f"{len(names)} runs")
+    panels = [metric_panel(name, runs) for name in metrics] or filled_panels(runs, PANELS)
+    if not panels:
+        raise ConfigError(f"{', '.join(names)} logged nothing to draw. Wait for the first step.")
+    figure, grid = _new_figure(len(panels), " and ".join(names) if len(names) < 4 else f"{len(names)} runs")
     for axes, panel in zip(grid, panels, strict=True):
-        head(axes, panel.title, panel.look_for, xlabel="step", ylabel=panel.unit)
-        used: dict[str, str] = {}
+        _head(axes, panel.title, panel.look_for, "step", panel.unit)
+        labels: dict[str, str] = {}
         for index, run in enumerate(runs):
             for label, points in _curves(run, panel):
-                line = used.setdefault(label, LINES[len(used) % len(LINES)])
-                draw(axes, points, label, color=COLOURS[index % len(COLOURS)], linestyle=line)
-        _finish_steps(axes, panel, with_legend=False)
-        if len(used) > 1:
-            _explain_lines(axes, used)
-    _name_runs(figure, names, differences(runs))
-    save(figure, output_png)
+                line = labels.setdefault(label, LINES[len(labels) % len(LINES)])
+                _draw(axes, points, label, COLOURS[index % len(COLOURS)], line)
+        _finish(axes, panel)
+        if len(labels) > 1:
+            axes.legend(
+                handles=[_key(label, DIM, line) for label, line in labels.items()], frameon=False, fontsize=8
+            )
+    keys = []
+    for index, name in enumerate(names):
+        shown = [f"{path.rpartition('.')[2]}={values[index]}" for path, values in differences(runs).items()]
+        more = [f"and {len(shown) - 6} more"] if len(shown) > 6 else []
+        text = ": ".join([name, ", ".join(shown[:6] + more)] if shown else [name])
+        keys.append(_key(shorten(text, 150, placeholder="…"), COLOURS[index % len(COLOURS)], "-"))
+    figure.legend(handles=keys, loc="outside lower left", frameon=False, fontsize=9)
+    _save(figure, output_png)
 
 
-def filled_panels(runs: Sequence[RunFolder]) -> list[Panel]:
+def filled_panels(runs: Sequence[RunFolder], panels: Sequence[Panel] = ALL_PANELS) -> list[Panel]:
     """Return the panels that some run has data for, without the curves that none has."""
     logged = {name for run in runs for name in run.metric_names}
     found = [
         panel._replace(curves={name: label for name, label in panel.curves.items() if name in logged})
-        for panel in PANELS
+        for panel in panels
     ]
     return [panel for panel in found if panel.curves]
 
@@ -187,57 +99,7 @@ def metric_panel(name: str, runs: Sequence[RunFolder]) -> Panel:
     return Panel(name, "", "", {name: name.rpartition("/")[2]})
 
 
-def _curves(run: RunFolder, panel: Panel) -> list[tuple[str, Series]]:
-    found = [(label, run.series(name)) for name, label in panel.curves.items()]
-    return [(label, [(step, y / panel.divisor) for step, y in points]) for label, points in found if points]
-
-
-def _annotate_last(axes: Axes, points: Series) -> None:
-    step, last = points[-1]
-    if math.isfinite(last):
-        axes.annotate(f"{last:.0%}", (step, last), (0, 6), textcoords="offset points", ha="right", fontsize=9)
-
-
-def _finish_steps(axes: Axes, panel: Panel, with_legend: bool) -> None:
-    finish(axes, shares=panel.shares, with_legend=with_legend)
-    axes.locator_params(axis="x", integer=True)
-    if panel.from_zero:
-        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
-
-
-def _explain_lines(axes: Axes, lines: dict[str, str]) -> None:
-    from matplotlib.lines import Line2D
-
-    styles: list[Any] = [{"label": label, "linestyle": line} for label, line in lines.items()]
-    handles = [Line2D([], [], color="#666666", **style) for style in styles]
-    axes.legend(handles=handles, frameon=False, fontsize=8)
-
-
-def _name_runs(figure: Figure, names: Sequence[str], differing: dict[str, list[Any]]) -> None:
-    """Write the legend of the runs below the panels, each with the settings that it does not share."""
-    from matplotlib.lines import Line2D
-
-    labels = []
-    for index, name in enumerate(names):
-        shown = [f"{path.rpartition('.')[2]}={values[index]}" for path, values in differing.items()]
-        text = ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
-        labels.append(f"{name}: {text}" if text else name)
-    handles = [
-        Line2D(
-            [],
-            [],
-            color=COLOURS[index % len(COLOURS)],
-            linewidth=2.5,
-            label=shorten(label, 150, placeholder="…"),
-        )
-        for index, label in enumerate(labels)
-    ]
-    figure.legend(handles=handles, loc="outside lower left", frameon=False, fontsize=9)
-
-
-def plot_correction(
-    metrics_path: str | Path, drift_path: str | Path, output_png: str | Path, band: tuple[float, float]
-) -> bool:
+def plot_correction(run: RunFolder, drift_path: Path, output_png: Path, band: tuple[float, float]) -> bool:
     """Draw how far the engine's probabilities are from the trainer's, from ``metrics.jsonl`` and ``correction.jsonl``.
 
     Four panels: the log-ratios of the first and the last tenth of the steps, the effective sample size over the steps,
@@ -247,31 +109,32 @@ def plot_correction(
     Returns:
         Whether there was anything to draw; else there is no picture.
     """
-    run, drift = RunFolder(Path(metrics_path).parent), list(read_lines(Path(drift_path)))
-    has_ess, has_gap = "correction/ess" in run.metric_names, "sampler/logprob_gap_mean" in run.metric_names
-    asked = [
-        (_draw_ratios, bool(drift)),
-        (_draw_size, has_ess),
-        (_draw_places, bool(drift)),
-        (_draw_gap, has_gap),
-    ]
-    drawn = [draw_panel for draw_panel, has_data in asked if has_data]
-    if not drawn:
+    drift = list(read_lines(drift_path))
+    size, gap = filled_panels([run], [SAMPLE_SIZE]), filled_panels([run], [LOGPROB_GAP])
+    num_panels = len(size) + len(gap) + 2 * bool(drift)
+    if not num_panels:
         return False
-    figure, grid = new_figure(len(drawn), f"{run.name}: engine and trainer")
-    for axes, draw_panel in zip(grid, drawn, strict=True):
-        draw_panel(axes, run, drift, band)
-    save(figure, Path(output_png))
+    figure, grid = _new_figure(num_panels, f"{run.name}: engine and trainer")
+    places = iter(grid)
+    if drift:
+        _draw_ratios(next(places), drift, band)
+    for panel in size:
+        _draw_panel(next(places), panel, run, LINES)
+    if drift:
+        _draw_places(next(places), drift, band)
+    for panel in gap:
+        _draw_panel(next(places), panel, run)
+    _save(figure, output_png)
     return True
 
 
-def _draw_ratios(axes: Axes, run: RunFolder, drift: list[dict[str, Any]], band: tuple[float, float]) -> None:
-    labels = {"xlabel": "log(trainer's / engine's probability) of a token", "ylabel": "share of tokens"}
-    head(axes, "Ratio of probabilities", "healthy is one narrow peak at 0, within the dotted band", **labels)
+def _draw_ratios(axes: Axes, drift: list[dict[str, Any]], band: tuple[float, float]) -> None:
+    title, look_for = "Ratio of probabilities", "healthy is one narrow peak at 0, within the dotted band"
+    _head(axes, title, look_for, "log(trainer's / engine's probability) of a token", "share of tokens")
     tenth, smallest, reach = max(len(drift) // 10, 1), 1.0, 0.1
-    for part, label, colour, fill in (
-        (drift[:tenth], "first steps", COLOURS[0], True),
-        (drift[-tenth:], "last steps", COLOURS[3], False),
+    for part, label, colour, alpha in (
+        (drift[:tenth], "first steps", COLOURS[0], 0.35),
+        (drift[-tenth:], "last steps", COLOURS[3], None),
     ):
         counts = [sum(column) for column in zip(*(line["histogram"] for line in part), strict=True)]
         if not sum(counts):
@@ -279,35 +142,33 @@ def _draw_ratios(axes: Axes, run: RunFolder, drift: list[dict[str, Any]], band: 
         low, high = part[0]["lowest"], part[0]["highest"]
         edges = [low + (high - low) * index / len(counts) for index in range(len(counts) + 1)]
         shares = [count / sum(counts) for count in counts]
-        style: Any = {"fill": True, "alpha": 0.35} if fill else {"linewidth": 1.6}
         # Bars on a logarithmic axis stand on something above 0.
-        axes.stairs(shares, edges, baseline=1e-9, label=label, color=colour, **style)
+        axes.stairs(
+            shares,
+            edges,
+            baseline=1e-9,
+            label=label,
+            color=colour,
+            fill=alpha is not None,
+            alpha=alpha,
+            linewidth=1.6,
+        )
         smallest = min(smallest, *(share for share in shares if share))
         for left, right, share in zip(edges, edges[1:], shares, strict=False):
             if share:
                 reach = max(reach, abs(left), abs(right))
     bounds = [math.log(bound) for bound in band if bound > 0]
     for bound in bounds:
-        axes.axvline(bound, color="#666666", linewidth=1, linestyle=":")
+        axes.axvline(bound, color=DIM, linewidth=1, linestyle=":")
     # Beside the band there is room for the legend.
     reach = 2.4 * max([reach, *map(abs, bounds)])
+    _finish(axes)
     # Whatever was found, the axis spans four decades at least: else a healthy peak has an axis from 0.46 to 0.55.
     axes.set(yscale="log", xlim=(-reach, reach), ylim=(min(1e-4, smallest / 2), 1.6))
-    finish(axes, with_legend=True)
+    axes.legend(frameon=False, fontsize=8)
 
 
-def _draw_size(axes: Axes, run: RunFolder, drift: list[dict[str, Any]], band: tuple[float, float]) -> None:
-    labels = {"xlabel": "step", "ylabel": "share of what was sampled"}
-    head(axes, "Effective sample size", "100% where engine and trainer agree", **labels)
-    for index, (name, label) in enumerate({"ess": "tokens", "ess_sequences": "completions"}.items()):
-        if points := run.series(f"correction/{name}"):
-            # Two curves at 100% lie on each other.
-            draw(axes, points, label, color=COLOURS[index], linestyle=LINES[index])
-    finish(axes, shares=True, with_legend=True)
-    axes.locator_params(axis="x", integer=True)
-
-
-def _draw_places(axes: Axes, run: RunFolder, drift: list[dict[str, Any]], band: tuple[float, float]) -> None:
+def _draw_places(axes: Axes, drift: list[dict[str, Any]], band: tuple[float, float]) -> None:
     tokens: dict[int, int] = {}
     outside: dict[int, int] = {}
     for line in drift:
@@ -316,26 +177,165 @@ def _draw_places(axes: Axes, run: RunFolder, drift: list[dict[str, Any]], band: 
             tokens[place] = tokens.get(place, 0) + count
             outside[place] = outside.get(place, 0) + beyond
     points: Series = [(place, outside[place] / count) for place, count in sorted(tokens.items()) if count]
-    num_outside, title = sum(outside.values()), f"Tokens with a ratio outside {band[0]:g} to {band[1]:g}"
     found = "none of all steps"
-    if num_outside:
+    if num_outside := sum(outside.values()):
         found = f"{num_outside:,} of {sum(tokens.values()):,}; rising to the right: errors add up"
-    head(axes, title, found, xlabel="token of the completion", ylabel="share of tokens")
-    draw(axes, points, "all steps", color=COLOURS[4])
-    finish(axes)
+    title = f"Tokens with a ratio outside {band[0]:g} to {band[1]:g}"
+    _head(axes, title, found, "token of the completion", "share of tokens")
+    _draw(axes, points, "all steps", COLOURS[4])
+    _finish(axes)
     axes.set_ylim(0, max(0.01, *(1.1 * share for _, share in points)) if points else 0.01)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
 
 
-def _draw_gap(axes: Axes, run: RunFolder, drift: list[dict[str, Any]], band: tuple[float, float]) -> None:
-    labels = {"xlabel": "step", "ylabel": "nats"}
-    head(axes, "Gap of log-probabilities", "should be flat; a climb means stale or broken weights", **labels)
-    is_positive = False
-    for index, (name, label) in enumerate({"mean": "mean", "max": "largest"}.items()):
-        if points := run.series(f"sampler/logprob_gap_{name}"):
-            draw(axes, points, label, color=COLOURS[index])
-            is_positive |= any(value > 0 for _, value in points)
-    if is_positive:
-        axes.set_yscale("log")
-    finish(axes, with_legend=True)
+def last_steps(timeline_path: Path) -> list[dict[str, Any]]:
+    """Return the lines of the last steps, without the evaluation at the end, of which the engine never reports."""
+    lines = list(deque(read_lines(timeline_path), NUM_STEPS))
+    if lines:
+        ends = [part for part in lines[-1]["trainer"] if part[0] not in ("evaluate", "save")]
+        lines[-1] = {**lines[-1], "trainer": ends}
+    return [line for line in lines if line["trainer"]]
+
+
+def plot_timeline(timeline_path: Path, output_png: Path) -> None:
+    """Draw the last steps of a run: one bar for the engine, one for the trainer. Draws nothing without data."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    lines = last_steps(timeline_path)
+    if not lines:
+        return
+    origin = min(start for line in lines for _, start, _ in line["trainer"])
+    end = max(end for line in lines for *_, end in line["trainer"])
+    figure = Figure(figsize=(11, 3.1), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    patches: dict[str, Patch] = {}
+    for line in lines:
+        bars = [(name, start, stop, 0.1) for name, start, stop in line["trainer"]]
+        bars += [("sample", start, stop, 1.1) for start, stop in line["engine"]]
+        for name, start, stop, row in bars:
+            start, stop, colour = max(start, origin), min(stop, end), PHASES[name].colour
+            if stop > start and colour is not None:
+                shown = "#d5d8dc" if colour == GREY else COLOURS[colour]
+                axes.broken_barh([(start - origin, stop - start)], (row, 0.8), color=shown, linewidth=0)
+                patches[name] = Patch(color=shown, label=PHASES[name].meaning)
+        first = line["trainer"][0][1] - origin
+        axes.text(first, 2.02, str(line["train_step"]), fontsize=8, color=DIM)
+        axes.axvline(first, color=DIM, linewidth=0.6, linestyle=":")
+    _head(
+        axes,
+        f"Who worked when, steps {lines[0]['train_step']} to {lines[-1]['train_step']}",
+        "",
+        "seconds",
+        "",
+    )
+    axes.set(xlim=(0, end - origin), ylim=(0, 2))
+    note = "gaps in the upper bar: the engine idles; grey below: the trainer waits"
+    axes.text(1, 1.13, note, ha="right", transform=axes.transAxes, fontsize=8, color=DIM)
+    axes.set_yticks([0.5, 1.5], ["trainer", "engine"])
+    axes.tick_params(labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    ordered = [patches[name] for name in PHASES if name in patches]
+    figure.legend(handles=ordered, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    _save(figure, output_png)
+
+
+def _new_figure(num_panels: int, title: str) -> tuple[Figure, list[Axes]]:
+    """Return a figure with a grid of panels."""
+    from matplotlib.figure import Figure  # not pyplot: no global state, no display needed
+
+    columns = min(num_panels, 2 if num_panels == 4 else 3)
+    rows = -(-num_panels // columns)
+    figure = Figure(figsize=(PANEL_WIDTH * columns, PANEL_HEIGHT * rows + 0.5), dpi=120, layout="constrained")
+    engine: Any = figure.get_layout_engine()
+    engine.set(w_pad=0.1, h_pad=0.1)
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in panels[num_panels:]:
+        unused.remove()
+    return figure, panels[:num_panels]
+
+
+def _draw_panel(axes: Axes, panel: Panel, run: RunFolder, lines: Sequence[str] = LINES[:1]) -> None:
+    """Draw the curves of one run."""
+    _head(axes, panel.title, panel.look_for, "step", panel.unit)
+    for index, (label, points) in enumerate(_curves(run, panel)):
+        _draw(axes, points, label, COLOURS[index], lines[index % len(lines)])
+        step, last = points[-1]
+        if panel.title == "Right answers" and math.isfinite(last):
+            axes.annotate(
+                f"{last:.0%}", (step, last), (0, 6), textcoords="offset points", ha="right", fontsize=9
+            )
+    _finish(axes, panel)
+    if len(panel.curves) > 1 or panel.always_named:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _curves(run: RunFolder, panel: Panel) -> list[tuple[str, Series]]:
+    found = [(label, run.series(name)) for name, label in panel.curves.items()]
+    return [(label, [(step, y / panel.divisor) for step, y in points]) for label, points in found if points]
+
+
+def _head(axes: Axes, title: str, look_for: str, xlabel: str, ylabel: str) -> None:
+    """Title a panel, and say below the title what to look for."""
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=20)
+    axes.text(0, 1.03, look_for, transform=axes.transAxes, fontsize=8, color=DIM, va="bottom")
+    axes.set_xlabel(xlabel, fontsize=9)
+    axes.set_ylabel(ylabel, fontsize=9)
+
+
+def _draw(axes: Axes, points: Series, label: str, colour: str, linestyle: str = "-") -> None:
+    """Draw a curve; a value that is not a number leaves a gap."""
+    # A single point, or one between two gaps, has no line.
+    marker = "o" if len(points) <= 40 else ""
+    axes.plot(
+        *zip(*points, strict=True),
+        label=label,
+        color=colour,
+        linestyle=linestyle,
+        marker=marker,
+        markersize=3.5,
+        linewidth=1.4,
+    )
+
+
+def _key(label: str, colour: str, linestyle: str) -> Any:
+    """Return an entry of a legend."""
+    from matplotlib.lines import Line2D
+
+    line: Any = linestyle
+    return Line2D([], [], color=colour, linestyle=line, linewidth=2, label=label)
+
+
+def _finish(axes: Axes, panel: Panel | None = None) -> None:
+    """Give axes that are drawn their grid, and those of a panel the range that it asks for."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.tick_params(labelsize=8)
+    if panel is None:
+        return
     axes.locator_params(axis="x", integer=True)
+    drawn: list[Any] = [line.get_ydata() for line in axes.lines]
+    values: list[float] = [y for line in drawn for y in line if math.isfinite(y)]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    if panel.logarithmic and high > 0:
+        axes.set_yscale("log")
+        low = min(value for value in values if value > 0)
+        spare = max(1.3, 10 ** (1 - math.log10(high / low) / 2))
+        axes.set_ylim(low / spare, high * spare)
+        return
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}" if panel.shares else short(value))
+    if panel.shares:
+        axes.set_ylim(-0.03, 1.03)
+    elif high - low <= 1e-3 * max(abs(low), abs(high)):
+        # Values that hardly differ get an axis on which that shows: matplotlib's would magnify their rounding.
+        half = 0.5 * max(abs(low), abs(high)) or 1.0
+        axes.set_ylim(0 if low >= 0 else low - half, high + half)
+    if panel.from_zero:
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+
+
+def _save(figure: Figure, output_png: Path) -> None:
+    """Write the picture, and the folder that it is in."""
+    output_png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output_png)

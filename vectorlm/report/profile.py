@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
+from vectorlm.report.phases import PHASES, PhaseTimes
 from vectorlm.settings import Rule
 
 if TYPE_CHECKING:
@@ -19,23 +20,6 @@ WARMUP_STEPS = 2
 DEFAULT_STEPS = 3
 MAX_BYTES = 32 << 20
 """After this much no further step is recorded."""
-PHASES = {
-    "start": "wait for the engine to load",
-    "forward": "forward passes",
-    "backward": "backward passes",
-    "optimizer": "loss over ranks, gradient norm, optimizer step",
-    "held_out": "loss on held-out text",
-    "publish": "hot swap of the weights",
-    "generate": "wait for completions",
-    "score": "rewards",
-    "assess": "forward passes of old policy, reference, critic, teacher",
-    "update": "optimizer steps on the batch",
-    "evaluate/publish": "evaluation: hot swap",
-    "evaluate/sample": "evaluation: sampling",
-    "evaluate/score": "evaluation: rewards and files",
-    "save": "checkpoints",
-}
-"""The phases that metrics name ``time/<phase>_s``, in the order of a step; evaluations in parts."""
 
 StepCount = Annotated[
     int, Rule("an integer from 0 to 20", lambda value: 0 <= value <= 20, str(DEFAULT_STEPS))
@@ -56,31 +40,6 @@ def short_run(profile_steps: int, num_steps: int) -> tuple[str, str] | None:
         return None
     rule = f"records nothing of {num_steps} steps: it leaves out the first {WARMUP_STEPS}"
     return rule, "Set it to 0, or train longer."
-
-
-class PhaseTimes:
-    """Adds up the seconds of each phase over the metrics of steps."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-
-    def add(self, values: Mapping[str, float | None]) -> None:
-        """Add what a line of metrics says."""
-        for phase in PHASES:
-            self.seconds[phase] += values.get(f"time/{phase}_s") or 0.0
-        publish, sample = (values.get(name) or 0.0 for name in ("weights/update_s", "sampler/generate_s"))
-        if whole := values.get("time/evaluate_s"):
-            self.seconds["evaluate/publish"] += publish
-            self.seconds["evaluate/sample"] += sample
-            self.seconds["evaluate/score"] += max(whole - publish - sample, 0.0)
-
-    def rows(self, whole_s: float | None = None) -> list[tuple[str, float, float]]:
-        """Return the phases that took any time with their seconds and shares; with `whole_s` the rest as well."""
-        found = {phase: seconds for phase, seconds in self.seconds.items() if seconds}
-        total = sum(found.values())
-        if whole_s is not None and whole_s > total:
-            found["other"], total = whole_s - total, whole_s
-        return [(phase, seconds, seconds / total) for phase, seconds in found.items()]
 
 
 class ProfileSink:
@@ -152,9 +111,8 @@ class ProfileSink:
 def time_table(times: PhaseTimes, whole_s: float, num_steps: int) -> str:
     """Return seconds, share and milliseconds a step of each phase, one a line."""
     lines = [f"{'time by phase':<18}{'s':>9}{'share':>7}{'ms/step':>10}"]
-    for phase, seconds, share in times.rows(whole_s):
-        per_step = 1e3 * seconds / max(num_steps, 1)
-        meaning = PHASES.get(phase, "everything else: data, logging, export")
-        lines.append(f"  {phase:<16}{seconds:>9.2f}{share:>7.0%}{per_step:>10.1f}  {meaning}")
-    lines.append(f"  {'all':<16}{whole_s:>9.2f}{1:>7.0%}{1e3 * whole_s / max(num_steps, 1):>10.1f}")
+    for phase, seconds, share in [*times.rows(whole_s), ("all", whole_s, 1.0)]:
+        meaning = PHASES[phase].meaning if phase in PHASES else ""
+        milliseconds = 1e3 * seconds / max(num_steps, 1)
+        lines.append(f"  {phase:<16}{seconds:>9.2f}{share:>7.0%}{milliseconds:>10.1f}  {meaning}".rstrip())
     return "\n".join(lines)

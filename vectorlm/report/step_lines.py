@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vectorlm.errors import CheckpointError
+from vectorlm.report.phases import PHASES
 
 
 class StepLines:
@@ -73,3 +74,22 @@ def _replace_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
+
+
+class Timeline:
+    """Writes the spans of every step, in seconds of the host's monotonic clock, which all its processes share."""
+
+    def __init__(self, path: Path | None, resume_step: int | None = None) -> None:
+        # None on ranks that write nothing.
+        self._lines = None if path is None else StepLines(path, resume_step)
+
+    def write(
+        self, step: int, trainer: Iterable[tuple[str, float, float]], engine: Sequence[tuple[float, float]]
+    ) -> None:
+        """Write the spans of `step`: the trainer's, and when the engine computed up to the step's hot swap."""
+        if self._lines is not None:
+            named = [
+                (name.removeprefix("time/").removesuffix("_s"), start, end) for name, start, end in trainer
+            ]
+            spans = [each for each in named if each[0] in PHASES and PHASES[each[0]].colour is not None]
+            self._lines.write(step, [{"trainer": spans, "engine": [list(span) for span in engine]}])

@@ -1,4 +1,4 @@
-"""The report of runs: one HTML page that needs no other file and no network."""
+"""The page of runs: one HTML file that needs no other file and no network."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from vectorlm.report.plots import filled_panels
-from vectorlm.report.profile import PHASES, PhaseTimes
+from vectorlm.report.panels import ALL_PANELS
+from vectorlm.report.phases import PHASES
+from vectorlm.report.plots import filled_panels, last_steps
 from vectorlm.report.runs import RunFolder, Series, differences, names_of, read_lines
-from vectorlm.report.timeline import PHASES as TIMELINE
-from vectorlm.report.timeline import last_steps
 
-TEMPLATE = Path(__file__).with_name("report.html")
+TEMPLATE = Path(__file__).with_name("page.html")
 MAX_POINTS = 300
 """Points of a curve; of more, each is the mean of its neighbours."""
 MAX_STEPS, MAX_ROWS = 20, 50
@@ -26,57 +25,40 @@ MAX_TEXT = 500
 MAX_WORST = 50
 
 
-def write_report(runs: Sequence[RunFolder], output: Path) -> None:
-    """Write the page; the texts of long runs are sampled, as the page says."""
+def write_page(runs: Sequence[RunFolder], output: Path, reload_s: float | None = None) -> None:
+    """Write the page, which loads itself again every `reload_s`; the texts of long runs are sampled, as it says."""
+    names = names_of(runs)
     data = {
-        "made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
+        "made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S"),
+        "reloadS": reload_s,
         "limits": {"points": MAX_POINTS, "steps": MAX_STEPS, "rows": MAX_ROWS, "text": MAX_TEXT},
-        "panels": [
-            {
-                "title": panel.title,
-                "lookFor": panel.look_for,
-                "unit": panel.unit,
-                "curves": panel.curves,
-                "shares": panel.shares,
-                "fromZero": panel.from_zero,
-                "divisor": panel.divisor,
-            }
-            for panel in filled_panels(runs)
-        ],
-        "phases": {**PHASES, "other": ""},
-        "timelineLabels": {name: label for name, (label, _) in TIMELINE.items()},
-        "differences": {
-            name: [_cut(value) for value in values] for name, values in differences(runs).items()
-        },
-        "runs": [_describe(run, name) for run, name in zip(runs, names_of(runs), strict=True)],
+        "panels": [panel._asdict() for panel in filled_panels(runs, ALL_PANELS)],
+        "phases": {name: phase._asdict() for name, phase in PHASES.items()},
+        "differences": {name: [_cut(each) for each in values] for name, values in differences(runs).items()},
+        "runs": [_describe(run, name) for run, name in zip(runs, names, strict=True)],
     }
-    # In a script element nothing but "</" could end it.
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace(
-        "<", "\\u003c"
-    )
-    title = ", ".join(names_of(runs))
-    page = (
-        TEMPLATE.read_text(encoding="utf-8")
-        .replace("$TITLE", escape(title, quote=False))
-        .replace("$DATA", text)
-    )
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    page = TEMPLATE.read_text(encoding="utf-8").replace("$TITLE", escape(", ".join(names), quote=False))
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page, encoding="utf-8")
+    unfinished = output.with_name(f".{output.name}.unfinished")
+    # In a script element nothing but "</" could end it.
+    unfinished.write_text(page.replace("$DATA", text.replace("<", "\\u003c")), encoding="utf-8")
+    unfinished.replace(output)
 
 
 def _describe(run: RunFolder, name: str) -> dict[str, Any]:
-    times = PhaseTimes()
-    for line in run.metrics:
-        times.add(line)
     rollouts = run.path / "rollouts.jsonl"
+    state, is_well = run.state()
     return {
         "name": name,
         "path": str(run.path),
-        "steps": max((line["step"] for line in run.metrics), default=0),
+        "state": state,
+        "isWell": is_well,
+        "progress": run.progress(),
         "config": {path: _cut(value) for path, value in run.config.items()},
-        "versions": run.versions,
+        "versions": run.start.get("versions", {}),
         "series": {metric: _thin(run.series(metric)) for metric in run.metric_names},
-        "phases": times.rows(),
+        "phases": run.phases(),
         "timeline": _timeline(run.path / "timeline.jsonl"),
         "samples": _sampled(run.samples_path, _answer),
         "rollouts": _sampled(rollouts, _rollout),
@@ -91,8 +73,7 @@ def _thin(points: Series) -> list[list[float | None]]:
     for start in range(0, len(points), width):
         part = points[start : start + width]
         values = [y for _, y in part if math.isfinite(y)]
-        mean = float(f"{sum(values) / len(values):.4g}") if values else None
-        found.append([part[-1][0], mean])
+        found.append([part[-1][0], _rounded(sum(values) / len(values)) if values else None])
     return found
 
 
@@ -149,23 +130,18 @@ def _rollout(line: Mapping[str, Any]) -> dict[str, Any]:
 
 def _worst_prompts(path: Path) -> list[dict[str, Any]]:
     """Return the prompts with the lowest mean reward over all rollouts; of equals, those that were tried most."""
-    found: dict[str, list[Any]] = {}
+    totals: dict[str, float] = {}
+    found: dict[str, dict[str, Any]] = {}
     for line in read_lines(path):
         if line["reward"] is not None:
-            known = found.setdefault(_text(line["prompt"]), [0, 0.0, 0, "", ""])
-            known[0], known[1] = known[0] + 1, known[1] + line["reward"]
-            known[2:] = line["train_step"], _text(line["completion"]), _columns(line)
-    ranked = sorted(found.items(), key=lambda item: (item[1][1] / item[1][0], -item[1][0]))
-    return [
-        {
-            "prompt": prompt,
-            "num": num,
-            "mean": _rounded(total / num),
-            "step": step,
-            "text": text,
-            "columns": columns,
-        }
-        for prompt, (num, total, step, text, columns) in ranked[:MAX_WORST]
+            prompt = _text(line["prompt"])
+            totals[prompt] = totals.get(prompt, 0.0) + line["reward"]
+            num = found[prompt]["num"] + 1 if prompt in found else 1
+            mean = _rounded(totals[prompt] / num)
+            last = {"step": line["train_step"], "text": _text(line["completion"]), "columns": _columns(line)}
+            found[prompt] = {"prompt": prompt, "num": num, "mean": mean, **last}
+    return sorted(found.values(), key=lambda row: (totals[row["prompt"]] / row["num"], -row["num"]))[
+        :MAX_WORST
     ]
 
 

@@ -1,15 +1,17 @@
-"""The report shows what a run's folder holds, in a page of bounded size that asks for nothing else."""
+"""The page shows what a run's folder holds, in a page of bounded size that asks for nothing else."""
 
 import json
 import re
+import subprocess
+import sys
+import time
 
-import pytest
-
+from vectorlm.checkpoint.folder import held
 from vectorlm.cli import main
-from vectorlm.errors import ConfigError
-from vectorlm.report.live_run import LiveRun
-from vectorlm.report.report import MAX_POINTS, MAX_ROWS, MAX_STEPS, write_report
-from vectorlm.report.runs import RunFolder, differences, names_of
+from vectorlm.cli.report import EVERY_S
+from vectorlm.report.page import MAX_POINTS, MAX_ROWS, MAX_STEPS, write_page
+from vectorlm.report.runs import RunFolder
+from vectorlm.report.step_lines import StepLines
 
 
 def write_lines(path, lines):
@@ -38,33 +40,17 @@ def make_run(folder, num_steps=3, rollouts=()):
     return RunFolder(folder)
 
 
-def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "train/loss": 2.0}])
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "tr\n{"step": 3, "train/loss": 1.0}\n{"step')
-    assert RunFolder(tmp_path).series("train/loss") == [(1, 2.0), (3, 1.0)]
-
-
-@pytest.mark.parametrize("text", [b"", b'{"versions": {"py', b"\xff\xfe\x00", b"[1, 2]"])
-def test_settings_that_a_crash_cut_short_are_none(tmp_path, text):
-    run = make_run(tmp_path / "run")
-    for name in ("run.json", "config.yaml"):
-        (run.path / name).write_bytes(text)
-    (live := LiveRun(run.path)).read()
-    assert run.versions == run.config == live.settings == {}
-
-
 def data_of(page):
     return json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)[1])
 
 
-def report_of(tmp_path, *runs):
-    write_report(runs, tmp_path / "out" / "report.html")
+def page_of(tmp_path, *runs):
+    write_page(runs, tmp_path / "out" / "report.html")
     return (tmp_path / "out" / "report.html").read_text()
 
 
 def test_the_page_holds_the_run_and_asks_for_nothing_else(tmp_path):
-    page = report_of(tmp_path, make_run(tmp_path / "run"))
+    page = page_of(tmp_path, make_run(tmp_path / "run"))
     assert not re.search(r"https?:|<link|<img|src=|@import|url\(", page)
     data = data_of(page)
     (run,) = data["runs"]
@@ -80,7 +66,7 @@ def test_the_page_holds_the_run_and_asks_for_nothing_else(tmp_path):
 def test_the_worst_prompts_are_those_with_the_lowest_mean_reward_over_the_whole_run(tmp_path):
     rows = [rollout(1, "easy", 1.0), rollout(1, "hard", 0.0), *[rollout(9, "hard", 0.5, "last try")] * 3]
     rows += [rollout(1, "never", None), rollout(2, "hopeless", 0.0)]
-    (run,) = data_of(report_of(tmp_path, make_run(tmp_path / "run", rollouts=rows)))["runs"]
+    (run,) = data_of(page_of(tmp_path, make_run(tmp_path / "run", rollouts=rows)))["runs"]
     assert [(row["prompt"], row["mean"], row["num"]) for row in run["worst"]] == [
         ("hopeless", 0.0, 1),
         ("hard", 0.375, 4),
@@ -92,7 +78,7 @@ def test_the_worst_prompts_are_those_with_the_lowest_mean_reward_over_the_whole_
 
 def test_a_long_run_gives_a_page_of_bounded_size(tmp_path):
     rows = [rollout(step, "p" * 5000, 0.0, "c" * 5000) for step in range(100) for _ in range(60)]
-    page = report_of(tmp_path, make_run(tmp_path / "run", num_steps=2000, rollouts=rows))
+    page = page_of(tmp_path, make_run(tmp_path / "run", num_steps=2000, rollouts=rows))
     (run,) = data_of(page)["runs"]
     assert len(run["series"]["reward/mean"]) <= MAX_POINTS
     assert run["series"]["reward/mean"][0] == [6, 3.0]
@@ -104,33 +90,45 @@ def test_a_long_run_gives_a_page_of_bounded_size(tmp_path):
     assert len(page) < 1.5e6
 
 
-def test_a_run_that_is_still_going_on_is_shown(tmp_path):
-    run = make_run(tmp_path / "run")
-    with (run.path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "rew')
-    assert data_of(report_of(tmp_path, run))["runs"][0]["steps"] == 2
-
-
 def test_chat_messages_are_shown_as_a_conversation(tmp_path):
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     run = make_run(tmp_path / "run", rollouts=[rollout(1, prompt, 0.0)])
-    (row,) = data_of(report_of(tmp_path, run))["runs"][0]["rollouts"]["rows"]
+    (row,) = data_of(page_of(tmp_path, run))["runs"][0]["rollouts"]["rows"]
     assert row["prompt"] == "system: Be brief.\nuser: 1+1?"
 
 
-def test_runs_are_told_apart_by_the_settings_that_differ(tmp_path):
-    runs = [make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run")]
-    text = "model: m\nrl: {algorithm: ppo, critic: {lr: 1}}\ntrain_parameters: {output_dir: x}\n"
-    (tmp_path / "b" / "run" / "config.yaml").write_text(text)
-    assert names_of(runs) == ["a/run", "b/run"]
-    assert differences(runs) == {"rl.algorithm": ["grpo", "ppo"], "rl.critic.lr": [None, 1]}
-    assert names_of([runs[0], runs[0]]) == ["run (1)", "run (2)"]
-    assert data_of(report_of(tmp_path, *runs))["differences"]["rl.algorithm"] == ["grpo", "ppo"]
+def test_several_runs_are_on_one_page_with_the_settings_that_differ(tmp_path):
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b")]
+    (tmp_path / "b" / "config.yaml").write_text("model: m\nrl: {algorithm: ppo}\n")
+    data = data_of(page_of(tmp_path, *runs))
+    assert [run["name"] for run in data["runs"]] == ["a", "b"]
+    assert data["differences"] == {"rl.algorithm": ["grpo", "ppo"]}
+    # The page puts rows of one step and prompt side by side.
+    rows = [run["samples"]["rows"] for run in data["runs"]]
+    assert [row["prompt"] for row in rows[0]] == [row["prompt"] for row in rows[1]]
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"holds no metrics.jsonl: name the output_dir of a run"):
-        RunFolder(tmp_path)
+def test_a_page_that_follows_is_written_while_a_run_goes_on_and_then_rests(tmp_path):
+    run = make_run(tmp_path / "run")
+    output = tmp_path / "page.html"
+    command = [sys.executable, "-m", "vectorlm", "report", str(run.path), "--follow", "--output", str(output)]
+    with held(run.path):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline().startswith(f"{output} (")
+        data = data_of(output.read_text())
+        assert (data["reloadS"], data["runs"][0]["progress"]) == (EVERY_S, "step 2")
+        StepLines(run.path / "metrics.jsonl", 2, key="step").write(3, [{"reward/mean": 0.9}])
+        wait_for(lambda: data_of(output.read_text())["runs"][0]["progress"] == "step 3")
+    assert process.wait(timeout=30) == 0
+    data = data_of(output.read_text())
+    assert (data["reloadS"], data["runs"][0]["state"]) == (None, "stopped after step 3")
+
+
+def wait_for(is_so, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_the_commands_write_their_files_and_say_where(tmp_path, capsys):

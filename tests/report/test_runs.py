@@ -1,0 +1,185 @@
+"""A run's folder, read while its files grow."""
+
+import json
+import os
+import time
+
+import pytest
+
+from vectorlm.checkpoint.folder import held
+from vectorlm.errors import ConfigError
+from vectorlm.report.runs import RunFolder, Sample, differences, names_of, read_lines
+from vectorlm.report.step_lines import StepLines
+
+
+def test_a_line_that_a_crash_cut_short_or_that_is_being_written_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 2.0}\n{"st\n\n[3]\n{"step": 4, "a": null}\n{"step": 5')
+    assert list(read_lines(path)) == [{"step": 1, "a": 2.0}, {"step": 4, "a": None}]
+    run = RunFolder(tmp_path)
+    assert str(run.series("a")) == "[(1, 2.0), (4, nan)]"
+    with path.open("a") as file:
+        file.write(', "a": 3.0}\n')
+    assert run.series("a")[-1] == (5, 3.0)
+    assert run.step == 5
+
+
+def test_of_a_long_file_the_end_is_read_from_its_first_whole_line_on(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(100)))
+    assert list(read_lines(path, 40)) == [{"step": 97}, {"step": 98}, {"step": 99}]
+    assert len(list(read_lines(path, 10**6))) == 100
+    assert list(read_lines(tmp_path / "gone.jsonl", 40)) == []
+
+
+@pytest.mark.parametrize("text", [b"", b'{"versions": {"py', b"\xff\xfe\x00", b"[1, 2]"])
+def test_settings_that_a_crash_cut_short_are_none(tmp_path, text):
+    for name in ("run.json", "config.yaml"):
+        (tmp_path / name).write_bytes(text)
+    run = RunFolder(tmp_path)
+    assert run.start == run.config == {}
+
+
+def test_a_run_that_resumes_or_starts_over_replaces_what_was_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = StepLines(path, key="step")
+    for step in range(1, 5):
+        lines.write(step, [{"train/loss": step}])
+    run = RunFolder(tmp_path)
+    assert (run.step, run.series("train/loss")) == (4, [(1, 1), (2, 2), (3, 3), (4, 4)])
+    lines = StepLines(path, 2, key="step")
+    lines.write(3, [{"train/loss": 30}])
+    assert run.series("train/loss") == [(1, 1), (2, 2), (3, 30)]
+    StepLines(path, key="step")
+    assert (run.step, run.metric_names) == (None, [])
+
+
+def test_the_number_of_steps_is_what_the_run_noted_or_what_its_config_says(tmp_path):
+    (tmp_path / "config.yaml").write_text("rl:\n  max_steps: 7\n")
+    run = RunFolder(tmp_path)
+    assert run.num_steps == 7
+    (tmp_path / "run.json").write_text('{"num_steps": 9, "started_at": 1.0}')
+    assert run.num_steps == 9
+
+
+def test_a_step_s_time_and_its_phases_are_means_over_the_last_steps(tmp_path):
+    rl = {"time/step_s": 4.0, "time/generate_s": 3.0, "time/update_s": 1.0, "time/stall_s": 0.5}
+    evaluation = {"time/evaluate_s": 6.0, "sampler/generate_s": 4.0, "weights/update_s": 1.0}
+    lines = StepLines(tmp_path / "metrics.jsonl", key="step")
+    lines.write(0, [{"eval/accuracy": 0.5, **evaluation}])
+    run = RunFolder(tmp_path)
+    assert run.step_s is None
+    for step in range(1, 41):
+        lines.write(step, [rl | (evaluation if step % 2 else {})])
+    assert run.step_s == 7.0
+    shares = {phase: share for phase, _, share in run.phases(30)}
+    parts = {"evaluate/publish": 1 / 14, "evaluate/sample": 4 / 14, "evaluate/score": 1 / 14}
+    assert shares == {"generate": 3 / 7, "update": 1 / 7, **parts}
+    assert sum(seconds for _, seconds, _ in run.phases()) == 40 * 4 + 21 * 6
+
+
+def make_run(folder, step=12):
+    """A run of reinforcement learning at `step` of 40."""
+    (folder / "config.yaml").write_text("rl: {max_steps: 40}\n")
+    (folder / "run.json").write_text(json.dumps({"num_steps": 40, "started_at": time.time() - 5}))
+    lines = StepLines(folder / "metrics.jsonl", key="step")
+    for each in range(1, step + 1):
+        lines.write(each, [{"time/step_s": 2.0, "perf/tokens_per_s": 1234.0}])
+    return RunFolder(folder)
+
+
+def test_a_run_that_goes_on_says_how_far_it_is(tmp_path):
+    run = make_run(tmp_path)
+    with held(tmp_path):
+        assert run.state() == ("running for 5 s", True)
+        assert run.progress() == "step 12 of 40, about 56 s left, 2.00 s a step, 1,234 tokens/s"
+        an_hour_ago = time.time() - 3600
+        os.utime(tmp_path / "metrics.jsonl", (an_hour_ago, an_hour_ago))
+        assert run.state() == ("silent for 60 min: docs/reliability.md", False)
+    assert run.progress() == "step 12 of 40, 2.00 s a step, 1,234 tokens/s"
+
+
+def test_a_run_that_is_no_more_has_stopped_or_ended(tmp_path):
+    run = make_run(tmp_path)
+    assert run.state() == ("stopped after step 12", False)
+    (tmp_path / "final-model").mkdir()
+    assert run.state() == ("ended", True)
+    # The model of an earlier run.
+    os.utime(tmp_path / "final-model", (1.0, 1.0))
+    assert run.state() == ("stopped after step 12", False)
+    make_run(tmp_path, step=40)
+    assert run.state() == ("ended", True)
+
+
+def test_a_run_that_starts_says_what_it_waits_for(tmp_path):
+    with held(tmp_path):
+        run = RunFolder(tmp_path)
+        assert run.state()[0].startswith("starting: reading the model")
+        make_run(tmp_path, step=0)
+        assert run.state()[0].startswith("models are loaded: waiting for the first step")
+        assert run.progress() == "no step yet"
+        make_run(tmp_path, step=40)
+        assert run.state()[0] == "writing the final model"
+    make_run(tmp_path, step=0)
+    assert run.state() == ("stopped before its first step", False)
+
+
+def test_samples_are_those_of_the_newest_step_each_group_first(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    rollouts = StepLines(tmp_path / "rollouts.jsonl")
+    rollouts.write(1, [{"group": 0, "prompt": "old", "completion": "x", "reward": 0.0}])
+    chat = [{"role": "user", "content": "b"}]
+    of_step = [(0, "a", "1", 0.5), (0, "a", "2", None), (1, chat, "3", 1.0), (2, [4, 5], "4", 0.0)]
+    names = ("group", "prompt", "completion", "reward")
+    rollouts.write(2, [dict(zip(names, row, strict=True)) for row in of_step])
+    assert RunFolder(tmp_path).newest_samples() == [
+        Sample(2, "a", "1", 0.5),
+        Sample(2, "b", "3", 1.0),
+        Sample(2, "(2 tokens)", "4", 0.0),
+        Sample(2, "a", "2", None),
+    ]
+
+
+def test_without_rollouts_the_answers_of_the_last_evaluation_are_shown(tmp_path):
+    named = tmp_path / "elsewhere.jsonl"
+    (tmp_path / "config.yaml").write_text(f"train_parameters: {{sampler: {{output_jsonl_path: {named}}}}}\n")
+    run = RunFolder(tmp_path)
+    assert run.newest_samples() == []
+    answers = StepLines(named)
+    answers.write(0, [{"prompt": "a", "options": ["x"]}])
+    answers.write(
+        5, [{"prompt": "a", "options": ["y", "z"], "rewards": [1.0, None]}, {"prompt": "b", "options": ["w"]}]
+    )
+    assert run.newest_samples() == [
+        Sample(5, "a", "y", 1.0),
+        Sample(5, "a", "z", None),
+        Sample(5, "b", "w", None),
+    ]
+
+
+@pytest.mark.parametrize("name", ["gone", "."])
+def test_a_folder_that_is_not_a_run_s_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="name the output_dir of a run"):
+        RunFolder(tmp_path / name)
+
+
+def test_a_folder_of_runs_names_them(tmp_path):
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "config.yaml").write_text("rl: {max_steps: 40}\n")
+    with pytest.raises(ConfigError, match=f"There are runs in it: {tmp_path / 'first'}\\."):
+        RunFolder(tmp_path)
+
+
+def test_runs_are_told_apart_by_the_settings_that_differ(tmp_path):
+    texts = [
+        "model: m\nrl: {algorithm: grpo}\n",
+        "model: m\nrl: {algorithm: ppo, critic: {lr: 1}}\ntrain_parameters: {output_dir: x}\n",
+    ]
+    runs = []
+    for name, text in zip("ab", texts, strict=True):
+        (tmp_path / name / "run").mkdir(parents=True)
+        (tmp_path / name / "run" / "config.yaml").write_text(text)
+        runs.append(RunFolder(tmp_path / name / "run"))
+    assert names_of(runs) == ["a/run", "b/run"]
+    assert names_of([runs[0], runs[0]]) == ["run (1)", "run (2)"]
+    assert differences(runs) == {"rl.algorithm": ["grpo", "ppo"], "rl.critic.lr": [None, 1]}
