@@ -8,17 +8,14 @@ import math
 import operator
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vectorlm.cli.sample import (
     MAX_TOKENS,
-    MODEL_HELP,
-    SampleArguments,
     add_sampling_arguments,
     ask,
-    in_one_line,
     open_engine,
     read_pairs,
     require_model,
@@ -29,50 +26,31 @@ from vectorlm.config.schema import Config
 from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
-from vectorlm.rewards.grade import Grade, grade
+from vectorlm.rewards.grade import grade
 from vectorlm.rewards.registry import get_reward, short_name
 from vectorlm.rewards.runner import score_answers
-from vectorlm.types import Completion, PromptRecord
-
-REWARD_TIMEOUT_S = 300.0
+from vectorlm.types import PromptRecord
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm evaluate``."""
-    parser.add_argument("--model", required=True, metavar="DIR", help=MODEL_HELP)
-    parser.add_argument(
-        "yaml_path",
-        nargs="?",
-        metavar="my.yaml",
-        help="a run's config file: its held-out questions (sampler.prompts), rewards and sampling parameters",
+    help_text = (
+        "a run's config file: its held-out questions (sampler.prompts), rewards and sampling parameters"
     )
+    parser.add_argument("yaml_path", nargs="?", metavar="my.yaml", help=help_text)
     add_set_argument(parser)
     parser.add_argument("--prompts", metavar="FILE", help="questions: a JSONL file, a `prompt` in every line")
-    parser.add_argument(
-        "--reward",
-        dest="rewards",
-        action="append",
-        metavar="NAME",
-        help="what scores the answers: countdown, or file.py:NAME; may be repeated",
-    )
-    parser.add_argument(
-        "--tasks",
-        metavar="NAME,…",
-        help="tasks of the lm-evaluation-harness instead, or YAML files of such tasks",
-    )
+    help_text = "what scores the answers: countdown, or file.py:NAME; may be repeated"
+    parser.add_argument("--reward", dest="rewards", action="append", metavar="NAME", help=help_text)
+    help_text = "tasks of the lm-evaluation-harness instead, or YAML files of such tasks"
+    parser.add_argument("--tasks", metavar="NAME,…", help=help_text)
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N questions (of each task)")
     parser.add_argument("--output", metavar="FILE", help="write the numbers and every answer there, as JSON")
+    help_text = "an argument of vLLM's engine, for example max_model_len=2048; may be repeated"
     parser.add_argument(
-        "--engine_arg",
-        dest="engine_args",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an argument of vLLM's engine, for example max_model_len=2048; may be repeated",
+        "--engine_arg", dest="engine_args", action="append", default=[], metavar="NAME=VALUE", help=help_text
     )
     add_sampling_arguments(parser)
-    # A config or a task may say it.
-    parser.set_defaults(max_tokens=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,17 +58,12 @@ def run(args: argparse.Namespace) -> int:
     require_model(args)
     _require_sense(args)
     start_s = time.perf_counter()
-    found, lines = _answer_tasks(args) if args.tasks else _answer_questions(args)
-    print("\n".join(lines))
-    print(f"{time.perf_counter() - start_s:.1f} s")
+    found, text = _answer_tasks(args) if args.tasks else _answer_questions(args)
+    seconds = time.perf_counter() - start_s
+    print(f"{text}\n{seconds:.1f} s")
     if args.output is not None:
-        result = {
-            "model": args.model,
-            "engine": args.engine,
-            "seconds": time.perf_counter() - start_s,
-            **found,
-        }
-        Path(args.output).write_text(json.dumps(_plain(result), indent=1, ensure_ascii=False) + "\n")
+        result = _plain({"model": args.model, "engine": args.engine, "seconds": seconds, **found})
+        Path(args.output).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     return 0
 
 
@@ -131,12 +104,12 @@ def _require_sense(args: argparse.Namespace) -> None:
 class Exam:
     """What a model is asked, how it samples, and what scores its answers."""
 
-    prompt_records: Sequence[PromptRecord]
-    rewards: Mapping[str, float]
+    prompt_records: Sequence[PromptRecord] = ()
+    rewards: Mapping[str, float] = field(default_factory=dict)
     """The weight of each reward function, by its name."""
-    sampling_params: Mapping[str, Any]
-    engine_args: Mapping[str, Any]
-    timeout_s: float | None = REWARD_TIMEOUT_S
+    sampling_params: Mapping[str, Any] = field(default_factory=lambda: {"max_tokens": MAX_TOKENS})
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float | None = 300.0
     """Longest call of a reward function, in seconds."""
 
 
@@ -146,21 +119,20 @@ def read_exam(args: argparse.Namespace) -> Exam:
     Raises:
         ConfigError, DatasetError: There are no questions or no rewards, or they cannot be read.
     """
-    exam = Exam((), {}, {"max_tokens": MAX_TOKENS}, {})
+    exam = Exam()
     if args.yaml_path:
         exam = _exam_of(load_config(args.yaml_path, args.overrides), reads_prompts=not args.prompts)
-    if args.prompts:
-        exam = replace(exam, prompt_records=read_prompts(args.prompts, "--prompts"))
-    if args.rewards:
-        exam = replace(exam, rewards=dict.fromkeys(args.rewards, 1.0))
-    if not exam.rewards:
+    rewards = dict.fromkeys(args.rewards, 1.0) if args.rewards else exam.rewards
+    if not rewards:
         raise ConfigError("nothing scores the answers. Use --reward countdown, or --reward file.py:NAME.")
+    records = read_prompts(args.prompts, "--prompts") if args.prompts else exam.prompt_records
     engine_args = read_pairs("--engine_arg", "max_model_len=2048", args.engine_args)
-    return replace(
-        exam,
-        prompt_records=exam.prompt_records[: args.limit],
-        sampling_params={**exam.sampling_params, **sampling_params(args)},
-        engine_args={**exam.engine_args, **engine_args},
+    return Exam(
+        records[: args.limit],
+        rewards,
+        {**exam.sampling_params, **sampling_params(args)},
+        {**exam.engine_args, **engine_args},
+        exam.timeout_s,
     )
 
 
@@ -178,77 +150,53 @@ def _exam_of(config: Config, reads_prompts: bool) -> Exam:
             "answer. Use --prompts and --reward without the config."
         )
     settings, held_out = sampler.engine, sampler.evaluation
-    engine_args = (
-        {"dtype": settings.vllm_dtype, **settings.engine_args} if settings.inference == "vllm" else {}
-    )
-    rewards = {} if held_out.reward is None else {held_out.reward: 1.0}
-    timeout_s: float | None = settings.timeout_s
-    if rl is not None and not rewards:
-        rewards, timeout_s = dict(rl.reward.rewards), rl.reward.reward_timeout_s
-        if rl.reward.reward_models:
-            raise ConfigError("rl.reward_models cannot be evaluated. Use --reward, or set sampler.reward.")
-    prompts = read_prompts(held_out.prompts) if reads_prompts and held_out.prompts is not None else ()
-    return Exam(prompts, rewards, settings.sampling_params, engine_args, timeout_s)
+    exam = Exam(sampling_params=settings.sampling_params, timeout_s=settings.timeout_s)
+    if settings.inference == "vllm":
+        exam = replace(exam, engine_args={"dtype": settings.vllm_dtype, **settings.engine_args})
+    if reads_prompts and held_out.prompts is not None:
+        exam = replace(exam, prompt_records=read_prompts(held_out.prompts))
+    if held_out.reward is not None:
+        return replace(exam, rewards={held_out.reward: 1.0})
+    if rl is None:
+        return exam
+    if rl.reward.reward_models:
+        raise ConfigError("rl.reward_models cannot be evaluated. Use --reward, or set sampler.reward.")
+    return replace(exam, rewards=dict(rl.reward.rewards), timeout_s=rl.reward.reward_timeout_s)
 
 
-def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Answer the questions of an exam; return what is written to a file, and the lines to print."""
+def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Answer the questions of an exam; return what is written to a file, and the text to print."""
     exam = read_exam(args)
     # Functions of two files may have one name.
     short = [short_name(name) for name in exam.rewards]
     labels = short if len(set(short)) == len(short) else list(exam.rewards)
     functions = [get_reward(name) for name in exam.rewards]
-    prompts = [record.prompt for record in exam.prompt_records]
+    records = exam.prompt_records
     model, adapter = require_model(args)
-    request = SampleArguments(
-        model, args.engine, prompts, exam.sampling_params, adapter, engine_args=exam.engine_args
-    )
-    answers = ask(request)
+    prompts = [record.prompt for record in records]
+    answers = ask(args.engine, model, adapter, prompts, exam.sampling_params, exam.engine_args)
     scored = {
         label: score_answers(
-            function, exam.prompt_records, answers, timeout_s=exam.timeout_s, setting=f"the reward {name!r}"
+            function, records, answers, timeout_s=exam.timeout_s, setting=f"the reward {name!r}"
         )
         for label, name, function in zip(labels, exam.rewards, functions, strict=True)
     }
     if len(scored) > 1:
-        scored["sum"] = _weighted(list(scored.values()), list(exam.rewards.values()))
+        weights = list(exam.rewards.values())
+        scored["sum"] = [
+            [sum(map(operator.mul, weights, answer)) for answer in zip(*question, strict=True)]
+            for question in zip(*scored.values(), strict=True)
+        ]
     grades = {name: grade(rewards) for name, rewards in scored.items()}
-    width = max(map(len, grades))
-    lines = [
-        f"{name:{width}}  {_describe(each, has_accuracy=name != 'sum')}" for name, each in grades.items()
-    ]
+    lines = []
+    for name, each in grades.items():
+        right = f"{each.accuracy:6.1%} ± {each.accuracy_error:.1%} right, " if name != "sum" else ""
+        unscored = f", {each.num_unscored} answers without a reward" if each.num_unscored else ""
+        mean = f"mean reward {each.mean:.4f} ± {each.mean_error:.4f}"
+        lines.append(f"{name:{max(map(len, grades))}}  {right}{mean}{unscored}")
     num_answers = sum(map(len, answers))
-    lines.append(f"{len(prompts)} questions, {num_answers} answers")
-    found = {
-        "sampling_params": exam.sampling_params,
-        "num_questions": len(prompts),
-        "num_answers": num_answers,
-        "rewards": {name: asdict(each) for name, each in grades.items()},
-        "answers": _answer_rows(exam.prompt_records, answers, scored),
-    }
-    return found, lines
-
-
-def _weighted(scored: Sequence[list[list[float]]], weights: Sequence[float]) -> list[list[float]]:
-    """Return the weighted sum of the rewards of each answer; NaN where one is missing."""
-    return [
-        [sum(map(operator.mul, weights, answer)) for answer in zip(*question, strict=True)]
-        for question in zip(*scored, strict=True)
-    ]
-
-
-def _describe(found: Grade, has_accuracy: bool) -> str:
-    accuracy = f"{found.accuracy:6.1%} ± {found.accuracy_error:.1%} right, " if has_accuracy else ""
-    unscored = f", {found.num_unscored} answers without a reward" if found.num_unscored else ""
-    return f"{accuracy}mean reward {found.mean:.4f} ± {found.mean_error:.4f}{unscored}"
-
-
-def _answer_rows(
-    prompt_records: Sequence[PromptRecord],
-    answers: Sequence[Sequence[Completion]],
-    scored: Mapping[str, list[list[float]]],
-) -> list[dict[str, Any]]:
-    return [
+    lines.append(f"{len(records)} questions, {num_answers} answers")
+    rows = [
         {
             "prompt": record.prompt,
             "columns": record.columns,
@@ -258,15 +206,23 @@ def _answer_rows(
                     "finish_reason": completion.finish_reason,
                     "rewards": {name: rewards[row][column] for name, rewards in scored.items()},
                 }
-                for column, completion in enumerate(completions)
+                for column, completion in enumerate(answers[row])
             ],
         }
-        for row, (record, completions) in enumerate(zip(prompt_records, answers, strict=True))
+        for row, record in enumerate(records)
     ]
+    found = {
+        "sampling_params": exam.sampling_params,
+        "num_questions": len(records),
+        "num_answers": num_answers,
+        "rewards": {name: asdict(each) for name, each in grades.items()},
+        "answers": rows,
+    }
+    return found, "\n".join(lines)
 
 
-def _answer_tasks(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Run tasks of the harness; return its results, and the lines to print."""
+def _answer_tasks(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Run tasks of the harness; return its results, and the text to print."""
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
@@ -276,23 +232,14 @@ def _answer_tasks(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     model, adapter = require_model(args)
     tasks = harness.load_tasks(args.tasks.split(","))
     if args.engine == "hf":
-        results = harness.run_tasks(harness.transformers_model(model, adapter), tasks, args.limit)
-    else:
-        given = read_pairs("--engine_arg", "max_model_len=2048", args.engine_args)
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        longest = harness.context_length(AutoConfig.from_pretrained(model), tokenizer)
-        engine_args = {"max_model_len": longest, **given}
-        request = SampleArguments(model, "vllm", (), {}, adapter, engine_args=engine_args)
-        with in_one_line(), open_engine(request) as engine:
-            scored = harness.EngineLM(engine, tokenizer, engine_args["max_model_len"])
-            results = harness.run_tasks(scored, tasks, args.limit)
-    return results, [_describe_task(*row) for row in harness.result_lines(results)]
-
-
-def _describe_task(task: str, metric: str, value: float, error: float | None, num_documents: int) -> str:
-    margin = "" if error is None else f" ± {error:.4f}"
-    counted = f", {num_documents} documents" if num_documents else ""
-    return f"{task}  {metric} {value:{'.4f' if abs(value) < 1e6 else '.4g'}}{margin}{counted}"
+        return harness.run_tasks(harness.transformers_model(model, adapter), tasks, args.limit)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    longest = harness.context_length(AutoConfig.from_pretrained(model), tokenizer)
+    given = read_pairs("--engine_arg", "max_model_len=2048", args.engine_args)
+    engine_args = {"max_model_len": longest, **given}
+    with open_engine("vllm", model, adapter, engine_args) as engine:
+        scored = harness.EngineLM(engine, tokenizer, engine_args["max_model_len"])
+        return harness.run_tasks(scored, tasks, args.limit)
 
 
 def _plain(value: Any) -> Any:

@@ -6,9 +6,8 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from vectorlm.config.source import parse_yaml
 from vectorlm.errors import ConfigError, EngineError
@@ -19,29 +18,11 @@ from vectorlm.types import Completion, Prompt
 
 FLAGS = ("max_tokens", "temperature", "n", "seed")
 MAX_TOKENS = 64
-MODEL_HELP = (
-    "a folder written by save_pretrained (a model, or LoRA adapters that name their base model), or a name on the "
-    "Hugging Face Hub"
-)
-
-
-@dataclass(frozen=True)
-class SampleArguments:
-    """The checked arguments of ``vectorlm sample``."""
-
-    model: str
-    engine: str
-    prompts: Sequence[Prompt]
-    sampling_params: Mapping[str, Any]
-    adapter: str | None = None
-    """A folder of adapters on `model`."""
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's engine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm sample``."""
-    parser.add_argument("--model", required=True, metavar="DIR", help=MODEL_HELP)
+    add_sampling_arguments(parser)
     parser.add_argument(
         "--prompt",
         dest="prompts",
@@ -49,38 +30,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="what to continue; may be repeated; without it, every line of the standard input is a prompt",
     )
-    add_sampling_arguments(parser)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say how an engine samples, and which."""
+    """Add the arguments that say which model samples, by which engine and how."""
     parser.add_argument(
-        "--max_tokens", type=int, default=MAX_TOKENS, metavar="N", help=f"default {MAX_TOKENS}"
-    )
-    parser.add_argument(
-        "--temperature", type=float, metavar="X", help="default 1; 0 takes the likeliest token"
-    )
-    parser.add_argument("--n", type=int, metavar="N", help="completions of each prompt (default 1)")
-    parser.add_argument("--seed", type=int, metavar="N", help="makes the answers repeatable")
-    parser.add_argument(
-        "--param",
-        dest="params",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any other sampling parameter, for example top_p=0.9; may be repeated",
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="a folder written by save_pretrained (a model, or LoRA adapters that name their base model), or a name on "
+        "the Hugging Face Hub",
     )
     parser.add_argument(
         "--engine", choices=("vllm", "hf"), default="vllm", help="hf samples with transformers, without vLLM"
+    )
+    help_text = f"default {MAX_TOKENS}"
+    parser.add_argument("--max_tokens", type=int, metavar="N", help=help_text)
+    help_text = "default 1; 0 takes the likeliest token"
+    parser.add_argument("--temperature", type=float, metavar="X", help=help_text)
+    parser.add_argument("--n", type=int, metavar="N", help="completions of each prompt (default 1)")
+    parser.add_argument("--seed", type=int, metavar="N", help="makes the answers repeatable")
+    help_text = "any other sampling parameter, for example top_p=0.9; may be repeated"
+    parser.add_argument(
+        "--param", dest="params", action="append", default=[], metavar="NAME=VALUE", help=help_text
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Continue prompts with a model, and print the answers."""
     model, adapter = require_model(args)
-    request = SampleArguments(model, args.engine, _prompts(args, sys.stdin), sampling_params(args), adapter)
-    for index, (prompt, completions) in enumerate(zip(request.prompts, ask(request), strict=True)):
-        print("\n" * (index > 0) + _page(prompt, completions))
+    prompts = args.prompts
+    if prompts is None and sys.stdin.isatty():
+        raise ConfigError("no prompt was given. Use --prompt TEXT, or send prompts to the standard input.")
+    if prompts is None:
+        prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
+        if not prompts:
+            raise ConfigError(
+                "the standard input has no prompts: it must have one on each line. Or use --prompt TEXT."
+            )
+    if not all(prompt.strip() for prompt in prompts):
+        raise ConfigError("--prompt is empty: there is nothing to continue.")
+    params = {"max_tokens": MAX_TOKENS, **sampling_params(args)}
+    pages = []
+    for prompt, completions in zip(prompts, ask(args.engine, model, adapter, prompts, params), strict=True):
+        texts = [completion.text.strip() or "(nothing)" for completion in completions]
+        if len(texts) > 1:
+            texts = [f"[{number}] {text}" for number, text in enumerate(texts, start=1)]
+        pages.append("\n".join([f"> {prompt}", *texts]))
+    print("\n\n".join(pages))
     return 0
 
 
@@ -112,82 +109,60 @@ def sampling_params(args: argparse.Namespace) -> dict[str, Any]:
     return flags | read_pairs("--param", "top_p=0.9", args.params)
 
 
-def ask(request: SampleArguments) -> list[list[Completion]]:
+def ask(
+    inference: str,
+    model: str,
+    adapter: str | None,
+    prompts: Sequence[Prompt],
+    params: Mapping[str, Any],
+    engine_args: Mapping[str, Any] | None = None,
+) -> list[list[Completion]]:
     """Start the engine and return its completions of each prompt."""
     from vectorlm.backends.transformers.parameters import NAMES, read_parameters
     from vectorlm.report.progress import sample_with_progress
 
-    own = {name: value for name, value in request.sampling_params.items() if name in NAMES}
     try:
         # vLLM takes more names, and checks those itself.
-        read_parameters(request.sampling_params if request.engine == "hf" else own)
+        read_parameters({name: params[name] for name in params if inference == "hf" or name in NAMES})
     except EngineError as error:
         raise ConfigError(str(error)) from error
-    with in_one_line(), open_engine(request) as engine:
+    with open_engine(inference, model, adapter, engine_args or {}) as engine:
         engine.wait_until_ready()
-        return sample_with_progress(engine, list(request.prompts), dict(request.sampling_params))
+        return sample_with_progress(engine, list(prompts), dict(params))
 
 
 @contextmanager
-def in_one_line() -> Iterator[None]:
-    """Keep one line of an `EngineError`: the rest is the engine's traceback, which helps nobody at a terminal."""
+def open_engine(
+    inference: str, model: str, adapter: str | None, engine_args: Mapping[str, Any]
+) -> Iterator[Any]:
+    """Start the engine that the command line asks for, with the weights of its adapters where it names some.
+
+    Of an `EngineError` one line is kept: the rest is the engine's traceback, which helps nobody at a terminal.
+    """
     try:
-        yield
+        if inference == "vllm":
+            from vectorlm.engine.engine import SamplingEngine
+
+            opened: Any = SamplingEngine(model, **engine_args)
+        else:
+            from transformers.utils import logging
+
+            from vectorlm.backends.transformers import HFEngine
+
+            logging.disable_progress_bar()
+            opened = HFEngine(model)
+        with opened as engine:
+            if adapter is not None:
+                from transformers import AutoModelForCausalLM
+
+                from vectorlm.lora.folder import load_adapters
+
+                # The engine takes over the merged weights like those of a training step.
+                base = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+                engine.update(load_adapters(Path(adapter), base), 0)
+            yield engine
     except EngineError as error:
         raise type(error)(str(error).partition("\n\n")[0]) from error
-
-
-def _page(prompt: Prompt, completions: Sequence[Completion]) -> str:
-    texts = [completion.text.strip() or "(nothing)" for completion in completions]
-    if len(texts) > 1:
-        texts = [f"[{number}] {text}" for number, text in enumerate(texts, start=1)]
-    return "\n".join([f"> {prompt}", *texts])
-
-
-@contextmanager
-def open_engine(request: SampleArguments) -> Iterator[Any]:
-    """Start the engine that the command line asks for, with the weights of its adapters where it names some."""
-    if request.engine == "vllm":
-        from vectorlm.engine.engine import SamplingEngine
-
-        opened: Any = SamplingEngine(request.model, **request.engine_args)
-    else:
-        from transformers.utils import logging
-
-        from vectorlm.backends.transformers import HFEngine
-
-        logging.disable_progress_bar()
-        opened = HFEngine(request.model)
-    with opened as engine:
-        if request.adapter is not None:
-            engine.update(_adapted(request.model, Path(request.adapter)), 0)
-        yield engine
-
-
-def _adapted(base: str, adapter: Path) -> Any:
-    """Load a model with adapters, whose merged weights an engine takes over like those of a training step."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    from vectorlm.lora.folder import load_adapters
-
-    disable_progress_bar()
-    return load_adapters(adapter, AutoModelForCausalLM.from_pretrained(base, dtype="auto"))
-
-
-def _prompts(args: argparse.Namespace, lines: TextIO) -> list[str]:
-    if args.prompts is not None:
-        if not all(prompt.strip() for prompt in args.prompts):
-            raise ConfigError("--prompt is empty: there is nothing to continue.")
-        return args.prompts
-    if lines.isatty():
-        raise ConfigError("no prompt was given. Use --prompt TEXT, or send prompts to the standard input.")
-    prompts = [line.rstrip("\n") for line in lines if line.strip()]
-    if not prompts:
-        raise ConfigError(
-            "the standard input has no prompts: it must have one on each line. Or use --prompt TEXT."
-        )
-    return prompts
 
 
 def read_pairs(flag: str, example: str, texts: Sequence[str]) -> dict[str, Any]:

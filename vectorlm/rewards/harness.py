@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,11 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window
+from lm_eval.utils import (
+    get_rolling_token_windows,
+    handle_non_serializable,
+    make_disjoint_window,
+)
 
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import device_of
@@ -185,24 +189,24 @@ def load_tasks(names: Sequence[str]) -> Any:
     return loaded
 
 
-def run_tasks(model: Any, tasks: Any, limit: int | None = None) -> dict[str, Any]:
-    """Run loaded tasks on a model of the harness; return its results as plain JSON, every answer with them.
+def run_tasks(model: Any, tasks: Any, limit: int | None = None) -> tuple[dict[str, Any], str]:
+    """Run loaded tasks on a model of the harness; return its results with every answer as plain JSON, and lines to print.
 
     `limit` keeps the first documents of each task. This is the harness's `simple_evaluate` without its survey of the
     machine, which takes seconds.
     """
     found: Any = evaluate(model, tasks, limit=limit, log_samples=True)
     plain: dict[str, Any] = json.loads(json.dumps(found, default=handle_non_serializable))
-    return plain
-
-
-def result_lines(results: dict[str, Any]) -> Iterator[tuple[str, str, float, float | None, int]]:
-    """List task, metric, value, standard error (None without one) and number of documents."""
-    for task, numbers in results["results"].items():
-        count = results["n-samples"].get(task, {}).get("effective", 0)
+    lines = []
+    for task, numbers in plain["results"].items():
+        count = plain["n-samples"].get(task, {}).get("effective", 0)
         for key, value in numbers.items():
             metric, comma, filtered = key.partition(",")
-            if comma and not metric.endswith("_stderr"):
-                error = numbers.get(f"{metric}_stderr,{filtered}")
-                name = metric if filtered == "none" else f"{metric} ({filtered})"
-                yield task, name, value, error if isinstance(error, float) else None, count
+            if not comma or metric.endswith("_stderr"):
+                continue
+            error = numbers.get(f"{metric}_stderr,{filtered}")
+            name = metric if filtered == "none" else f"{metric} ({filtered})"
+            margin = f" ± {error:.4f}" if isinstance(error, float) else ""
+            counted = f", {count} documents" if count else ""
+            lines.append(f"{task}  {name} {value:{'.4f' if abs(value) < 1e6 else '.4g'}}{margin}{counted}")
+    return plain, "\n".join(lines)
