@@ -190,7 +190,7 @@ def load_tasks(names: Sequence[str]) -> Any:
 
 
 def run_tasks(model: Any, tasks: Any, limit: int | None = None) -> tuple[dict[str, Any], str]:
-    """Run loaded tasks on a model of the harness; return its results with every answer as plain JSON, and lines to print.
+    """Run loaded tasks on a model of the harness; return results and every answer as plain JSON, and lines to print.
 
     `limit` keeps the first documents of each task. This is the harness's `simple_evaluate` without its survey of the
     machine, which takes seconds.
