@@ -18,60 +18,51 @@ class Command(NamedTuple):
     what: str
     """What it does, after "vectorlm COMMAND: "."""
     example: str
-    module: str
-    """Has `add_arguments(parser)` and `run(args)`, which returns the exit code; imports nothing heavy at its top."""
+    module: str | None = None
+    """Has `add_arguments(parser)` and `run(args)`, which returns the exit code, and imports nothing heavy at its top;
+    ``vectorlm.cli.COMMAND`` where None."""
 
 
 COMMANDS = {
     "run": Command(
         "train as a config file says, by fine-tuning or reinforcement learning",
         "vectorlm run configs/countdown_sft.yaml --world_size 2",
-        "vectorlm.cli.run",
     ),
     "watch": Command(
         "show how a run is doing, from its output folder",
         "vectorlm watch runs/countdown_sft",
-        "vectorlm.cli.watch",
     ),
     "check": Command(
         "check a config file without starting anything",
         "vectorlm check configs/countdown_sft.yaml --world_size 2",
-        "vectorlm.cli.check",
     ),
     "doctor": Command(
         "say whether a run would start on this machine, and what to do if not",
         "vectorlm doctor",
-        "vectorlm.cli.doctor",
     ),
     "preprocess": Command(
         "make a dataset as the config's dataset_preprocess section says",
         "vectorlm preprocess my.yaml --set dataset_preprocess.save_path=data/mine",
-        "vectorlm.cli.preprocess",
     ),
     "sample": Command(
         "continue prompts with a model",
         'vectorlm sample --model data/countdown/model --prompt "Using the numbers 3, 5, 8 make 16."',
-        "vectorlm.cli.sample",
     ),
     "export": Command(
         "make a model folder of a run, a checkpoint or LoRA adapters, for vLLM and transformers",
         "vectorlm export runs/countdown_lora --merge --dtype bfloat16",
-        "vectorlm.cli.export",
     ),
     "plot": Command(
         "draw the curves of runs, over each other",
         "vectorlm plot runs/countdown_sft runs/countdown_lora --output compared.png",
-        "vectorlm.cli.plot",
     ),
     "report": Command(
         "make one HTML page of runs: settings, curves, samples, times",
         "vectorlm report runs/countdown_sft --output report.html",
-        "vectorlm.cli.report",
     ),
     "evaluate": Command(
         "say how well a model answers a run's questions, or tasks of the lm-evaluation-harness",
         "vectorlm evaluate --model runs/countdown_grpo/final-model configs/countdown_grpo.yaml",
-        "vectorlm.cli.evaluate",
     ),
     "serve": Command(
         "run a vLLM server whose weights a trainer on this machine can replace",
@@ -79,7 +70,7 @@ COMMANDS = {
         "vectorlm.backends.server.serve",
     ),
 }
-"""By name; adding a command is adding a line here."""
+"""By name; adding a command is adding a line here, and a module."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
@@ -143,7 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
         command = added.add_parser(
             name, description=f"{what[0].upper()}{what[1:]}.", epilog=f"example: {example}"
         )
-        home = import_module(module)
+        home = import_module(module or f"vectorlm.cli.{name}")
         home.add_arguments(command)
         command.set_defaults(run_command=home.run)
     parser.set_defaults(run_command=lambda args: _show_help(parser))

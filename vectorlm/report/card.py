@@ -53,26 +53,44 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
     """
     config_text = _read(run / "config.yaml")
     config = yaml.safe_load(config_text) or {}
+    train, rl = config.get("train_parameters"), config.get("rl")
+    has_lora = isinstance(train, dict) and train.get("lora_peft_config") is not None
     head: dict[str, Any] = {
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["vectorlm", *(["lora"] if _has_lora(config) else [])],
+        "tags": ["vectorlm", *(["lora"] if has_lora else [])],
     }
     # A path of this machine is nothing that the hub could link to.
-    if (base := hub_name(str(config.get("model", "./")))) is not None:
+    base = hub_name(str(config.get("model", "./")))
+    origin = "Exported by vectorlm.\n"
+    if base is not None:
         head["base_model"] = base
     if step is not None:
         head["step"] = step
+    if "model" in config:
+        name = base or f"{Path(config['model']).name} (a folder on the machine that trained it)"
+        kind = "supervised fine-tuning"
+        if isinstance(rl, dict):
+            kind = f"reinforcement learning ({Path(str(rl.get('algorithm'))).name})"
+        what = "with LoRA adapters" if has_lora else "all weights"
+        steps = "" if step is None else f", step {step}"
+        origin = f"Base model: {name}. Trained by vectorlm: {kind}, {what}{steps}.\n"
+    sections = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n", f"# {run.absolute().name}\n\n{origin}"]
+    results: dict[str, str] = {}
+    for line in read_lines(run / "metrics.jsonl"):
+        if step is not None and line["step"] <= step:
+            results |= {
+                name: f"| `{name}` | {line[name]:.4g} | {line['step']} |\n"
+                for name in SHOWN
+                if line.get(name) is not None
+            }
+    if results:
+        rows = "".join(results[name] for name in SHOWN if name in results)
+        sections.append(f"## Results\n\n| metric | value | after step |\n| --- | --- | --- |\n{rows}")
     # The model may be exported on another machine than it was trained on.
     found = read_settings(run / START).get("versions") or versions_of(PACKAGES)
     versions = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
-    sections = [
-        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
-        f"# {run.absolute().name}\n\n{_origin(config, base, step)}",
-        *_numbers(run, step),
-        f"## Use it\n\n{_ADAPTER if is_adapter else _FULL}",
-        f"## Versions\n\n{versions}\n",
-    ]
+    sections += [f"## Use it\n\n{_ADAPTER if is_adapter else _FULL}", f"## Versions\n\n{versions}\n"]
     if config_text:
         fold = "<details>\n<summary>config.yaml</summary>\n\n"
         sections.append(f"## Settings\n\n{fold}````yaml\n{config_text.rstrip()}\n````\n\n</details>\n")
@@ -88,36 +106,6 @@ def step_of(model: Path) -> int | None:
         return None
     step = head.get("step") if isinstance(head, dict) else None
     return step if isinstance(step, int) else None
-
-
-def _origin(config: dict[str, Any], base: str | None, step: int | None) -> str:
-    if "model" not in config:
-        return "Exported by vectorlm.\n"
-    name = base or Path(config["model"]).name
-    kind = "supervised fine-tuning"
-    if isinstance(config.get("rl"), dict):
-        kind = f"reinforcement learning ({Path(str(config['rl'].get('algorithm'))).name})"
-    what = "with LoRA adapters" if _has_lora(config) else "all weights"
-    steps = "" if step is None else f", step {step}"
-    where = "" if base else " (a folder on the machine that trained it)"
-    return f"Base model: {name}{where}. Trained by vectorlm: {kind}, {what}{steps}.\n"
-
-
-def _numbers(run: Path, step: int | None) -> list[str]:
-    """Return the section of the newest metrics up to `step`; none where they are not known."""
-    found: dict[str, tuple[float, int]] = {}
-    for line in read_lines(run / "metrics.jsonl"):
-        if step is not None and line["step"] <= step:
-            found |= {name: (line[name], line["step"]) for name in SHOWN if line.get(name) is not None}
-    if not found:
-        return []
-    rows = [f"| `{name}` | {found[name][0]:.4g} | {found[name][1]} |" for name in SHOWN if name in found]
-    return ["## Results\n\n| metric | value | after step |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"]
-
-
-def _has_lora(config: dict[str, Any]) -> bool:
-    train = config.get("train_parameters")
-    return isinstance(train, dict) and train.get("lora_peft_config") is not None
 
 
 def _read(path: Path) -> str:

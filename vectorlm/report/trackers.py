@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib import import_module
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
 import yaml
@@ -50,13 +49,8 @@ class WandbSink:
     """
 
     def __init__(self, settings: Mapping[str, Any], run_config: Mapping[str, Any]) -> None:
-        try:
+        with _needing("wandb", "enable_wandb_logging=true", "set enable_wandb_logging: false"):
             import wandb
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "enable_wandb_logging=true needs the package wandb, which is not installed. "
-                "Install it with `pip install wandb`, or set enable_wandb_logging: false."
-            ) from error
         self._run = wandb.init(**settings, config=dict(run_config))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -82,8 +76,11 @@ class TensorBoardSink:
     def __init__(
         self, arguments: Mapping[str, Any], run_config: Mapping[str, Any], resume_step: int | None = None
     ) -> None:
-        writer = _import("tensorboard").SummaryWriter
-        self._writer = writer(**{"purge_step": None if resume_step is None else resume_step + 1, **arguments})
+        with _needing("tensorboardX", "trackers.tensorboard", "leave the tracker out"):
+            from tensorboardX import SummaryWriter
+        self._writer = SummaryWriter(
+            **{"purge_step": None if resume_step is None else resume_step + 1, **arguments}
+        )
         text = yaml.safe_dump(dict(run_config), sort_keys=False)
         self._writer.add_text("config", "    " + text.replace("\n", "\n    "), resume_step or 0)
 
@@ -107,7 +104,9 @@ class TrackioSink:
     """
 
     def __init__(self, arguments: Mapping[str, Any], run_config: Mapping[str, Any]) -> None:
-        self._trackio = _import("trackio")
+        with _needing("trackio", "trackers.trackio", "leave the tracker out"):
+            import trackio
+        self._trackio = trackio
         self._run = self._trackio.init(**arguments, config=dict(run_config))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -121,12 +120,12 @@ class TrackioSink:
         self._trackio.finish()
 
 
-def _import(tracker: str) -> ModuleType:
-    package = PACKAGES[tracker]
+@contextmanager
+def _needing(package: str, setting: str, otherwise: str) -> Iterator[None]:
     try:
-        return import_module(package)
+        yield
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"trackers.{tracker} needs the package {package}, which is not installed. Install it with "
-            f"`pip install {package}`, or leave the tracker out."
+            f"{setting} needs the package {package}, which is not installed. Install it with "
+            f"`pip install {package}`, or {otherwise}."
         ) from error
