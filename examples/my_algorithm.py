@@ -1,10 +1,10 @@
 """An algorithm of one's own: in a config, ``rl.algorithm: examples/my_algorithm.py:MEDIAN``."""
 
-from vectorlm.algorithms import AlgorithmSpec, reinforce_policy_loss
+from vectorlm.algorithms import AlgorithmSpec, TokenSettings, reinforce_policy_loss
 
 MEDIAN = AlgorithmSpec(
     name="median",
     advantages=lambda scores, hparams: scores.spread(scores.rewards - scores.rewards.nanmedian()),
     loss=lambda inputs, hparams: reinforce_policy_loss(inputs.policy_logprobs, inputs.advantages),
-    reduction="sequence_mean_token_sum",
+    settings=TokenSettings(reduction="sequence_mean_token_sum"),
 )

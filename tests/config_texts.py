@@ -90,3 +90,18 @@ dataset_preprocess:
   truncate: True
   pre_pend: "PromptRecord: "
 """
+
+RL = """\
+model: model
+train_parameters:
+  output_dir: run
+  max_seq_len: 64
+  optimizer: {lr: 1.0e-3}
+rl:
+  algorithm: grpo
+  max_steps: 2
+  prompts: [abc]
+  prompts_per_step: 1
+  group_size: 3
+  rewards: {countdown: 1.0}
+"""

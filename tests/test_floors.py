@@ -16,6 +16,7 @@ CORE = (
     "settings",
     "plugin",
     "packages",
+    "hyperparameters",
     "ranks",
     "algorithms",
     "weights",
@@ -26,6 +27,7 @@ CORE = (
 FLOORS = [
     {"errors"},
     {"types", "plugin", "settings", "packages"},
+    {"hyperparameters"},
     {"ranks", "algorithms"},
     {"weights"},
     {"contracts"},

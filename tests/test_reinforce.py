@@ -291,7 +291,6 @@ def test_a_section_that_cannot_be_carried_out_is_refused(files, tmp_path, overri
     [
         ("ppo", ["rl.group_size=1", "rl.dynamic_sampling=True"], "would drop every group"),
         ("ppo", ["rl.critic.warmup_steps=4"], "leaves no step of rl.max_steps=4 to the policy"),
-        ("best_of_k", ["rl.whiten_advantages=True"], "has no effect with best_of_k"),
         ("grpo", ["rl.rewards={countdown: .nan}"], "rl.rewards.countdown=nan must be finite"),
         ("grpo", ["rl.rewards={countdown: -.inf}"], "must be finite"),
         (
@@ -322,7 +321,6 @@ def test_a_section_that_cannot_be_carried_out_is_refused(files, tmp_path, overri
             ["rl.kl_coef=0.1", "rl.kl_straight_through=True", "rl.kl_importance_weights=True"],
             "Use one of the two",
         ),
-        ("grpo", ["rl.pass_k=2"], "has no effect with grpo"),
     ],
 )
 def test_settings_that_would_change_nothing_or_fail_later_are_refused(

@@ -162,7 +162,7 @@ def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSetting
     settings = run.config.train_parameters
     peak_tflops = settings.loop.device_peak_tflops
     return StepSettings(
-        hparams=spec.hyperparameters(rl.hyperparameters),
+        hparams=rl.hyperparameters,
         correction=correction_of(rl.correction, spec),
         mismatch=rl.correction.mismatch,
         update=rl.update,
@@ -199,7 +199,7 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
         prompts=PromptOrder(prompt_records, settings.seed),
         scorer=_scorer(run, rl),
         needs_greedy=spec.needs_greedy,
-        drops_constant_groups=spec.hyperparameters(rl.hyperparameters).dynamic_sampling,
+        drops_constant_groups=rl.hyperparameters.dynamic_sampling,
         replay=replay,
         replayed_share=rl.rollout.replayed_share,
     )

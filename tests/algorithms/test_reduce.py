@@ -7,7 +7,7 @@ import torch
 from random_batch import random_batch
 
 from vectorlm.algorithms import count_denominator, reduce_loss
-from vectorlm.algorithms.hyperparameters import Reduction
+from vectorlm.hyperparameters import Reduction
 
 HOWS = get_args(Reduction)
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,17 @@ from random_batch import random_batch
 
 from vectorlm.algorithms import (
     AlgorithmSpec,
-    Hyperparameters,
+    ClipSettings,
     LossInputs,
+    ReductionSettings,
+    TokenSettings,
+    WhiteningSettings,
     algorithm_names,
     get_algorithm,
     register,
 )
 from vectorlm.errors import ConfigError
+from vectorlm.hyperparameters import SETTINGS, OnlineDPOSettings, ReferenceSettings
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = [
@@ -39,10 +43,10 @@ def test_the_algorithms_that_there_are():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_names_its_source_and_settings_that_exist(name):
+def test_a_row_names_its_source_and_starts_where_its_name_does(name):
     spec = get_algorithm(name)
     assert spec.source
-    assert set(spec.settings) <= set(Hyperparameters.__dataclass_fields__)
+    assert spec.settings is SETTINGS[name]
 
 
 def test_an_unknown_name_lists_the_known_ones():
@@ -50,11 +54,9 @@ def test_an_unknown_name_lists_the_known_ones():
         get_algorithm("gpro")
 
 
-def test_settings_that_nothing_would_read_are_refused():
-    with pytest.raises(
-        ValueError, match=r"'mine' has settings that are not hyperparameters: clip_hgih, lr\. They may be"
-    ):
-        replace(get_algorithm("grpo"), name="mine", settings={"clip_hgih": 0.3, "lr": 1.0, "clip_low": 0.1})
+def test_a_clipped_ratio_needs_bounds():
+    with pytest.raises(ValueError, match="'mine' has clips='token', and its settings no bounds"):
+        replace(get_algorithm("grpo"), name="mine", settings=TokenSettings())
 
 
 def test_a_taken_name_is_refused():
@@ -66,11 +68,11 @@ def test_the_example_of_ones_own():
     spec = get_algorithm(f"{ROOT}/examples/my_algorithm.py:MEDIAN")
     mask = torch.tensor([[True, False], [True, True], [True, True]])
     rewards = torch.tensor([[1.0, 0.0, 0.5]])
-    advantages = spec.advantages(batch_of(mask, rewards), Hyperparameters())
+    advantages = spec.advantages(batch_of(mask, rewards), spec.settings)
     assert advantages.tolist() == [[0.5, 0.0], [-0.5, -0.5], [0.0, 0.0]]
     logprobs = torch.full((3, 2), -2.0)
     inputs = LossInputs(logprobs, logprobs, None, advantages, rewards[0], mask, 3)
-    assert spec.loss(inputs, Hyperparameters()).tolist() == [[1.0, 0.0], [-1.0, -1.0], [0.0, 0.0]]
+    assert spec.loss(inputs, spec.settings).tolist() == [[1.0, 0.0], [-1.0, -1.0], [0.0, 0.0]]
     lines = (ROOT / "examples/my_algorithm.py").read_text().splitlines()
     assert len([line for line in lines if line and not line.startswith(('"', "from"))]) <= 10
 
@@ -83,67 +85,63 @@ def test_something_else_is_no_algorithm(tmp_path):
 
 def test_a_spec_is_plain_data():
     spec = AlgorithmSpec(name="x", advantages=lambda s, k: s.token_rewards, loss=lambda i, k: i.advantages)
-    assert (spec.level, spec.reduction, spec.needs_critic, dict(spec.settings)) == (
-        "token",
-        "token_mean",
-        False,
-        {},
+    assert (spec.level, spec.needs_critic, spec.settings) == ("token", False, TokenSettings())
+
+
+OTHER_VALUES = {
+    **{"gamma": 0.5, "lam": 0.5, "clip_low": 0.9, "clip_high": 9.0, "dual_clip": 1.01, "beta": 5.0},
+    **{"label_smoothing": 0.3, "preference": "ipo", "pass_k": 1, "divergence_bound": 1e9},
+    **{"temperature_positive": 3.0, "temperature_negative": 3.0, "covariance_share": 1e-6},
+    **{"covariance_low": 1e8, "covariance_high": 1e-9, "covariance_kl_coef": 3.0},
+    **{"shape_positive": 0.5, "rate_positive": 0.5, "shape_negative": 0.5, "rate_negative": 0.5},
+}
+WIDE = {"covariance_share": 1.0, "covariance_low": 0.0, "covariance_high": 1e9}
+"""So that some of four tokens are chosen."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_of_a_row_changes_a_number(name):
+    spec, generator = get_algorithm(name), torch.Generator().manual_seed(0)
+    mask, rewards = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.0, 1.0]])
+
+    def draw():
+        return torch.randn(2, 2, generator=generator)
+
+    batch = replace(
+        batch_of(mask, rewards),
+        values=draw(),
+        token_rewards=draw(),
+        old_logprobs=3 * draw(),
+        gradient_norms=torch.ones(2, 2),
+        greedy_rewards=torch.zeros(1),
+        reward_parts=rewards[None],
+        part_weights=torch.ones(1),
     )
+    inputs = LossInputs(draw(), 3 * draw(), draw(), 3 * draw(), rewards.view(-1), mask, 2, mask)
+
+    def numbers(settings):
+        marked = None if spec.mark is None else spec.mark(batch, inputs.advantages, settings)
+        loss = spec.loss(replace(inputs, marked=marked), settings)
+        return torch.cat([spec.advantages(batch, settings).flatten(), loss.flatten()])
+
+    start = spec.settings
+    here = {key: value for key, value in {**WIDE, "pass_k": 2}.items() if hasattr(start, key)}
+    start = replace(start, **here)
+    others = OTHER_VALUES | {
+        "scale_rewards": "group" if getattr(start, "scale_rewards", "") == "none" else "none",
+        "importance_sampling_level": "token" if name == "gspo" else "sequence",
+    }
+    of_loop = {"dynamic_sampling", "reduction", "whiten_advantages"}
+    for key in {each.name for each in fields(start)} - of_loop:
+        assert not torch.equal(numbers(start), numbers(replace(start, **{key: others[key]}))), key
 
 
-@pytest.mark.parametrize(
-    ("name", "read"),
-    [
-        ("grpo", {"clip_low", "clip_high", "dual_clip", "importance_sampling_level", "scale_rewards"}),
-        ("ppo", {"gamma", "lam", "clip_low", "clip_high", "dual_clip", "importance_sampling_level"}),
-        ("cispo", {"clip_low", "clip_high", "importance_sampling_level", "scale_rewards"}),
-        (
-            "sapo",
-            {"temperature_positive", "temperature_negative", "importance_sampling_level", "scale_rewards"},
-        ),
-        ("gmpo", {"clip_low", "clip_high", "scale_rewards"}),
-        ("gdpo", {"clip_low", "clip_high", "dual_clip", "importance_sampling_level"}),
-        ("pass_at_k", {"clip_low", "clip_high", "dual_clip", "importance_sampling_level", "pass_k"}),
-        (
-            "clip_cov",
-            {"clip_low", "clip_high", "dual_clip", "importance_sampling_level", "scale_rewards"}
-            | {"covariance_share", "covariance_low", "covariance_high"},
-        ),
-        ("kl_cov", {"scale_rewards", "covariance_share", "covariance_kl_coef"}),
-        ("dppo_tv", {"scale_rewards", "divergence_bound"}),
-        (
-            "vespo",
-            {"scale_rewards", "shape_positive", "rate_positive", "shape_negative", "rate_negative"},
-        ),
-        ("otb", set()),
-        ("remax", set()),
-        ("proximal_rloo", {"clip_low", "clip_high"}),
-        ("online_dpo", {"beta", "label_smoothing", "preference"}),
-        ("best_of_k", set()),
-        ("copg", {"beta"}),
-    ],
-)
-def test_an_algorithm_reads_the_settings_of_its_formula(name, read):
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_loop_reads_is_a_setting_where_it_has_an_effect(name):
     spec = get_algorithm(name)
-    of_loop = {"dynamic_sampling"}
-    of_loop |= {"reduction"} if name not in ("gmpo", "proximal_rloo", "online_dpo", "copg") else set()
-    of_loop |= {"whiten_advantages"} if name not in ("online_dpo", "best_of_k", "copg") else set()
-    assert spec.settings_read(spec.hyperparameters()) == read | of_loop
-
-
-def test_a_function_that_fails_on_the_example_counts_as_reading_all():
-    spec = replace(get_algorithm("grpo"), name="mine", loss=lambda inputs, hparams: 1 / 0)
-    assert spec.settings_read(Hyperparameters()) == set(Hyperparameters.__dataclass_fields__)
-
-
-def test_the_configs_values_win_over_the_algorithms_own():
-    spec = get_algorithm("gspo")
-    assert (spec.hyperparameters().clip_low, spec.hyperparameters().reduction) == (
-        3e-4,
-        "sequence_mean_token_mean",
-    )
-    given = spec.hyperparameters({"clip_low": 0.1, "reduction": "token_mean"})
-    assert (given.clip_low, given.clip_high, given.reduction) == (0.1, 4e-4, "token_mean")
+    assert isinstance(spec.settings, ReductionSettings) == (spec.level == "token")
+    learns_size = spec.samples_from_policy and not spec.needs_teacher
+    assert isinstance(spec.settings, WhiteningSettings) == learns_size
 
 
 @pytest.mark.parametrize(("name", "rows"), [("grpo", 1), ("copg", 6), ("online_dpo", 2), ("best_of_k", 1)])
@@ -163,7 +161,7 @@ def sums(inputs, logprobs):
 
 
 def test_a_preference_is_between_the_sums_over_two_completions():
-    inputs, hparams = two_groups(), Hyperparameters(beta=0.3)
+    inputs, hparams = two_groups(), OnlineDPOSettings(beta=0.3)
     spec = get_algorithm("online_dpo")
     losses, metrics = spec.loss(inputs, hparams), spec.observe(inputs, hparams)
     policy, reference = (sums(inputs, each) for each in (inputs.policy_logprobs, inputs.reference_logprobs))
@@ -184,7 +182,7 @@ def test_copg_compares_the_completions_of_a_group_that_have_tokens():
     inputs = two_groups()
     policy, reference = (sums(inputs, each) for each in (inputs.policy_logprobs, inputs.reference_logprobs))
     first, second = (inputs.rewards[row].item() - 0.3 * (policy[row] - reference[row]) for row in (0, 1))
-    losses = get_algorithm("copg").loss(inputs, Hyperparameters(beta=0.3))
+    losses = get_algorithm("copg").loss(inputs, ReferenceSettings(beta=0.3))
     assert losses.tolist() == pytest.approx([(first - second) ** 2 / 0.6, 0.0])
 
 
@@ -192,7 +190,7 @@ def test_proximal_rloo_takes_the_advantage_of_a_completion_from_its_tokens():
     inputs = two_groups()
     of_rows = torch.tensor([0.5, -2.0, 1.0, 3.0], dtype=torch.float64)
     inputs = replace(inputs, advantages=torch.where(inputs.mask, of_rows[:, None], 0.0))
-    losses = get_algorithm("proximal_rloo").loss(inputs, Hyperparameters(clip_low=0.1, clip_high=0.3))
+    losses = get_algorithm("proximal_rloo").loss(inputs, ClipSettings(clip_low=0.1, clip_high=0.3))
     for row, advantage in enumerate([0.5, -2.0, 1.0, 0.0]):
         ratio = math.exp(0.1 * inputs.mask[row].sum().item())
         clipped = min(max(ratio, 0.9), 1.3)

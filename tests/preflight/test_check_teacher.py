@@ -80,7 +80,6 @@ def test_a_larger_teacher_with_the_same_tokenizer_is_accepted_without_rewards(he
             "rl.teacher.beta=0.0 is infinite where top_p, top_k or min_p cut tokens",
         ),
         (["rl.teacher.timeout_s=5"], "rl.teacher.timeout_s=5.0 has no effect with rl.teacher.server=null"),
-        (["rl.whiten_advantages=True"], "has no effect with on_policy_distillation"),
         (["rl.group_size=2", "rl.dynamic_sampling=True"], "would drop groups of equal rewards"),
         (
             [SERVER, "rl.sampling_params={max_tokens: 8, temperature: 0.7}"],

@@ -1,6 +1,6 @@
 """A tiny run of reinforcement learning without an engine: real models and settings, and random rollouts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -134,7 +134,7 @@ def build(
         "entropy_coef": 0.01,
     }
     settings = StepSettings(
-        hparams=spec.hyperparameters(hyperparameters),
+        hparams=replace(spec.settings, **(hyperparameters or {})),
         correction=correction_of(CorrectionSettings(preset=correction), spec),
         update=UpdateSettings(**(defaults | update)),
         kl=kl or KLSettings(),

@@ -3,54 +3,64 @@
 B sequences, T tokens, V vocabulary, P prompts, G completions of each. Masks are bool or 0/1.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from vectorlm.algorithms.batch import LossInputs, RolloutBatch
-    from vectorlm.algorithms.correction import correction_metrics, importance_weights, rejection_mask
-    from vectorlm.algorithms.covariance import covariances
-    from vectorlm.algorithms.critic import gae_advantages, value_loss
-    from vectorlm.algorithms.groups import (
-        baseline_advantages,
-        batch_advantages,
-        decoupled_advantages,
-        group_advantages,
-        leave_one_out_advantages,
-        length_weighted_advantages,
-        optimal_token_advantages,
-        pass_at_k_advantages,
-        rescaled_advantages,
-        return_advantages,
-        whiten,
-    )
-    from vectorlm.algorithms.hyperparameters import Hyperparameters
-    from vectorlm.algorithms.kl import AdaptiveKL, binary_divergence, generalised_jsd, kl_estimate
-    from vectorlm.algorithms.logprobs import align, entropy, token_logprobs
-    from vectorlm.algorithms.policy_loss import (
-        cispo_policy_loss,
-        dppo_policy_loss,
-        gmpo_policy_loss,
-        kl_cov_loss,
-        ppo_policy_loss,
-        proximal_rloo_loss,
-        reinforce_policy_loss,
-        sapo_policy_loss,
-        vespo_policy_loss,
-    )
-    from vectorlm.algorithms.preference import copg_loss, online_dpo_loss
-    from vectorlm.algorithms.reduce import count_denominator, reduce_loss
-    from vectorlm.algorithms.registry import algorithm_names, get_algorithm, register
-    from vectorlm.algorithms.spec import AlgorithmSpec
-    from vectorlm.algorithms.support import Support, truncate
+from vectorlm.algorithms.batch import LossInputs, RolloutBatch
+from vectorlm.algorithms.correction import correction_metrics, importance_weights, rejection_mask
+from vectorlm.algorithms.covariance import covariances
+from vectorlm.algorithms.critic import gae_advantages, value_loss
+from vectorlm.algorithms.groups import (
+    baseline_advantages,
+    batch_advantages,
+    decoupled_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    length_weighted_advantages,
+    optimal_token_advantages,
+    pass_at_k_advantages,
+    rescaled_advantages,
+    return_advantages,
+    whiten,
+)
+from vectorlm.algorithms.kl import AdaptiveKL, binary_divergence, generalised_jsd, kl_estimate
+from vectorlm.algorithms.logprobs import align, entropy, token_logprobs
+from vectorlm.algorithms.policy_loss import (
+    cispo_policy_loss,
+    dppo_policy_loss,
+    gmpo_policy_loss,
+    kl_cov_loss,
+    ppo_policy_loss,
+    proximal_rloo_loss,
+    reinforce_policy_loss,
+    sapo_policy_loss,
+    vespo_policy_loss,
+)
+from vectorlm.algorithms.preference import copg_loss, online_dpo_loss
+from vectorlm.algorithms.reduce import count_denominator, reduce_loss
+from vectorlm.algorithms.registry import algorithm_names, get_algorithm, register
+from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.algorithms.support import Support, truncate
+from vectorlm.hyperparameters import (
+    AlgorithmSettings,
+    ClipSettings,
+    LevelSettings,
+    ReductionSettings,
+    SurrogateSettings,
+    TokenSettings,
+    WhiteningSettings,
+)
 
 __all__ = [
     "AdaptiveKL",
+    "AlgorithmSettings",
     "AlgorithmSpec",
-    "Hyperparameters",
+    "ClipSettings",
+    "LevelSettings",
     "LossInputs",
+    "ReductionSettings",
     "RolloutBatch",
     "Support",
+    "SurrogateSettings",
+    "TokenSettings",
+    "WhiteningSettings",
     "algorithm_names",
     "align",
     "baseline_advantages",
@@ -92,18 +102,3 @@ __all__ = [
     "vespo_policy_loss",
     "whiten",
 ]
-
-_FILES = (
-    *("hyperparameters", "batch", "spec", "registry", "groups", "policy_loss", "preference"),
-    *("covariance", "critic", "kl", "reduce", "logprobs", "support", "correction"),
-)
-
-
-def __getattr__(name: str) -> Any:
-    # The files import torch, which checking a config does not need: they are imported when a name is first used.
-    if name in __all__:
-        for file in _FILES:
-            module = import_module(f"{__name__}.{file}")
-            if hasattr(module, name):
-                return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

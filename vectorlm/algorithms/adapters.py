@@ -20,7 +20,6 @@ from vectorlm.algorithms.groups import (
     rescaled_advantages,
     return_advantages,
 )
-from vectorlm.algorithms.hyperparameters import Hyperparameters
 from vectorlm.algorithms.kl import BinaryKind
 from vectorlm.algorithms.policy_loss import (
     blocked_tokens,
@@ -37,6 +36,23 @@ from vectorlm.algorithms.policy_loss import (
 from vectorlm.algorithms.preference import copg_loss, online_dpo_loss
 from vectorlm.algorithms.reduce import masked_mean, masked_sum
 from vectorlm.algorithms.spec import AdvantageFunction
+from vectorlm.hyperparameters import (
+    AlgorithmSettings,
+    CISPOSettings,
+    ClipCovSettings,
+    ClipSettings,
+    CovarianceSettings,
+    DPPOSettings,
+    KLCovSettings,
+    OnlineDPOSettings,
+    PassAtKSettings,
+    PPOSettings,
+    ReferenceSettings,
+    SAPOSettings,
+    ScaleSettings,
+    SurrogateSettings,
+    VESPOSettings,
+)
 
 
 def _of_completions(advantages: Callable[[RolloutBatch], torch.Tensor]) -> AdvantageFunction:
@@ -44,49 +60,47 @@ def _of_completions(advantages: Callable[[RolloutBatch], torch.Tensor]) -> Advan
     return lambda batch, hparams: batch.spread(advantages(batch))
 
 
-def gae(batch: RolloutBatch, hparams: Hyperparameters) -> torch.Tensor:
+def gae(batch: RolloutBatch, hparams: PPOSettings) -> torch.Tensor:
     """Return generalised advantage estimates, from the critic's values."""
     assert batch.values is not None
     return gae_advantages(batch.token_rewards, batch.values, batch.mask, hparams.gamma, hparams.lam)[0]
 
 
-def returns(batch: RolloutBatch, hparams: Hyperparameters) -> torch.Tensor:
+def returns(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Tensor:
     """Return what is left of the reward from each token on, against the batch."""
     return return_advantages(batch.token_rewards, batch.mask)
 
 
-def greedy_baseline(batch: RolloutBatch, hparams: Hyperparameters) -> torch.Tensor:
+def greedy_baseline(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Tensor:
     """Return rewards minus the reward of the greedy completion."""
     assert batch.greedy_rewards is not None
     return batch.spread(baseline_advantages(batch.rewards, batch.greedy_rewards, batch.valid))
 
 
-def group(batch: RolloutBatch, hparams: Hyperparameters) -> torch.Tensor:
+def group(batch: RolloutBatch, hparams: ScaleSettings) -> torch.Tensor:
     """Return rewards against the group's."""
     return batch.spread(group_advantages(batch.rewards, hparams.scale_rewards, batch.valid))
 
 
-def pass_at_k(batch: RolloutBatch, hparams: Hyperparameters) -> torch.Tensor:
+def pass_at_k(batch: RolloutBatch, hparams: PassAtKSettings) -> torch.Tensor:
     """Return what each completion adds to the best of k."""
-    # The example of `AlgorithmSpec` has a group of two.
-    k = min(hparams.pass_k, batch.rows_per_group)
-    return batch.spread(pass_at_k_advantages(batch.rewards, k, batch.valid))
+    return batch.spread(pass_at_k_advantages(batch.rewards, hparams.pass_k, batch.valid))
 
 
-def decoupled(batch: RolloutBatch, hparams: Hyperparameters) -> torch.Tensor:
+def decoupled(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Tensor:
     """Return each reward against the group's, summed up."""
     assert batch.reward_parts is not None
     assert batch.part_weights is not None
     return batch.spread(decoupled_advantages(batch.reward_parts, batch.part_weights, batch.valid))
 
 
-def length_weighted(batch: RolloutBatch, hparams: Hyperparameters) -> torch.Tensor:
+def length_weighted(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Tensor:
     """Return rewards less the group's mean weighted by length."""
     lengths = batch.mask.sum(dim=1).view_as(batch.rewards)
     return batch.spread(length_weighted_advantages(batch.rewards, lengths, batch.valid))
 
 
-def optimal_token(batch: RolloutBatch, hparams: Hyperparameters) -> torch.Tensor:
+def optimal_token(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Tensor:
     """Return the return of each token less the optimal baseline of its place."""
     assert batch.gradient_norms is not None
     rows = (batch.token_rewards, batch.gradient_norms, batch.mask)
@@ -110,43 +124,43 @@ def _of_rows(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return inputs.policy_logprobs, inputs.old_logprobs, advantages, inputs.mask
 
 
-def ppo(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
+def ppo(inputs: LossInputs, hparams: SurrogateSettings) -> torch.Tensor:
     """Return the clipped surrogate, of tokens or completions."""
     clips = (hparams.clip_low, hparams.clip_high, hparams.dual_clip)
     return ppo_policy_loss(*_rows(inputs), *clips, hparams.importance_sampling_level, inputs.mask)
 
 
-def cispo(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
+def cispo(inputs: LossInputs, hparams: CISPOSettings) -> torch.Tensor:
     """Return log-probabilities with clipped weights."""
     clips = (hparams.clip_low, hparams.clip_high)
     return cispo_policy_loss(*_rows(inputs), *clips, hparams.importance_sampling_level, inputs.mask)
 
 
-def sapo(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
+def sapo(inputs: LossInputs, hparams: SAPOSettings) -> torch.Tensor:
     """Return the softly gated surrogate."""
     gates = (hparams.temperature_positive, hparams.temperature_negative)
     return sapo_policy_loss(*_rows(inputs), *gates, hparams.importance_sampling_level, inputs.mask)
 
 
-def gmpo(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
+def gmpo(inputs: LossInputs, hparams: ClipSettings) -> torch.Tensor:
     """Return the geometric mean of clipped ratios, of completions."""
     return gmpo_policy_loss(*_of_rows(inputs), hparams.clip_low, hparams.clip_high)
 
 
-def dppo(inputs: LossInputs, hparams: Hyperparameters, divergence: BinaryKind) -> torch.Tensor:
+def dppo(inputs: LossInputs, hparams: DPPOSettings, divergence: BinaryKind) -> torch.Tensor:
     """Return log-probabilities with weights, and 0 beyond the bound of the divergence."""
     return dppo_policy_loss(*_rows(inputs), hparams.divergence_bound, divergence)
 
 
 def observe_blocked(
-    inputs: LossInputs, hparams: Hyperparameters, divergence: BinaryKind
+    inputs: LossInputs, hparams: DPPOSettings, divergence: BinaryKind
 ) -> dict[str, torch.Tensor]:
     """Return the share of tokens beyond the bound of the divergence."""
     blocked = blocked_tokens(*_rows(inputs), hparams.divergence_bound, divergence)
     return {"policy/blocked_fraction": masked_mean(blocked.float(), inputs.mask)}
 
 
-def vespo(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
+def vespo(inputs: LossInputs, hparams: VESPOSettings) -> torch.Tensor:
     """Return log-probabilities faded by the ratio of their completion."""
     positive = (hparams.shape_positive, hparams.rate_positive)
     negative = (hparams.shape_negative, hparams.rate_negative)
@@ -158,7 +172,7 @@ def _covariances(batch: RolloutBatch, advantages: torch.Tensor) -> torch.Tensor:
     return covariances(batch.old_logprobs, advantages, batch.mask)
 
 
-def mark_drawn(batch: RolloutBatch, advantages: torch.Tensor, hparams: Hyperparameters) -> torch.Tensor:
+def mark_drawn(batch: RolloutBatch, advantages: torch.Tensor, hparams: ClipCovSettings) -> torch.Tensor:
     """Draw tokens of high covariance."""
     bounds = (hparams.covariance_share, hparams.covariance_low, hparams.covariance_high)
     # The same draw on all ranks and in a resumed run, another one in the next step.
@@ -166,29 +180,29 @@ def mark_drawn(batch: RolloutBatch, advantages: torch.Tensor, hparams: Hyperpara
     return drawn_between(_covariances(batch, advantages), batch.mask, *bounds, seed)
 
 
-def mark_highest(batch: RolloutBatch, advantages: torch.Tensor, hparams: Hyperparameters) -> torch.Tensor:
+def mark_highest(batch: RolloutBatch, advantages: torch.Tensor, hparams: CovarianceSettings) -> torch.Tensor:
     """Choose the tokens of highest covariance."""
     return highest(_covariances(batch, advantages), batch.mask, hparams.covariance_share)
 
 
-def clip_cov(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
+def clip_cov(inputs: LossInputs, hparams: SurrogateSettings) -> torch.Tensor:
     """Return the clipped surrogate without the marked tokens."""
     assert inputs.marked is not None
     return torch.where(inputs.marked, 0.0, ppo(inputs, hparams))
 
 
-def kl_cov(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
+def kl_cov(inputs: LossInputs, hparams: KLCovSettings) -> torch.Tensor:
     """Return the surrogate with a penalty on the marked tokens."""
     assert inputs.marked is not None
     return kl_cov_loss(*_rows(inputs), inputs.marked, hparams.covariance_kl_coef)
 
 
-def reinforce(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
+def reinforce(inputs: LossInputs, hparams: AlgorithmSettings) -> torch.Tensor:
     """Return log-probabilities times advantages."""
     return reinforce_policy_loss(inputs.policy_logprobs, inputs.advantages)
 
 
-def proximal_rloo(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
+def proximal_rloo(inputs: LossInputs, hparams: ClipSettings) -> torch.Tensor:
     """Return the clipped surrogate of completions by the product of their ratios."""
     return proximal_rloo_loss(*_of_rows(inputs), hparams.clip_low, hparams.clip_high)
 
@@ -201,7 +215,7 @@ def _sums_of_groups(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
     return policy, reference
 
 
-def online_dpo(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
+def online_dpo(inputs: LossInputs, hparams: OnlineDPOSettings) -> torch.Tensor:
     """Return the preference loss of pairs."""
     policy, reference = _sums_of_groups(inputs)
     (chosen, rejected), (reference_chosen, reference_rejected) = policy.unbind(1), reference.unbind(1)
@@ -209,7 +223,7 @@ def online_dpo(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
     return online_dpo_loss(*pairs, hparams.beta, hparams.label_smoothing, hparams.preference)
 
 
-def observe_pairs(inputs: LossInputs, hparams: Hyperparameters) -> dict[str, torch.Tensor]:
+def observe_pairs(inputs: LossInputs, hparams: ReferenceSettings) -> dict[str, torch.Tensor]:
     """Return implicit rewards of pairs and their margin."""
     policy, reference = _sums_of_groups(inputs)
     better, worse = (hparams.beta * (policy - reference)).unbind(1)
@@ -223,7 +237,7 @@ def observe_pairs(inputs: LossInputs, hparams: Hyperparameters) -> dict[str, tor
     }
 
 
-def copg(inputs: LossInputs, hparams: Hyperparameters) -> torch.Tensor:
+def copg(inputs: LossInputs, hparams: ReferenceSettings) -> torch.Tensor:
     """Return the contrastive policy gradient's loss of groups."""
     size = inputs.rows_per_group
     rewards, valid = inputs.rewards.view(-1, size), inputs.mask.any(dim=1).view(-1, size)

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from vectorlm.algorithms.hyperparameters import RewardScale
+from vectorlm.hyperparameters import RewardScale
 from vectorlm.settings import require_choice
 
 

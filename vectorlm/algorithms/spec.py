@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from vectorlm.algorithms.batch import LossInputs, RolloutBatch, place_rewards
-from vectorlm.algorithms.hyperparameters import Hyperparameters, Reduction
+from vectorlm.algorithms.batch import LossInputs, RolloutBatch
+from vectorlm.hyperparameters import AlgorithmSettings, ClipSettings, TokenSettings
 
 LossUnit = Literal["token", "completion", "group"]
-AdvantageFunction = Callable[[RolloutBatch, Hyperparameters], torch.Tensor]
+# The second argument is the settings, of the class that a function needs.
+AdvantageFunction = Callable[[RolloutBatch, Any], torch.Tensor]
 """Returns float [B, T], detached and 0 outside the mask."""
-LossFunction = Callable[[LossInputs, Hyperparameters], torch.Tensor]
+LossFunction = Callable[[LossInputs, Any], torch.Tensor]
 """Returns float [B, T] per token, [B] per completion or [B / K] per group, as the spec's `level` says."""
-MarkFunction = Callable[[RolloutBatch, torch.Tensor, Hyperparameters], torch.Tensor]
+MarkFunction = Callable[[RolloutBatch, torch.Tensor, Any], torch.Tensor]
 """From a batch and its advantages to the tokens that `loss` treats differently, bool [B, T]."""
-ObserveFunction = Callable[[LossInputs, Hyperparameters], Mapping[str, torch.Tensor]]
+ObserveFunction = Callable[[LossInputs, Any], Mapping[str, torch.Tensor]]
 """Returns metrics by name, float [B] per completion, or [B / K] per group where `level` is ``group``."""
 Selection = tuple[torch.Tensor, torch.Tensor]
 """Columns int64 [P, K], indices into each group; and bool [P, K], which of them are valid."""
@@ -55,7 +56,7 @@ def keep_best_and_worst(rewards: torch.Tensor, valid: torch.Tensor) -> Selection
     return columns, differ.expand(-1, 2)
 
 
-def observe_nothing(inputs: LossInputs, hparams: Hyperparameters) -> Mapping[str, torch.Tensor]:
+def observe_nothing(inputs: LossInputs, hparams: AlgorithmSettings) -> Mapping[str, torch.Tensor]:
     """Return no metrics."""
     return {}
 
@@ -72,8 +73,6 @@ class AlgorithmSpec:
     """Computes the loss to minimise."""
     level: LossUnit = "token"
     """The unit that `loss` returns one value for; over completions and groups the mean is taken."""
-    reduction: Reduction = "token_mean"
-    """How the losses of tokens become one number, unless the config says otherwise."""
     select: SelectionFunction = keep_all
     """Which completions of a group are trained on."""
     needs_critic: bool = False
@@ -104,63 +103,17 @@ class AlgorithmSpec:
     """Computes metrics of this algorithm, logged as means over completions or groups."""
     min_group_size: int = 1
     """Smallest number of completions per prompt for which the algorithm is defined."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Hyperparameters with another default for this algorithm; a config's values win."""
+    settings: AlgorithmSettings = field(default_factory=TokenSettings)
+    """Where the algorithm starts, and by its class which settings it has under ``rl``; a config's values win."""
     source: str = ""
     """Author, year and identifier of the paper."""
 
     def __post_init__(self) -> None:
-        known = {each.name for each in fields(Hyperparameters)} - {"reduction"}
-        unknown = sorted(self.settings.keys() - known)
-        if unknown:
+        if self.clips is not None and not isinstance(self.settings, ClipSettings):
             raise ValueError(
-                f"the algorithm {self.name!r} has settings that are not hyperparameters: {', '.join(unknown)}. They "
-                f"may be {', '.join(sorted(known))}; set others in the config."
+                f"the algorithm {self.name!r} has clips={self.clips!r}, and its settings no bounds: their class must "
+                "extend ClipSettings."
             )
-
-    def hyperparameters(self, given: Mapping[str, Any] | None = None) -> Hyperparameters:
-        """Return the `given` values, else the algorithm's own, else the defaults."""
-        return Hyperparameters(**{"reduction": self.reduction, **self.settings, **(given or {})})
-
-    def settings_read(self, hparams: Hyperparameters) -> frozenset[str]:
-        """Return the names of the hyperparameters that this algorithm reads, found by calling its functions once.
-
-        Functions of one's own that fail on the example, one group of zeros and ones, count as reading all.
-        """
-        seen = {"dynamic_sampling"}
-        seen |= {"reduction"} if self.level == "token" else set()
-        seen |= {"whiten_advantages"} if self.samples_from_policy and not self.needs_teacher else set()
-        seen |= {"clip_low", "clip_high"} if self.clips is not None else set()
-
-        class Noting:
-            def __getattr__(self, name: str) -> Any:
-                seen.add(name)
-                return getattr(hparams, name)
-
-        noting: Any = Noting()
-        batch, inputs = self._example()
-        try:
-            advantages = self.advantages(batch, noting)
-            if self.mark is not None:
-                self.mark(batch, advantages, noting)
-            self.loss(inputs, noting)
-            self.observe(inputs, noting)
-        except Exception:
-            return frozenset(each.name for each in fields(Hyperparameters))
-        return frozenset(seen)
-
-    def _example(self) -> tuple[RolloutBatch, LossInputs]:
-        """Make a group with rewards 0 and 1, two tokens each, as far as `select` keeps it."""
-        rewards = torch.arange(max(self.min_group_size, 2), dtype=torch.float32)[None] % 2
-        columns, valid = self.select(rewards, torch.ones_like(rewards, dtype=torch.bool))
-        rewards, size = rewards.gather(1, columns), columns.shape[1]
-        tokens, zeros = torch.ones(size, 2, dtype=torch.int64), torch.zeros(size, 2)
-        mask = valid.view(-1, 1).repeat(1, 2)
-        placed = place_rewards(mask, rewards)
-        more = {"values": zeros, "greedy_rewards": torch.zeros(1), "reward_parts": rewards[None]}
-        more |= {"part_weights": torch.ones(1), "old_logprobs": zeros, "gradient_norms": zeros + 1}
-        batch = RolloutBatch(tokens, tokens, mask, zeros, rewards, valid, columns, placed, **more)
-        return batch, LossInputs(zeros, zeros, zeros, zeros, rewards.view(-1), mask, size, mask)
 
     def rows_per_loss(self, group_size: int) -> int:
         """Return how many completions must be in one micro-batch: a whole group, for losses of groups."""

@@ -13,11 +13,12 @@ from typing import Any
 import yaml
 
 from vectorlm.config.foreign import FOREIGN
-from vectorlm.config.schema import ALIASES, Config, SamplerSettings
-from vectorlm.config.setting import Setting, all_settings, build_section, settings_of, to_plain
+from vectorlm.config.schema import ALIASES, Config, RLSettings, SamplerSettings
+from vectorlm.config.setting import Setting, all_settings, build_section, settings_of, start_of, to_plain
 from vectorlm.config.source import Dumper, Entry, parse_yaml
 from vectorlm.config.value import convert, describe_refusal, raise_problems
 from vectorlm.errors import ConfigError
+from vectorlm.hyperparameters import SETTINGS
 from vectorlm.report.profile import DEFAULT_STEPS
 
 DEFAULT_PATH = "configs/config.yaml"
@@ -107,6 +108,8 @@ def _section_of(tree: Entry, path: str) -> dict[str, Entry]:
 def _read_section(section: type, entry: Entry, prefix: str, problems: list[str]) -> Any:
     """Return the section as its dataclass, or None after adding to `problems`."""
     known, values, num_before = settings_of(section), {}, len(problems)
+    if section is RLSettings:
+        known = {**known, **_settings_of_algorithm(entry, prefix, problems)}
     for key, child in entry.value.items():
         if key in known:
             values[key] = _read_setting(known[key], child, prefix + key, problems)
@@ -116,6 +119,28 @@ def _read_section(section: type, entry: Entry, prefix: str, problems: list[str])
     if missing:
         problems.append(_describe_missing(section, prefix, missing, entry.origin))
     return build_section(section, values) if len(problems) == num_before else None
+
+
+def _settings_of_algorithm(entry: Entry, prefix: str, problems: list[str]) -> dict[str, Setting]:
+    """Return what the algorithm of a section adds to its settings, after refusing those of other algorithms."""
+    algorithm = entry.value.get("algorithm")
+    if algorithm is None or not isinstance(algorithm.value, str):
+        return {}
+    try:
+        kind: type = type(start_of(algorithm.value))
+    except ConfigError as error:
+        problems.append(f"{error} ({algorithm.origin})")
+        return {}
+    own = settings_of(kind)
+    for key, child in entry.value.items():
+        owners = [name for name, start in SETTINGS.items() if hasattr(start, str(key))]
+        if owners and key not in own and child.value is not None:
+            rule = (
+                f"cannot be set: {algorithm.value} has no such setting, which is one of {', '.join(owners)}"
+            )
+            fix = "Did you mean rl.kl_coef?" if key == "beta" else "Leave it out."
+            problems.append(describe_refusal(f"{prefix}{key}", child.plain(), rule, fix, child.origin))
+    return {key: replace(each, hint=each.hint | None) for key, each in own.items()}
 
 
 def _read_setting(setting: Setting, entry: Entry, path: str, problems: list[str]) -> Any:
@@ -144,7 +169,6 @@ def _apply_override(tree: Entry, text: str) -> None:
     if not equals or not name:
         raise ConfigError(f"{origin!r} must name a setting and its value. Write --set name=value.")
     parts = _canonical_path(name).split(".")
-    _require_known(parts, origin)
     entry = tree
     for depth, part in enumerate(parts[:-1], start=1):
         child = entry.value.get(part)
@@ -164,23 +188,6 @@ def _canonical_path(path: str) -> str:
         if path == alias or path.startswith(alias + "."):
             return place + path.removeprefix(alias)
     return path
-
-
-def _require_known(parts: list[str], origin: str) -> None:
-    section: type = Config
-    for depth, part in enumerate(parts):
-        prefix = "".join(f"{parent}." for parent in parts[:depth])
-        if part not in settings_of(section):
-            raise ConfigError(_describe_unknown(section, prefix, part, origin))
-        setting = settings_of(section)[part]
-        if setting.section is None:
-            if depth + 1 < len(parts) and not setting.is_mapping:
-                raise ConfigError(
-                    f"'{prefix}{part}' is a single value, with no settings below it ({origin}). "
-                    f"Write --set {prefix}{part}=..."
-                )
-            return
-        section = setting.section
 
 
 def _describe_unknown(section: type, prefix: str, key: Any, origin: str) -> str:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from vectorlm.algorithms.hyperparameters import Hyperparameters
 from vectorlm.checkpoint.settings import KeepSettings
 from vectorlm.data.settings import DatasetSettings, PreprocessSettings
 from vectorlm.engine.settings import EngineSettings
 from vectorlm.errors import ConfigError
+from vectorlm.hyperparameters import AlgorithmSettings
 from vectorlm.report.profile import ProfileSettings
 from vectorlm.rewards.registry import RewardSettings
 from vectorlm.rl.settings import (
@@ -26,7 +26,7 @@ from vectorlm.rl.settings import (
     UpdateSettings,
 )
 from vectorlm.rollouts.settings import AsyncSettings, RolloutSettings
-from vectorlm.settings import Length, NonNegativeInt, PositiveInt, Rule, Seed, Text, inline, partial
+from vectorlm.settings import Length, NonNegativeInt, PositiveInt, Rule, Seed, Text, inline
 from vectorlm.train.settings import (
     WITH_CHECKPOINTS,
     EvaluationSettings,
@@ -105,7 +105,8 @@ class RLSettings:
     reward: RewardSettings = inline(RewardSettings)
     update: UpdateSettings = inline(UpdateSettings)
     kl: KLSettings = inline(KLSettings)
-    hyperparameters: Mapping[str, Any] = partial(Hyperparameters, null="the algorithm's own value")
+    hyperparameters: AlgorithmSettings = field(metadata={"of_algorithm": True})
+    """Of the class that the algorithm's row names; the keys stand in this section."""
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     """Where completions come from."""
     critic: CriticSettings = field(default_factory=CriticSettings)

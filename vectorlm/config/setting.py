@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from vectorlm.config.schema import Config
 from vectorlm.config.value import describe_refusal
+from vectorlm.hyperparameters import SETTINGS, AlgorithmSettings
 from vectorlm.settings import ReadIf
 
 _GIVEN: Any = object()
@@ -62,17 +63,27 @@ def settings_of(cls: type) -> dict[str, Setting]:
 
 
 def _settings_in(cls: type) -> Iterator[Setting]:
-    hints, docs = get_type_hints(cls, include_extras=True), _field_docs(cls)
+    hints, docs = get_type_hints(cls, include_extras=True), dict[str, str]()
+    for each in reversed(cls.__mro__[:-1]):
+        docs |= _field_docs(each)
     for entry in _fields_of(cls):
         if "inline" in entry.metadata:
             yield from _settings_in(hints[entry.name])
         elif (section := entry.metadata.get("partial")) is not None:
-            for each in _settings_in(section):
-                doc = f"{each.doc.rstrip('.')}; null means {entry.metadata['null']}."
-                yield Setting(each.name, each.hint | None, None, doc)
+            yield from _optional(settings_of(section), entry.metadata["null"])
+        elif "of_algorithm" in entry.metadata:
+            kinds: list[type] = [type(start) for start in SETTINGS.values()]
+            of_rows = {name: each for kind in kinds for name, each in settings_of(kind).items()}
+            yield from _optional(of_rows, "the algorithm's own value")
         else:
             default = entry.default if entry.default_factory is MISSING else entry.default_factory()
-            yield Setting(_key_of(entry), hints[entry.name], default, docs[entry.name])
+            yield Setting(_key_of(entry), hints[entry.name], default, docs.get(entry.name, ""))
+
+
+def _optional(settings: Mapping[str, Setting], null: str) -> Iterator[Setting]:
+    for each in settings.values():
+        doc = f"{each.doc.rstrip('.')}; null means {null}."
+        yield Setting(each.name, each.hint | None, None, doc)
 
 
 def build_section(cls: type, values: Mapping[str, Any]) -> Any:
@@ -84,9 +95,28 @@ def build_section(cls: type, values: Mapping[str, Any]) -> Any:
         elif (section := entry.metadata.get("partial")) is not None:
             given = {key: values.get(key) for key in settings_of(section)}
             arguments[entry.name] = {key: value for key, value in given.items() if value is not None}
+        elif "of_algorithm" in entry.metadata:
+            start = start_of(values["algorithm"])
+            given = {each.name: values.get(each.name) for each in fields(start)}
+            arguments[entry.name] = replace(
+                start, **{key: value for key, value in given.items() if value is not None}
+            )
         elif _key_of(entry) in values:
             arguments[entry.name] = values[_key_of(entry)]
     return cls(**arguments)
+
+
+def start_of(algorithm: str) -> AlgorithmSettings:
+    """Return where an algorithm starts; only one of the user's imports torch.
+
+    Raises:
+        ConfigError: There is no such algorithm.
+    """
+    if algorithm in SETTINGS:
+        return SETTINGS[algorithm]
+    from vectorlm.algorithms.registry import get_algorithm
+
+    return get_algorithm(algorithm).settings
 
 
 def to_plain(value: Any) -> Any:
@@ -96,7 +126,7 @@ def to_plain(value: Any) -> Any:
     plain: dict[str, Any] = {}
     for entry in _fields_of(type(value)):
         item = getattr(value, entry.name)
-        if "inline" in entry.metadata:
+        if "inline" in entry.metadata or "of_algorithm" in entry.metadata:
             plain |= to_plain(item)
         elif (section := entry.metadata.get("partial")) is not None:
             plain |= {key: item.get(key) for key in settings_of(section)}
@@ -117,10 +147,10 @@ def all_settings(cls: type = Config, prefix: str = "") -> Mapping[str, Setting]:
 
 
 def value_at(plain: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path of what `to_plain` returned; None below a section that is not there."""
+    """Return the value at a dotted path of what `to_plain` returned; None where there is none."""
     value: Any = plain
     for key in path.split("."):
-        value = None if value is None else value[key]
+        value = None if value is None else value.get(key)
     return value
 
 

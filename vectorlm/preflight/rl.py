@@ -14,6 +14,7 @@ from vectorlm.config.setting import all_settings, refuse, settings_of, to_plain,
 from vectorlm.config.value import raise_problems
 from vectorlm.data.prompts import check_lengths, read_prompts
 from vectorlm.errors import ConfigError
+from vectorlm.hyperparameters import ClipCovSettings, OnlineDPOSettings, PassAtKSettings
 from vectorlm.plugin import load_plugin
 from vectorlm.preflight.teacher import teacher_problems
 from vectorlm.rewards.registry import get_reward, short_name
@@ -90,7 +91,7 @@ def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iter
     if collect.group_size < spec.min_group_size:
         rule = f"is too small for {spec.name}, which compares completions of one prompt"
         yield refuse(config, "rl.group_size", rule, f"Use {spec.min_group_size} or more.")
-    if collect.group_size < 2 and spec.hyperparameters(rl.hyperparameters).dynamic_sampling:
+    if collect.group_size < 2 and rl.hyperparameters.dynamic_sampling:
         rule = "would drop every group with rl.dynamic_sampling, as one completion has nothing to differ from"
         yield refuse(config, "rl.group_size", rule, "Use 2 or more.")
     if rl.update.num_mini_batches > collect.prompts_per_step:
@@ -216,13 +217,6 @@ def _reward_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
 
 def _unread_settings(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
     """Find settings that this algorithm, with these others, does not read."""
-    hparams = spec.hyperparameters(rl.hyperparameters)
-    read = spec.settings_read(hparams)
-    for name, value in rl.hyperparameters.items():
-        if name not in read:
-            used = ", ".join(sorted(read))
-            fix = "Did you mean rl.kl_coef?" if name == "beta" else f"Leave it out: {spec.name} reads {used}."
-            yield refuse(config, f"rl.{name}", f"has no effect with {spec.name}", fix, value)
     # By the setting: without what it has no effect, and the setting that turns that on.
     unread: dict[str, tuple[str, str]] = {}
     if not spec.needs_critic:
@@ -230,7 +224,7 @@ def _unread_settings(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
         unread |= {f"critic.{name}": (without, "") for name in settings_of(CriticSettings)}
     if not (spec.needs_reference or rl.kl.kl_coef > 0):
         unread["reference_sync_every"] = ("rl.kl_coef=0.0, which needs no reference", "rl.kl_coef")
-    if not hparams.dynamic_sampling:
+    if not rl.hyperparameters.dynamic_sampling:
         unread["max_sampling_rounds"] = ("rl.dynamic_sampling=false", "rl.dynamic_sampling")
     if rl.update.num_epochs * rl.update.num_mini_batches == 1:
         unread["max_kl"] = ("one optimizer step a batch", "")
@@ -250,15 +244,10 @@ def _unread_settings(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
 
 
 def _hyperparameter_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
-    given = rl.hyperparameters
-    if given.get("dual_clip", 3.0) <= 1:
-        yield refuse(config, "rl.dual_clip", "must be above 1", "Use 3.0.")
-    if given.get("preference") == "ipo" and given.get("label_smoothing"):
+    hparams, size = rl.hyperparameters, rl.collect.group_size
+    if isinstance(hparams, OnlineDPOSettings) and hparams.preference == "ipo" and hparams.label_smoothing:
         yield refuse(config, "rl.label_smoothing", "belongs to preference: sigmoid", "Leave it out with ipo.")
-    if given.get("label_smoothing", 0.0) >= 0.5:
-        yield refuse(config, "rl.label_smoothing", "must be below 0.5", "Use 0.1.")
-    hparams, size = spec.hyperparameters(given), rl.collect.group_size
-    if "pass_k" in spec.settings_read(hparams) and hparams.pass_k >= size:
+    if isinstance(hparams, PassAtKSettings) and hparams.pass_k >= size:
         rule = (
             f"must be below rl.group_size={size}: with all completions there is nothing to compare them with"
         )
@@ -266,7 +255,7 @@ def _hyperparameter_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec
     if spec.needs_parts and hparams.dynamic_sampling:
         rule = f"drops groups whose sums of rewards are equal, from which {spec.name} may learn"
         yield refuse(config, "rl.dynamic_sampling", rule, "Leave it out.", True)
-    if hparams.covariance_low >= hparams.covariance_high:
+    if isinstance(hparams, ClipCovSettings) and hparams.covariance_low >= hparams.covariance_high:
         rule = f"must be below rl.covariance_high={hparams.covariance_high}"
         yield refuse(config, "rl.covariance_low", rule, "Use 1.0 and 5.0.", hparams.covariance_low)
     if rl.update.top_entropy_quantile < 1 and spec.level != "token":

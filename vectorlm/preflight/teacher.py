@@ -23,8 +23,8 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "unk_token_id")
 
 def teacher_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
     """Yield what the settings themselves forbid."""
-    teacher, hparams = rl.teacher, spec.hyperparameters(rl.hyperparameters)
-    if spec.needs_teacher and hparams.dynamic_sampling:
+    teacher = rl.teacher
+    if spec.needs_teacher and rl.hyperparameters.dynamic_sampling:
         rule = f"would drop groups of equal rewards, and {spec.name} learns from them too"
         yield refuse(config, "rl.dynamic_sampling", rule, "Leave it out.", True)
     if teacher is None:

@@ -12,6 +12,7 @@ from vectorlm.algorithms.groups import whiten
 from vectorlm.algorithms.kl import kl_estimate
 from vectorlm.algorithms.logprobs import EntropyKind
 from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.hyperparameters import WhiteningSettings
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.correction import apply_correction
@@ -68,7 +69,7 @@ def prepare_batch(
     batch = replace(batch, values=values, old_logprobs=old, gradient_norms=more.get("gradient_norms"))
     advantages = spec.advantages(batch, settings.hparams)
     returns = None if values is None else torch.where(batch.mask, advantages + values, 0.0)
-    if settings.hparams.whiten_advantages:
+    if isinstance(settings.hparams, WhiteningSettings) and settings.hparams.whiten_advantages:
         advantages = whiten(advantages, batch.mask)
     if teacher is not None:
         assert old is not None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from vectorlm.algorithms.hyperparameters import Hyperparameters
+from vectorlm.hyperparameters import AlgorithmSettings, TokenSettings
 from vectorlm.settings import (
     ClippingNorm,
     Fraction,
@@ -234,7 +234,7 @@ class CorrectionSettings:
 class StepSettings:
     """What a step reads, resolved for one algorithm; the config nests its fields, and not this dataclass."""
 
-    hparams: Hyperparameters = field(default_factory=Hyperparameters)
+    hparams: AlgorithmSettings = field(default_factory=TokenSettings)
     correction: Correction = NO_CORRECTION
     mismatch: MismatchSettings = MismatchSettings()
     update: UpdateSettings = UpdateSettings()

@@ -14,6 +14,7 @@ from vectorlm.algorithms.kl import exp_clamped, kl_estimate, log_ratio, ratio
 from vectorlm.algorithms.logprobs import EntropyKind
 from vectorlm.algorithms.reduce import count_denominator, masked_mean, masked_sum, reduce_loss
 from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.hyperparameters import ClipSettings, LevelSettings, Reduction, ReductionSettings
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.correction import weights_in_update
@@ -85,6 +86,11 @@ class Updater:
             "perf/trained_tokens": float(num_tokens),
             "balance/micro_batches": float(num_passes),
         }
+
+    @property
+    def _reduction(self) -> Reduction:
+        hparams = self.settings.hparams
+        return hparams.reduction if isinstance(hparams, ReductionSettings) else "token_mean"
 
     @property
     def _learns_distributions(self) -> bool:
@@ -160,9 +166,7 @@ class Updater:
         loss = self._reduce(losses, inputs.mask, denominator)
         # Penalty and bonus have a value for each token: they are reduced as the losses of tokens are, if there are any.
         is_token = self.spec.level == "token"
-        how, count = (
-            (self.settings.hparams.reduction, denominator) if is_token else ("token_mean", num_tokens)
-        )
+        how, count = (self._reduction, denominator) if is_token else ("token_mean", num_tokens)
         if kl_coef > 0 and inputs.reference_logprobs is not None:
             penalty = kl_estimate(logprobs, inputs.reference_logprobs, kl.kl_kind, kl.kl_straight_through)
             if kl.kl_importance_weights:
@@ -242,7 +246,7 @@ class Updater:
 
     def _reduce(self, losses: torch.Tensor, mask: torch.Tensor, denominator: int) -> torch.Tensor:
         if self.spec.level == "token":
-            return reduce_loss(losses, mask, self.settings.hparams.reduction, denominator)
+            return reduce_loss(losses, mask, self._reduction, denominator)
         units = mask.any(dim=1).view(len(losses), -1).any(dim=1, keepdim=True)
         return reduce_loss(losses[:, None], units, "token_mean", denominator)
 
@@ -252,8 +256,7 @@ class Updater:
         has_tokens = mask.any(dim=2)
         count = units = int((has_tokens.any(dim=1) if self.spec.level == "group" else has_tokens).sum())
         if self.spec.level == "token":
-            how, length = self.settings.hparams.reduction, self.settings.max_tokens
-            count = count_denominator(mask.flatten(0, 1), how, length)
+            count = count_denominator(mask.flatten(0, 1), self._reduction, self.settings.max_tokens)
         return max(count, 1), max(int(mask.sum()), 1), max(units, 1)
 
     @torch.no_grad()
@@ -282,10 +285,11 @@ class Updater:
     def _observe_clip(self, inputs: LossInputs, accumulator: MetricAccumulator) -> None:
         """Count the tokens that a clipped ratio keeps from learning."""
         hparams, mask = self.settings.hparams, inputs.mask
+        assert isinstance(hparams, ClipSettings)
         logs = log_ratio(inputs.policy_logprobs, inputs.old_logprobs)
         if self.spec.clips == "sum":
             logs = masked_sum(logs, mask)[:, None]
-        elif hparams.importance_sampling_level == "sequence":
+        elif isinstance(hparams, LevelSettings) and hparams.importance_sampling_level == "sequence":
             logs = masked_mean(logs, mask)[:, None]
         clipped = exp_clamped(logs).expand_as(mask)
         low = (clipped < 1 - hparams.clip_low) & (inputs.advantages < 0)

@@ -1,0 +1,89 @@
+"""The settings of an algorithm: those of its row, and those of a row of one's own."""
+
+import pytest
+from config_texts import RL
+
+from vectorlm.config import load_config, save_config
+from vectorlm.errors import ConfigError
+from vectorlm.hyperparameters import GRPOSettings
+from vectorlm.preflight.rl import check_rl
+
+MINE = """\
+from dataclasses import dataclass
+
+from vectorlm.algorithms import AlgorithmSpec, TokenSettings
+from vectorlm.settings import PositiveFloat
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarginSettings(TokenSettings):
+    margin: PositiveFloat = 0.5
+
+
+MARGIN = AlgorithmSpec(
+    name="margin",
+    settings=MarginSettings(reduction="sequence_mean_token_sum"),
+    advantages=lambda batch, hparams: batch.spread((batch.rewards > hparams.margin).float()),
+    loss=lambda inputs, hparams: -inputs.policy_logprobs * inputs.advantages,
+)
+"""
+OWN = "rl.algorithm=mine.py:MARGIN"
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text(RL)
+    (tmp_path / "mine.py").write_text(MINE)
+    return lambda *overrides: load_config("my.yaml", overrides)
+
+
+def refusal(load, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    return str(caught.value)
+
+
+def test_a_config_wins_over_where_the_algorithm_starts(load):
+    start = GRPOSettings(reduction="sequence_mean_token_mean")
+    assert load().rl.hyperparameters == start
+    given = load("rl.clip_high=0.3", "rl.dynamic_sampling=true", "rl.clip_low=null").rl.hyperparameters
+    assert given == GRPOSettings(reduction=start.reduction, clip_high=0.3, dynamic_sampling=True)
+    gspo = load("rl.algorithm=gspo", "rl.clip_low=0.1").rl.hyperparameters
+    assert (gspo.clip_low, gspo.clip_high, gspo.importance_sampling_level) == (0.1, 4e-4, "sequence")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "rows"),
+    [
+        (["rl.pass_k=2"], "rl.pass_k=2", ["grpo has no such setting", "pass_at_k"]),
+        (["rl.beta=0.04"], "rl.beta=0.04", ["grpo has no such setting", "copg, online_dpo", "rl.kl_coef?"]),
+        (["rl.algorithm=gmpo", "rl.reduction=token_mean"], "rl.reduction", ["gmpo has no such", "dapo"]),
+        (["rl.algorithm=best_of_k", "rl.whiten_advantages=true"], "rl.whiten_advantages", ["ppo"]),
+        ([OWN, "rl.clip_low=0.1"], "rl.clip_low=0.1", ["mine.py:MARGIN has no such setting", "grpo"]),
+        (["rl.dual_clip=1.0"], "rl.dual_clip=1.0", ["must be a finite number > 1."]),
+        (["rl.algorithm=online_dpo", "rl.label_smoothing=0.5"], "rl.label_smoothing", ["< 0.5"]),
+        (["rl.algorithm=gpro"], "rl.algorithm='gpro'", ["is not known", "--set rl.algorithm=gpro"]),
+        ([OWN, "rl.margin=-1"], "rl.margin=-1", ["must be a finite number > 0"]),
+        (["rl.margin=1"], "'rl.margin'", ["unknown setting"]),
+    ],
+)
+def test_what_an_algorithm_does_not_have_is_refused_with_the_rows_that_do(load, overrides, key, rows):
+    text = refusal(load, *overrides)
+    assert key in text
+    assert [row for row in rows if row not in text] == []
+
+
+def test_null_stands_for_the_algorithms_own_value_also_where_it_has_none(load):
+    assert load("rl.pass_k=null") == load()
+
+
+def test_an_algorithm_of_ones_own_has_settings_of_its_own(load):
+    config = load(OWN, "rl.margin=0.75")
+    assert (config.rl.hyperparameters.margin, config.rl.hyperparameters.reduction) == (
+        0.75,
+        "sequence_mean_token_sum",
+    )
+    assert check_rl(config).settings.margin == 0.5
+    save_config(config, "saved.yaml")
+    assert load_config("saved.yaml") == config

@@ -1,0 +1,54 @@
+"""Settings that are read only if another has a value: refused elsewhere, unless the file turns the other off itself."""
+
+import pytest
+from config_texts import RL
+
+from vectorlm.config import load_config
+from vectorlm.errors import ConfigError
+from vectorlm.preflight.rl import check_rl
+from vectorlm.preflight.settings import check_consistency
+
+
+@pytest.fixture
+def check(write_config):
+    path = write_config(RL)
+
+    def run(*overrides):
+        config = load_config(path, overrides)
+        check_consistency(config)
+        check_rl(config)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("override", "other"),
+    [
+        ("rl.critic.lr=0.001", "grpo, which has no critic"),
+        ("rl.overlong_penalty=0.5", "rl.overlong_buffer_tokens=0"),
+        ("rl.max_sampling_rounds=2", "rl.dynamic_sampling=false"),
+        ("rl.max_kl=0.1", "one optimizer step a batch"),
+        ("rl.correction.gate_high=2.0", "rl.correction.gate=null"),
+        ("rl.kl_in='reward'", "rl.kl_coef=0.0"),
+        ("train_parameters.epochs=2", "dataset=null"),
+        ("train_parameters.gradient_accumulation_steps=4", "dataset=null"),
+        ("train_parameters.save_frequency=0.5", "dataset=null"),
+        ("train_parameters.early_stopping_min_delta=0.5", "early_stopping_patience=null"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(check, override, other):
+    with pytest.raises(ConfigError) as caught:
+        check(override)
+    assert override in str(caught.value)
+    assert other in str(caught.value)
+
+
+def test_a_constant_schedule_warms_nothing_up(check):
+    with pytest.raises(ConfigError, match="warmup_ratio"):
+        check("train_parameters.lr_scheduler_type=constant", "train_parameters.warmup_ratio=0.1")
+
+
+def test_a_file_may_turn_a_thing_off_and_keep_its_settings(check):
+    check("rl.kl_coef=0", "rl.kl_in=reward", "rl.environment=null", "rl.max_turns=3")
+    check("rl.dynamic_sampling=False", "rl.max_sampling_rounds=2")
+    check("rl.correction={preset: off, gate_high: 2.0}")
