@@ -45,6 +45,7 @@ setup(
         "transformers>=5",
         "accelerate",
         "peft",
+        "pydantic>=2",
         "pyyaml",
         "datasets",
         "safetensors",

@@ -11,11 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from vectorlm.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Rule, UnitInterval
+from pydantic import Field
+
+from vectorlm.settings import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
 
 Reduction = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_sum_fixed"]
 ImportanceLevel = Literal["token", "sequence"]
 RewardScale = Literal["group", "batch", "none"]
+AboveOne = Annotated[float, Field(gt=1, lt=math.inf, description="a finite number > 1", examples=["3.0"])]
+BelowHalf = Annotated[float, Field(ge=0, lt=0.5, description="a number >= 0 and < 0.5", examples=["0.1"])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +81,7 @@ class ClipSettings(AlgorithmSettings):
 class SurrogateSettings(ClipSettings, LevelSettings):
     """Of PPO's clipped surrogate."""
 
-    dual_clip: (
-        Annotated[float, Rule("a finite number > 1", lambda value: 1 < value < math.inf, "3.0")] | None
-    ) = None
+    dual_clip: AboveOne | None = None
     """Bound of the loss where the advantage is negative; without one it is unbounded there."""
 
 
@@ -196,9 +198,7 @@ class ReferenceSettings(AlgorithmSettings):
 class OnlineDPOSettings(ReferenceSettings):
     """Online DPO's."""
 
-    label_smoothing: Annotated[
-        float, Rule("a number >= 0 and < 0.5", lambda value: 0 <= value < 0.5, "0.1")
-    ] = 0.0
+    label_smoothing: BelowHalf = 0.0
     """Share of pairs that the preference loss assumes to be labelled the wrong way round."""
     preference: Literal["sigmoid", "ipo"] = "sigmoid"
     """The preference loss of online DPO."""

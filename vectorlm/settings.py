@@ -1,30 +1,22 @@
-"""What settings dataclasses are written with: rules on single values, and how one dataclass nests another."""
+"""What settings dataclasses are written with: types that pydantic checks, and how one dataclass nests another."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Annotated, Any, get_args
 
-
-@dataclass(frozen=True)
-class Rule:
-    """What a value must be besides its type, in ``Annotated[type, Rule(...)]``."""
-
-    text: str
-    """Completes the sentence "the value must be ..."."""
-    holds: Callable[[Any], bool]
-    example: str = ""
-    """A valid value, as it is written in YAML; empty where the text says enough."""
+from annotated_types import Predicate
+from pydantic import BeforeValidator, Field
 
 
-@dataclass(frozen=True)
-class AlsoWritten:
-    """Other accepted spellings of a value, mapped to those that the resolved config holds."""
-
-    spellings: Mapping[str, str]
+def also_written(spellings: Mapping[Any, str]) -> BeforeValidator:
+    """Accept other spellings of a text, and turn them into those that the resolved config holds."""
+    return BeforeValidator(
+        lambda value: spellings.get(value, value) if isinstance(value, str | bool) else value
+    )
 
 
 @dataclass(frozen=True)
@@ -40,51 +32,49 @@ class ReadIf:
     """What to do instead; empty for leaving it out, or setting the other."""
 
 
-def _at_least(minimum: int) -> Rule:
-    return Rule(f"an integer >= {minimum}", lambda value: value >= minimum, str(minimum))
-
-
-def _is_beta_pair(values: tuple[float, float]) -> bool:
-    return all(0 <= value < 1 for value in values)
-
-
-PositiveInt = Annotated[int, _at_least(1)]
+# Of each type, the description completes the sentence "the value must be ...", and the example is written as in YAML.
+PositiveInt = Annotated[int, Field(ge=1, description="an integer >= 1", examples=["1"])]
+NonNegativeInt = Annotated[int, Field(ge=0, description="an integer >= 0", examples=["0"])]
 Length = Annotated[
-    int, Rule("an integer >= 1, or -1 for the model's own", lambda value: value >= 1 or value == -1, "1024")
+    int,
+    Predicate(lambda value: value >= 1 or value == -1),
+    Field(description="an integer >= 1, or -1 for the model's own", examples=["1024"]),
 ]
-NonNegativeInt = Annotated[int, _at_least(0)]
-Seed = Annotated[
-    # NumPy's generators take 32 bits; a larger seed would fail in every rank, after the launch.
-    int, Rule("an integer from 0 to 4294967295", lambda value: 0 <= value < 2**32, "11")
+# NumPy's generators take 32 bits; a larger seed would fail in every rank, after the launch.
+Seed = Annotated[int, Field(ge=0, lt=2**32, description="an integer from 0 to 4294967295", examples=["11"])]
+PositiveFloat = Annotated[
+    float, Field(gt=0, lt=math.inf, description="a finite number > 0", examples=["1.0"])
 ]
-PositiveFloat = Annotated[float, Rule("a finite number > 0", lambda value: 0 < value < math.inf, "1.0")]
-NonNegativeFloat = Annotated[float, Rule("a finite number >= 0", lambda value: 0 <= value < math.inf, "0.1")]
+NonNegativeFloat = Annotated[
+    float, Field(ge=0, lt=math.inf, description="a finite number >= 0", examples=["0.1"])
+]
 ClippingNorm = Annotated[
-    float, Rule("a number > 0 (.inf turns clipping off)", lambda value: value > 0, "1.0")
+    float, Field(gt=0, description="a number > 0 (.inf turns clipping off)", examples=["1.0"])
 ]
-UnitInterval = Annotated[float, Rule("a number from 0 to 1", lambda value: 0 <= value <= 1, "0.05")]
-Fraction = Annotated[float, Rule("a number > 0 and <= 1", lambda value: 0 < value <= 1, "0.25")]
+UnitInterval = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1", examples=["0.05"])]
+Fraction = Annotated[float, Field(gt=0, le=1, description="a number > 0 and <= 1", examples=["0.25"])]
 SaveFrequency = Annotated[
     float,
-    Rule(
-        "a share of an epoch (> 0 and <= 1), or an integer > 1 of optimizer steps",
-        lambda value: 0 < value <= 1 or (value > 1 and float(value).is_integer()),
-        "0.25 or 100",
+    Predicate(lambda value: 0 < value <= 1 or (value > 1 and float(value).is_integer())),
+    Field(
+        description="a share of an epoch (> 0 and <= 1), or an integer > 1 of optimizer steps",
+        examples=["0.25 or 100"],
     ),
 ]
 Betas = Annotated[
-    tuple[float, float], Rule("a list of two numbers, each >= 0 and < 1", _is_beta_pair, "[0.9, 0.95]")
+    tuple[float, float],
+    Predicate(lambda values: all(0 <= value < 1 for value in values)),
+    Field(strict=False, description="a list of two numbers, each >= 0 and < 1", examples=["[0.9, 0.95]"]),
 ]
-Text = Annotated[str, Rule("text that is not blank", lambda value: bool(value.strip()))]
-AlwaysFalse = Annotated[
-    bool, Rule("false: no step of training is differentiated through", lambda value: not value, "false")
+Text = Annotated[
+    str, Predicate(lambda value: bool(value.strip())), Field(description="text that is not blank")
 ]
 PromptSource = Annotated[
-    str | tuple[str, ...],
-    Rule(
-        "a list of texts, none of them empty, or the path of a JSONL or Parquet file or of a saved dataset",
-        lambda value: bool(value) and all(value),
-        "data/prompts.jsonl",
+    str | Annotated[tuple[str, ...], Field(strict=False)],
+    Predicate(lambda value: bool(value) and all(value)),
+    Field(
+        description="a list of texts, none of them empty, or the path of a JSONL or Parquet file or of a saved dataset",
+        examples=["data/prompts.jsonl"],
     ),
 ]
 
@@ -95,12 +85,12 @@ def inline(section: type | None = None) -> Any:
     return field(metadata=metadata) if section is None else field(default_factory=section, metadata=metadata)
 
 
-def partial(section: type, null: str) -> Any:
-    """Declare a mapping of the given keys of `section`, all optional, which stand in the surrounding section.
+def partial(*sections: type, null: str) -> Any:
+    """Declare a field made of the given keys of `sections`, all optional, which stand in the surrounding section.
 
     `null` says where the value of a key comes from that is null or missing.
     """
-    return field(default_factory=dict, metadata={"partial": section, "null": null})
+    return field(default_factory=dict, metadata={"partial": sections, "null": null})
 
 
 def require_choice(name: str, value: str, kind: Any) -> None:

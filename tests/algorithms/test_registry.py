@@ -96,28 +96,28 @@ OTHER_VALUES = {
     **{"shape_positive": 0.5, "rate_positive": 0.5, "shape_negative": 0.5, "rate_negative": 0.5},
 }
 WIDE = {"covariance_share": 1.0, "covariance_low": 0.0, "covariance_high": 1e9}
-"""So that some of four tokens are chosen."""
+"""So that tokens are chosen."""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_setting_of_a_row_changes_a_number(name):
     spec, generator = get_algorithm(name), torch.Generator().manual_seed(0)
-    mask, rewards = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.0, 1.0]])
+    mask, rewards = torch.ones(16, 2, dtype=torch.bool), torch.tensor([[0.0, 1.0]]).repeat(8, 1)
 
     def draw():
-        return torch.randn(2, 2, generator=generator)
+        return torch.randn(16, 2, generator=generator)
 
     batch = replace(
         batch_of(mask, rewards),
         values=draw(),
         token_rewards=draw(),
-        old_logprobs=3 * draw(),
-        gradient_norms=torch.ones(2, 2),
-        greedy_rewards=torch.zeros(1),
+        old_logprobs=draw(),
+        gradient_norms=torch.ones(16, 2),
+        greedy_rewards=torch.zeros(8),
         reward_parts=rewards[None],
         part_weights=torch.ones(1),
     )
-    inputs = LossInputs(draw(), 3 * draw(), draw(), 3 * draw(), rewards.view(-1), mask, 2, mask)
+    inputs = LossInputs(draw(), draw(), draw(), draw(), rewards.view(-1), mask, 2, mask)
 
     def numbers(settings):
         marked = None if spec.mark is None else spec.mark(batch, inputs.advantages, settings)

@@ -76,8 +76,7 @@ def test_an_override_replaces_the_setting_that_its_alias_names(write_config):
         ),
         (
             "model.name=x",
-            "'model' is a single value, with no settings below it (--set model.name=x). "
-            "Write --set model=...",
+            "model='models/tiny' must be a mapping. (my.yaml:1)",
         ),
         ("model", "'--set model' must name a setting and its value. Write --set name=value."),
         ("=x", "'--set =x' must name a setting and its value. Write --set name=value."),

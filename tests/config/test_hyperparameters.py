@@ -61,7 +61,7 @@ def test_a_config_wins_over_where_the_algorithm_starts(load):
         (["rl.algorithm=gmpo", "rl.reduction=token_mean"], "rl.reduction", ["gmpo has no such", "dapo"]),
         (["rl.algorithm=best_of_k", "rl.whiten_advantages=true"], "rl.whiten_advantages", ["ppo"]),
         ([OWN, "rl.clip_low=0.1"], "rl.clip_low=0.1", ["mine.py:MARGIN has no such setting", "grpo"]),
-        (["rl.dual_clip=1.0"], "rl.dual_clip=1.0", ["must be a finite number > 1."]),
+        (["rl.dual_clip=1.0"], "rl.dual_clip=1.0", ["must be a finite number > 1, or null."]),
         (["rl.algorithm=online_dpo", "rl.label_smoothing=0.5"], "rl.label_smoothing", ["< 0.5"]),
         (["rl.algorithm=gpro"], "rl.algorithm='gpro'", ["is not known", "--set rl.algorithm=gpro"]),
         ([OWN, "rl.margin=-1"], "rl.margin=-1", ["must be a finite number > 0"]),
@@ -72,6 +72,16 @@ def test_what_an_algorithm_does_not_have_is_refused_with_the_rows_that_do(load, 
     text = refusal(load, *overrides)
     assert key in text
     assert [row for row in rows if row not in text] == []
+
+
+def test_an_algorithm_of_ones_own_declares_no_setting_that_rl_has(load):
+    with open("mine.py", "a") as file:
+        file.write("from dataclasses import replace\n")
+        file.write(
+            "@dataclass(frozen=True, kw_only=True)\nclass Taken(TokenSettings):\n    max_kl: float = 0.5\n"
+        )
+        file.write("TAKEN = replace(MARGIN, settings=Taken())\n")
+    assert "mine.py:TAKEN declares 'rl.max_kl'" in refusal(load, "rl.algorithm=mine.py:TAKEN")
 
 
 def test_null_stands_for_the_algorithms_own_value_also_where_it_has_none(load):

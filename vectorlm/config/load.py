@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ def _read_section(section: type, entry: Entry, prefix: str, problems: list[str])
     """Return the section as its dataclass, or None after adding to `problems`."""
     known, values, num_before = settings_of(section), {}, len(problems)
     if section is RLSettings:
-        known = {**known, **_settings_of_algorithm(entry, prefix, problems)}
+        known = {**known, **_settings_of_algorithm(entry, prefix, known, problems)}
     for key, child in entry.value.items():
         if key in known:
             values[key] = _read_setting(known[key], child, prefix + key, problems)
@@ -121,8 +121,10 @@ def _read_section(section: type, entry: Entry, prefix: str, problems: list[str])
     return build_section(section, values) if len(problems) == num_before else None
 
 
-def _settings_of_algorithm(entry: Entry, prefix: str, problems: list[str]) -> dict[str, Setting]:
-    """Return what the algorithm of a section adds to its settings, after refusing those of other algorithms."""
+def _settings_of_algorithm(
+    entry: Entry, prefix: str, known: Mapping[str, Setting], problems: list[str]
+) -> dict[str, Setting]:
+    """Return what the algorithm of a section adds to the `known` settings, after refusing those of other algorithms."""
     algorithm = entry.value.get("algorithm")
     if algorithm is None or not isinstance(algorithm.value, str):
         return {}
@@ -132,12 +134,15 @@ def _settings_of_algorithm(entry: Entry, prefix: str, problems: list[str]) -> di
         problems.append(f"{error} ({algorithm.origin})")
         return {}
     own = settings_of(kind)
+    # Those of all algorithms are in the schema twice, and may be null.
+    for key in [key for key in own if key in known and not known[key].null]:
+        problems.append(
+            f"{algorithm.value} declares '{prefix}{key}', which means something else: rename it. ({algorithm.origin})"
+        )
     for key, child in entry.value.items():
-        owners = [name for name, start in SETTINGS.items() if hasattr(start, str(key))]
+        owners = [name for name, start in SETTINGS.items() if key in asdict(start)]
         if owners and key not in own and child.value is not None:
-            rule = (
-                f"cannot be set: {algorithm.value} has no such setting, which is one of {', '.join(owners)}"
-            )
+            rule = f"cannot be set: {algorithm.value} has no such setting ({', '.join(owners)} have it)"
             fix = "Did you mean rl.kl_coef?" if key == "beta" else "Leave it out."
             problems.append(describe_refusal(f"{prefix}{key}", child.plain(), rule, fix, child.origin))
     return {key: replace(each, hint=each.hint | None) for key, each in own.items()}

@@ -14,7 +14,7 @@ from vectorlm.checkpoint.settings import KeepSettings
 from vectorlm.data.settings import DatasetSettings, PreprocessSettings
 from vectorlm.engine.settings import EngineSettings
 from vectorlm.errors import ConfigError
-from vectorlm.hyperparameters import AlgorithmSettings
+from vectorlm.hyperparameters import SETTINGS, AlgorithmSettings
 from vectorlm.report.profile import ProfileSettings
 from vectorlm.rewards.registry import RewardSettings
 from vectorlm.rl.settings import (
@@ -26,7 +26,7 @@ from vectorlm.rl.settings import (
     UpdateSettings,
 )
 from vectorlm.rollouts.settings import AsyncSettings, RolloutSettings
-from vectorlm.settings import Length, NonNegativeInt, PositiveInt, Rule, Seed, Text, inline
+from vectorlm.settings import Length, NonNegativeInt, PositiveInt, Seed, Text, inline, partial
 from vectorlm.train.settings import (
     WITH_CHECKPOINTS,
     EvaluationSettings,
@@ -43,11 +43,6 @@ ALIASES: Mapping[str, str] = {
     "dataset_preprocess.separator": "dataset_preprocess.seperator",
 }
 """Places where an existing file may hold a setting, and the place where the resolved config holds it."""
-
-Trackers = Annotated[
-    Mapping[str, Any],
-    Rule("a mapping of trackers to their arguments", lambda value: True, "{tensorboard: {}}"),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +100,9 @@ class RLSettings:
     reward: RewardSettings = inline(RewardSettings)
     update: UpdateSettings = inline(UpdateSettings)
     kl: KLSettings = inline(KLSettings)
-    hyperparameters: AlgorithmSettings = field(metadata={"of_algorithm": True})
-    """Of the class that the algorithm's row names; the keys stand in this section."""
+    hyperparameters: AlgorithmSettings = partial(
+        *(type(start) for start in SETTINGS.values()), null="the algorithm's own value"
+    )
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     """Where completions come from."""
     critic: CriticSettings = field(default_factory=CriticSettings)
@@ -133,7 +129,7 @@ class Config:
     """Log to Weights & Biases as well."""
     wandb_config: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `wandb.init`."""
-    trackers: Trackers = field(default_factory=dict)
+    trackers: Mapping[str, Any] = field(default_factory=dict)
     """More trackers, each with its arguments: `tensorboard` (of tensorboardX's writer), `trackio` (of its `init`)."""
     train_parameters: TrainSettings
     """How the model is trained."""

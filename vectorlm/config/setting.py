@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from vectorlm.config.schema import Config
 from vectorlm.config.value import describe_refusal
@@ -28,8 +28,17 @@ class Setting:
     """Its type with the rules on it."""
     default: Any
     """Its value where the key is left out; `MISSING` where it may not be."""
-    doc: str
-    """The line under the field."""
+    owner: type
+    """The dataclass that declares it, as the field `field`."""
+    field: str
+    null: str = ""
+    """Where its value comes from that is null or missing, if it is not the default."""
+
+    @property
+    def doc(self) -> str:
+        """The text under the field."""
+        text = _docs_in(self.owner).get(self.field, "")
+        return f"{text.rstrip('.')}; null means {self.null}." if self.null else text
 
     @property
     def is_required(self) -> bool:
@@ -45,12 +54,10 @@ class Setting:
     @property
     def read_if(self) -> tuple[ReadIf, ...]:
         """What must hold for the setting to have an effect."""
-        return tuple(note for kind in (self.hint, *get_args(self.hint)) for note in _notes(kind))
-
-    @property
-    def is_mapping(self) -> bool:
-        """Whether the key holds a mapping whose own keys are free."""
-        return any(get_origin(kind) is Mapping for kind in (self.hint, *get_args(self.hint)))
+        notes = (
+            note for kind in (self.hint, *get_args(self.hint)) for note in getattr(kind, "__metadata__", ())
+        )
+        return tuple(note for note in notes if isinstance(note, ReadIf))
 
 
 @cache
@@ -63,27 +70,23 @@ def settings_of(cls: type) -> dict[str, Setting]:
 
 
 def _settings_in(cls: type) -> Iterator[Setting]:
-    hints, docs = get_type_hints(cls, include_extras=True), dict[str, str]()
-    for each in reversed(cls.__mro__[:-1]):
-        docs |= _field_docs(each)
+    hints = get_type_hints(cls, include_extras=True)
     for entry in _fields_of(cls):
         if "inline" in entry.metadata:
             yield from _settings_in(hints[entry.name])
-        elif (section := entry.metadata.get("partial")) is not None:
-            yield from _optional(settings_of(section), entry.metadata["null"])
-        elif "of_algorithm" in entry.metadata:
-            kinds: list[type] = [type(start) for start in SETTINGS.values()]
-            of_rows = {name: each for kind in kinds for name, each in settings_of(kind).items()}
-            yield from _optional(of_rows, "the algorithm's own value")
+        elif "partial" in entry.metadata:
+            for each in _keys_of(entry).values():
+                yield replace(each, hint=each.hint | None, default=None, null=entry.metadata["null"])
         else:
             default = entry.default if entry.default_factory is MISSING else entry.default_factory()
-            yield Setting(_key_of(entry), hints[entry.name], default, docs.get(entry.name, ""))
+            yield Setting(_key_of(entry), hints[entry.name], default, cls, entry.name)
 
 
-def _optional(settings: Mapping[str, Setting], null: str) -> Iterator[Setting]:
-    for each in settings.values():
-        doc = f"{each.doc.rstrip('.')}; null means {null}."
-        yield Setting(each.name, each.hint | None, None, doc)
+def _keys_of(entry: Field[Any]) -> dict[str, Setting]:
+    """Return the settings that a `partial` field may be made of."""
+    return {
+        name: each for section in entry.metadata["partial"] for name, each in settings_of(section).items()
+    }
 
 
 def build_section(cls: type, values: Mapping[str, Any]) -> Any:
@@ -92,15 +95,13 @@ def build_section(cls: type, values: Mapping[str, Any]) -> Any:
     for entry in _fields_of(cls):
         if "inline" in entry.metadata:
             arguments[entry.name] = build_section(hints[entry.name], values)
-        elif (section := entry.metadata.get("partial")) is not None:
-            given = {key: values.get(key) for key in settings_of(section)}
-            arguments[entry.name] = {key: value for key, value in given.items() if value is not None}
-        elif "of_algorithm" in entry.metadata:
+        elif hints[entry.name] is AlgorithmSettings:
             start = start_of(values["algorithm"])
-            given = {each.name: values.get(each.name) for each in fields(start)}
-            arguments[entry.name] = replace(
-                start, **{key: value for key, value in given.items() if value is not None}
-            )
+            given = {each.name for each in fields(start) if values.get(each.name) is not None}
+            arguments[entry.name] = replace(start, **{key: values[key] for key in given})
+        elif "partial" in entry.metadata:
+            given = {key for key in _keys_of(entry) if values.get(key) is not None}
+            arguments[entry.name] = {key: values[key] for key in given}
         elif _key_of(entry) in values:
             arguments[entry.name] = values[_key_of(entry)]
     return cls(**arguments)
@@ -126,10 +127,10 @@ def to_plain(value: Any) -> Any:
     plain: dict[str, Any] = {}
     for entry in _fields_of(type(value)):
         item = getattr(value, entry.name)
-        if "inline" in entry.metadata or "of_algorithm" in entry.metadata:
+        if "inline" in entry.metadata or isinstance(item, AlgorithmSettings):
             plain |= to_plain(item)
-        elif (section := entry.metadata.get("partial")) is not None:
-            plain |= {key: item.get(key) for key in settings_of(section)}
+        elif "partial" in entry.metadata:
+            plain |= {key: item.get(key) for key in _keys_of(entry)}
         else:
             plain[_key_of(entry)] = to_plain(item)
     return plain
@@ -161,11 +162,6 @@ def refuse(config: Config, path: str, rule: str, fix: str, value: Any = _GIVEN) 
     return describe_refusal(path, value, rule, fix, config.origins.get(path, ""))
 
 
-def _notes(hint: Any) -> Iterator[ReadIf]:
-    if get_origin(hint) is Annotated:
-        yield from (note for note in get_args(hint)[1:] if isinstance(note, ReadIf))
-
-
 def _fields_of(cls: type) -> list[Field[Any]]:
     return [entry for entry in fields(cls) if entry.metadata.get("is_setting", True)]
 
@@ -175,14 +171,14 @@ def _key_of(entry: Field[Any]) -> str:
     return entry.metadata.get("key", entry.name)
 
 
-def _field_docs(cls: type) -> dict[str, str]:
+@cache
+def _docs_in(cls: type) -> dict[str, str]:
     """Return the string literal under each field, which Python itself does not keep."""
-    tree = ast.parse(inspect.getsource(cls))
-    assert isinstance(tree.body[0], ast.ClassDef)
-    body = tree.body[0].body
     docs = {}
-    for statement, following in pairwise(body):
-        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
-            assert isinstance(statement.target, ast.Name)
-            docs[statement.target.id] = " ".join(str(ast.literal_eval(following.value)).split())
+    for each in reversed(cls.__mro__[:-1]):
+        tree = ast.parse(inspect.getsource(each))
+        assert isinstance(tree.body[0], ast.ClassDef)
+        for statement, following in pairwise(tree.body[0].body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+                docs[ast.unparse(statement.target)] = " ".join(str(ast.literal_eval(following.value)).split())
     return docs

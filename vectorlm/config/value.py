@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from vectorlm.config.source import Entry, parse_yaml
 from vectorlm.errors import ConfigError
-from vectorlm.settings import AlsoWritten, Rule
 
+STRICT = ConfigDict(strict=True)
 _SHOWN_CHARACTERS = 60
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+_UNIONS = (Union, types.UnionType)
 
 
 def convert(hint: Any, entry: Entry, path: str) -> Any:
@@ -21,33 +26,33 @@ def convert(hint: Any, entry: Entry, path: str) -> Any:
     Raises:
         ConfigError: the value is of another type or breaks the rule on the type.
     """
-    base, rule, spellings = _unwrap(hint)
-    if isinstance(entry.value, str) and entry.value in spellings:
-        return spellings[entry.value]
+    value = entry.plain()
+    if value is None and get_origin(_unwrap(hint)[0]) is Mapping:
+        return {}
     try:
-        value = _convert_base(base, entry, path)
-    except _WrongType:
-        raise ConfigError(_refusal(hint, entry, path)) from None
-    if rule is not None and not rule.holds(value):
-        raise ConfigError(_refusal(hint, entry, path))
-    return value
+        # A dataclass is a section, whose mapping is not read here: it takes no config, and anything else is refused.
+        return TypeAdapter(hint, config=None if is_dataclass(hint) else STRICT).validate_python(value)
+    except ValidationError as error:
+        places = [part for each in error.errors() for part in each["loc"] if isinstance(part, int)]
+        if isinstance(value, list) and places and places[0] < len(value):
+            return convert(next(_items(hint)), entry.value[places[0]], f"{path}[{places[0]}]")
+        rule = f"must be {describe(hint)}"
+        raise ConfigError(describe_refusal(path, value, rule, _fix(hint, value), entry.origin)) from None
 
 
 def describe(hint: Any) -> str:
     """Complete the sentence "the value must be ..." for a type of the schema."""
-    base, rule, _ = _unwrap(hint)
-    if rule is not None:
-        return rule.text
+    base, info = _unwrap(hint)
+    if info.description is not None:
+        return info.description
     if base in _NAMES:
         return _NAMES[base]
     if get_origin(base) is Literal:
-        return "one of " + ", ".join(get_args(base))
-    if get_origin(base) is Mapping or base is Mapping:
+        return "one of " + ", ".join(get_args(base)) if len(get_args(base)) > 1 else show(*get_args(base))
+    if get_origin(base) is Mapping:
         return "a mapping"
-    if get_origin(base) in (Union, types.UnionType):
+    if get_origin(base) in _UNIONS:
         return ", or ".join("null" if kind is type(None) else describe(kind) for kind in get_args(base))
-    if get_origin(base) is tuple:
-        return "a list"
     return "a section (`key: value` lines)"
 
 
@@ -73,84 +78,38 @@ def show(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
-class _WrongType(Exception):
-    """The value is not of the type asked for; the caller knows how to say so."""
-
-
-def _unwrap(hint: Any) -> tuple[Any, Rule | None, Mapping[str, str]]:
+def _unwrap(hint: Any) -> tuple[Any, FieldInfo]:
+    """Return a type without its annotations, and what they say to a reader."""
     if get_origin(hint) is not Annotated:
-        return hint, None, {}
+        return hint, FieldInfo()
     base, *notes = get_args(hint)
-    rule = next((note for note in notes if isinstance(note, Rule)), None)
-    spellings = next((note.spellings for note in notes if isinstance(note, AlsoWritten)), {})
-    return base, rule, spellings
+    return base, next((note for note in notes if isinstance(note, FieldInfo)), FieldInfo())
 
 
-def _convert_base(base: Any, entry: Entry, path: str) -> Any:
-    value, kind = entry.value, get_origin(base)
-    if kind is Literal:
-        # YAML takes an `off` without quotes for false.
-        word = "off" if value is False else value
-        if isinstance(word, str) and word in get_args(base):
-            return word
-    elif kind is Mapping:
-        if value is None or isinstance(value, dict):
-            return {} if value is None else entry.plain()
-    elif kind is tuple:
-        return _convert_list(get_args(base), entry, path)
-    elif kind in (Union, types.UnionType):
-        return _convert_union(get_args(base), entry, path)
-    elif base is float and type(value) in (int, float):
-        return float(value)
-    elif type(value) is base:  # not isinstance: True is no integer here
-        return value
-    raise _WrongType
-
-
-def _convert_list(items: tuple[Any, ...], entry: Entry, path: str) -> tuple[Any, ...]:
-    if not isinstance(entry.value, list):
-        raise _WrongType
-    if items[-1] is not Ellipsis and len(items) != len(entry.value):
-        raise _WrongType
-    return tuple(convert(items[0], item, f"{path}[{index}]") for index, item in enumerate(entry.value))
-
-
-def _convert_union(kinds: tuple[Any, ...], entry: Entry, path: str) -> Any:
-    if entry.value is None and type(None) in kinds:
-        return None
-    for kind in kinds:
-        if kind is not type(None) and isinstance(entry.value, list) in _takes_lists(kind):
-            # A kind with a rule speaks for itself; any other is refused in the name of the whole union.
-            return (convert if get_origin(kind) is Annotated else _convert_base)(kind, entry, path)
-    raise _WrongType
-
-
-def _takes_lists(kind: Any) -> set[bool]:
-    """Whether a kind takes lists, or single values, or as a union of its own both."""
-    base = _unwrap(kind)[0]
-    is_union = get_origin(base) in (Union, types.UnionType)
-    return {get_origin(each) is tuple for each in (get_args(base) if is_union else (base,))}
-
-
-def _refusal(hint: Any, entry: Entry, path: str) -> str:
-    value = entry.plain()
-    return describe_refusal(path, value, f"must be {describe(hint)}", _fix(hint, value), entry.origin)
+def _items(hint: Any) -> Iterator[Any]:
+    """Yield the type of a list's items, where a type takes lists."""
+    base = _unwrap(hint)[0]
+    if get_origin(base) is tuple:
+        yield get_args(base)[0]
+    elif get_origin(base) in _UNIONS:
+        yield from (item for kind in get_args(base) for item in _items(kind))
 
 
 def _fix(hint: Any, value: Any) -> str:
     """Name a value that would do."""
-    kinds = [_unwrap(kind) for kind in (hint, *get_args(hint))]
-    choices = [choice for base, _, _ in kinds if get_origin(base) is Literal for choice in get_args(base)]
-    if choices:
-        by_folded = {choice.casefold(): choice for choice in choices}
-        near = difflib.get_close_matches(str(value).casefold(), by_folded, n=1)
-        return f"Did you mean '{by_folded[near[0]]}'?" if near else ""
-    if any(base is str for base, _, _ in kinds) and type(value) in (int, float, bool):
+    base, info = _unwrap(hint)
+    if get_origin(base) in _UNIONS and not info.examples:
+        return " ".join(filter(None, (_fix(kind, value) for kind in get_args(base))))
+    if get_origin(base) is Literal:
+        choices = {str(choice).casefold(): str(choice) for choice in get_args(base)}
+        near = difflib.get_close_matches(str(value).casefold(), choices, n=1)
+        return f"Did you mean '{choices[near[0]]}'?" if near else ""
+    is_text = base is str or (get_origin(base) in _UNIONS and str in get_args(base))
+    if is_text and type(value) in (int, float, bool):
         return "Put quotes around it."
     if isinstance(value, str) and _fits(hint, value):
         return f"Write {value} without quotes."
-    example = next((rule.example for _, rule, _ in kinds if rule is not None), None)
-    return f"Use {example}, for example." if example else ""
+    return f"Use {info.examples[0]}, for example." if info.examples else ""
 
 
 def _fits(hint: Any, text: str) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from vectorlm.settings import NonNegativeInt, PositiveInt, Rule, Text
+from pydantic import Field
 
-Label = Annotated[int, Rule("an integer of 32 bits", lambda value: -(2**31) <= value < 2**31, "-100")]
+from vectorlm.settings import NonNegativeInt, PositiveInt, Text
+
+Label = Annotated[int, Field(ge=-(2**31), lt=2**31, description="an integer of 32 bits", examples=["-100"])]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from vectorlm.settings import AlsoWritten, Fraction, PositiveFloat, ReadIf, Text
+from vectorlm.settings import Fraction, PositiveFloat, ReadIf, Text, also_written
 
 Receivers = Literal["auto", "live", "packed"]
 Transports = Literal["auto", "push", "bucketed", "pull"]
 Channels = Literal["process", "inline"]
 EngineDtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
-    AlsoWritten({"half": "float16", "float": "float32"}),
+    also_written({"half": "float16", "float": "float32"}),
 ]
 
 OF_VLLM = ReadIf(

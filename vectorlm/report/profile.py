@@ -9,8 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
+from pydantic import Field
+
 from vectorlm.report.phases import PHASES, PhaseTimes
-from vectorlm.settings import Rule
 
 if TYPE_CHECKING:
     from vectorlm.train.recorder import Timer
@@ -21,16 +22,14 @@ DEFAULT_STEPS = 3
 MAX_BYTES = 32 << 20
 """After this much no further step is recorded."""
 
-StepCount = Annotated[
-    int, Rule("an integer from 0 to 20", lambda value: 0 <= value <= 20, str(DEFAULT_STEPS))
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings:
     """Whether a run is profiled."""
 
-    profile_steps: StepCount = 0
+    profile_steps: Annotated[
+        int, Field(ge=0, le=20, description="an integer from 0 to 20", examples=["3"])
+    ] = 0
     """Steps of rank 0 that torch's profiler records, after two others; 0 records none. `--profile` sets 3."""
 
 

@@ -21,6 +21,7 @@ from vectorlm.settings import (
     ReadIf,
     Text,
     UnitInterval,
+    also_written,
     inline,
     partial,
 )
@@ -224,7 +225,11 @@ class MismatchSettings:
 class CorrectionSettings:
     """What is done where the engine sampled tokens with other probabilities than the trainer computes."""
 
-    preset: Literal["off", "tis", "icepop", "seq_mask_tis", "mis", "geometric", "decoupled", "bypass"] = "off"
+    preset: Annotated[
+        Literal["off", "tis", "icepop", "seq_mask_tis", "mis", "geometric", "decoupled", "bypass"],
+        # YAML takes an `off` without quotes for false.
+        also_written({False: "off"}),
+    ] = "off"
     """A row of the table in correction.md; the keys below replace single values of that row."""
     overrides: Mapping[str, Any] = partial(Correction, null="the preset's value")
     mismatch: MismatchSettings = inline(MismatchSettings)

@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from vectorlm.settings import (
-    AlsoWritten,
-    AlwaysFalse,
     Betas,
     ClippingNorm,
     NonNegativeFloat,
@@ -18,6 +16,7 @@ from vectorlm.settings import (
     SaveFrequency,
     Text,
     UnitInterval,
+    also_written,
 )
 
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
@@ -37,7 +36,7 @@ ScheduleName = Annotated[
         "greedy",
         "plateau-with-warmup",
     ],
-    AlsoWritten({"plataeu-with-warmup": "plateau-with-warmup"}),
+    also_written({"plataeu-with-warmup": "plateau-with-warmup"}),
 ]
 WARMS_UP = ReadIf(
     "train_parameters.lr_scheduler_type",
@@ -111,7 +110,7 @@ class OptimizerSettings:
     """Step all weights in few calls, with a copy of the state; null leaves the choice to torch."""
     capturable: bool = False
     """Let a CUDA graph capture the step (CUDA)."""
-    differentiable: AlwaysFalse = False
+    differentiable: Literal[False] = False
     """Let autograd follow the step; accepted as false, so that files may list every argument."""
     fused: bool | None = None
     """Step in one kernel. null means on CUDA, unless `foreach` is true."""
