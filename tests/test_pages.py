@@ -168,7 +168,7 @@ def test_the_algorithm_of_the_guide_ranks_a_group(workplace):
         rewards = torch.tensor([[0.1, 3.0, 0.2], [1.0, 1.0, torch.nan]])
         spread = staticmethod(lambda advantages: advantages)
 
-    assert module.RANKS.advantages(Scores, None).tolist() == [[-1, 1, 0], [0, 0, 0]]
+    assert module.RANKS.advantages(Scores, module.RANKS.settings).tolist() == [[-1, 1, 0], [0, 0, 0]]
 
 
 def test_the_engines_of_the_pages_answer(workplace):

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from vectorlm.errors import ConfigError
 
 AGAIN_S = 0.1
@@ -94,6 +96,8 @@ def _load_file(path: Path, name: str) -> Any:
         except BaseException:
             del sys.modules[key]
             raise
+        # No other process can import it by this name: a config with an algorithm's own settings goes to all ranks.
+        cloudpickle.register_pickle_by_value(module)
     return sys.modules[key]
 
 

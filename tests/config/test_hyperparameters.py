@@ -1,5 +1,10 @@
 """The settings of an algorithm: those of its row, and those of a row of one's own."""
 
+import subprocess
+import sys
+from pathlib import Path
+
+import cloudpickle
 import pytest
 from config_texts import RL
 
@@ -97,3 +102,10 @@ def test_an_algorithm_of_ones_own_has_settings_of_its_own(load):
     assert check_rl(config).settings.margin == 0.5
     save_config(config, "saved.yaml")
     assert load_config("saved.yaml") == config
+
+
+def test_settings_of_ones_own_travel_to_ranks_that_have_not_read_the_file(load):
+    Path("config.pickle").write_bytes(cloudpickle.dumps(load(OWN, "rl.margin=0.75")))
+    code = "import pickle; print(pickle.load(open('config.pickle', 'rb')).rl.hyperparameters.margin)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "0.75\n"
