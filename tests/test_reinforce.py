@@ -270,7 +270,6 @@ def test_a_reward_that_fails_ends_the_run_with_its_prompt(files, tmp_path):
         ("rl.max_tokens_per_micro_batch=32", "is less than one sequence"),
         ("rl.num_mini_batches=9", "rl.num_mini_batches=9 cannot split 4 prompts"),
         ("rl.kl_target=1.0", "needs an rl.kl_coef above 0"),
-        ("rl.dual_clip=0.5", "rl.dual_clip=0.5 must be above 1"),
         ("rl.sampling_params={temperature: null}", "temperature=null must be at least 0.01"),
         ("rl.sampling_params={structured_outputs: {choice: [a]}}", "makes the engine sample"),
         ("rl.rewards={a.py:score: 1, b.py:score: 1}", "would both be called 'score'"),

@@ -75,7 +75,7 @@ def test_each_changed_setting_is_named_alone(path):
     )
     save(path, SAMPLER, RL)
     changes = found(path, SAMPLER, RL, "rl.clip_high=0.3", "rl.async={max_staleness: 1}").changes
-    assert changes[-1] == "rl.clip_high=0.3 (was null)"
+    assert changes[-1] == "rl.clip_high=0.3 (was 0.2)"
     assert "rl.async.max_staleness=1 (was null)" in changes
 
 
