@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{source.path} is a model in Hugging Face layout already. Add --dtype to convert it."
         )
-    path = _output(source, args)
+    beside = source.path.parent if source.step is None else source.path.parent.parent
+    endings = ["merged"] * args.merge + [args.dtype] * bool(args.dtype) or ["model"]
+    path = Path(args.output or beside / "-".join([source.path.resolve().name, *endings]))
     if path.exists():
         raise ConfigError(f"{path} exists. Delete it, or name another folder with --output.")
     with at_interrupt(f"nothing of {path} is left"):
@@ -85,14 +87,23 @@ def find_source(path: Path, *, best: bool = False) -> Source:
     if best and not checkpoints.is_dir():
         raise ConfigError(f"--best is for a run's folder, and {path} has no checkpoints in it. Leave it out.")
     if checkpoints.is_dir():
-        path = _checkpoint_of(checkpoints, best)
+        newest = folder.newest(checkpoints)
+        if newest is None:
+            raise ConfigError(f"{checkpoints} holds no complete checkpoint: there is nothing to export yet.")
+        step = newest.identity.get("best_step") if best else newest.step
+        if step is None:
+            raise ConfigError(
+                f"{checkpoints} has no best checkpoint: its run was not set to train_parameters.keep_best=True, or was "
+                "not evaluated. Leave --best out, or name a checkpoint."
+            )
+        path = folder.folder_of(checkpoints, step)
     if (path / "shards").is_dir():
-        step = path.resolve().name.removeprefix("step-")
-        if not step.isdigit():
+        number = path.resolve().name.removeprefix("step-")
+        if not number.isdigit():
             raise ConfigError(
                 f"{path} is not a complete checkpoint: these are called step-00000040, for example."
             )
-        found = Source(path, path.resolve().parent.parent, int(step))
+        found = Source(path, path.resolve().parent.parent, int(number))
         if not (found.run / "config.yaml").is_file():
             raise ConfigError(
                 f"{found.run} has no config.yaml, which says what the weights in {path} are of. Export a checkpoint "
@@ -110,29 +121,6 @@ def find_source(path: Path, *, best: bool = False) -> Source:
         f"{path} is neither a checkpoint (runs/x/checkpoints/step-00000040), nor a run's folder with checkpoints, nor "
         "an exported model (config.json or adapter_config.json)."
     )
-
-
-def _checkpoint_of(checkpoints: Path, best: bool) -> Path:
-    newest = folder.newest(checkpoints)
-    if newest is None:
-        raise ConfigError(f"{checkpoints} holds no complete checkpoint: there is nothing to export yet.")
-    if not best:
-        return newest.path
-    step = newest.identity.get("best_step")
-    if step is None:
-        raise ConfigError(
-            f"{checkpoints} has no best checkpoint: its run was not set to train_parameters.keep_best=True, or was not "
-            "evaluated. Leave --best out, or name a checkpoint."
-        )
-    return folder.folder_of(checkpoints, step)
-
-
-def _output(source: Source, args: argparse.Namespace) -> Path:
-    if args.output is not None:
-        return Path(args.output)
-    beside = source.path.parent if source.step is None else source.path.parent.parent
-    endings = ["merged"] * args.merge + [args.dtype] * bool(args.dtype) or ["model"]
-    return beside / "-".join([source.path.resolve().name, *endings])
 
 
 def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> None:
