@@ -45,7 +45,7 @@ from vectorlm.ranks.placement import Placement, set_affinity, share_cores, split
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.card import card_of
 from vectorlm.report.metrics import FanOut, JsonlSink, ProgressSink, Sink
-from vectorlm.report.plots import plot_correction, plot_run, plot_timeline
+from vectorlm.report.plots import plot_correction, plot_runs, plot_timeline
 from vectorlm.report.profile import ProfileSink, short_run
 from vectorlm.report.runs import START, RunFolder, save_start
 from vectorlm.report.trackers import WandbSink, open_trackers
@@ -384,7 +384,7 @@ def _lora_arguments(options: Mapping[str, Any] | None, lora_mode: str) -> dict[s
 def _plot(config: Config) -> None:
     output = Path(config.train_parameters.output_dir)
     run = RunFolder(output)
-    plot_run(run, output / "run.png")
+    plot_runs([run], output / "run.png")
     if config.rl is not None:
         plot_timeline(output / "timeline.jsonl", output / "timeline.png")
         mismatch = config.rl.correction.mismatch

@@ -10,7 +10,7 @@ from matplotlib.image import imread
 from vectorlm.errors import ConfigError
 from vectorlm.report.metrics import JsonlSink
 from vectorlm.report.panels import short
-from vectorlm.report.plots import last_steps, plot_correction, plot_run, plot_runs, plot_timeline
+from vectorlm.report.plots import last_steps, plot_correction, plot_runs, plot_timeline
 from vectorlm.report.runs import RunFolder
 from vectorlm.report.step_lines import Timeline
 
@@ -65,7 +65,7 @@ def test_losses_and_share_of_right_answers_are_drawn_over_steps(tmp_path, figure
         (20, {"train/loss": 1.0, "eval/loss": 1.25, "eval/accuracy": 0.25}),
         (40, {"eval/loss": 1.0, "eval/accuracy": 0.75}),
     )
-    assert plot_run(run, tmp_path / "pictures" / "run.png")
+    assert plot_runs([run], tmp_path / "pictures" / "run.png")
     assert curves(figures[0]) == {
         "Loss: train": [(10, 2.0), (20, 1.0)],
         "Loss: held out": [(20, 1.25), (40, 1.0)],
@@ -75,7 +75,8 @@ def test_losses_and_share_of_right_answers_are_drawn_over_steps(tmp_path, figure
 
 
 def test_a_panel_says_what_to_look_for_and_its_unit(tmp_path, figures):
-    plot_run(write_run(tmp_path, (1, {"policy/kl": 0.01, "train/tokens_per_s": 5e3})), tmp_path / "run.png")
+    run = write_run(tmp_path, (1, {"policy/kl": 0.01, "train/tokens_per_s": 5e3}))
+    plot_runs([run], tmp_path / "run.png")
     shown = panels(figures[0])
     assert list(shown) == ["KL divergence", "Throughput"]
     kl = shown["KL divergence"]
@@ -88,7 +89,7 @@ def test_a_value_that_is_null_is_a_gap(tmp_path, figures):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": null}\n{"step": 3, "train/loss": 1.0}\n'
     )
-    plot_run(RunFolder(tmp_path), tmp_path / "run.png", title="a run")
+    plot_runs([RunFolder(tmp_path)], tmp_path / "run.png", title="a run")
     ((_, points),) = curves(figures[0]).items()
     assert [step for step, _ in points] == [1, 2, 3]
     assert math.isnan(points[1][1])
@@ -97,7 +98,7 @@ def test_a_value_that_is_null_is_a_gap(tmp_path, figures):
 def test_a_run_that_logged_nothing_gives_no_picture(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     run = RunFolder(tmp_path)
-    assert not plot_run(run, tmp_path / "run.png")
+    assert not plot_runs([run], tmp_path / "run.png")
     assert not plot_correction(run, tmp_path / "no.jsonl", tmp_path / "run.png", (0.5, 2.0))
     plot_timeline(tmp_path / "no.jsonl", tmp_path / "run.png")
     assert not (tmp_path / "run.png").exists()
@@ -162,7 +163,7 @@ def two_runs(tmp_path):
 
 
 def test_runs_lie_over_each_other_with_the_settings_that_differ(tmp_path, figures):
-    plot_runs(two_runs(tmp_path), [], tmp_path / "both.png")
+    plot_runs(two_runs(tmp_path), tmp_path / "both.png")
     (axes,) = figures[0].axes
     colours = [line.get_color() for line in axes.lines]
     assert colours[0] == colours[1] != colours[2] == colours[3]
@@ -173,12 +174,12 @@ def test_runs_lie_over_each_other_with_the_settings_that_differ(tmp_path, figure
 
 def test_chosen_metrics_get_a_panel_each_and_unknown_ones_are_named(tmp_path, figures):
     runs = two_runs(tmp_path)
-    plot_runs(runs, ["eval/loss"], tmp_path / "both.png")
+    plot_runs(runs, tmp_path / "both.png", ["eval/loss"])
     assert list(panels(figures[0])) == ["eval/loss"]
     with pytest.raises(
         ConfigError, match=r"'train/los' was not logged: it must be one of eval/loss, train/loss"
     ):
-        plot_runs(runs, ["train/los"], tmp_path / "both.png")
+        plot_runs(runs, tmp_path / "both.png", ["train/los"])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from vectorlm.errors import ConfigError
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm plot``."""
@@ -23,7 +25,8 @@ def run(args: argparse.Namespace) -> int:
 
     runs = [RunFolder(path) for path in args.runs]
     metrics = [name.strip() for name in args.metrics.split(",") if name.strip()]
-    plot_runs(runs, metrics, args.output)
+    if not plot_runs(runs, args.output, metrics):
+        raise ConfigError(f"{', '.join(names_of(runs))} logged nothing to draw. Wait for the first step.")
     for name, values in differences(runs).items():
         told = ", ".join(f"{run}: {value}" for run, value in zip(names_of(runs), values, strict=True))
         print(f"{name} differs: {told}")

@@ -27,58 +27,41 @@ NUM_STEPS = 12
 """A timeline shows this many of the last steps."""
 
 
-def plot_run(run: RunFolder, output_png: Path, title: str | None = None) -> bool:
-    """Draw the curves of a run over its steps; panels without data are left out.
-
-    Returns:
-        Whether there was anything to draw; else there is no picture.
-    """
-    panels = filled_panels([run], PANELS)
-    if not panels:
-        return False
-    figure, grid = _new_figure(len(panels), title or run.name)
-    for axes, panel in zip(grid, panels, strict=True):
-        _draw_panel(axes, panel, run)
-    _save(figure, output_png)
-    return True
-
-
-def plot_runs(runs: Sequence[RunFolder], metrics: Sequence[str], output_png: Path) -> None:
-    """Draw runs over each other, a colour each, and name the settings that differ.
+def plot_runs(
+    runs: Sequence[RunFolder], output_png: Path, metrics: Sequence[str] = (), title: str | None = None
+) -> bool:
+    """Draw the curves of runs over their steps; several lie over each other, each with the settings that differ.
 
     Args:
         runs: At least one.
-        metrics: A panel for each; when empty, the panels of `plot_run`.
         output_png: The picture.
+        metrics: A panel for each; when empty, the panels of `PANELS` that some run has data for.
+        title: The names of the runs when omitted.
+
+    Returns:
+        Whether there was anything to draw; else there is no picture.
 
     Raises:
-        ConfigError: No run has logged a metric of this name, or any at all.
+        ConfigError: No run has logged a metric of this name.
     """
     names = names_of(runs)
     panels = [metric_panel(name, runs) for name in metrics] or filled_panels(runs, PANELS)
     if not panels:
-        raise ConfigError(f"{', '.join(names)} logged nothing to draw. Wait for the first step.")
-    figure, grid = _new_figure(len(panels), " and ".join(names) if len(names) < 4 else f"{len(names)} runs")
+        return False
+    title = title or (" and ".join(names) if len(names) < 4 else f"{len(names)} runs")
+    figure, grid = _new_figure(len(panels), title)
     for axes, panel in zip(grid, panels, strict=True):
-        _head(axes, panel.title, panel.look_for, "step", panel.unit)
-        labels: dict[str, str] = {}
-        for index, run in enumerate(runs):
-            for label, points in _curves(run, panel):
-                line = labels.setdefault(label, LINES[len(labels) % len(LINES)])
-                _draw(axes, points, label, COLOURS[index % len(COLOURS)], line)
-        _finish(axes, panel)
-        if len(labels) > 1:
-            axes.legend(
-                handles=[_key(label, DIM, line) for label, line in labels.items()], frameon=False, fontsize=8
-            )
+        _draw_panel(axes, panel, runs)
     keys = []
     for index, name in enumerate(names):
         shown = [f"{path.rpartition('.')[2]}={values[index]}" for path, values in differences(runs).items()]
         more = [f"and {len(shown) - 6} more"] if len(shown) > 6 else []
         text = ": ".join([name, ", ".join(shown[:6] + more)] if shown else [name])
         keys.append(_key(shorten(text, 150, placeholder="…"), COLOURS[index % len(COLOURS)], "-"))
-    figure.legend(handles=keys, loc="outside lower left", frameon=False, fontsize=9)
+    if len(runs) > 1:
+        figure.legend(handles=keys, loc="outside lower left", frameon=False, fontsize=9)
     _save(figure, output_png)
+    return True
 
 
 def filled_panels(runs: Sequence[RunFolder], panels: Sequence[Panel] = ALL_PANELS) -> list[Panel]:
@@ -119,11 +102,11 @@ def plot_correction(run: RunFolder, drift_path: Path, output_png: Path, band: tu
     if drift:
         _draw_ratios(next(places), drift, band)
     for panel in size:
-        _draw_panel(next(places), panel, run, LINES)
+        _draw_panel(next(places), panel, [run])
     if drift:
         _draw_places(next(places), drift, band)
     for panel in gap:
-        _draw_panel(next(places), panel, run)
+        _draw_panel(next(places), panel, [run])
     _save(figure, output_png)
     return True
 
@@ -256,19 +239,28 @@ def _new_figure(num_panels: int, title: str) -> tuple[Figure, list[Axes]]:
     return figure, panels[:num_panels]
 
 
-def _draw_panel(axes: Axes, panel: Panel, run: RunFolder, lines: Sequence[str] = LINES[:1]) -> None:
-    """Draw the curves of one run."""
+def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[RunFolder]) -> None:
+    """Draw the curves of a run, a colour each; of several runs, a colour for each run and a line for each curve."""
     _head(axes, panel.title, panel.look_for, "step", panel.unit)
-    for index, (label, points) in enumerate(_curves(run, panel)):
-        _draw(axes, points, label, COLOURS[index], lines[index % len(lines)])
-        step, last = points[-1]
-        if panel.title == "Right answers" and math.isfinite(last):
-            axes.annotate(
-                f"{last:.0%}", (step, last), (0, 6), textcoords="offset points", ha="right", fontsize=9
-            )
+    is_alone = len(runs) == 1
+    labels: dict[str, str] = {}
+    for place, run in enumerate(runs):
+        for order, (label, points) in enumerate(_curves(run, panel)):
+            line = labels.setdefault(label, LINES[len(labels) % len(LINES)])
+            # Two shares at 100% lie on each other.
+            line = "-" if is_alone and not panel.shares else line
+            _draw(axes, points, label, COLOURS[(order if is_alone else place) % len(COLOURS)], line)
+            step, last = points[-1]
+            if is_alone and panel.title == "Right answers" and math.isfinite(last):
+                axes.annotate(
+                    f"{last:.0%}", (step, last), (0, 6), textcoords="offset points", ha="right", fontsize=9
+                )
     _finish(axes, panel)
-    if len(panel.curves) > 1 or panel.always_named:
+    if is_alone and (len(panel.curves) > 1 or panel.always_named):
         axes.legend(frameon=False, fontsize=8)
+    elif not is_alone and len(labels) > 1:
+        keys = [_key(label, DIM, line) for label, line in labels.items()]
+        axes.legend(handles=keys, frameon=False, fontsize=8)
 
 
 def _curves(run: RunFolder, panel: Panel) -> list[tuple[str, Series]]:
