@@ -113,6 +113,17 @@ def test_the_core_never_imports_an_optional_room():
     assert wrong == []
 
 
+def test_reading_a_config_imports_settings_alone():
+    """But for an algorithm of one's own, whose row brings its settings."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path, name in imports()
+        if room_of(path) == "config"
+        and not name.endswith((".settings", ".hyperparameters", ".errors", ".algorithms.registry"))
+    ]
+    assert wrong == []
+
+
 def test_no_module_imports_itself_through_others():
     graph = {
         module_of(path): set(imported_modules(path)) for path in sources() if room_of(path) not in ENTRANCES

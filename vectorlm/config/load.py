@@ -19,7 +19,7 @@ from vectorlm.config.source import Dumper, Entry, parse_yaml
 from vectorlm.config.value import convert, describe_refusal, raise_problems
 from vectorlm.errors import ConfigError
 from vectorlm.hyperparameters import SETTINGS
-from vectorlm.report.profile import DEFAULT_STEPS
+from vectorlm.train.settings import PROFILE_STEPS
 
 DEFAULT_PATH = "configs/config.yaml"
 """The config file of a command that names none."""
@@ -263,8 +263,8 @@ def add_profile_argument(parser: argparse.ArgumentParser) -> None:
         "--profile",
         dest="overrides",
         action="append_const",
-        const=f"train_parameters.profile_steps={DEFAULT_STEPS}",
-        help=f"record {DEFAULT_STEPS} steps with torch's profiler, and end with the time of each phase",
+        const=f"train_parameters.profile_steps={PROFILE_STEPS}",
+        help=f"record {PROFILE_STEPS} steps with torch's profiler, and end with the time of each phase",
     )
 
 

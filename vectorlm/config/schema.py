@@ -15,13 +15,12 @@ from vectorlm.data.settings import DatasetSettings, PreprocessSettings
 from vectorlm.engine.settings import EngineSettings
 from vectorlm.errors import ConfigError
 from vectorlm.hyperparameters import SETTINGS, AlgorithmSettings
-from vectorlm.report.profile import ProfileSettings
-from vectorlm.rewards.registry import RewardSettings
 from vectorlm.rl.settings import (
     CollectSettings,
     CorrectionSettings,
     CriticSettings,
     KLSettings,
+    RewardSettings,
     TeacherSettings,
     UpdateSettings,
 )
@@ -33,6 +32,7 @@ from vectorlm.train.settings import (
     LoopSettings,
     ModelSettings,
     OptimizerSettings,
+    ProfileSettings,
     ScheduleSettings,
     TurnSettings,
 )

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Self
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any, Self
 
 from vectorlm.report.phases import PHASES, PhaseTimes
 
@@ -18,19 +15,8 @@ if TYPE_CHECKING:
 
 WARMUP_STEPS = 2
 """The first steps allocate memory and compile kernels; the trace leaves them out."""
-DEFAULT_STEPS = 3
 MAX_BYTES = 32 << 20
 """After this much no further step is recorded."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileSettings:
-    """Whether a run is profiled."""
-
-    profile_steps: Annotated[
-        int, Field(ge=0, le=20, description="an integer from 0 to 20", examples=["3"])
-    ] = 0
-    """Steps of rank 0 that torch's profiler records, after two others; 0 records none. `--profile` sets 3."""
 
 
 def short_run(profile_steps: int, num_steps: int) -> tuple[str, str] | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 from vectorlm.errors import ConfigError
 from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.rewards.countdown import countdown_reward
-from vectorlm.settings import PositiveFloat, ReadIf, nearest
+from vectorlm.settings import nearest
 
 Reward = Callable[..., Any]
 """``reward(completion, **columns)``: the columns are those of the prompt; 1.0 stands for a right answer.
@@ -18,20 +17,6 @@ See `vectorlm.rewards.runner` for the other forms that reinforcement learning ta
 """
 
 _REWARDS: dict[str, Reward] = {"countdown": countdown_reward}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardSettings:
-    """Which rewards score a completion, and what happens when one fails."""
-
-    rewards: Mapping[str, Any] = field(default_factory=dict)
-    """Weight of each reward function, by name or `file.py:NAME`."""
-    reward_models: Mapping[str, Any] = field(default_factory=dict)
-    """Weight of each sequence-classification model with one label, by folder."""
-    reward_timeout_s: Annotated[PositiveFloat | None, ReadIf("rl.rewards")] = 300.0
-    """Longest call of a reward function, in seconds; null waits without limit."""
-    on_reward_error: Annotated[Literal["stop", "skip"], ReadIf("rl.rewards")] = "stop"
-    """Whether a failing reward function ends the run, or its completion is left out."""
 
 
 def short_name(name: str) -> str:

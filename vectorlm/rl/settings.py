@@ -69,6 +69,20 @@ class CollectSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardSettings:
+    """Which rewards score a completion, and what happens when one fails."""
+
+    rewards: Mapping[str, Any] = field(default_factory=dict)
+    """Weight of each reward function, by name or `file.py:NAME`."""
+    reward_models: Mapping[str, Any] = field(default_factory=dict)
+    """Weight of each sequence-classification model with one label, by folder."""
+    reward_timeout_s: Annotated[PositiveFloat | None, ReadIf("rl.rewards")] = 300.0
+    """Longest call of a reward function, in seconds; null waits without limit."""
+    on_reward_error: Annotated[Literal["stop", "skip"], ReadIf("rl.rewards")] = "stop"
+    """Whether a failing reward function ends the run, or its completion is left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class UpdateSettings:
     """How a batch of rollouts is trained on."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, get_args
 
+from pydantic import Field
+
 from vectorlm.settings import (
     Betas,
     ClippingNorm,
@@ -88,6 +90,20 @@ class ModelSettings:
     def loads_on_main(self, world_size: int) -> bool:
         """Whether rank 0 alone reads the weights."""
         return world_size > 1 if self.low_cpu_mem_usage is None else self.low_cpu_mem_usage
+
+
+PROFILE_STEPS = 3
+"""How many steps the option `--profile` records."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileSettings:
+    """Whether a run is profiled."""
+
+    profile_steps: Annotated[
+        int, Field(ge=0, le=20, description="an integer from 0 to 20", examples=["3"])
+    ] = 0
+    """Steps of rank 0 that torch's profiler records, after two others; 0 records none. `--profile` sets 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
