@@ -85,10 +85,8 @@ def test_shards_that_span_nodes_are_refused_with_the_strategy_that_works(tmp_pat
     paths = [arena.path for arena in arenas]
     size = len(arenas[0].bytes)
     for rank, text in enumerate(on_ranks(2, publish_on_nodes, str(folder), (2,), paths, size, num_nodes=2)):
-        assert text == (
-            f"node {rank} holds 1 of the 2 shards of a parameter, and its engine needs all: a run with engines on 2 "
-            "nodes needs sharding_strategy=HYBRID_SHARD (shards within each node, replicas over nodes) or NO_SHARD."
-        )
+        assert text.startswith(f"node {rank} holds 1 of the 2 shards")
+        assert "sharding_strategy=HYBRID_SHARD" in text
     assert not any(arena.bytes.any() for arena in arenas)
 
 

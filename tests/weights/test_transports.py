@@ -317,25 +317,19 @@ def test_auto_pulls_on_cuda_where_nothing_speaks_against_it(setting, offered, ob
 
 
 def test_a_transport_that_is_impossible_is_refused_and_the_error_says_why():
-    with pytest.raises(ConfigError, match=r"transport='pull' cannot be used: why\. Use transport='auto'"):
+    with pytest.raises(ConfigError, match="transport='pull' cannot be used: why"):
         open_transport("pull", TRANSPORTS, [None, "why"], CPU, MappedArenas())
-    with pytest.raises(
-        ConfigError, match="transport='bucketed' cannot be used: the engine does not offer it"
-    ):
+    with pytest.raises(ConfigError, match="transport='bucketed' cannot be used: the engine"):
         open_transport("bucketed", ("push",), [None], CPU, MappedArenas())
     swap, _ = swap_of(Topology(), "pull")
-    with pytest.raises(ConfigError, match="cannot be used: the engine does not offer it"):
+    with pytest.raises(ConfigError, match="transport='pull' cannot be used: the engine"):
         swap.update(Model(), 0, "refuse", ("push", "bucketed"))
     model = Model()
-    trainer = ModuleTrainer(
-        model, torch.optim.SGD(model.parameters(), 0.1), lambda model, ids: model(ids).sum()
-    )
-    with pytest.raises(
-        ConfigError, match="from a WeightSource of your own, and only modules can be pulled from"
-    ):
+    trainer = ModuleTrainer(model, None, None)
+    with pytest.raises(ConfigError, match="WeightSource of your own"):
         update(swap, trainer, 0)
     update(swap, model, 0)
-    with pytest.raises(ConfigError, match=r"the engine pulls, but .* Build the engine with transport='push'"):
+    with pytest.raises(ConfigError, match="transport='push'"):
         update(swap, trainer, 1)
 
 
