@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> int:
     runs = [RunFolder(path) for path in args.runs]
     output = args.output or args.runs[0] / "report.html"
     write_page(runs, output, EVERY_S if args.follow else None)
-    print(f"{output} ({output.stat().st_size / 1e6:.1f} MB)", flush=True)
+    until = ", written again until the runs end or Ctrl-C" if args.follow else ""
+    print(f"{output} ({output.stat().st_size / 1e6:.1f} MB){until}", flush=True)
     if args.follow:
         try:
             with contextlib.suppress(KeyboardInterrupt):

@@ -31,12 +31,18 @@ class StepLines:
     def __init__(self, path: str | Path, resume_step: int | None = None, key: str = "train_step") -> None:
         self._path, self._key = Path(path), key
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        lines: Iterable[str] = ()
+        text = ""
         if self._path.exists() and resume_step is not None:
-            lines = self._lines_until(resume_step)
-        elif self._path.exists():
-            _set_aside(self._path)
-        _replace_text(self._path, "".join(lines))
+            text = "".join(self._lines_until(resume_step))
+        elif self._path.exists() and self._path.stat().st_size:
+            names = (self._path.with_name(f"{self._path.name}.{number}") for number in itertools.count(1))
+            self._path.rename(next(name for name in names if not name.exists()))
+        unfinished = self._path.with_name(self._path.name + ".unfinished")
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(self._path)
 
     def write(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append the lines of `step`."""
@@ -57,23 +63,6 @@ class StepLines:
                 keep = False
             if keep:
                 yield line
-
-
-def _set_aside(path: Path) -> None:
-    """Give an earlier run's file a free name, unless it is empty."""
-    if path.stat().st_size:
-        names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
-        path.rename(next(name for name in names if not name.exists()))
-
-
-def _replace_text(path: Path, text: str) -> None:
-    """Replace the file in one atomic step."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
 
 
 class Timeline:
