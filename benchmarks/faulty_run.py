@@ -45,7 +45,7 @@ class Environment:
         return " 7"
 
 
-def train(config: Any) -> None:
+def train(checked: Any) -> None:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from vectorlm import Topology
@@ -63,20 +63,18 @@ def train(config: Any) -> None:
         fail_if_told(name)
 
     register_optimizer_step_pre_hook(before_a_step)
-    (finetune if config.rl is None else reinforce)(config)
+    (finetune if checked.config.rl is None else reinforce)(checked)
 
 
 if __name__ == "__main__":
     import vectorlm
     from vectorlm.config import load_config
     from vectorlm.errors import VectorLMError
-    from vectorlm.preflight.settings import check_config
-    from vectorlm.rewards.registry import reward_names
+    from vectorlm.preflight.checked import preflight
 
     try:
         world_size = int(sys.argv[2])
-        config = load_config(sys.argv[1])
-        check_config(config, world_size, reward_names())
-        vectorlm.launch(train, config, world_size=world_size, timeout_s=COLLECTIVE_S)
+        checked = preflight(load_config(sys.argv[1]), world_size)
+        vectorlm.launch(train, checked, world_size=world_size, timeout_s=COLLECTIVE_S)
     except VectorLMError as error:
         sys.exit(f"{type(error).__name__}: {error}")

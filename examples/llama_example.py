@@ -11,13 +11,11 @@ from vectorlm.config import add_config_arguments, config_from_arguments
 from vectorlm.errors import ConfigError, VectorLMError
 from vectorlm.finetune import finetune
 from vectorlm.preflight.local_model import with_download
-from vectorlm.preflight.settings import check_config
 from vectorlm.ranks.topology import Topology
-from vectorlm.rewards.registry import reward_names
 
 
 def main() -> None:
-    """Check the config, then train as the rank that torchrun made this process."""
+    """Train as the rank that torchrun made this process."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     add_config_arguments(parser)
@@ -29,7 +27,6 @@ def main() -> None:
         )
     try:
         config = with_download(config_from_arguments(args))
-        check_config(config, topology.world_size, reward_names())
         if config.train_parameters.sampler is not None:
             if topology.is_main:
                 print(

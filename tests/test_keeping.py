@@ -17,8 +17,8 @@ from vectorlm.cli import main
 from vectorlm.config import load_config
 from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.finetune import finetune
+from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.resume import find_resumption, say_finished
-from vectorlm.preflight.settings import check_consistency
 from vectorlm.reinforce import reinforce
 from vectorlm.train.loop import FineTuningLoop
 
@@ -266,7 +266,7 @@ def test_without_a_reward_nothing_says_which_weights_are_the_best(inputs, tmp_pa
     path = tmp_path / "rl.yaml"
     path.write_text(RL.format(inputs=inputs, output=tmp_path / "run"))
     with pytest.raises(ConfigError) as raised:
-        check_consistency(load_config(path, ["train_parameters.sampler.reward=null"]))
+        preflight(load_config(path, ["train_parameters.sampler.reward=null"]), 1)
     text = str(raised.value)
     for name in ("keep_best=true", "early_stopping_patience=2"):
         assert f"train_parameters.{name} needs train_parameters.sampler.reward" in text

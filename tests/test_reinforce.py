@@ -332,7 +332,7 @@ def test_settings_that_would_change_nothing_or_fail_later_are_refused(
 def test_penalties_are_fine_where_completions_need_not_be_the_policys(files, tmp_path):
     overrides = ["rl.sampling_params={repetition_penalty: 1.1, top_p: 0.9}"]
     config = config_of(files, tmp_path / "cut", "best_of_k", overrides)
-    assert check_rl(config).name == "best_of_k"
+    check_rl(config)
 
 
 @pytest.mark.slow

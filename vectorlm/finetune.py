@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from vectorlm.config import Config
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
+from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.ranks.topology import Topology
 from vectorlm.run import Run, open_run
 from vectorlm.train.loop import FineTuningLoop
 from vectorlm.train.optimizer_step import OptimizerStep
 
 
-def finetune(config: Config, topology: Topology | None = None) -> None:
+def finetune(config: Config | CheckedConfig, topology: Topology | None = None) -> None:
     """Train as `config` says and leave everything in its ``output_dir``; called on every rank.
 
     The folder then holds ``final-model``, ``metrics.jsonl``, ``samples.jsonl``, ``run.png``, ``config.yaml``,
     ``run.json`` and, with checkpointing, ``checkpoints``. A run that was killed resumes from its last checkpoint.
 
     Args:
-        config: The whole run.
+        config: The whole run; one that was not checked is checked by rank 0 for all.
         topology: This rank's place, read from the environment when None.
 
     Raises:

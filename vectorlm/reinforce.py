@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.config import Config, RLSettings
-from vectorlm.data.prompts import check_lengths, read_prompts
+from vectorlm.errors import ConfigError
 from vectorlm.plugin import load_plugin
-from vectorlm.preflight.local_model import resolve_model
-from vectorlm.preflight.rewards import check_rewards
-from vectorlm.preflight.rl import check_rl, longest_sequence
-from vectorlm.preflight.teacher import check_teacher
+from vectorlm.preflight.checked import CheckedConfig
+from vectorlm.preflight.rl import longest_sequence
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.step_lines import Timeline
 from vectorlm.rewards.registry import get_reward, short_name
@@ -45,7 +44,9 @@ if TYPE_CHECKING:
     from vectorlm.engine.engine import SamplingEngine
 
 
-def reinforce(config: Config, topology: Topology | None = None, engine: SamplingEngine | None = None) -> None:
+def reinforce(
+    config: Config | CheckedConfig, topology: Topology | None = None, engine: SamplingEngine | None = None
+) -> None:
     """Train as `config` says and leave everything in its ``output_dir``; called on every rank.
 
     The folder then holds ``final-model``, ``metrics.jsonl``, ``rollouts.jsonl``, ``samples.jsonl``, ``run.png``,
@@ -53,7 +54,7 @@ def reinforce(config: Config, topology: Topology | None = None, engine: Sampling
     ``run.json`` and, with checkpointing, ``checkpoints``. A run that was killed resumes from its latest checkpoint.
 
     Args:
-        config: The whole run, with a section ``rl``.
+        config: The whole run, with a section ``rl``; one that was not checked is checked by rank 0 for all.
         topology: This rank, read from the environment when None.
         engine: An engine to sample with, which stays open; None starts the one that the config describes. It must
             return log-probabilities of what it draws from, as engines do unless told otherwise.
@@ -66,14 +67,13 @@ def reinforce(config: Config, topology: Topology | None = None, engine: Sampling
         RolloutError: An environment failed.
         EngineError: The teacher's server does not answer.
     """
-    config = resolve_model(config)
-    spec = check_rl(config)
-    check_rewards(config)
-    check_teacher(config)
-    rl = config.rl
-    assert rl is not None
-    with open_run(config, topology, engine, max_model_len=config.train_parameters.max_seq_len) as run:
-        loop = _build(run, rl, spec)
+    settings = config.config.rl if isinstance(config, CheckedConfig) else config.rl
+    if settings is None:
+        raise ConfigError("there is no section 'rl': reinforcement learning needs one.")
+    with open_run(config, topology, engine) as run:
+        rl = run.config.rl
+        assert rl is not None
+        loop = _build(run, rl, get_algorithm(rl.algorithm))
         loop.run()
         run.finish(loop.models.policy.model, loop.recorder, loop.step)
 
@@ -181,8 +181,6 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
     settings, tokenizer = run.config.train_parameters, run.tokenizer
     assert run.engine is not None
     longest = longest_sequence(run.config)
-    prompt_records = read_prompts(rl.collect.prompts, "rl.prompts")
-    check_lengths(prompt_records, tokenizer, longest - 1, "rl.prompts")
     replay = None
     if rl.rollout.path is not None:
         replay = replay_order(read_rollouts(rl.rollout.path), rl.collect.group_size, settings.seed)
@@ -196,7 +194,7 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
             make_environment=None if rl.collect.environment is None else load_plugin(rl.collect.environment),
             topology=run.topology,
         ),
-        prompts=PromptOrder(prompt_records, settings.seed),
+        prompts=PromptOrder(run.checked.prompts, settings.seed),
         scorer=_scorer(run, rl),
         needs_greedy=spec.needs_greedy,
         drops_constant_groups=rl.hyperparameters.dynamic_sampling,

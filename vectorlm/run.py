@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +29,14 @@ from vectorlm.checkpoint.folder import (
 from vectorlm.checkpoint.state import CheckpointStore, load_weights
 from vectorlm.checkpoint.watch import BestWatch
 from vectorlm.config import Config, save_config, to_plain
-from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.lora.load import add_lora
-from vectorlm.lora.options import engine_arguments, refused_options
+from vectorlm.lora.options import engine_arguments
 from vectorlm.packages import is_installed
+from vectorlm.preflight.checked import CheckedConfig, preflight
 from vectorlm.preflight.local_model import resolve_model
 from vectorlm.preflight.memory import memory_report
 from vectorlm.preflight.resume import Resumption, find_resumption, identity_of, settings_of_rank
-from vectorlm.preflight.settings import check_consistency
 from vectorlm.preflight.summary import notes_of
 from vectorlm.ranks.engine_ranks import capture, comparable, require_equal, results_or_first_error
 from vectorlm.ranks.launcher import process_group
@@ -67,13 +66,18 @@ if TYPE_CHECKING:
 class Run:
     """What every run has on each rank, and what its config asks for; made by `open_run`."""
 
-    config: Config
+    checked: CheckedConfig
     topology: Topology
     engine: SamplingEngine | None
     """None without a section `sampler`."""
     tokenizer: PreTrainedTokenizerBase
     stack: ExitStack
     """Closes what the run opens."""
+
+    @property
+    def config(self) -> Config:
+        """All settings."""
+        return self.checked.config
 
     @property
     def output(self) -> Path:
@@ -207,7 +211,7 @@ class Run:
         reward = sampler.evaluation.reward
         return Evaluator(
             turn,
-            read_prompts(sampler.evaluation.prompts),
+            self.checked.evaluation_prompts,
             samples_path=settings.samples_path if self.topology.is_main else None,
             resume_step=resume_step,
             reward=get_reward(reward) if reward else None,
@@ -279,40 +283,57 @@ class Run:
 
 @contextmanager
 def open_run(
-    config: Config, topology: Topology | None = None, engine: SamplingEngine | None = None, **engine_args: Any
+    config: Config | CheckedConfig,
+    topology: Topology | None = None,
+    engine: SamplingEngine | None = None,
 ) -> Iterator[Run]:
     """Start what every run has, close it at the end, and draw the plots of a run that succeeded.
 
-    The config's engine arguments win over `engine_args`. A given `engine` stays open.
+    A `config` that was not checked is checked here, by rank 0 for all. A given `engine` stays open.
     """
-    config = resolve_model(config)
-    check_consistency(config)
     topology = topology or Topology.from_environment()
-    total = torch.cuda.get_device_properties(topology.device).total_memory if topology.is_cuda else None
-    near = topology.local_world_size
-    report = memory_report(config, topology.world_size, device_bytes=total, ranks_per_node=near)
-    if topology.is_main:
-        print(
-            *(f"  note: {note}" for note in notes_of(config)), report, sep="\n", file=sys.stderr, flush=True
-        )
+    plain, given = (
+        (config.config, config) if isinstance(config, CheckedConfig) else (resolve_model(config), None)
+    )
+    output = plain.train_parameters.output_dir
     # ProgressSink shows the only progress bar of a run.
     disable_progress_bar()
     with ExitStack() as stack:
         if topology.is_main:
-            stack.enter_context(held(Path(config.train_parameters.output_dir)))
+            stack.enter_context(held(Path(output)))
             # Of an earlier run: `vectorlm watch` shows this one as starting until its models are loaded.
-            Path(config.train_parameters.output_dir, START).unlink(missing_ok=True)
-        placement = place_ranks(config, topology, stack)
+            Path(output, START).unlink(missing_ok=True)
+        placement = place_ranks(plain, topology, stack)
         stack.enter_context(process_group(topology))
         of_ranks: list[Any] = [None] * topology.world_size
-        dist.all_gather_object(of_ranks, capture(lambda: comparable(settings_of_rank(config))))
+        dist.all_gather_object(of_ranks, capture(lambda: comparable(settings_of_rank(plain))))
         require_equal(results_or_first_error(of_ranks))
+        found: list[Any] = [None]
+        if topology.is_main:
+            result, error = capture(lambda: _look(plain, given, topology))
+            # What was given is on the other ranks already.
+            found = [(result if given is None else None, error)]
+        dist.broadcast_object_list(found)
+        (sent,) = results_or_first_error(found)
+        checked: CheckedConfig = sent if given is None else given
         # Before the model: the engine loads in its own process while the ranks load theirs.
-        engine = engine or open_engine(config, topology, stack, placement, **engine_args)
-        with naming_the_full_disk(config.train_parameters.output_dir):
-            yield Run(config, topology, engine, load_tokenizer(config.model), stack)
+        engine = engine or open_engine(checked.config, topology, stack, placement)
+        with naming_the_full_disk(output):
+            yield Run(checked, topology, engine, load_tokenizer(plain.model), stack)
     if topology.is_main and is_installed("matplotlib"):
-        _plot(config)
+        _plot(plain)
+
+
+def _look(config: Config, checked: CheckedConfig | None, topology: Topology) -> CheckedConfig:
+    """Check a config that was not checked before; say what is different from the file, and plan the memory."""
+    checked = checked or preflight(config, topology.world_size, topology.num_nodes)
+    # Here, not in `preflight`: the command that starts the ranks touches no device.
+    total = torch.cuda.get_device_properties(topology.device).total_memory if topology.is_cuda else None
+    near = topology.local_world_size
+    report = memory_report(checked.config, topology.world_size, device_bytes=total, ranks_per_node=near)
+    notes = [f"  note: {note}" for note in notes_of(checked.config)]
+    print(*notes, report, sep="\n", file=sys.stderr, flush=True)
+    return checked
 
 
 def place_ranks(config: Config, topology: Topology, stack: ExitStack) -> Placement | None:
@@ -333,7 +354,7 @@ def place_ranks(config: Config, topology: Topology, stack: ExitStack) -> Placeme
 
 
 def open_engine(
-    config: Config, topology: Topology, stack: ExitStack, placement: Placement | None = None, **more: Any
+    config: Config, topology: Topology, stack: ExitStack, placement: Placement | None = None
 ) -> SamplingEngine | None:
     """Start the engine that the config asks for."""
     sampler = config.train_parameters.sampler
@@ -342,14 +363,16 @@ def open_engine(
     from vectorlm.engine.engine import SamplingEngine
 
     settings, output = sampler.engine, Path(config.train_parameters.output_dir)
+    adapters = config.train_parameters.lora_peft_config
     output.mkdir(parents=True, exist_ok=True)
     for_vllm = {
         "dtype": settings.vllm_dtype,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "enable_sleep_mode": sampler.turn.sleep != "none",
-        **_lora_arguments(config.train_parameters.lora_peft_config, settings.lora_mode),
+        **(engine_arguments(adapters) if adapters is not None and settings.lora_mode == "adapter" else {}),
     }
-    engine_args = {**(for_vllm if settings.inference == "vllm" else {}), **more, **settings.engine_args}
+    longest = {} if config.rl is None else {"max_model_len": config.train_parameters.max_seq_len}
+    engine_args = {**(for_vllm if settings.inference == "vllm" else {}), **longest, **settings.engine_args}
     engine = stack.enter_context(
         SamplingEngine(
             config.model,
@@ -358,7 +381,7 @@ def open_engine(
             inference=settings.inference,
             receiver=settings.receiver,
             transport=settings.transport,
-            lora_mode="auto" if config.train_parameters.lora_peft_config is None else settings.lora_mode,
+            lora_mode="auto" if adapters is None else settings.lora_mode,
             verify_updates=settings.verify_updates,
             check_finite=settings.check_finite,
             devices=None if placement is None else placement.engine,
@@ -370,15 +393,6 @@ def open_engine(
     if topology.is_cuda:
         put_to_sleep(engine, sampler.turn.sleep)
     return engine
-
-
-def _lora_arguments(options: Mapping[str, Any] | None, lora_mode: str) -> dict[str, Any]:
-    """Return what the engine needs to apply the run's adapters itself, in mode ``adapter``."""
-    if options is None:
-        return {}
-    for option, value, rule, fix in refused_options(options, lora_mode):
-        raise ConfigError(f"train_parameters.lora_peft_config.{option}={value!r} {rule}. {fix}")
-    return engine_arguments(options) if lora_mode == "adapter" else {}
 
 
 def _plot(config: Config) -> None:

@@ -187,17 +187,10 @@ def test_requirements_are_those_of_the_package():
             (1000, 1.5),
         ),
         ("0::/", {"memory.max": "2000", "cpu.max": "max 100000"}, (2000, None)),
-        ("4:memory:/x", {"memory/memory.limit_in_bytes": "9223372036854771712"}, (None, None)),
-        ("4:memory:/x", {"memory/x/memory.limit_in_bytes": "3000"}, (3000, None)),
-        (
-            "1:cpu,cpuacct:/x",
-            {"cpu,cpuacct/x/cpu.cfs_quota_us": "50000", "cpu,cpuacct/x/cpu.cfs_period_us": "100000"},
-            (None, 0.5),
-        ),
         ("1:name=systemd:/", {}, (None, None)),
     ],
 )
-def test_limits_of_containers_are_read_in_both_versions(tmp_path, line, files, limits):
+def test_limits_of_containers_are_read(tmp_path, line, files, limits):
     for name, text in files.items():
         path = tmp_path / "cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,12 +20,10 @@ from vectorlm.config import load_config
 from vectorlm.config.setting import all_settings
 from vectorlm.errors import VectorLMError
 from vectorlm.finetune import finetune
+from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.memory import memory_report
-from vectorlm.preflight.rl import check_prompt_lengths, check_rl
-from vectorlm.preflight.settings import check_config
 from vectorlm.reinforce import reinforce
 from vectorlm.report.metrics import JsonlSink
-from vectorlm.rewards.registry import reward_names
 
 ON_TEXT = """
 model: model
@@ -158,10 +156,7 @@ def accepted(text, overrides, world_size):
     Path("my.yaml").write_text(text)
     try:
         config = load_config("my.yaml", overrides)
-        check_config(config, world_size, reward_names())
-        if config.rl is not None:
-            check_rl(config)
-            check_prompt_lengths(config)
+        preflight(config, world_size)
         memory_report(config, world_size, ranks_per_node=world_size)
     except VectorLMError:
         return None

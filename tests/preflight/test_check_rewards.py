@@ -12,8 +12,9 @@ from vectorlm.cli import main
 from vectorlm.config import load_config, save_config
 from vectorlm.config.schema import SamplerSettings
 from vectorlm.errors import ConfigError
-from vectorlm.preflight.rewards import check_rewards, signature_problems
-from vectorlm.preflight.settings import check_config, check_consistency
+from vectorlm.preflight.checked import preflight
+from vectorlm.preflight.rewards import signature_problems
+from vectorlm.preflight.settings import setting_problems
 from vectorlm.types import PromptRecord
 
 CONFIG = """\
@@ -97,7 +98,7 @@ def test_the_reward_of_an_evaluation_is_checked_too(folder):
     define("completion, solution")
     reward = "train_parameters.sampler={prompts: questions.jsonl, reward: 'rewards.py:reward'}"
     with pytest.raises(ConfigError) as caught:
-        check_rewards(load_config("my.yaml", [reward, "rl.rewards={countdown: 1.0}"]))
+        preflight(load_config("my.yaml", [reward, "rl.rewards={countdown: 1.0}"]), 1)
     assert "rl.rewards.countdown=1.0 asks for 'numbers', which nothing supplies" in str(caught.value)
     assert (
         "train_parameters.sampler.reward='rewards.py:reward' asks for 'solution', which nothing supplies: the columns "
@@ -109,7 +110,7 @@ def test_the_reward_of_an_evaluation_is_checked_too(folder):
 def test_reinforcement_learning_needs_neither_a_sampler_section_nor_questions(folder, override):
     config = load_config("my.yaml", [override] if override else [])
     assert config.train_parameters.sampler == SamplerSettings()
-    check_config(config, 1, [])
+    assert list(setting_problems(config, 1)) == []
     save_config(config, "saved.yaml")
     assert load_config("saved.yaml") == config
 
@@ -120,7 +121,7 @@ def test_settings_of_an_evaluation_without_questions_are_refused(folder, name):
         ConfigError,
         match=r"has no effect with train_parameters.sampler.prompts=null. Leave it out, or name prompts",
     ):
-        check_consistency(load_config("my.yaml", [f"train_parameters.sampler={{{name}}}"]))
+        preflight(load_config("my.yaml", [f"train_parameters.sampler={{{name}}}"]), 1)
 
 
 def test_a_sampler_of_fine_tuning_still_needs_prompts(tmp_path):
@@ -128,7 +129,7 @@ def test_a_sampler_of_fine_tuning_still_needs_prompts(tmp_path):
     with pytest.raises(
         ConfigError, match=r"missing setting 'train_parameters.sampler.prompts' .*leave the section"
     ):
-        check_consistency(load_config(tmp_path / "my.yaml", ["train_parameters.sampler={}"]))
+        preflight(load_config(tmp_path / "my.yaml", ["train_parameters.sampler={}"]), 1)
     config = load_config(tmp_path / "my.yaml", ["train_parameters.sampler={prompts: [a]}"])
     assert config.train_parameters.sampler.evaluation.sample_frequency is None
 
@@ -141,7 +142,7 @@ def test_prompts_may_be_a_saved_dataset_or_parquet(folder, capsys):
     for source in ("saved", "rows.parquet"):
         assert main(["check", "my.yaml", "--set", f"rl.prompts={source}"]) == 0
     assert main(["check", "my.yaml", "--set", "rl.prompts=wrong"]) == 2
-    assert "rl.prompts='wrong' has no column 'prompt'. Name the column `prompt`." in capsys.readouterr().err
+    assert "row 0 of wrong has the columns question" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

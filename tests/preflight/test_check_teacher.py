@@ -9,10 +9,11 @@ from rank_processes import save_tiny_llama
 
 from vectorlm.cli import main
 from vectorlm.config import load_config
+from vectorlm.config.value import raise_problems
 from vectorlm.errors import ConfigError
 from vectorlm.preflight.memory import plan_of_config
-from vectorlm.preflight.rl import check_rl
-from vectorlm.preflight.settings import check_consistency
+from vectorlm.preflight.rl import rl_problems
+from vectorlm.preflight.settings import setting_problems
 from vectorlm.preflight.teacher import check_teacher
 
 CONFIG = """
@@ -52,7 +53,7 @@ def here(models, tmp_path, monkeypatch):
 def refusal(*overrides):
     config = load_config("my.yaml", overrides)
     with pytest.raises(ConfigError) as caught:
-        _ = check_consistency(config), check_rl(config)
+        raise_problems([*setting_problems(config, 1), *rl_problems(config, config.rl)])
     return str(caught.value)
 
 

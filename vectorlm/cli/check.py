@@ -6,14 +6,10 @@ import argparse
 import math
 
 from vectorlm.config.load import add_override_arguments, add_path_argument, config_from_arguments
-from vectorlm.config.schema import Config
-from vectorlm.preflight.local_model import resolve_model
+from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.memory import device_memory_bytes, memory_report
 from vectorlm.preflight.memory_plan import GIB
-from vectorlm.preflight.rewards import check_rewards
-from vectorlm.preflight.settings import check_config
 from vectorlm.preflight.summary import summarise
-from vectorlm.rewards.registry import reward_names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,36 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check a config file and say what the run would do."""
-    config = resolve_model(config_from_arguments(args))
-    check_all(config, args.world_size, args.nnodes)
+    checked = preflight(config_from_arguments(args), args.world_size, args.nnodes)
     asked = args.device_memory_gib
     device_bytes = device_memory_bytes() if asked is None else int(asked * GIB)
     report = memory_report(
-        config, args.world_size, device_bytes=device_bytes, ranks_per_node=args.world_size // args.nnodes
+        checked.config,
+        args.world_size,
+        device_bytes=device_bytes,
+        ranks_per_node=args.world_size // args.nnodes,
     )
     print(f"{args.yaml_path}: ok")
-    print(summarise(config, args.world_size, args.nnodes))
+    print(summarise(checked, args.world_size, args.nnodes))
     print(report)
     return 0
-
-
-def check_all(config: Config, world_size: int, num_nodes: int) -> None:
-    """Check the config of a run of either kind against this machine.
-
-    Raises:
-        ConfigError: The run cannot be carried out.
-    """
-    check_config(config, world_size, reward_names(), num_nodes)
-    check_rewards(config)
-    if config.rl is None:
-        return
-    # These import torch, which the check of a config for fine-tuning does without.
-    from vectorlm.preflight.rl import check_prompt_lengths, check_rl
-    from vectorlm.preflight.teacher import check_teacher
-
-    check_rl(config)
-    check_prompt_lengths(config)
-    check_teacher(config)
 
 
 def _positive(text: str) -> float:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from vectorlm.cli import at_interrupt, exit_code
-from vectorlm.cli.check import check_all
 from vectorlm.config.load import (
     add_config_arguments,
     add_override_arguments,
@@ -19,6 +18,7 @@ from vectorlm.config.load import (
 )
 from vectorlm.errors import ConfigError
 from vectorlm.preflight.accelerate import accelerate_overrides
+from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.local_model import with_download
 from vectorlm.preflight.resume import find_resumption, say_finished
 
@@ -42,10 +42,11 @@ def run(args: argparse.Namespace) -> int:
     # Under torchrun, torchrun decides the number of ranks and machines.
     topology = vectorlm.Topology.from_environment()
     world_size = max(args.world_size, topology.world_size)
-    check_all(config, world_size, topology.num_nodes)
+    # Under torchrun or srun rank 0 checks for all.
+    checked = None if topology.world_size > 1 else preflight(config, world_size)
     if asked and topology.is_main:
         print(f"from accelerate: {', '.join(asked)}", file=sys.stderr)
-    found = find_resumption(config, world_size)
+    found = find_resumption(config, world_size) if checked is None else checked.resumption
     if found is not None and found.is_finished:
         print(say_finished(config, found), file=sys.stderr)
         return 0
@@ -53,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
     from vectorlm.reinforce import reinforce
 
     with at_interrupt("with checkpoints, the same command goes on from the last one"):
-        vectorlm.launch(finetune if config.rl is None else reinforce, config, world_size=args.world_size)
+        vectorlm.launch(
+            finetune if config.rl is None else reinforce, checked or config, world_size=args.world_size
+        )
     if topology.is_main:
         print(f"the model is in {Path(config.train_parameters.output_dir, 'final-model')}", file=sys.stderr)
     return 0

@@ -15,25 +15,19 @@ class Limits:
 
 
 def container_limits(root: str | Path = "/sys/fs/cgroup", own: str | Path = "/proc/self/cgroup") -> Limits:
-    """Read the limits of this process's control group and of those around it, of version 2 or 1."""
+    """Read the limits of this process's control group and of the groups around it (cgroup version 2)."""
     memory, cores = [], []
-    for line in _read(Path(own)).splitlines():
-        _, controllers, place = line.split(":", 2)
-        top = Path(root, *([controllers] if controllers and not controllers.startswith("name=") else []))
-        inner = top / place.strip("/")
-        for folder in [inner, *inner.parents]:
-            if not folder.is_relative_to(top):
-                break
-            for name in ("memory.max", "memory.limit_in_bytes"):
-                memory += [int(text) for text in _read(folder / name).split() if text.isdigit()]
-            quota = _read(folder / "cpu.max").split() or [
-                *_read(folder / "cpu.cfs_quota_us").split(),
-                *_read(folder / "cpu.cfs_period_us").split(),
-            ]
-            if len(quota) == 2 and quota[0].isdigit():
-                cores.append(int(quota[0]) / int(quota[1]))
-    # Version 1 writes "no limit" as nearly 2^63.
-    return Limits(min((x for x in memory if x < 1 << 60), default=None), min(cores, default=None))
+    place = next((line[3:] for line in _read(Path(own)).splitlines() if line.startswith("0::")), None)
+    inner = Path(root, place.strip("/")) if place is not None else Path(root)
+    for folder in [inner, *inner.parents]:
+        if not folder.is_relative_to(root):
+            break
+        limit, quota = _read(folder / "memory.max").strip(), _read(folder / "cpu.max").split()
+        if limit.isdigit():
+            memory.append(int(limit))
+        if len(quota) == 2 and quota[0].isdigit():
+            cores.append(int(quota[0]) / int(quota[1]))
+    return Limits(min(memory, default=None), min(cores, default=None))
 
 
 def _read(path: Path) -> str:

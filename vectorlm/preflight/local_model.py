@@ -30,7 +30,7 @@ LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 def resolve_model(config: Config) -> Config:
     """Put the model's folder in the place of its name on the Hub, and its own length in the place of -1.
 
-    A model that is not here stays as it is, for `check_config` to refuse. Loads no package where the config names a
+    A model that is not here stays as it is, for `preflight` to refuse. Loads no package where the config names a
     folder that exists.
 
     Raises:
@@ -145,7 +145,7 @@ def number_in(description: Mapping[str, Any], names: Sequence[str]) -> int | Non
 
 
 def description_of(folder: Path) -> Mapping[str, Any] | None:
-    """Read a model's config.json; None where that fails, which `check_config` reports."""
+    """Read a model's config.json; None where that fails, which `preflight` or transformers reports."""
     try:
         description = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

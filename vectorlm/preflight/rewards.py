@@ -1,4 +1,4 @@
-"""What the run's own reward functions ask for, against the columns of its prompts; loads both."""
+"""Whether reward functions can be called with the columns of the prompts; loads the functions."""
 
 from __future__ import annotations
 
@@ -7,36 +7,29 @@ from typing import Any
 
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
-from vectorlm.config.value import raise_problems
-from vectorlm.data.prompts import read_prompts
 from vectorlm.rewards.registry import get_reward
 from vectorlm.rewards.signature import OF_TRL, RESERVED, RewardSignature
 from vectorlm.settings import nearest
 from vectorlm.types import PromptRecord
 
-_SAMPLER = "train_parameters.sampler"
 
-
-def check_rewards(config: Config) -> None:
-    """Refuse a reward function with a parameter that nothing supplies.
+def reward_problems(
+    config: Config, prompts: Sequence[PromptRecord], evaluation_prompts: Sequence[PromptRecord]
+) -> Iterator[str]:
+    """Yield each parameter of a reward function that nothing supplies.
 
     Raises:
-        ConfigError: Lists every such parameter, or a function or file does not exist.
-        DatasetError: The prompts cannot be read.
+        ConfigError: A function or its file does not exist.
     """
-    problems: list[str] = []
+    # Costs more than a minute: the first call comes after models are loaded and completions sampled.
     rl, sampler = config.rl, config.train_parameters.sampler
-    if rl is not None and rl.reward.rewards:
-        records = read_prompts(rl.collect.prompts, "rl.prompts")
-        for name, weight in rl.reward.rewards.items():
-            found = signature_problems(get_reward(name), records, "rl.prompts")
-            problems += (refuse(config, f"rl.rewards.{name}", *each, weight) for each in found)
-    evaluation = None if sampler is None else sampler.evaluation
-    if evaluation is not None and evaluation.prompts is not None and evaluation.reward is not None:
-        records = read_prompts(evaluation.prompts, f"{_SAMPLER}.prompts")
-        found = signature_problems(get_reward(evaluation.reward), records, f"{_SAMPLER}.prompts")
-        problems += (refuse(config, f"{_SAMPLER}.reward", *each) for each in found)
-    raise_problems(problems)
+    for name, weight in (rl.reward.rewards if rl is not None and prompts else {}).items():
+        for rule, fix in signature_problems(get_reward(name), prompts, "rl.prompts"):
+            yield refuse(config, f"rl.rewards.{name}", rule, fix, weight)
+    if sampler is not None and sampler.evaluation.reward is not None and evaluation_prompts:
+        reward, source = get_reward(sampler.evaluation.reward), "train_parameters.sampler.prompts"
+        for rule, fix in signature_problems(reward, evaluation_prompts, source):
+            yield refuse(config, "train_parameters.sampler.reward", rule, fix)
 
 
 def signature_problems(
@@ -61,7 +54,5 @@ def signature_problems(
     for name in signature.required:
         lacking = next((place for place, each in enumerate(records) if name not in each.columns), None)
         if name in columns and lacking is not None:
-            yield (
-                f"asks for {name!r}, which prompt {lacking} of {source} does not have",
-                "Give it a default, or fill the column.",
-            )
+            fix = "Give it a default, or fill the column."
+            yield f"asks for {name!r}, which prompt {lacking} of {source} does not have", fix

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,17 @@ from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.config.schema import Config, RLSettings
 from vectorlm.config.setting import all_settings, refuse, settings_of, to_plain, value_at
 from vectorlm.config.value import raise_problems
-from vectorlm.data.prompts import check_lengths, read_prompts
+from vectorlm.data.prompts import check_lengths as check_prompt_lengths
 from vectorlm.errors import ConfigError
 from vectorlm.hyperparameters import ClipCovSettings, OnlineDPOSettings, PassAtKSettings
 from vectorlm.plugin import load_plugin
 from vectorlm.preflight.teacher import teacher_problems
-from vectorlm.rewards.registry import get_reward, short_name
+from vectorlm.rewards.registry import short_name
 from vectorlm.rl.correction import correction_of
 from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, CriticSettings
 from vectorlm.train.load import load_tokenizer
 from vectorlm.train.optimizer_step import BY_LOSS
+from vectorlm.types import PromptRecord
 
 # Parameters that change which tokens can be drawn, or how likely they are, and that the trainer does not follow; with
 # the values that change nothing.
@@ -38,45 +39,37 @@ _RESHAPING: dict[str, tuple[Any, ...]] = {
 _SET_ELSEWHERE = {"n": "rl.group_size", "seed": "train_parameters.seed"}
 
 
-def check_rl(config: Config) -> AlgorithmSpec:
-    """Check the section ``rl`` and return its algorithm; loads the files that it names.
-
-    Raises:
-        ConfigError: Lists every problem found.
-    """
-    rl = config.rl
-    if rl is None:
+def check_rl(config: Config) -> None:
+    """Raise `ConfigError` with every problem of the section ``rl``."""
+    if config.rl is None:
         raise ConfigError("there is no section 'rl': reinforcement learning needs one.")
+    raise_problems(list(rl_problems(config, config.rl)))
+
+
+def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
+    """Find what is wrong with the section ``rl``; loads the algorithm and the environment that it names."""
     spec = get_algorithm(rl.algorithm)
-    found = [
-        *_group_problems(config, rl, spec),
-        *_sampling_problems(config, rl, spec),
-        *_correction_problems(config, rl, spec),
-        *_rollout_problems(config, rl),
-        *_overlong_problems(config, rl),
-        *_unread_settings(config, rl, spec),
-        *_reward_problems(config, rl, spec),
-        *teacher_problems(config, rl, spec),
-        *_hyperparameter_problems(config, rl, spec),
-        *_kl_problems(config, rl, spec),
-        *_length_problems(config, rl, spec),
-        *_schedule_problems(config, rl, spec),
-        *_async_problems(config, rl),
-    ]
-    raise_problems(found)
-    for name in rl.reward.rewards:
-        get_reward(name)
+    yield from _group_problems(config, rl, spec)
+    yield from _sampling_problems(config, rl, spec)
+    for name, value, rule, fix in correction_problems(rl.correction, spec):
+        yield refuse(config, f"rl.correction.{name}", rule, fix, value)
+    yield from _source_problems(config, rl)
+    yield from _unread_settings(config, rl, spec)
+    yield from _reward_problems(config, rl, spec)
+    yield from teacher_problems(config, rl, spec)
+    yield from _hyperparameter_problems(config, rl, spec)
+    yield from _kl_problems(config, rl, spec)
+    yield from _length_problems(config, rl, spec)
+    # Costs more than a minute: it is first called after models are loaded.
     if rl.collect.environment is not None:
         load_plugin(rl.collect.environment)
-    return spec
 
 
-def check_prompt_lengths(config: Config) -> None:
-    """Read and tokenise ``rl.prompts``; raise `DatasetError` where one leaves no room for an answer."""
-    if config.rl is not None:
-        prompt_records = read_prompts(config.rl.collect.prompts, "rl.prompts")
-        longest = longest_sequence(config) - 1
-        check_lengths(prompt_records, load_tokenizer(config.model), longest, "rl.prompts")
+def check_lengths(config: Config, prompts: Sequence[PromptRecord]) -> None:
+    """Tokenise ``rl.prompts``; raise `DatasetError` where one leaves no room for an answer."""
+    # Costs more than a minute: the prompt may be one of the last.
+    longest = longest_sequence(config) - 1
+    check_prompt_lengths(prompts, load_tokenizer(config.model), longest, "rl.prompts")
 
 
 def longest_sequence(config: Config) -> int:
@@ -88,12 +81,15 @@ def longest_sequence(config: Config) -> int:
 
 def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
     collect = rl.collect
+    # Silent: every advantage would be 0.
     if collect.group_size < spec.min_group_size:
         rule = f"is too small for {spec.name}, which compares completions of one prompt"
         yield refuse(config, "rl.group_size", rule, f"Use {spec.min_group_size} or more.")
+    # Silent: the run would sample on and on.
     if collect.group_size < 2 and rl.hyperparameters.dynamic_sampling:
         rule = "would drop every group with rl.dynamic_sampling, as one completion has nothing to differ from"
         yield refuse(config, "rl.group_size", rule, "Use 2 or more.")
+    # Costs more than a minute: the first batch is split after its completions are sampled.
     if rl.update.num_mini_batches > collect.prompts_per_step:
         rule = f"cannot split {collect.prompts_per_step} prompts: a mini-batch holds whole groups"
         yield refuse(config, "rl.num_mini_batches", rule, "Use fewer, or more prompts.")
@@ -101,13 +97,17 @@ def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iter
 
 def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
     given = rl.collect.sampling_params
+    # All of these are silent: the policy would learn from other completions than the formulas are about.
     for name, place in _SET_ELSEWHERE.items():
         if name in given:
             yield refuse(config, f"rl.sampling_params.{name}", "is set in another place", f"Set '{place}'.")
     temperature = rl.collect.sampling["temperature"]
     # vLLM rounds a temperature below 0.01 up to 0.01, or down to greedy sampling, which makes equal completions.
     if not (isinstance(temperature, int | float) and 0.01 <= temperature < math.inf):
-        rule = "must be at least 0.01, and finite: greedy completions are all the same, and vLLM has none in between"
+        rule = (
+            "must be at least 0.01, and finite: at 0 all completions of a group are equal, and vLLM rounds values "
+            "below 0.01"
+        )
         yield refuse(config, "rl.sampling_params.temperature", rule, "Use 1.0.")
     for name, harmless in _RESHAPING.items():
         if spec.samples_from_policy and name in given and given[name] not in harmless:
@@ -119,15 +119,11 @@ def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> I
             yield refuse(config, f"rl.sampling_params.{name}", rule, fix)
 
 
-def _correction_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
-    for name, value, rule, fix in correction_problems(rl.correction, spec):
-        yield refuse(config, f"rl.correction.{name}", rule, fix, value)
-
-
 def correction_problems(
     settings: CorrectionSettings, spec: AlgorithmSpec
 ) -> Iterator[tuple[str, Any, str, str]]:
     """Yield setting, value, rule and fix of everything that cannot be combined with this algorithm."""
+    # All of these are silent: weights that cancel, count twice or do not exist.
     correction = correction_of(settings, spec)
     if correction == NO_CORRECTION:
         return
@@ -166,33 +162,45 @@ def _gate_problems(correction: Correction) -> Iterator[tuple[str, Any, str, str]
         yield "gate_high", None, f"is needed: the largest {correction.gate} that passes", "Use 0.1."
 
 
-def _rollout_problems(config: Config, rl: RLSettings) -> Iterator[str]:
-    source, path = rl.rollout.source, rl.rollout.path
-    if source == "file" and path is None:
-        yield refuse(config, "rl.rollout.path", "is needed for source: file", "Name a rollouts.jsonl.")
-    if source == "file" and path is not None and not Path(path).is_file():
-        yield refuse(config, "rl.rollout.path", "is not a file", "Name a rollouts.jsonl.")
+def _source_problems(config: Config, rl: RLSettings) -> Iterator[str]:
+    source, path, sampler = rl.rollout.source, rl.rollout.path, config.train_parameters.sampler
+    # Costs more than a minute: the file is opened after models are loaded.
+    if source == "file" and (path is None or not Path(path).is_file()):
+        rule = "is needed for source: file" if path is None else "is not a file"
+        yield refuse(config, "rl.rollout.path", rule, "Name a rollouts.jsonl.")
+    # Silent: the run would sample instead of reading it.
     if source == "engine" and path is not None:
-        rule = "is not read with source: engine"
-        yield refuse(config, "rl.rollout.path", rule, "Set rl.rollout.source: file.")
-
-
-def _overlong_problems(config: Config, rl: RLSettings) -> Iterator[str]:
+        fix = "Set rl.rollout.source: file."
+        yield refuse(config, "rl.rollout.path", "is not read with source: engine", fix)
+    # Silent: the penalty would never apply, or always.
     buffer, longest = rl.collect.overlong_buffer_tokens, rl.collect.sampling["max_tokens"]
-    if not buffer:
-        return
-    if rl.collect.environment is not None:
+    if buffer and rl.collect.environment is not None:
         rule = "is for single turns: with an environment it would compare all turns with the length of one"
         yield refuse(config, "rl.overlong_buffer_tokens", rule, "Leave it out.")
-    elif longest is None or buffer > longest:
+    elif buffer and (longest is None or buffer > longest):
         rule = f"must lie within rl.sampling_params.max_tokens={longest}"
         yield refuse(config, "rl.overlong_buffer_tokens", rule, "Set max_tokens, or use a smaller one.")
+    if rl.async_ is None:
+        return
+    # Silent: nothing would overlap.
+    if source == "file":
+        rule = "has nothing to overlap with training: stored completions are there already"
+        yield refuse(config, "rl.rollout.source", rule, "Leave rl.async out.")
+    # Costs more than a minute: the engine would be asked while it sleeps.
+    if sampler is not None and (sampler.turn.sleep != "none" or sampler.turn.offload_optimizer):
+        turn = sampler.turn
+        yield (
+            f"train_parameters.sampler.sleep={turn.sleep!r} and offload_optimizer={turn.offload_optimizer}: with "
+            "rl.async engine and trainer work at the same time. Use sleep: none and offload_optimizer: False."
+        )
 
 
 def _reward_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
     reward = rl.reward
+    # Silent: nothing would be learned.
     if not reward.rewards and not reward.reward_models and not spec.needs_teacher:
         yield "the section 'rl' names no reward: fill rl.rewards or rl.reward_models."
+    # Silent: one would take the other's place.
     full_names: dict[str, str] = {}
     for name in [*reward.rewards, *reward.reward_models]:
         other = full_names.setdefault(short_name(name), name)
@@ -201,16 +209,16 @@ def _reward_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
                 f"the rewards {other!r} and {name!r} would both be called {short_name(name)!r} in metrics: rename one "
                 "of the functions or folders."
             )
+    # Costs more than a minute: the first sum of rewards comes after the first completions.
     for place, weights in (("rewards", reward.rewards), ("reward_models", reward.reward_models)):
         for name, weight in weights.items():
-            if isinstance(weight, bool) or not isinstance(weight, int | float):
-                yield refuse(config, f"rl.{place}.{name}", "must be a number", "Use 1.0.", weight)
-            elif not math.isfinite(weight):
-                yield refuse(config, f"rl.{place}.{name}", "must be finite", "Use 1.0.", weight)
-    folders = [(f"rl.reward_models.{path}", path) for path in reward.reward_models]
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+                yield refuse(config, f"rl.{place}.{name}", "must be a finite number", "Use 1.0.", weight)
+    # Costs more than a minute: the policy is loaded first.
+    folders = {f"rl.reward_models.{path}": path for path in reward.reward_models}
     if rl.critic.model is not None:
-        folders.append(("rl.critic.model", rl.critic.model))
-    for place, path in folders:
+        folders["rl.critic.model"] = rl.critic.model
+    for place, path in folders.items():
         if not (Path(path) / "config.json").is_file():
             yield refuse(config, place, "has no config.json", "Name a folder of save_pretrained.", path)
 
@@ -277,6 +285,7 @@ def _hyperparameter_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec
 
 def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
     kl, num_completions = rl.kl, rl.collect.prompts_per_step * rl.collect.group_size
+    # All but the last are silent: a penalty without an effect, or with two.
     ignores_rewards = spec.needs_teacher or not spec.samples_from_policy
     if ignores_rewards and kl.kl_coef > 0 and kl.kl_in == "reward":
         rule = f"would change nothing: {spec.name} does not learn from what the penalty leaves of the rewards"
@@ -298,6 +307,7 @@ def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterato
 def _length_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
     longest, sampled = config.train_parameters.max_seq_len, longest_sequence(config)
     unit = spec.rows_per_loss(rl.collect.group_size)
+    # Costs more than a minute: only the longest completions show it.
     if rl.update.max_tokens_per_micro_batch < longest * unit:
         what = "one sequence" if unit == 1 else f"the {unit} sequences that {spec.name} compares"
         rule = f"is less than {what} of train_parameters.max_seq_len={longest}"
@@ -306,9 +316,7 @@ def _length_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
         rule = f"is more than train_parameters.max_seq_len={longest}: rollouts could be too long to train on"
         path = "train_parameters.sampler.engine.max_model_len"
         yield refuse(config, path, rule, f"Leave it out, or use {longest} or less.")
-
-
-def _schedule_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
+    # Silent: the policy, or its learning rate, would never change.
     if spec.needs_critic and rl.critic.warmup_steps >= rl.max_steps:
         rule = f"leaves no step of rl.max_steps={rl.max_steps} to the policy"
         yield refuse(config, "rl.critic.warmup_steps", rule, "Use fewer.")
@@ -316,18 +324,3 @@ def _schedule_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> I
         rule = "waits for an evaluation loss, and reinforcement learning has none"
         fix = "Use constant, linear or cosine."
         yield refuse(config, "train_parameters.lr_scheduler_type", rule, fix)
-
-
-def _async_problems(config: Config, rl: RLSettings) -> Iterator[str]:
-    sampler = config.train_parameters.sampler
-    if rl.async_ is None:
-        return
-    if rl.rollout.source == "file":
-        rule = "has nothing to overlap with training: stored completions are there already"
-        yield refuse(config, "rl.rollout.source", rule, "Leave rl.async out.")
-    if sampler is not None and (sampler.turn.sleep != "none" or sampler.turn.offload_optimizer):
-        turn = sampler.turn
-        yield (
-            f"train_parameters.sampler.sleep={turn.sleep!r} and offload_optimizer={turn.offload_optimizer}: with "
-            "rl.async engine and trainer work at the same time. Use sleep: none and offload_optimizer: False."
-        )

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from vectorlm.config.schema import Config, RLSettings, TrainSettings
 from vectorlm.packages import is_installed
-from vectorlm.preflight.packages import NO_PICTURES
-from vectorlm.preflight.resume import find_resumption, say_finished
+from vectorlm.preflight.checked import CheckedConfig
+from vectorlm.preflight.resume import say_finished
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.train.settings import ModelSettings
 
 
-def summarise(config: Config, world_size: int, num_nodes: int = 1) -> str:
+def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1) -> str:
     """Return what the run will do, one aspect a line."""
-    train = config.train_parameters
+    config, train = checked.config, checked.config.train_parameters
     ranks = f"{world_size}" + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
     rows = {
         "model": config.model + (" with LoRA adapters" if train.lora_peft_config is not None else ""),
@@ -26,7 +26,7 @@ def summarise(config: Config, world_size: int, num_nodes: int = 1) -> str:
         "checkpoints": _checkpoint_row(config),
         **_early_stop_row(train),
         "output": train.output_dir,
-        **_resumption_row(config, world_size),
+        **_resumption_row(checked),
     }
     width = max(map(len, rows))
     lines = [f"  {name:<{width}}  {text}" for name, text in rows.items()]
@@ -37,7 +37,7 @@ def notes_of(config: Config) -> Iterator[str]:
     """Yield what the run does in another way than the file says."""
     yield from config.notes
     if not is_installed("matplotlib"):
-        yield NO_PICTURES
+        yield "pictures: none, for the package matplotlib is not installed. Run `pip install matplotlib`."
     train = config.train_parameters
     if train.model.use_flash_attention and not has_gpu():
         yield "use_flash_attention: there is no CUDA device, so attention is torch's own (SDPA)"
@@ -121,12 +121,12 @@ def _early_stop_row(train: TrainSettings) -> dict[str, str]:
     return {"stops early": f"after {_count(patience, 'evaluation')} without improvement"}
 
 
-def _resumption_row(config: Config, world_size: int) -> dict[str, str]:
-    found = find_resumption(config, world_size)
+def _resumption_row(checked: CheckedConfig) -> dict[str, str]:
+    found = checked.resumption
     if found is None:
         return {}
     if found.is_finished:
-        return {"goes on": f"no: {say_finished(config, found)}"}
+        return {"goes on": f"no: {say_finished(checked.config, found)}"}
     return {"goes on": "; ".join([f"from step {found.step}", *found.changes])}
 
 

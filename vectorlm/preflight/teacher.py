@@ -23,6 +23,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "unk_token_id")
 
 def teacher_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
     """Yield what the settings themselves forbid."""
+    # All of these are silent, but for folders and servers, which are opened after models are loaded.
     teacher = rl.teacher
     if spec.needs_teacher and rl.hyperparameters.dynamic_sampling:
         rule = f"would drop groups of equal rewards, and {spec.name} learns from them too"

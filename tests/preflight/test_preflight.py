@@ -1,0 +1,223 @@
+"""Which settings of a config for fine-tuning are refused before anything starts; test_messages.py has the texts."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from config_texts import MINIMAL
+from safetensors.torch import save_file
+
+from vectorlm.config import load_config
+from vectorlm.errors import ConfigError
+from vectorlm.packages import fields_of
+from vectorlm.preflight import files, packages, settings
+from vectorlm.preflight.checked import preflight
+from vectorlm.preflight.settings import LORA_CONFIG
+
+TRAIN = "train_parameters"
+SAMPLER = f"{TRAIN}.sampler={{sample_frequency: 2, prompts: p.jsonl}}"
+LORA = f"{TRAIN}.lora_peft_config"
+
+
+def passes(path, *overrides, world_size=1, num_nodes=1):
+    return preflight(load_config(path, overrides), world_size, num_nodes)
+
+
+def refused(path, *overrides, **more):
+    """Return the keys of the settings that are refused, in order."""
+    with pytest.raises(ConfigError) as caught:
+        passes(path, *overrides, **more)
+    return [line.partition("=")[0] for line in str(caught.value).split("  - ")[-num_of(caught.value) :]]
+
+
+def num_of(error):
+    first = str(error).split(" ", 1)
+    return int(first[0]) if first[1].startswith("problems:") else 1
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_nodes", "overrides"),
+    [
+        (1, 1, []),
+        (1, 1, [SAMPLER, f"{TRAIN}.sampler.reward=length"]),
+        (2, 1, [SAMPLER, f"{TRAIN}.sharding_strategy=HYBRID_SHARD", f"{TRAIN}.max_seq_len=256"]),
+        (4, 2, [SAMPLER, f"{TRAIN}.sharding_strategy=HYBRID_SHARD"]),
+        (4, 2, []),
+        (1, 1, [f"{TRAIN}.sampler={{sample_frequency: 2, prompts: [a]}}"]),
+        (1, 1, [f"{TRAIN}.use_flash_attention=true", f"{TRAIN}.use_mp=false", f"{TRAIN}.dtype=bfloat16"]),
+        (2, 1, [SAMPLER, f"{LORA}={{r: 4, bias: none, use_dora: false, modules_to_save: null}}"]),
+        (2, 1, [f"{LORA}={{use_dora: true, modules_to_save: [lm_head]}}"]),
+        (2, 1, [SAMPLER, f"{TRAIN}.sampler.lora_mode=merged", f"{LORA}={{use_dora: true}}"]),
+        (1, 1, [SAMPLER, f"{TRAIN}.sampler.engine={{tensor_parallel_size: 4}}"]),
+        (1, 1, ["trackers={tensorboard: }"]),
+    ],
+)
+def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_size, num_nodes, overrides):
+    before = sorted(Path().rglob("*"))
+    passes(complete, *overrides, world_size=world_size, num_nodes=num_nodes)
+    assert sorted(Path().rglob("*")) == before
+    assert Path(complete).read_text() == MINIMAL
+
+
+@pytest.mark.parametrize(
+    ("overrides", "more", "keys"),
+    [
+        ([], {"world_size": 0}, ["world_size"]),
+        ([], {"num_nodes": 0}, ["nnodes"]),
+        ([], {"world_size": 3, "num_nodes": 2}, ["world_size"]),
+        ([SAMPLER], {"world_size": 4, "num_nodes": 2}, [f"{TRAIN}.sharding_strategy"]),
+        (["dataset=null"], {}, ["there is nothing to train on: neither the section 'dataset' (supervised"]),
+        ([f"{TRAIN}.max_seq_len=257"], {}, [f"{TRAIN}.max_seq_len"]),
+        ([f"{TRAIN}.use_flash_attention=true", f"{TRAIN}.use_mp=false"], {}, [f"{TRAIN}.use_flash_attention"]),
+        ([f"{TRAIN}.optimizer.fused=true", f"{TRAIN}.optimizer.foreach=true"], {}, [f"{TRAIN}.optimizer.foreach"]),
+        ([f"{TRAIN}.optimizer.capturable=true", f"{TRAIN}.cpu_offload=true"], {}, [f"{TRAIN}.optimizer.capturable"]),
+        ([f"{TRAIN}.sampler={{prompts: q.jsonl}}"], {}, [f"{TRAIN}.sampler.prompts"]),
+        ([f"{TRAIN}.sampler={{prompts: [a], output_jsonl_path: data}}"], {}, [f"{TRAIN}.sampler.output_jsonl_path"]),
+        ([SAMPLER, f"{TRAIN}.sampler.engine.dtype=half"], {}, [f"{TRAIN}.sampler.engine.dtype"]),
+        ([SAMPLER, f"{TRAIN}.sampler.engine.token=hunter2"], {}, [f"{TRAIN}.sampler.engine.token"]),
+        (["wandb_config.api_key=hunter2"], {}, ["wandb_config.api_key"]),
+        (["trackers={tensorboard: {hf_token: abc}}"], {}, ["trackers.tensorboard.hf_token"]),
+        (["trackers={tensorbord: {}}"], {}, ["trackers.tensorbord"]),
+        (["trackers={wandb: {}}"], {}, ["trackers.wandb"]),
+        (["trackers={tensorboard: logs}"], {}, ["trackers.tensorboard"]),
+        ([SAMPLER, f"{LORA}={{use_dora: true}}"], {}, [f"{LORA}.use_dora"]),
+        ([SAMPLER, f"{LORA}={{bias: all}}"], {}, [f"{LORA}.bias"]),
+        ([SAMPLER, f"{LORA}={{r: 8, rank_pattern: {{q_proj: 600}}}}"], {}, [f"{LORA}.r"]),
+        ([SAMPLER, f"{TRAIN}.sampler.lora_mode=merged", f"{LORA}={{lora_bias: true}}"], {}, [f"{LORA}.lora_bias"]),
+        ([f"{LORA}={{r: 4, lora_alhpa: null}}"], {}, [f"{LORA}.lora_alhpa"]),
+        (
+            [SAMPLER, f"{LORA}={{r: 9}}", f"{TRAIN}.sampler.engine.max_lora_rank=8"],
+            {},
+            [f"{TRAIN}.sampler.engine.max_lora_rank"],
+        ),
+        (["dataset.train_ds=data"], {}, ["dataset.train_ds"]),
+        (["dataset.train_ds=/dev/null", "dataset.eval_ds=gone"], {}, ["dataset.train_ds", "dataset.eval_ds"]),
+    ],
+)  # fmt: skip
+def test_what_would_fail_late_or_silently_is_refused(complete, overrides, more, keys):
+    assert refused(complete, *overrides, **more) == keys
+
+
+def test_a_secret_is_not_repeated(complete):
+    with pytest.raises(ConfigError) as caught:
+        passes(complete, "wandb_config.api_key=hunter2hunter2")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_hidden_tokens_must_be_the_same_for_the_data_and_the_loss(complete):
+    made = "dataset_preprocess={ignore_index: -1, dataset_format: hf, data_field: text, load_path: a, save_path: b}"
+    assert refused(complete, made) == ["dataset_preprocess.ignore_index"]
+    passes(complete, made, "dataset.ignore_index=-1")
+
+
+@pytest.mark.skipif(not fields_of("sampling_params.py", "SamplingParams"), reason="needs vLLM's source")
+def test_a_sampling_parameter_that_vllm_does_not_know_is_refused(complete):
+    params = f"{TRAIN}.sampler.sampling_params"
+    assert refused(complete, SAMPLER, f"{params}.temprature=1") == [f"{params}.temprature"]
+    passes(complete, SAMPLER, f"{params}.temprature=1", f"{TRAIN}.sampler.inference=transformers")
+
+
+def test_on_cuda_every_worker_of_the_engine_needs_the_device_of_a_rank(complete, monkeypatch):
+    override = f"{TRAIN}.sampler.engine.tensor_parallel_size=4"
+    monkeypatch.setattr(settings, "has_gpu", lambda: True)
+    passes(complete, SAMPLER, override, world_size=4)
+    assert refused(complete, SAMPLER, override, world_size=2) == [override.partition("=")[0]]
+
+
+def test_compiling_on_cpu_needs_a_compiler(complete, monkeypatch):
+    monkeypatch.setattr(files, "has_gpu", lambda: False)
+    monkeypatch.setattr(files, "which", lambda name: None)
+    assert refused(complete, f"{TRAIN}.compile=true") == [f"{TRAIN}.compile"]
+
+
+def test_weights_that_a_download_left_incomplete_are_refused(complete):
+    folder = Path("models/tiny")
+    index = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+    (folder / "model.safetensors.index.json").write_text(index)
+    save_file({"a": torch.ones(100)}, folder / "model-1.safetensors")
+    assert refused(complete) == ["model"]
+    os.truncate(folder / "model-1.safetensors", (folder / "model-1.safetensors").stat().st_size - 1)
+    assert refused(complete) == ["model", "model"]
+
+
+def test_a_model_without_a_limit_takes_any_length(complete):
+    Path("models/tiny/config.json").write_text("{}")
+    passes(complete, f"{TRAIN}.max_seq_len=99999")
+
+
+@pytest.mark.parametrize("text", ["{broken", "[]", None])
+def test_a_folder_without_a_readable_dataset_is_refused(complete, text):
+    description = Path("data/train/dataset_info.json")
+    description.unlink() if text is None else description.write_text(text)
+    assert refused(complete) == ["dataset.train_ds"]
+
+
+def test_a_dataset_needs_the_columns_that_training_reads(complete):
+    Path("data/train/dataset_info.json").write_text('{"features": {"text": {}, "input_ids": {}}}')
+    assert refused(complete) == ["dataset.train_ds"]
+
+
+@pytest.mark.parametrize("line", ["no json", '["prompt"]', '{"text": "a"}'])
+def test_every_line_of_the_prompt_file_must_hold_a_prompt(complete, line):
+    Path("p.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=r"p\.jsonl:2 is "):
+        passes(complete, SAMPLER)
+
+
+def test_the_prompts_are_read_once(complete, monkeypatch):
+    read = Path.read_bytes
+    opened = []
+    monkeypatch.setattr(Path, "read_bytes", lambda path: opened.append(path.name) or read(path))
+    checked = passes(complete, SAMPLER, f"{TRAIN}.sampler.reward=length")
+    assert [record.prompt for record in checked.evaluation_prompts] == ["a", "b"]
+    assert opened == ["p.jsonl"]
+
+
+def test_every_argument_of_peft_is_known():
+    from peft import LoraConfig
+
+    known = set().union(*(fields_of(path, name, "peft") for path, name in LORA_CONFIG))
+    public = {field.name for field in dataclasses.fields(LoraConfig) if field.init and field.name[0] != "_"}
+    assert public <= known
+
+
+def test_wandb_without_a_key_is_refused_before_a_model_is_loaded(complete, monkeypatch, tmp_path):
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    online = "enable_wandb_logging=true"
+    assert refused(complete, online) == ["enable_wandb_logging"]
+    passes(complete, online, "wandb_config={mode: offline}")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    passes(complete, online)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080")
+    assert refused(complete, online) == ["enable_wandb_logging"]
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    passes(complete, online)
+
+
+def test_packages_that_are_not_installed_are_named(complete, monkeypatch):
+    monkeypatch.setattr(packages, "is_installed", lambda name: name not in ("wandb", "trackio"))
+    overrides = ["enable_wandb_logging=true", "trackers={trackio: {}}"]
+    assert refused(complete, *overrides) == ["enable_wandb_logging", "trackers.trackio"]
+
+
+def test_reinforcement_learning_needs_a_reward_to_keep_the_best(complete):
+    rl = "rl={algorithm: grpo, max_steps: 2, prompts: p.jsonl, prompts_per_step: 1, rewards: {length: 1}}"
+    keeps = [
+        f"{TRAIN}.checkpointing_enabled=true",
+        f"{TRAIN}.keep_best=true",
+        "dataset=null",
+        f"{TRAIN}.epochs=1",
+    ]
+    config = dataclasses.replace(load_config(complete, [rl, *keeps]), origins={})
+    found = [line.partition("=")[0] for line in settings.setting_problems(config, 1)]
+    assert f"{TRAIN}.keep_best" in found
+
+
+def test_a_description_that_is_no_json_object_is_left_to_transformers(complete):
+    Path("models/tiny/config.json").write_text(json.dumps([]))
+    passes(complete)
