@@ -39,7 +39,11 @@ setup(
     ],
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["vectorlm", "vectorlm.*"]),
-    package_data={"vectorlm": ["py.typed"], "vectorlm.report": ["page.html"]},
+    package_data={
+        "vectorlm": ["py.typed"],
+        "vectorlm.config": ["foreign.txt"],
+        "vectorlm.report": ["page.html"],
+    },
     install_requires=[
         "torch>=2.11",
         "transformers>=5",
