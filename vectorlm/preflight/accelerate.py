@@ -49,15 +49,17 @@ def accelerate_overrides(config: Config, environment: Mapping[str, str], world_s
             "accelerate launch started this process without a rank: on CPU (--cpu) it starts one process whatever its "
             "--num_processes says. Give the script --world_size, or accelerate --multi_gpu in place of --cpu."
         )
-    problems = [
-        f"{name}={environment[name]} of accelerate cannot be honoured. {WHAT_THERE_IS} Change accelerate's config."
+    refused = [
+        f"{name}={environment[name]}"
         for name, values in REFUSED.items()
         if environment.get(name, "").lower() in {value.lower() for value in values}
     ]
     if environment.get("FSDP_IGNORED_MODULES"):
-        problems.append(
-            f"FSDP_IGNORED_MODULES of accelerate cannot be honoured. {WHAT_THERE_IS} Leave it out."
-        )
+        refused.append("FSDP_IGNORED_MODULES")
+    problems = [
+        f"{each} of accelerate cannot be honoured. {WHAT_THERE_IS} Change accelerate's config."
+        for each in refused
+    ]
     plain, overrides = to_plain(config), []
     for name, path, wanted in _wanted(environment):
         if path not in config.origins:

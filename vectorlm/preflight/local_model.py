@@ -115,21 +115,19 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def missing_weights(folder: Path) -> list[str]:
-    """Name the files of weights that a model's folder lacks."""
-    lacking = [
-        sorted(name for name in _weight_files(index) if not (folder / name).is_file())
-        for index in sorted(folder.glob("*.index.json"))
-    ]
-    if not all(lacking) or any((folder / name).is_file() for name in WHOLE_WEIGHTS):
+    """Name up to three files of weights that a model's folder lacks; one index whose files are all there is enough."""
+    if any((folder / name).is_file() for name in WHOLE_WEIGHTS):
         return []
-    return lacking[0][:3] if lacking else list(WHOLE_WEIGHTS[:1])
-
-
-def _weight_files(index: Path) -> set[str]:
-    try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, LookupError, AttributeError, TypeError):
-        return {f"a readable {index.name}"}
+    lacking = list(WHOLE_WEIGHTS[:1])
+    for index in sorted(folder.glob("*.index.json"), reverse=True):
+        try:
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, LookupError, AttributeError, TypeError):
+            files = {f"a readable {index.name}"}
+        lacking = sorted(name for name in files if not (folder / name).is_file())
+        if not lacking:
+            break
+    return lacking[:3]
 
 
 def own_length(description: Mapping[str, Any]) -> int | None:

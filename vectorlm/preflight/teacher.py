@@ -39,7 +39,16 @@ def teacher_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
     if teacher.model is not None and not (Path(teacher.model) / "config.json").is_file():
         yield refuse(config, "rl.teacher.model", "has no config.json", "Name a folder of save_pretrained.")
     elif teacher.model is not None:
-        yield from _size_problems(config, teacher.model)
+        fix, longest = "Use a teacher of the policy's family.", config.train_parameters.max_seq_len
+        described, its_own = (description_of(Path(each)) or {} for each in (config.model, teacher.model))
+        mine, its = (number_in(each, ["vocab_size"]) for each in (described, its_own))
+        if mine is not None and its is not None and its < mine:
+            rule = f"has embeddings for {its} tokens, and the policy for {mine}"
+            yield refuse(config, "rl.teacher.model", rule, fix)
+        limit = own_length(its_own)
+        if limit is not None and limit < longest:
+            rule = f"reads at most {limit} tokens, and train_parameters.max_seq_len={longest}"
+            yield refuse(config, "rl.teacher.model", rule, fix)
     if teacher.kind == "full" and teacher.server is not None:
         rule = "needs the teacher's whole distribution, and a server says single log-probabilities"
         yield refuse(config, "rl.teacher.kind", rule, "Use sampled, or name the teacher's folder.")
@@ -68,13 +77,32 @@ def check_teacher(config: Config) -> None:
     rl = config.rl
     if rl is None or rl.teacher is None:
         return
-    mine = load_tokenizer(config.model)
+    # Silent: the policy would learn other tokens' probabilities.
+    policy, difference = load_tokenizer(config.model), None
+    path = "rl.teacher.model" if rl.teacher.model is not None else "rl.teacher.server"
     if rl.teacher.model is not None:
-        difference = tokenizer_difference(mine, load_tokenizer(rl.teacher.model))
-        if difference is not None:
-            raise ConfigError(_other_tokenizer(config, "rl.teacher.model", difference))
-    if rl.teacher.server is not None:
-        _check_server(config, rl.teacher.server, rl.teacher.timeout_s, mine)
+        difference = tokenizer_difference(policy, load_tokenizer(rl.teacher.model))
+    elif rl.teacher.server is not None:
+        # This imports the HTTP client, which other checks do without.
+        from vectorlm.backends.server.scoring import ScoringServer
+
+        server = ScoringServer(rl.teacher.server, rl.teacher.timeout_s)
+        longest = config.train_parameters.max_seq_len
+        token_ids = sorted(policy.get_vocab().values())
+        mine, its = str(policy.decode(token_ids)), server.decode(token_ids)
+        if mine != its:
+            pairs = enumerate(zip(mine, its, strict=False))
+            place = next((index for index, (a, b) in pairs if a != b), min(len(mine), len(its)))
+            near = slice(max(place - 8, 0), place + 8)
+            difference = (
+                f"in the text of all tokens, it has {its[near]!r} where the policy has {mine[near]!r}"
+            )
+        elif (room := server.max_model_len()) <= longest:
+            rule = f"has room for {room} tokens, and must have room for one more than max_seq_len={longest}"
+            raise ConfigError(refuse(config, path, rule, f"Start it with `--max-model-len {longest + 1}`."))
+    if difference is not None:
+        fix = "Distillation compares token by token: use a teacher of the policy's family."
+        raise ConfigError(refuse(config, path, f"has another tokenizer than the policy: {difference}", fix))
 
 
 def tokenizer_difference(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> str | None:
@@ -89,41 +117,3 @@ def tokenizer_difference(policy: PreTrainedTokenizerBase, teacher: PreTrainedTok
         if mine != its:
             return f"{name} is {mine} for the policy and {its} for the teacher"
     return None
-
-
-def _other_tokenizer(config: Config, path: str, difference: str) -> str:
-    fix = "Distillation compares token by token: use a teacher of the policy's family."
-    return refuse(config, path, f"has another tokenizer than the policy: {difference}", fix)
-
-
-def _check_server(config: Config, url: str, timeout_s: float, tokenizer: PreTrainedTokenizerBase) -> None:
-    # This imports the HTTP client, which other checks do without.
-    from vectorlm.backends.server.scoring import ScoringServer
-
-    server, longest = ScoringServer(url, timeout_s), config.train_parameters.max_seq_len
-    token_ids = sorted(tokenizer.get_vocab().values())
-    mine, its = str(tokenizer.decode(token_ids)), server.decode(token_ids)
-    if mine != its:
-        pairs = enumerate(zip(mine, its, strict=False))
-        place = next((index for index, (a, b) in pairs if a != b), min(len(mine), len(its)))
-        near = slice(max(place - 8, 0), place + 8)
-        difference = f"in the text of all tokens, it has {its[near]!r} where the policy has {mine[near]!r}"
-        raise ConfigError(_other_tokenizer(config, "rl.teacher.server", difference))
-    room = server.max_model_len()
-    if room <= longest:
-        rule = f"has room for {room} tokens, and must have room for one more than max_seq_len={longest}"
-        fix = f"Start it with `--max-model-len {longest + 1}`."
-        raise ConfigError(refuse(config, "rl.teacher.server", rule, fix))
-
-
-def _size_problems(config: Config, teacher: str) -> Iterator[str]:
-    longest, fix = config.train_parameters.max_seq_len, "Use a teacher of the policy's family."
-    described = [description_of(Path(each)) or {} for each in (config.model, teacher)]
-    mine, its = (number_in(each, ["vocab_size"]) for each in described)
-    if mine is not None and its is not None and its < mine:
-        rule = f"has embeddings for {its} tokens, and the policy for {mine}"
-        yield refuse(config, "rl.teacher.model", rule, fix)
-    limit = own_length(described[1])
-    if limit is not None and limit < longest:
-        rule = f"reads at most {limit} tokens, and train_parameters.max_seq_len={longest}"
-        yield refuse(config, "rl.teacher.model", rule, fix)
