@@ -299,10 +299,6 @@ def open_run(
     # ProgressSink shows the only progress bar of a run.
     disable_progress_bar()
     with ExitStack() as stack:
-        if topology.is_main:
-            stack.enter_context(held(Path(output)))
-            # Of an earlier run: `vectorlm watch` shows this one as starting until its models are loaded.
-            Path(output, START).unlink(missing_ok=True)
         placement = place_ranks(plain, topology, stack)
         stack.enter_context(process_group(topology))
         of_ranks: list[Any] = [None] * topology.world_size
@@ -310,7 +306,7 @@ def open_run(
         require_equal(results_or_first_error(of_ranks))
         found: list[Any] = [None]
         if topology.is_main:
-            result, error = capture(lambda: _look(plain, given, topology))
+            result, error = capture(lambda: _look(plain, given, topology, stack))
             # What was given is on the other ranks already.
             found = [(result if given is None else None, error)]
         dist.broadcast_object_list(found)
@@ -324,8 +320,10 @@ def open_run(
         _plot(plain)
 
 
-def _look(config: Config, checked: CheckedConfig | None, topology: Topology) -> CheckedConfig:
-    """Check a config that was not checked before; say what is different from the file, and plan the memory."""
+def _look(
+    config: Config, checked: CheckedConfig | None, topology: Topology, stack: ExitStack
+) -> CheckedConfig:
+    """Check a config that was not checked before, plan its memory, and hold its output folder until `stack` closes."""
     checked = checked or preflight(config, topology.world_size, topology.num_nodes)
     # Here, not in `preflight`: the command that starts the ranks touches no device.
     total = torch.cuda.get_device_properties(topology.device).total_memory if topology.is_cuda else None
@@ -333,6 +331,10 @@ def _look(config: Config, checked: CheckedConfig | None, topology: Topology) -> 
     report = memory_report(checked.config, topology.world_size, device_bytes=total, ranks_per_node=near)
     notes = [f"  note: {note}" for note in notes_of(checked.config)]
     print(*notes, report, sep="\n", file=sys.stderr, flush=True)
+    output = Path(config.train_parameters.output_dir)
+    stack.enter_context(held(output))
+    # Of an earlier run: `vectorlm watch` shows this one as starting until its models are loaded.
+    (output / START).unlink(missing_ok=True)
     return checked
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from shutil import which
 
+from vectorlm.checkpoint.folder import is_held
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
 from vectorlm.preflight.local_model import describe_absent, description_of, missing_weights, own_length
@@ -39,6 +40,10 @@ def file_problems(config: Config) -> Iterator[str]:
     if train.model.compile and not (has_gpu() or which(os.environ.get("CXX", "g++"))):
         rule = "needs a C++ compiler on CPU, and none is found here"
         yield refuse(config, "train_parameters.compile", rule, "Install g++, or set it to false.")
+    # Costs more than a minute: several nodes start their ranks first.
+    if is_held(Path(train.output_dir)):
+        fix = "Wait for its end, or name another folder."
+        yield refuse(config, "train_parameters.output_dir", "is in use by another run", fix)
     # Costs more than a minute: the first evaluation writes it.
     if train.sampler is not None and train.samples_path.is_dir():
         path = "train_parameters.sampler.output_jsonl_path"
