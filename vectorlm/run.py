@@ -292,9 +292,8 @@ def open_run(
     A `config` that was not checked is checked here, by rank 0 for all. A given `engine` stays open.
     """
     topology = topology or Topology.from_environment()
-    plain, given = (
-        (config.config, config) if isinstance(config, CheckedConfig) else (resolve_model(config), None)
-    )
+    given = config if isinstance(config, CheckedConfig) else None
+    plain = config.config if isinstance(config, CheckedConfig) else resolve_model(config)
     output = plain.train_parameters.output_dir
     # ProgressSink shows the only progress bar of a run.
     disable_progress_bar()
