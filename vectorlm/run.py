@@ -355,9 +355,9 @@ def place_ranks(config: Config, topology: Topology, stack: ExitStack) -> Placeme
 
 
 def open_engine(
-    config: Config, topology: Topology, stack: ExitStack, placement: Placement | None = None
+    config: Config, topology: Topology, stack: ExitStack, placement: Placement | None = None, **more: Any
 ) -> SamplingEngine | None:
-    """Start the engine that the config asks for."""
+    """Start the engine that the config asks for, whose own arguments win over `more`."""
     sampler = config.train_parameters.sampler
     if sampler is None:
         return None
@@ -373,7 +373,12 @@ def open_engine(
         **(engine_arguments(adapters) if adapters is not None and settings.lora_mode == "adapter" else {}),
     }
     longest = {} if config.rl is None else {"max_model_len": config.train_parameters.max_seq_len}
-    engine_args = {**(for_vllm if settings.inference == "vllm" else {}), **longest, **settings.engine_args}
+    engine_args = {
+        **(for_vllm if settings.inference == "vllm" else {}),
+        **longest,
+        **more,
+        **settings.engine_args,
+    }
     engine = stack.enter_context(
         SamplingEngine(
             config.model,
