@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from vectorlm.preflight.settings import LORA_CONFIG
 TRAIN = "train_parameters"
 SAMPLER = f"{TRAIN}.sampler={{sample_frequency: 2, prompts: p.jsonl}}"
 LORA = f"{TRAIN}.lora_peft_config"
+KEY = re.compile("[^=:]*")
 
 
 def passes(path, *overrides, world_size=1, num_nodes=1):
@@ -30,7 +32,7 @@ def refused(path, *overrides, **more):
     """Return the keys of the settings that are refused, in order."""
     with pytest.raises(ConfigError) as caught:
         passes(path, *overrides, **more)
-    return [line.partition("=")[0] for line in str(caught.value).split("  - ")[-num_of(caught.value) :]]
+    return [KEY.match(line)[0] for line in str(caught.value).split("  - ")[-num_of(caught.value) :]]
 
 
 def num_of(error):
@@ -42,7 +44,7 @@ def num_of(error):
     ("world_size", "num_nodes", "overrides"),
     [
         (1, 1, []),
-        (1, 1, [SAMPLER, f"{TRAIN}.sampler.reward=length"]),
+        (1, 1, [SAMPLER, f"{TRAIN}.sampler.reward='mine.py:score'"]),
         (2, 1, [SAMPLER, f"{TRAIN}.sharding_strategy=HYBRID_SHARD", f"{TRAIN}.max_seq_len=256"]),
         (4, 2, [SAMPLER, f"{TRAIN}.sharding_strategy=HYBRID_SHARD"]),
         (4, 2, []),
@@ -69,7 +71,7 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
         ([], {"num_nodes": 0}, ["nnodes"]),
         ([], {"world_size": 3, "num_nodes": 2}, ["world_size"]),
         ([SAMPLER], {"world_size": 4, "num_nodes": 2}, [f"{TRAIN}.sharding_strategy"]),
-        (["dataset=null"], {}, ["there is nothing to train on: neither the section 'dataset' (supervised"]),
+        (["dataset=null"], {}, ["there is nothing to train on"]),
         ([f"{TRAIN}.max_seq_len=257"], {}, [f"{TRAIN}.max_seq_len"]),
         ([f"{TRAIN}.use_flash_attention=true", f"{TRAIN}.use_mp=false"], {}, [f"{TRAIN}.use_flash_attention"]),
         ([f"{TRAIN}.optimizer.fused=true", f"{TRAIN}.optimizer.foreach=true"], {}, [f"{TRAIN}.optimizer.foreach"]),
@@ -171,7 +173,7 @@ def test_the_prompts_are_read_once(complete, monkeypatch):
     read = Path.read_bytes
     opened = []
     monkeypatch.setattr(Path, "read_bytes", lambda path: opened.append(path.name) or read(path))
-    checked = passes(complete, SAMPLER, f"{TRAIN}.sampler.reward=length")
+    checked = passes(complete, SAMPLER, f"{TRAIN}.sampler.reward='mine.py:score'")
     assert [record.prompt for record in checked.evaluation_prompts] == ["a", "b"]
     assert opened == ["p.jsonl"]
 
