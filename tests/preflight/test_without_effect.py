@@ -4,9 +4,10 @@ import pytest
 from config_texts import RL
 
 from vectorlm.config import load_config
+from vectorlm.config.value import raise_problems
 from vectorlm.errors import ConfigError
-from vectorlm.preflight.rl import check_rl
-from vectorlm.preflight.settings import check_consistency
+from vectorlm.preflight.rl import rl_problems
+from vectorlm.preflight.settings import setting_problems
 
 
 @pytest.fixture
@@ -15,8 +16,7 @@ def check(write_config):
 
     def run(*overrides):
         config = load_config(path, overrides)
-        check_consistency(config)
-        check_rl(config)
+        raise_problems([*setting_problems(config, 1), *rl_problems(config, config.rl)])
 
     return run
 
