@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import operator
 import time
 from collections.abc import Mapping, Sequence
@@ -62,8 +61,10 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start_s
     print(f"{text}\n{seconds:.1f} s")
     if args.output is not None:
-        result = _plain({"model": args.model, "engine": args.engine, "seconds": seconds, **found})
-        Path(args.output).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        result = {"model": args.model, "engine": args.engine, "seconds": seconds, **found}
+        # What is not a number, which JSON does not have, becomes null.
+        plain = json.loads(json.dumps(result), parse_constant=lambda name: None)
+        Path(args.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n")
     return 0
 
 
@@ -240,12 +241,3 @@ def _answer_tasks(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     with open_engine("vllm", model, adapter, engine_args) as engine:
         scored = harness.EngineLM(engine, tokenizer, engine_args["max_model_len"])
         return harness.run_tasks(scored, tasks, args.limit)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: NaN as null."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -18,7 +18,6 @@ from vectorlm.types import MetricSink
 
 FEW_STEPS = 30
 """A run of as many steps prints a line for each."""
-"""Cores, and a share of all cores."""
 
 
 class Sink(MetricSink, AbstractContextManager[Any], Protocol):
@@ -46,15 +45,15 @@ class JsonlSink:
         pass  # each line is in the file already
 
 
-_SHOWN: dict[str, Callable[[float], str]] = {
-    "train/loss": lambda x: f"loss {x:.4f}",
-    "reward/mean": lambda x: f"reward {x:.3f}",
-    "policy/entropy": lambda x: f"entropy {x:.2f}",
-    "time/step_s": lambda x: f"{x:.2f} s a step",
-    "train/learning_rate": lambda x: f"lr {x:.2e}",
-    "train/tokens_per_s": lambda x: f"{x:,.0f} tokens/s",
-    "eval/loss": lambda x: f"eval loss {x:.4f}",
-    "eval/accuracy": lambda x: f"right {x:.0%}",
+_SHOWN = {
+    "train/loss": "loss {:.4f}",
+    "reward/mean": "reward {:.3f}",
+    "policy/entropy": "entropy {:.2f}",
+    "time/step_s": "{:.2f} s a step",
+    "train/learning_rate": "lr {:.2e}",
+    "train/tokens_per_s": "{:,.0f} tokens/s",
+    "eval/loss": "eval loss {:.4f}",
+    "eval/accuracy": "right {:.0%}",
 }
 
 
@@ -96,7 +95,9 @@ class ProgressSink:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Show `step` with the newest loss, learning rate, tokens/s and evaluation."""
         self._latest.update(values)
-        shown = ", ".join(show(self._latest[name]) for name, show in _SHOWN.items() if name in self._latest)
+        shown = ", ".join(
+            form.format(self._latest[name]) for name, form in _SHOWN.items() if name in self._latest
+        )
         if self._bar is not None:
             self._bar.set_postfix_str(shown, refresh=False)
             self._bar.update(step - self._bar.n)
