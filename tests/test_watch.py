@@ -67,6 +67,7 @@ def test_a_frame_shows_progress_curves_phases_and_samples(run):
     assert "reward/mean                   0.6  ▁▂▂▃▄▄▅▅▆▇▇█" in text
     assert "correction/ess              97.0%  ▅▅▅▅▅▅▅▅▅▅▅▅" in text
     assert "generate                      75%  █████" in text
+    assert "staleness" not in text
     assert "samples of step 12" in text
     assert "<answer>1+2</answer>" in text
 

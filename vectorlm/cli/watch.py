@@ -22,6 +22,8 @@ PLAIN_HEIGHT = 48
 """Lines of a frame outside a terminal, at most."""
 LABEL_WIDTH, VALUE_WIDTH = 24, 9
 SPARKS = "▁▂▃▄▅▆▇█"
+ALWAYS_SHOWN = ("reward/mean", "eval/accuracy")
+"""Other metrics are left out while they are 0."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +75,7 @@ def frame(watched: RunFolder, width: int, height: int) -> list[Text]:
         for panel in ALL_PANELS
         for metric in panel.curves
         if (values := [value / panel.divisor for _, value in watched.series(metric)])
+        and (any(values) or metric in ALWAYS_SHOWN)
     ]
     phases = [
         Text(f"{phase:{LABEL_WIDTH}}{share:>{VALUE_WIDTH}.0%}  {'█' * round(room * share) or '▏'}")
