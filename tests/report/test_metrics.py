@@ -107,6 +107,7 @@ def test_resuming_refuses_a_file_of_something_else_and_leaves_it_alone(tmp_path:
     with pytest.raises(CheckpointError, match=r"line 2 is .* every line must be .* Repair the line"):
         JsonlSink(path, resume_step=20)
     assert path.read_text() == text
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
 def test_outside_a_terminal_progress_is_plain_lines_at_the_interval() -> None:
