@@ -107,7 +107,9 @@ def _section_of(tree: Entry, path: str) -> dict[str, Entry]:
 
 def _read_section(section: type, entry: Entry, prefix: str, problems: list[str]) -> Any:
     """Return the section as its dataclass, or None after adding to `problems`."""
-    known, values, num_before = settings_of(section), {}, len(problems)
+    num_before = len(problems)
+    values: dict[str, Any] = {}
+    known = settings_of(section)
     if section is RLSettings:
         known = {**known, **_settings_of_algorithm(entry, prefix, known, problems)}
     for key, child in entry.value.items():

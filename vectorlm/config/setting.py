@@ -91,7 +91,8 @@ def _keys_of(entry: Field[Any]) -> dict[str, Setting]:
 
 def build_section(cls: type, values: Mapping[str, Any]) -> Any:
     """Make the dataclass of a section from its values by key; a key that is left out has its default."""
-    hints, arguments = get_type_hints(cls), {}
+    hints = get_type_hints(cls)
+    arguments: dict[str, Any] = {}
     for entry in _fields_of(cls):
         if "inline" in entry.metadata:
             arguments[entry.name] = build_section(hints[entry.name], values)
