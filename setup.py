@@ -48,6 +48,7 @@ setup(
         "torch>=2.11",
         "transformers>=5",
         "accelerate",
+        "annotated-types",
         "peft",
         "pydantic>=2",
         "pyyaml",
