@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from vectorlm.contracts import Trainer
 from vectorlm.ranks.topology import Topology
-from vectorlm.testing.failures import speaking
 from vectorlm.testing.subject import from_all
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
@@ -87,21 +86,6 @@ def publishing_changes_nothing(subject: TrainerUnderTest) -> None:
     assert subject.trainer.version == version
     after = subject.whole()
     assert all(torch.equal(after[name], before[name]) for name in before)
-
-
-TRAINER_CHECKS: tuple[Callable[[TrainerUnderTest], None], ...] = tuple(
-    map(
-        speaking,
-        (
-            the_manifest_is_the_same_everywhere_and_stays,
-            what_is_published_are_the_weights,
-            checksums_of_the_ranks_add_up,
-            a_step_makes_the_next_version_and_other_weights,
-            publishing_changes_nothing,
-        ),
-    )
-)
-"""All checks of a trainer, in any order; all ranks call each."""
 
 
 class _SharedArena:
