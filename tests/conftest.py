@@ -75,3 +75,16 @@ def write_config(tmp_path, monkeypatch) -> Callable[..., str]:
         return "my.yaml"
 
     return write
+
+
+@pytest.fixture(scope="module")
+def inputs(request, tmp_path_factory):
+    """A folder with a tiny Llama, 21 training rows and 11 others; a test module may set options in TINY_LLAMA."""
+    from datasets import Dataset
+    from tiny_runs import rows
+
+    path = tmp_path_factory.mktemp("inputs")
+    save_tiny_llama(path / "model", **getattr(request.module, "TINY_LLAMA", {"hidden_size": 64}))
+    Dataset.from_list(rows(21)).save_to_disk(path / "train")
+    Dataset.from_list(rows(11, seed=1)).save_to_disk(path / "eval")
+    return path

@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from rank_processes import on_ranks, save_tiny_llama
 from safetensors.torch import load_file
-from tiny_runs import rows
+from sft_runs import make_config, train
 
 from vectorlm.checkpoint import export
 from vectorlm.cli import main
-from vectorlm.config import load_config
-from vectorlm.finetune import finetune
 
 TEXT = """
 model: {inputs}/model
@@ -30,36 +27,25 @@ train_parameters:
   save_frequency: 2
   logging_steps: 1
   keep_best: True
-  lora_peft_config: {lora}
 dataset: {{train_bs: 4, eval_bs: 4, train_ds: {inputs}/train, eval_ds: {inputs}/eval}}
 """
-LORA = "{r: 2, lora_alpha: 32, target_modules: [q_proj, down_proj], modules_to_save: [lm_head]}"
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    path = tmp_path_factory.mktemp("inputs")
-    save_tiny_llama(path / "model", hidden_size=64)
-    Dataset.from_list(rows(21)).save_to_disk(path / "train")
-    Dataset.from_list(rows(11, seed=1)).save_to_disk(path / "eval")
-    return path
-
-
-def train(topology, path):
-    finetune(load_config(path), topology)
+LORA = {
+    "r": 2,
+    "lora_alpha": 32,
+    "target_modules": ["q_proj", "down_proj"],
+    "modules_to_save": ["lm_head"],
+}
 
 
 def run_of(inputs, name, lora):
     """Train on two ranks, so that each checkpoint is of two shards."""
-    output, path = inputs / name, inputs / f"{name}.yaml"
-    path.write_text(TEXT.format(inputs=inputs, output=output, lora=lora))
-    on_ranks(2, train, path)
-    return output
+    on_ranks(2, train, make_config(inputs, inputs / name, TEXT, lora_peft_config=lora))
+    return inputs / name
 
 
 @pytest.fixture(scope="module")
 def full(inputs):
-    return run_of(inputs, "full", "null")
+    return run_of(inputs, "full", None)
 
 
 @pytest.fixture(scope="module")
@@ -234,16 +220,17 @@ SERVE = """
 import json, sys
 from vllm import LLM, SamplingParams
 
-engine = LLM(sys.argv[1], dtype="float32", enforce_eager=True, kv_cache_memory_bytes=16 << 20)
 params = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
-found = [output.outputs[0] for output in engine.generate(["abcd", "xyz"], params, use_tqdm=False)]
-print(json.dumps([[[token, steps[token].logprob] for token, steps in zip(each.token_ids, each.logprobs)]
-                  for each in found]))
+for folder in sys.argv[1:]:
+    engine = LLM(folder, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=16 << 20)
+    found = [output.outputs[0] for output in engine.generate(["abcd", "xyz"], params, use_tqdm=False)]
+    print(json.dumps([[[token, steps[token].logprob] for token, steps in zip(each.token_ids, each.logprobs)]
+                      for each in found]))
 """
 
 
-def served(folder):
-    """Return tokens and log-probabilities of a plain vLLM engine, without anything of this library."""
+def served(*folders):
+    """Return tokens and log-probabilities of plain vLLM engines, without anything of this library."""
     how = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -251,10 +238,10 @@ def served(folder):
         "VLLM_NO_USAGE_STATS": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }
-    command = [sys.executable, "-c", SERVE, str(folder)]
+    command = [sys.executable, "-c", SERVE, *map(str, folders)]
     done = subprocess.run(command, env=os.environ | how, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(folders) :]]
 
 
 def by_transformers(folder):
@@ -274,13 +261,11 @@ def by_transformers(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "merged"])
-def test_plain_vllm_serves_an_export_as_transformers_computes_it(inputs, full, adapters, capsys, kind):
-    folder = full / "final-model"
-    if kind == "merged":
-        folder = inputs / "merged-to-serve"
-        export_of(capsys, adapters, "--merge", "--output", folder)
-    for found, expected in zip(served(folder), by_transformers(folder), strict=True):
-        assert [token for token, _ in found] == [token for token, _ in expected]
-        # fp32 round-off of two implementations
-        assert [x for _, x in found] == pytest.approx([x for _, x in expected], abs=1e-4)
+def test_plain_vllm_serves_exports_as_transformers_computes_them(inputs, full, adapters, capsys):
+    folders = [full / "final-model", inputs / "merged-to-serve"]
+    export_of(capsys, adapters, "--merge", "--output", folders[1])
+    for folder, answers in zip(folders, served(*folders), strict=True):
+        for found, expected in zip(answers, by_transformers(folder), strict=True):
+            assert [token for token, _ in found] == [token for token, _ in expected]
+            # fp32 round-off of two implementations
+            assert [x for _, x in found] == pytest.approx([x for _, x in expected], abs=1e-4)

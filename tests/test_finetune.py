@@ -1,5 +1,8 @@
+"""Fine-tuning runs: what they leave, that they go on, and the examples that start them."""
+
 import gzip
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -8,76 +11,53 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
-from rank_processes import on_ranks, save_tiny_llama
+from rank_processes import on_ranks
 from safetensors.torch import load_file
-from tiny_runs import rows
+from sft_runs import ROOT, SAMPLER, lines, make_config, train
 
 from vectorlm.config import load_config, save_config
 from vectorlm.errors import ConfigError, RankMismatch
 from vectorlm.finetune import finetune
 from vectorlm.preflight.resume import find_resumption
 
-ROOT = Path(__file__).parents[1]
-
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    path = tmp_path_factory.mktemp("inputs")
-    save_tiny_llama(path / "model", hidden_size=64)
-    Dataset.from_list(rows(21)).save_to_disk(path / "train")
-    Dataset.from_list(rows(11, seed=1)).save_to_disk(path / "eval")
-    return path
+def whole(inputs, tmp_path_factory):
+    """A run of two ranks to its end, with the checkpoints of steps 4 and 6; tests read it, or go on from a copy."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    on_ranks(2, train, make_config(inputs, output, checkpointing_enabled=True))
+    return output
 
 
-def make_config(inputs, output, **changes):
-    path = output.with_suffix(".yaml")
-    path.write_text(
-        f"""
-model: {inputs}/model
-train_parameters:
-  output_dir: {output}
-  max_seq_len: 16
-  epochs: 2
-  seed: 3
-  optimizer: {{lr: 0.01}}
-  warmup_ratio: 0.2
-  gradient_accumulation_steps: 2
-  logging_steps: 3
-  checkpointing_enabled: False
-  save_frequency: 0.5
-dataset: {{train_bs: 2, eval_bs: 4, train_ds: {inputs}/train, eval_ds: {inputs}/eval}}
-"""
-    )
-    return load_config(
-        path, [f"train_parameters.{name}={json.dumps(value)}" for name, value in changes.items()]
-    )
+def copy_of(whole, output, inputs, *gone, **changes):
+    """Copy the run without some of its checkpoints; return the config that goes on from it."""
+    shutil.copytree(whole, output)
+    for step in gone:
+        shutil.rmtree(output / "checkpoints" / f"step-{step:08d}")
+    return make_config(inputs, output, checkpointing_enabled=True, **changes)
 
 
-def run(topology, config):
-    finetune(config, topology)
+def weights_of(output):
+    return load_file(output / "final-model" / "model.safetensors")
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def losses_of(output):
+    return [line["train/loss"] for line in lines(output / "metrics.jsonl")[1:]]
 
 
-def test_a_run_leaves_model_metrics_plot_and_a_config_that_loads_again(inputs, tmp_path):
-    output = tmp_path / "run"
-    config = make_config(inputs, output)
-    on_ranks(2, run, config)
-    names = ["config.yaml", "final-model", "metrics.jsonl", "run.json", "run.png"]
-    assert sorted(path.name for path in output.iterdir()) == names
-    assert load_config(output / "config.yaml") == config
-    metrics = lines(output / "metrics.jsonl")
+def test_a_run_leaves_model_metrics_plot_and_a_config_that_loads_again(inputs, whole):
+    names = ["checkpoints", "config.yaml", "final-model", "metrics.jsonl", "run.json", "run.png"]
+    assert sorted(path.name for path in whole.iterdir()) == names
+    assert load_config(whole / "config.yaml") == make_config(inputs, whole, checkpointing_enabled=True)
+    metrics = lines(whole / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in metrics if "eval/loss" in line] == [0, 3, 6]
     assert metrics[-1]["eval/loss"] < metrics[0]["eval/loss"]
-    assert (output / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert (whole / "run.png").read_bytes().startswith(b"\x89PNG")
     # Two of six steps warm up: transformers' first learning rate is 0.
     rates = [line["train/learning_rate"] for line in metrics[1:4]]
     assert rates == pytest.approx([0.0, 0.005, 0.01])
-    versions = json.loads((output / "run.json").read_text())["versions"]
+    versions = json.loads((whole / "run.json").read_text())["versions"]
     assert (versions["torch"], versions["world_size"]) == (torch.__version__, 2)
 
 
@@ -100,7 +80,7 @@ def test_ranks_with_other_settings_are_refused_on_all_of_them_before_anything_is
 def test_a_profiled_run_leaves_a_trace_of_each_step_and_the_time_of_each_phase(inputs, tmp_path):
     output = tmp_path / "profiled"
     config = make_config(inputs, output, profile_steps=2)
-    on_ranks(1, run, config)
+    on_ranks(1, train, config)
     traces = sorted(output.glob("trace-step-*.json.gz"))
     assert [path.name for path in traces] == ["trace-step-3.json.gz", "trace-step-4.json.gz"]
     with gzip.open(traces[0]) as file:
@@ -117,117 +97,88 @@ def test_a_profile_of_a_run_that_is_too_short_is_refused(inputs, tmp_path):
     with pytest.raises(
         Exception, match=r"profile_steps=2 records nothing of 2 steps: it leaves out the first 2"
     ):
-        on_ranks(1, run, config)
+        on_ranks(1, train, config)
 
 
-def test_what_saves_memory_changes_no_number(inputs, tmp_path):
-    curves = []
-    for name, changes in (
-        ("plain", {"low_cpu_mem_usage": False}),
-        ("thrifty", {"use_activation_checkpointing": True, "cpu_offload": True}),
-    ):
-        on_ranks(2, run, make_config(inputs, tmp_path / name, **changes))
-        curves.append([line.get("train/loss") for line in lines(tmp_path / name / "metrics.jsonl")])
-    assert curves[0] == curves[1]
+def test_what_saves_memory_changes_no_number(inputs, whole, tmp_path):
+    ways = {"low_cpu_mem_usage": False, "use_activation_checkpointing": True, "cpu_offload": True}
+    on_ranks(2, train, make_config(inputs, tmp_path / "thrifty", **ways))
+    assert losses_of(tmp_path / "thrifty") == losses_of(whole)
 
 
-def test_the_same_command_again_goes_on_and_other_settings_are_refused(inputs, tmp_path):
+def test_the_same_command_again_goes_on_and_other_settings_are_refused(inputs, whole, tmp_path):
     output = tmp_path / "run"
-    config = make_config(inputs, output, checkpointing_enabled=True)
-    on_ranks(2, run, config)
-    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == [
-        "step-00000004",
-        "step-00000006",
-    ]
-    weights, metrics = (
-        load_file(output / "final-model" / "model.safetensors"),
-        lines(output / "metrics.jsonl"),
-    )
-    (output / "checkpoints" / "step-00000006").rename(output / "checkpoints" / ".step-00000006.unfinished")
-    on_ranks(2, run, config)
-    again = load_file(output / "final-model" / "model.safetensors")
-    assert all((again[name] == weights[name]).all() for name in weights)
-    assert lines(output / "metrics.jsonl")[:5] == metrics[:5]
-    assert [line["train/loss"] for line in lines(output / "metrics.jsonl")[5:]] == [
-        line["train/loss"] for line in metrics[5:]
-    ]
+    config = copy_of(whole, output, inputs)
+    checkpoints = output / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000004", "step-00000006"]
+    (checkpoints / "step-00000006").rename(checkpoints / ".step-00000006.unfinished")
+    on_ranks(2, train, config)
+    found, expected = weights_of(output), weights_of(whole)
+    assert all((found[name] == expected[name]).all() for name in expected)
+    assert lines(output / "metrics.jsonl")[:5] == lines(whole / "metrics.jsonl")[:5]
+    assert losses_of(output) == losses_of(whole)
     other = make_config(inputs, output, checkpointing_enabled=True, seed=4)
     message = r"CheckpointError: cannot go on from \S+step-00000006: train_parameters.seed=4 \(was 3\)\. "
     with pytest.raises(AssertionError, match=message):
-        on_ranks(2, run, other)
-
-
-def goes_on(inputs, output, world_size, **changes):
-    """Train on two ranks, forget what came after step 4, and go on."""
-    on_ranks(2, run, make_config(inputs, output, checkpointing_enabled=True))
-    shutil.rmtree(output / "checkpoints" / "step-00000006")
-    on_ranks(world_size, run, make_config(inputs, output, checkpointing_enabled=True, **changes))
-    return lines(output / "metrics.jsonl"), load_file(output / "final-model" / "model.safetensors")
+        on_ranks(2, train, other)
 
 
 @pytest.mark.parametrize(
     ("world_size", "num_micro_batches"), [(1, 4), pytest.param(4, 1, marks=pytest.mark.slow)]
 )
-def test_a_run_goes_on_with_another_number_of_ranks(inputs, tmp_path, world_size, num_micro_batches):
-    whole = tmp_path / "whole"
-    on_ranks(2, run, make_config(inputs, whole))
+def test_a_run_goes_on_with_another_number_of_ranks(inputs, whole, tmp_path, world_size, num_micro_batches):
     # The same global batch: 21 rows, eight a step.
-    metrics, weights = goes_on(
-        inputs, tmp_path / "cut", world_size, gradient_accumulation_steps=num_micro_batches
-    )
-    for line, expected in zip(metrics, lines(whole / "metrics.jsonl"), strict=True):
+    config = copy_of(whole, tmp_path / "cut", inputs, 6, gradient_accumulation_steps=num_micro_batches)
+    on_ranks(world_size, train, config)
+    pairs = zip(lines(tmp_path / "cut/metrics.jsonl"), lines(whole / "metrics.jsonl"), strict=True)
+    for line, expected in pairs:
         kept = ("train/loss", "train/grad_norm", "train/learning_rate", "eval/loss")
         # Round-off: another order of the sums.
         found, wanted = ({name: each.get(name, 0.0) for name in kept} for each in (line, expected))
         assert found == pytest.approx(wanted, rel=1e-5)
-    for name, expected in load_file(whole / "final-model" / "model.safetensors").items():
+    weights = weights_of(tmp_path / "cut")
+    for name, expected in weights_of(whole).items():
         torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_finished_run_trains_longer_and_with_another_learning_rate(inputs, tmp_path):
-    fresh, longer = tmp_path / "fresh", tmp_path / "longer"
-    on_ranks(1, run, make_config(inputs, fresh, epochs=3))
-    for changes in ({}, {"epochs": 3, "optimizer.lr": 0.02, "optimizer.betas": [0.8, 0.9]}):
-        config = make_config(inputs, longer, checkpointing_enabled=True, **changes)
-        on_ranks(1, run, config)
-    expected, found = lines(fresh / "metrics.jsonl"), lines(longer / "metrics.jsonl")
-    num_steps = len(expected) - 1
-    assert [line["step"] for line in found] == list(range(num_steps + 1))
-    # The schedule is that of the longer run, from its place in it, with the new peak.
-    for line, other in zip(found[num_steps * 2 // 3 + 1 :], expected[num_steps * 2 // 3 + 1 :], strict=True):
-        assert line["train/learning_rate"] == pytest.approx(2 * other["train/learning_rate"])
-        assert line["train/loss"] < found[0]["eval/loss"]
-    assert find_resumption(config, 1).is_finished
-    assert not find_resumption(
-        make_config(inputs, longer, checkpointing_enabled=True, epochs=4), 1
-    ).is_finished
+def test_a_finished_run_trains_longer_and_with_another_learning_rate(inputs, whole, tmp_path):
+    changes = {"epochs": 3, "optimizer.lr": 0.02, "optimizer.betas": [0.8, 0.9]}
+    config = copy_of(whole, tmp_path / "longer", inputs, **changes)
+    on_ranks(2, train, config)
+    found = lines(tmp_path / "longer/metrics.jsonl")
+    assert [line["step"] for line in found] == list(range(10))
+    # The cosine of the longer run, two of whose nine steps warm up, with the new peak; the first step has place 0.
+    rates = [0.01 * (1 + math.cos(math.pi * (place - 2) / 7)) for place in (6, 7, 8)]
+    assert [line["train/learning_rate"] for line in found[7:]] == pytest.approx(rates)
+    assert all(line["train/loss"] < found[0]["eval/loss"] for line in found[7:])
+    assert find_resumption(config, 2).is_finished
+    much_longer = make_config(
+        inputs, tmp_path / "longer", checkpointing_enabled=True, **changes | {"epochs": 4}
+    )
+    assert not find_resumption(much_longer, 2).is_finished
 
 
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
 
 
-def test_two_nodes_train_as_one_and_go_on_from_a_checkpoint_in_the_folder_that_they_share(inputs, tmp_path):
-    one = make_config(inputs, tmp_path / "one")
-    on_ranks(2, run, one)
-    changes = {"sharding_strategy": "HYBRID_SHARD", "checkpointing_enabled": True}
-    two = make_config(inputs, tmp_path / "two", **changes)
-    on_ranks(2, run, two, num_nodes=2)
-    curves = [
-        [line["train/loss"] for line in lines(tmp_path / name / "metrics.jsonl")[1:]]
-        for name in ("one", "two")
-    ]
+def test_two_nodes_train_as_one_and_go_on_from_a_checkpoint_in_the_folder_that_they_share(
+    inputs, whole, tmp_path
+):
+    output = tmp_path / "two"
+    config = make_config(inputs, output, sharding_strategy="HYBRID_SHARD", checkpointing_enabled=True)
+    on_ranks(2, train, config, num_nodes=2)
     # Replicas add the same gradients up in another order.
-    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
-    weights = load_file(tmp_path / "two" / "final-model" / "model.safetensors")
-    shutil.rmtree(tmp_path / "two" / "checkpoints" / "step-00000006")
-    on_ranks(2, run, two, num_nodes=2)
-    again = load_file(tmp_path / "two" / "final-model" / "model.safetensors")
+    assert losses_of(output) == pytest.approx(losses_of(whole), rel=1e-5)
+    weights = weights_of(output)
+    shutil.rmtree(output / "checkpoints" / "step-00000006")
+    on_ranks(2, train, config, num_nodes=2)
+    again = weights_of(output)
     assert all((again[name] == weights[name]).all() for name in weights)
 
 
 def test_adapters_are_trained_and_saved_alone(inputs, tmp_path):
     config = make_config(inputs, tmp_path / "run", lora_peft_config=LORA, use_activation_checkpointing=True)
-    on_ranks(2, run, config)
+    on_ranks(2, train, config)
     metrics = lines(tmp_path / "run" / "metrics.jsonl")
     assert metrics[-1]["eval/loss"] < metrics[0]["eval/loss"]
     adapters = load_file(tmp_path / "run" / "final-model" / "adapter_model.safetensors")
@@ -255,23 +206,15 @@ def start(*command):
     )
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-
-
-@pytest.mark.parametrize(
-    ("launcher", "world_size"), [((), 1), pytest.param(TORCHRUN, 2, marks=pytest.mark.slow)]
-)
-def test_the_plain_example_trains_without_the_sampler_and_says_what_samples(
-    launcher, world_size, inputs, tmp_path
-):
+def test_the_plain_example_trains_without_the_sampler_and_says_what_samples(inputs, tmp_path):
     config = make_config(inputs, tmp_path / "run")
     path = tmp_path / "run.yaml"
     sampler = 'train_parameters.sampler={sample_frequency: 1, prompts: ["abc"]}'
-    done = start(*launcher, "examples/llama_example.py", "--yaml_path", str(path), "--set", sampler)
+    done = start("examples/llama_example.py", "--yaml_path", str(path), "--set", sampler)
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
         f"{path} asks for sampling, which this script leaves out. To sample as well:\n"
-        f"  python examples/llama_example_mp.py --yaml_path {path} --world_size {world_size}\n"
+        f"  python examples/llama_example_mp.py --yaml_path {path} --world_size 1\n"
     )
     output = Path(config.train_parameters.output_dir)
     assert (output / "final-model" / "model.safetensors").is_file()
@@ -286,13 +229,6 @@ def test_the_examples_report_a_mistake_in_one_line(inputs, tmp_path):
         assert "ConfigError: " in done.stderr
         assert "/nowhere" in done.stderr
         assert "Traceback" not in done.stderr
-
-
-SAMPLER = (
-    'train_parameters.sampler={sample_frequency: 4, prompts: ["abc", "xyzk"], vllm_dtype: float32, '
-    "sampling_params: {temperature: 0, max_tokens: 6, ignore_eos: true}, "
-    "engine: {max_model_len: 32, kv_cache_memory_bytes: 16777216}}"
-)
 
 
 def assert_last_answers_are_those_of(model, tokenizer, samples):

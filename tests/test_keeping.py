@@ -1,6 +1,5 @@
 """What whole runs keep: the best checkpoint, the last ones, a model of each epoch; and runs that stop early."""
 
-import json
 import os
 import shutil
 import signal
@@ -10,7 +9,7 @@ import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
 from safetensors.torch import load_file
-from tiny_runs import rows
+from sft_runs import lines, make_config
 
 from vectorlm import FakeEngine
 from vectorlm.cli import main
@@ -39,24 +38,12 @@ LOSSES = (9.0, 3.0, 1.0, 2.0, 0.5, 2.5, 2.0, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0)
 """What the evaluations of a run are said to give, so that the best one is in the middle."""
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    from datasets import Dataset
-
-    path = tmp_path_factory.mktemp("inputs")
-    # Dropout makes the weights depend on every rank's random generator.
-    save_tiny_llama(path / "model", dropout=0.2)
-    Dataset.from_list(rows(21)).save_to_disk(path / "train")
-    Dataset.from_list(rows(11, seed=1)).save_to_disk(path / "eval")
-    return path
+# Dropout makes the weights depend on every rank's random generator.
+TINY_LLAMA = {"dropout": 0.2}
 
 
 def config_of(inputs, output, **changes):
-    path = Path(f"{output}.yaml")
-    path.write_text(TEXT.format(inputs=inputs, output=output))
-    return load_config(
-        path, [f"train_parameters.{name}={json.dumps(value)}" for name, value in changes.items()]
-    )
+    return make_config(inputs, output, TEXT, **changes)
 
 
 def train(topology, config, dies_at=None):
@@ -74,9 +61,8 @@ def train(topology, config, dies_at=None):
 
 
 def metrics_of(output):
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     exact = ("step", "train/loss", "train/grad_norm", "eval/loss", "eval/stopped_early")
-    return [{name: line[name] for name in exact if name in line} for line in lines]
+    return [{name: line[name] for name in exact if name in line} for line in lines(output / "metrics.jsonl")]
 
 
 def weights_of(folder):
@@ -166,25 +152,6 @@ def test_checkpoints_come_at_a_share_of_an_epoch_or_every_n_steps(
     changes = {"save_frequency": frequency, "keep_checkpoints": num_kept, "gradient_accumulation_steps": 2}
     on_ranks(1, train, config_of(inputs, output, **changes))
     assert steps_of(output) == steps
-
-
-@pytest.mark.parametrize(
-    ("frequency", "row"),
-    [
-        ("0.5", "every 0.5 of an epoch"),
-        ("1", "every epoch"),
-        ("2", "every 2 steps"),
-        ("400", "every 400 steps"),
-    ],
-)
-def test_check_says_whether_checkpoints_follow_epochs_or_steps(inputs, tmp_path, capsys, frequency, row):
-    config_of(inputs, tmp_path / "run")
-    changes = [f"save_frequency={frequency}", "keep_checkpoints=3", "early_stopping_patience=4"]
-    changes = [word for each in changes for word in ("--set", f"train_parameters.{each}")]
-    assert main(["check", f"{tmp_path}/run.yaml", *changes]) == 0
-    printed = capsys.readouterr().out
-    assert f"  checkpoints   {row}; the newest 3 stay\n" in printed
-    assert "  stops early   after 4 evaluations without improvement\n" in printed
 
 
 RL = """

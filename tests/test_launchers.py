@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from fake_slurm import put_on_path
-from test_finetune import ROOT, inputs, lines, make_config  # noqa: F401 (`inputs` is a fixture)
+from sft_runs import ROOT, lines, make_config
 
 from vectorlm.config import load_config
 
 
 @pytest.fixture
-def my_yaml(inputs, tmp_path):  # noqa: F811
+def my_yaml(inputs, tmp_path):
     make_config(inputs, tmp_path / "run")
     return tmp_path / "run.yaml"
 

@@ -1,18 +1,12 @@
 """The example on two nodes under torchrun, with an engine on each."""
 
 import pytest
-from test_finetune import ROOT, inputs, lines, make_config  # noqa: F401 (`inputs` is a fixture)
+from sft_runs import ROOT, SAMPLER, lines, make_config
 from two_nodes import TwoNodes
-
-SAMPLER = (
-    'train_parameters.sampler={sample_frequency: 4, prompts: ["abc", "xyzk"], vllm_dtype: float32, '
-    "sampling_params: {temperature: 0, max_tokens: 6, ignore_eos: true}, "
-    "engine: {max_model_len: 32, kv_cache_memory_bytes: 16777216}}"
-)
 
 
 @pytest.mark.slow
-def test_the_example_fine_tunes_and_samples_on_two_nodes(inputs, tmp_path):  # noqa: F811
+def test_the_example_fine_tunes_and_samples_on_two_nodes(inputs, tmp_path):
     output, scratch = tmp_path / "run", tmp_path / "scratch"
     scratch.mkdir()
     make_config(inputs, output)

@@ -8,7 +8,7 @@ import sys
 import pytest
 from rank_processes import save_tiny_llama
 from rl_runs import config_of, save_files
-from test_finetune import inputs, lines, make_config  # noqa: F401 (`inputs` is a fixture)
+from sft_runs import make_config
 
 from vectorlm.cli import main
 
@@ -48,7 +48,7 @@ def hidden(monkeypatch):
     sys.meta_path[:] = before
 
 
-def test_the_check_refuses_what_needs_a_package_that_is_not_there(inputs, tmp_path, hidden, capsys):  # noqa: F811
+def test_the_check_refuses_what_needs_a_package_that_is_not_there(inputs, tmp_path, hidden, capsys):
     make_config(inputs, tmp_path / "run")
     hidden("datasets", "wandb")
     assert main(["check", str(tmp_path / "run.yaml"), "--set", "enable_wandb_logging=true"]) == 2
@@ -59,21 +59,13 @@ def test_the_check_refuses_what_needs_a_package_that_is_not_there(inputs, tmp_pa
     assert "enable_wandb_logging=true needs the package wandb" in refused
 
 
-def test_the_check_says_that_there_will_be_no_pictures(inputs, tmp_path, hidden, capsys):  # noqa: F811
+def test_the_check_says_that_there_will_be_no_pictures(inputs, tmp_path, hidden, capsys):
     make_config(inputs, tmp_path / "run")
     assert main(["check", str(tmp_path / "run.yaml")]) == 0
     assert "pictures" not in capsys.readouterr().out
     hidden("matplotlib")
     assert main(["check", str(tmp_path / "run.yaml")]) == 0
     assert NO_PICTURES in capsys.readouterr().out
-
-
-def test_preprocessing_without_datasets_is_refused(inputs, tmp_path, hidden, capsys):  # noqa: F811
-    make_config(inputs, tmp_path / "run")
-    section = "dataset_preprocess={load_path: raw, save_path: made, data_field: text}"
-    hidden("datasets")
-    assert main(["preprocess", str(tmp_path / "run.yaml"), "--set", section]) == 2
-    assert "preprocessing needs the package datasets." in capsys.readouterr().err
 
 
 FINE_TUNING = """
@@ -85,7 +77,7 @@ print(sorted({"matplotlib", "wandb"} & set(sys.modules)))
 """
 
 
-def test_fine_tuning_without_matplotlib_leaves_everything_but_pictures(inputs, tmp_path):  # noqa: F811
+def test_fine_tuning_without_matplotlib_leaves_everything_but_pictures(inputs, tmp_path):
     make_config(inputs, tmp_path / "run", epochs=1)
     done = run_without(("matplotlib", "wandb"), FINE_TUNING, str(tmp_path / "run.yaml"))
     assert done.stdout == "[]\n"

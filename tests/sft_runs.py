@@ -1,0 +1,46 @@
+"""Tiny runs of fine-tuning, for the tests of whole runs; conftest.py has their `inputs`."""
+
+import json
+from pathlib import Path
+
+from vectorlm.config import load_config
+from vectorlm.finetune import finetune
+
+ROOT = Path(__file__).parents[1]
+SAMPLER = (
+    'train_parameters.sampler={sample_frequency: 4, prompts: ["abc", "xyzk"], vllm_dtype: float32, '
+    "sampling_params: {temperature: 0, max_tokens: 6, ignore_eos: true}, "
+    "engine: {max_model_len: 32, kv_cache_memory_bytes: 16777216}}"
+)
+CONFIG = """
+model: {inputs}/model
+train_parameters:
+  output_dir: {output}
+  max_seq_len: 16
+  epochs: 2
+  seed: 3
+  optimizer: {{lr: 0.01}}
+  warmup_ratio: 0.2
+  gradient_accumulation_steps: 2
+  logging_steps: 3
+  checkpointing_enabled: False
+  save_frequency: 0.5
+dataset: {{train_bs: 2, eval_bs: 4, train_ds: {inputs}/train, eval_ds: {inputs}/eval}}
+"""
+
+
+def make_config(inputs, output, text=CONFIG, **changes):
+    """Write the config beside `output` and load it, with changes of train_parameters."""
+    path = output.with_suffix(".yaml")
+    path.write_text(text.format(inputs=inputs, output=output))
+    return load_config(
+        path, [f"train_parameters.{name}={json.dumps(value)}" for name, value in changes.items()]
+    )
+
+
+def train(topology, config):
+    finetune(config, topology)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
