@@ -1,6 +1,7 @@
 """Whole reinforcement learning runs with vLLM: what they leave, that they go on, that they are the page's GRPO."""
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from rl_runs import REWARD, config_of, is_documented, lines, numbers, save_files
 from safetensors.torch import load_file
 
 import vectorlm
+from vectorlm import FakeEngine
 from vectorlm.errors import ConfigError, RewardError
 from vectorlm.preflight.rl import check_rl
 from vectorlm.reinforce import reinforce
@@ -35,12 +37,21 @@ def files(tmp_path_factory):
     return save_files(tmp_path_factory.mktemp("rl"))
 
 
-def test_a_grpo_run_leaves_model_metrics_rollouts_and_samples(files, tmp_path):
-    config = config_of(
-        files, tmp_path / "grpo", overrides=["rl.num_epochs=2", "train_parameters.device_peak_tflops=0.5"]
-    )
-    vectorlm.launch(reinforce, config, world_size=2)
-    output = tmp_path / "grpo"
+@pytest.fixture(scope="module")
+def grpo(files, tmp_path_factory):
+    """A run of GRPO on two ranks, with the optimizer of examples/grpo_one_page.py."""
+    output = tmp_path_factory.mktemp("grpo") / "grpo"
+    overrides = [
+        "train_parameters.optimizer.betas=[0.9, 0.98]",
+        "train_parameters.optimizer.weight_decay=0.0",
+        "train_parameters.device_peak_tflops=0.5",
+    ]
+    vectorlm.launch(reinforce, config_of(files, output, overrides=overrides), world_size=2)
+    return output
+
+
+def test_a_grpo_run_leaves_model_metrics_rollouts_and_samples(files, grpo):
+    output = grpo
     metrics = lines(output / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4]
     assert [line["step"] for line in metrics if "eval/accuracy" in line] == [0, 2, 4]
@@ -68,16 +79,16 @@ def test_a_grpo_run_leaves_model_metrics_rollouts_and_samples(files, tmp_path):
         parameter.numel() for name, parameter in trained.named_parameters() if "embed" not in name
     )
     for line in metrics[1:]:
-        # In both epochs; prompts are computed once for their group.
+        # Prompts are computed once for their group.
         sampled = line["prompt/length_mean"] + line["completion/length_mean"]
-        assert 0 < line["perf/trained_tokens"] < 2 * 16 * sampled
+        assert 0 < line["perf/trained_tokens"] < 16 * sampled
         flops = 6 * num_weights * line["perf/trained_tokens"] / line["time/update_s"]
         assert line["perf/mfu"] == pytest.approx(flops / (2 * 0.5e12))
     assert (output / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_the_page_has_the_librarys_losses(files, tmp_path):
+def test_the_page_has_the_librarys_losses(files, grpo):
     """The same prompts, seeds and weights: two loops, one algorithm."""
     path = ROOT / "examples/grpo_one_page.py"
     assert path.read_text().count("\n") <= 150
@@ -91,27 +102,30 @@ def test_the_page_has_the_librarys_losses(files, tmp_path):
     page.countdown_reward = rewards["letters"]
     arguments = (str(files / "model"), str(files / "questions.jsonl"), 4, 1e-3)
     losses, _ = vectorlm.launch(page.loop, *arguments, world_size=2)
-    overrides = [
-        "train_parameters.optimizer.betas=[0.9, 0.98]",
-        "train_parameters.optimizer.weight_decay=0.0",
-    ]
-    vectorlm.launch(reinforce, config_of(files, tmp_path / "page", overrides=overrides), world_size=2)
-    metrics = lines(tmp_path / "page" / "metrics.jsonl")[1:]
+    metrics = lines(grpo / "metrics.jsonl")[1:]
     assert [loss for loss, _ in losses] == pytest.approx([line["policy/loss"] for line in metrics], abs=1e-6)
     norms = [line["policy/grad_norm"] for line in metrics]
     assert [norm for _, norm in losses] == pytest.approx(norms, rel=1e-3)
     assert sum(norm > 0.1 for norm in norms) >= 2, "nothing was learned, so equality proves nothing"
 
 
-@pytest.mark.slow
-def test_a_killed_ppo_run_started_again_ends_bit_for_bit_where_the_uninterrupted_one_ends(files, tmp_path):
-    whole = config_of(files, tmp_path / "whole", "ppo", PPO)
-    vectorlm.launch(reinforce, whole, world_size=2)
-    cut = config_of(files, tmp_path / "cut", "ppo", PPO)
+@pytest.fixture(scope="module")
+def ppo(files, tmp_path_factory):
+    """A run of PPO on two ranks, and the folder of another one that was killed after its second step."""
+    folder = tmp_path_factory.mktemp("ppo")
+    vectorlm.launch(reinforce, config_of(files, folder / "whole", "ppo", PPO), world_size=2)
     with pytest.raises(vectorlm.errors.RankFailed):
-        vectorlm.launch(stop_after_step_2, cut, world_size=2)
-    vectorlm.launch(reinforce, cut, world_size=2)
-    first, second = tmp_path / "whole", tmp_path / "cut"
+        vectorlm.launch(stop_after_step_2, config_of(files, folder / "killed", "ppo", PPO), world_size=2)
+    return folder / "whole", folder / "killed"
+
+
+@pytest.mark.slow
+def test_a_killed_ppo_run_started_again_ends_bit_for_bit_where_the_uninterrupted_one_ends(
+    files, ppo, tmp_path
+):
+    first, second = ppo[0], tmp_path / "cut"
+    shutil.copytree(ppo[1], second)
+    vectorlm.launch(reinforce, config_of(files, second, "ppo", PPO), world_size=2)
     mine, theirs = (load_file(each / "final-model" / "model.safetensors") for each in (first, second))
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert lines(first / "rollouts.jsonl") == lines(second / "rollouts.jsonl")
@@ -123,21 +137,14 @@ def test_a_killed_ppo_run_started_again_ends_bit_for_bit_where_the_uninterrupted
     assert "policy/loss" not in numbers(first)[1], "the first step warms the critic up"
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 2, marks=pytest.mark.long)],
-)
-def test_a_killed_ppo_run_goes_on_with_another_number_of_ranks(files, tmp_path, before, after):
-    whole, cut = (config_of(files, tmp_path / name, "ppo", PPO) for name in ("whole", "cut"))
-    vectorlm.launch(reinforce, whole, world_size=before)
-    with pytest.raises(vectorlm.errors.RankFailed):
-        vectorlm.launch(stop_after_step_2, cut, world_size=before)
-    vectorlm.launch(reinforce, cut, world_size=after)
-    texts = [
-        [row["completion"] for row in lines(tmp_path / name / "rollouts.jsonl")] for name in ("whole", "cut")
-    ]
+@pytest.mark.slow
+def test_a_killed_ppo_run_goes_on_with_another_number_of_ranks(files, ppo, tmp_path):
+    whole, cut = ppo[0], tmp_path / "cut"
+    shutil.copytree(ppo[1], cut)
+    vectorlm.launch(reinforce, config_of(files, cut, "ppo", PPO), world_size=1)
+    texts = [[row["completion"] for row in lines(folder / "rollouts.jsonl")] for folder in (whole, cut)]
     assert texts[0] == texts[1]
-    for line, expected in zip(numbers(tmp_path / "cut"), numbers(tmp_path / "whole"), strict=True):
+    for line, expected in zip(numbers(cut), numbers(whole), strict=True):
         names = [
             name for name in expected if name.startswith(("policy/", "critic/", "reference/", "reward/"))
         ]
@@ -249,8 +256,11 @@ def test_rewards_teach_flipped_advantages_unteach_and_shuffled_rewards_do_neithe
 def test_a_reward_that_fails_ends_the_run_with_its_prompt(files, tmp_path):
     overrides = [f'rl.rewards={{"{files}/rewards.py:fails": 1.0}}']
     config = config_of(files, tmp_path / "fails", overrides=overrides)
-    with pytest.raises(RewardError, match=r"'fails' failed: KeyError: 'no such answer' \(prompt"):
-        reinforce(config)
+    with (
+        FakeEngine(lambda prompt, version: "abc") as engine,
+        pytest.raises(RewardError, match=r"'fails' failed: KeyError: 'no such answer' \(prompt"),
+    ):
+        reinforce(config, engine=engine)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +384,7 @@ def test_transformers_samples_what_the_trainer_computes(files, tmp_path):
         "rl.max_steps=2",
         "rl.correction.preset=tis",
     ]
-    vectorlm.launch(reinforce, config_of(files, tmp_path / "hf", overrides=overrides), world_size=1)
+    reinforce(config_of(files, tmp_path / "hf", overrides=overrides))
     metrics = lines(tmp_path / "hf" / "metrics.jsonl")[1:]
     assert [line["step"] for line in metrics] == [1, 2]
     assert all(line["sampler/logprob_gap_max"] < 1e-4 for line in metrics)
@@ -396,5 +406,5 @@ def test_the_script_refuses_a_config_without_rl_in_one_line(files, tmp_path):
         timeout=120,
     )
     assert run.returncode == 2
-    assert "there is nothing to train on" in run.stderr
+    assert "no section 'rl'" in run.stderr
     assert "Traceback" not in run.stderr
