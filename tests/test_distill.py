@@ -23,6 +23,7 @@ def files(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_without_rewards_comes_nearer_to_its_teacher(files, tmp_path):
     overrides = [
         f"rl.teacher={{model: {files}/teacher}}",

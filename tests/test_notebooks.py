@@ -1,6 +1,5 @@
 """The notebooks run from top to bottom, and a notebook's habits (interrupt, run again) do no harm."""
 
-import base64
 import os
 import queue
 import shutil
@@ -46,24 +45,6 @@ def kinds_of(notebook):
         [sorted(output.data) for output in cell.get("outputs", ()) if "data" in output]
         for cell in notebook.cells
     ]
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_a_notebook_is_committed_with_its_pictures(path):
-    notebook = nbformat.read(path, as_version=4)
-    nbformat.validate(notebook)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run it from the top"
-    pictures = [
-        base64.b64decode(output.data["image/png"])
-        for cell in code
-        for output in cell.outputs
-        if "image/png" in output.get("data", {})
-    ]
-    assert pictures
-    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
-    assert str(Path.home()) not in path.read_text()
-    assert "/tmp/" not in path.read_text()
 
 
 class Kernel:
@@ -138,25 +119,15 @@ engine = vectorlm.SamplingEngine({str(folder)!r}, dtype="float32", max_model_len
 
 
 @pytest.mark.slow
-def test_interrupting_a_cell_leaves_engine_and_kernel_usable(kernel, tmp_path):
+def test_interrupted_cells_keep_the_engine_a_cell_run_again_replaces_it_and_the_kernel_takes_the_last_along(
+    kernel, tmp_path
+):
     construct, short = cells(tmp_path)
     long = "engine.sample([[2, 3]] * 64, {'max_tokens': 250, 'ignore_eos': True, 'n': 8})"
     assert kernel.run(construct) == ("", None)
-    assert kernel.run(short) == ("5\n", None)
-    assert kernel.run(long, interrupt_after_s=0.5) == ("", "KeyboardInterrupt")
-    assert kernel.run(short) == ("5\n", None)
-    assert kernel.run(long, interrupt_after_s=0.5) == ("", "KeyboardInterrupt")
-    (first,) = kernel.samplers()
-    assert kernel.run(construct) == ("", None)
-    assert wait_until(lambda: first not in kernel.samplers()), "the interrupted cell keeps its engine alive"
-    assert kernel.run(short) == ("5\n", None)
-
-
-@pytest.mark.slow
-def test_running_a_cell_again_replaces_its_engine_and_the_kernel_takes_the_last_one_along(kernel, tmp_path):
-    construct, short = cells(tmp_path)
-    assert kernel.run(construct) == ("", None)
-    assert kernel.run(short) == ("5\n", None)
+    for _ in range(2):
+        assert kernel.run(short) == ("5\n", None)
+        assert kernel.run(long, interrupt_after_s=0.5) == ("", "KeyboardInterrupt")
     (first,) = kernel.samplers()
     assert kernel.run(construct) == ("", None)
     assert wait_until(lambda: first not in kernel.samplers()), "the engine of the first run is still there"

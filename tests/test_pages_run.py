@@ -4,8 +4,6 @@ import ast
 import json
 import re
 import shlex
-import socket
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import yaml
@@ -121,19 +119,6 @@ def test_the_plain_torchrun_command_trains_without_a_sampler(checkout):
         "a config that asks for sampling must be told what samples"
     )
     assert (checkout / "runs/plain/final-model").is_dir()
-
-
-@pytest.mark.slow
-def test_the_command_for_several_machines_trains_when_it_is_started_twice(checkout):
-    (command,) = (each for each in commands("docs/multi_node.md") if "localhost" in each)
-    with socket.create_server(("localhost", 0)) as server:
-        command = command.replace("29400", str(server.getsockname()[1]))
-    words = ["-m", "torch.distributed.run", *shlex.split(command)[1:], *QUICK]
-    words += ["--set", "train_parameters.output_dir=runs/machines"]
-    with ThreadPoolExecutor(2) as machines:
-        printed = "".join(machines.map(lambda _: run(checkout, *words), range(2)))
-    assert printed.count("step 4/4: ") == 1
-    assert (checkout / "runs/machines/final-model").is_dir()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """A token's version is the weights that sampled it: judged by its log-probability under every version."""
 
 import pytest
-from rank_processes import on_ranks, save_tiny_llama
+from rank_processes import on_ranks
 from tiny_engine import TINY_ENGINE
 from version_cases import check_labels
 
@@ -9,30 +9,28 @@ from vectorlm import HFEngine, SamplingEngine
 
 TINY_LLAMA = {"hidden_size": 64, "max_length": 256}
 # Too few slots for a group, and too little memory for two long completions, so that vLLM preempts some.
-FEW_SLOTS = {**TINY_ENGINE, "max_model_len": 256, "max_num_seqs": 3, "kv_cache_memory_bytes": 384 << 10}
+ENGINE_ARGS = {"max_model_len": 256, "max_num_seqs": 3, "kv_cache_memory_bytes": 384 << 10}
+WAYS = ("keep", "recompute")
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
-def test_vllm_says_which_weights_sampled_a_token(folder, in_flight):
-    with SamplingEngine(str(folder), **FEW_SLOTS) as engine:
-        check_labels(engine, folder, in_flight)
+@pytest.mark.parametrize("in_flight", WAYS)
+def test_vllm_says_which_weights_sampled_a_token(engine, folder, in_flight):
+    check_labels(engine, folder, in_flight)
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+@pytest.mark.parametrize("in_flight", WAYS)
 def test_transformers_says_which_weights_sampled_a_token(folder, in_flight):
     with HFEngine(folder, batch_size=3) as engine:
         check_labels(engine, folder, in_flight, pause_s=0.0, n=4, max_tokens=100, rounds=2)
 
 
-def labels_of_two_engines(topology, folder, in_flight, how):
-    with SamplingEngine(folder, topology=topology, **FEW_SLOTS, **how) as engine:
-        return check_labels(engine, folder, in_flight)
+def labels_of_two_engines(topology, folder, how):
+    with SamplingEngine(folder, topology=topology, **TINY_ENGINE | ENGINE_ARGS, **how) as engine:
+        return [check_labels(engine, folder, in_flight) for in_flight in WAYS]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}])
-@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
-def test_parallel_engines_say_which_weights_sampled_a_token(tmp_path, in_flight, how):
-    folder = str(save_tiny_llama(tmp_path / "model", **TINY_LLAMA))
-    first, second = on_ranks(2, labels_of_two_engines, folder, in_flight, how)
+def test_parallel_engines_say_which_weights_sampled_a_token(folder, how):
+    first, second = on_ranks(2, labels_of_two_engines, str(folder), how)
     assert first == second

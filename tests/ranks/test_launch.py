@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from watched_run import WatchedRun
 
 import vectorlm
@@ -173,7 +174,9 @@ def test_a_rank_that_stays_away_is_named_with_its_last_place():
         ("stop", r"was stopped, or hung outside Python"),
     ],
 )
-def test_a_rank_that_misses_a_collective_is_named_and_where_it_was(how, where):
+def test_a_rank_that_misses_a_collective_is_named_and_where_it_was(how, where, monkeypatch):
+    # A stopped rank takes no SIGTERM: torchrun would wait 30 seconds before it sends SIGKILL.
+    monkeypatch.setattr(LocalElasticAgent._shutdown, "__defaults__", (signal.SIGTERM, 2))
     with pytest.raises(
         RankFailed, match=rf"(?s)rank 0 of 2 raised .*rank 1 of 2 raised nothing and did not come: it {where}"
     ):
