@@ -1,5 +1,4 @@
 import json
-import time
 from dataclasses import replace
 
 import pytest
@@ -150,23 +149,6 @@ def test_the_loop_evaluates_before_training_every_n_steps_and_at_the_end(model_d
     assert [line["train_step"] for line in lines(path)] == [0, 4, 6]
 
 
-@pytest.mark.parametrize(
-    "reward",
-    [
-        "def reward(completion): return 1.0",
-        "def reward(completions): return [1.0] * len(completions)",
-        "async def reward(completion, wanted): return 1.0",
-    ],
-)
-def test_rewards_of_all_forms_score_answers(model_dir, tmp_path, reward):
-    space = {}
-    exec(reward, space)
-    prompt_records = [PromptRecord("a b", {"wanted": "c"}), PromptRecord("b", {"wanted": "d"})]
-    turn = turn_of(model_dir, load_model(model_dir))
-    evaluator = Evaluator(turn, prompt_records, samples_path=None, reward=space["reward"])
-    assert evaluator.evaluate(1)["eval/accuracy"] == 1.0
-
-
 def test_a_reward_that_fails_is_named_with_its_prompt(model_dir):
     def reward(text, **columns):
         raise KeyError("gone")
@@ -193,15 +175,6 @@ def test_a_prompt_that_leaves_no_room_is_refused_whatever_its_form(model_dir):
             DatasetError, match=r"prompt 3 of rl.prompts has \d+ tokens, more than the 20 that leave"
         ):
             check_lengths([*fitting, PromptRecord(prompt)], tokenizer, 20, "rl.prompts")
-
-
-def test_a_reward_that_freezes_ends_the_evaluation_within_its_limit(model_dir):
-    turn = turn_of(model_dir, load_model(model_dir))
-    slow = Evaluator(
-        turn, [PromptRecord("abc")], samples_path=None, reward=lambda text: time.sleep(60), timeout_s=0.3
-    )
-    with pytest.raises(RewardError, match=r"sampler.reward failed: no answer within 0.3 s \(prompt 'abc'"):
-        slow.evaluate(0)
 
 
 def test_chat_messages_are_shown_as_the_last_ones_text_and_token_ids_as_their_number(model_dir, tmp_path):
