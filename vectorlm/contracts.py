@@ -52,11 +52,10 @@ class Backend(Protocol):
     Answers are checked before the ranks get them (`vectorlm.engine.answers`); one that breaks a rule ends its batch
     with an `EngineError`, and the engine goes on. Each name that was submitted, and not cancelled, is answered once,
     with exactly `n` completions. A completion repeats the token ids of its prompt, has at most `max_tokens` tokens, a
-    finish reason that vLLM has, and for each token its version and, with `logprobs`, its log-probability. Token ids are
-    below `vocab_size`, an optional attribute; without it, that of the model folder's config counts. Versions are of
-    weights that were loaded since the request was submitted, or last before that, in the order of their loads.
+    finish reason that vLLM has, and for each token its version and, with `logprobs`, its log-probability. Versions are
+    of weights that were loaded since the request was submitted, or last before that, in the order of their loads.
     Log-probabilities are finite, at most 0, and of what was drawn from: after penalties, temperature, `top_k`, `top_p`
-    and `min_p`; at temperature 0 after penalties alone.
+    and `min_p`; at temperature 0 after penalties alone. What is marked optional may be missing.
     """
 
     @property
@@ -70,13 +69,6 @@ class Backend(Protocol):
     @property
     def version(self) -> int:
         """The version of the last `load`; -1 before."""
-
-    @property
-    def progress(self) -> int:
-        """Optional: a number that grows while tokens are sampled.
-
-        Without it something must finish within the ranks' `timeout_s`, or they take the engine for stuck.
-        """
 
     def submit(self, name: str, prompt: Prompt, sampling_params: Any) -> None:
         """Queue one prompt.
@@ -154,35 +146,37 @@ class Backend(Protocol):
     def close(self) -> None:
         """End what this object started."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Optional: token ids are below it; without it, that of the model folder's config counts."""
 
-class TransportBackend(Backend, Protocol):
-    """A `Backend` that takes weights in more ways than through one arena of the whole model. The rest is optional."""
+    @property
+    def progress(self) -> int:
+        """Optional: a number that grows while tokens are sampled.
+
+        Without it something must finish within the ranks' `timeout_s`, or they take the engine for stuck.
+        """
 
     @property
     def transports(self) -> Sequence[str]:
-        """`push`, and what else it takes: `bucketed`, an arena that is filled in rounds; `pull`, by handle."""
+        """Optional: `push`, and what else it takes: `bucketed`, an arena filled in rounds; `pull`, by handle.
 
-    def connect(
-        self,
-        manifest: Sequence[TensorSpec],
-        arena_path: str | None,
-        weight_set: str,
-        arena_bytes: int | None = None,
-    ) -> Layout:
-        """Do what `Backend.connect` does, with an arena of at most `arena_bytes`; 0 is none, and a path of ``""``."""
+        With one of these `connect` takes `arena_bytes`, the most that the arena may take; 0 is none, and a path of
+        ``""``.
+        """
 
     def copy_round(self, rounds: Mapping[str, int]) -> None:
-        """Copy what the arenas hold of these rounds, by weight set, while paused; `load` copies the last rounds."""
-
-    def expect_nan(self) -> None:
-        """Note that the loaded weights may hold NaN; the next `load` leaves no KV block that can poison others."""
+        """With `bucketed`: copy these rounds of the arenas, by weight set, while paused; `load` copies the last."""
 
     def open_handles(self, weight_set: str, exports: Sequence[Export]) -> None:
-        """Open what the ranks of this node export, in place of earlier exports; every `load` copies from there.
+        """With `pull`: open what the ranks of this node export instead of earlier exports; `load` copies from there.
 
         Raises:
             StaleHandle: A rank does not hold any more what it exported; `load` raises it too.
         """
+
+    def expect_nan(self) -> None:
+        """Optional: note that the loaded weights may hold NaN; the next `load` leaves no KV block that poisons others."""
 
 
 @runtime_checkable
