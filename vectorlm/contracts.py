@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from vectorlm.types import Completion, Prompt
+from vectorlm.types import Completion
 
 if TYPE_CHECKING:
     from vectorlm.weights.exports import Export
@@ -70,12 +70,12 @@ class Backend(Protocol):
     def version(self) -> int:
         """The version of the last `load`; -1 before."""
 
-    def submit(self, name: str, prompt: Prompt, sampling_params: Any) -> None:
+    def submit(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
         """Queue one prompt.
 
         Args:
             name: Unique among the requests in flight.
-            prompt: Text, token ids or chat messages.
+            prompt: Its token ids, each below `vocab_size`: `SamplingEngine` has encoded texts and chat messages.
             sampling_params: A mapping with the names of ``vllm.SamplingParams``, one of these, or None for defaults.
 
         Raises:
@@ -176,7 +176,7 @@ class Backend(Protocol):
         """
 
     def expect_nan(self) -> None:
-        """Optional: note that the loaded weights may hold NaN; the next `load` leaves no KV block that poisons others."""
+        """Optional: note that the weights may hold NaN; the next `load` leaves no KV block that poisons others."""
 
 
 @runtime_checkable

@@ -10,18 +10,10 @@ if TYPE_CHECKING:
     import torch
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""What an engine continues: text, token ids, or chat messages (``{"role", "content"}``)."""
+"""What `Engine.sample` continues: text, token ids, or chat messages (``{"role", "content"}``)."""
 
 SamplingRequest = tuple[Sequence[Prompt] | str, Any]
 """Prompts, and their sampling parameters: the arguments of `Engine.sample` and `Engine.submit`."""
-
-
-def shown_prompt(prompt: Prompt) -> str:
-    """Return a prompt as a line for people shows it: of chat messages the last, of token ids their number."""
-    if isinstance(prompt, str) or not prompt:
-        return str(prompt)
-    last = prompt[-1]
-    return f"({len(prompt)} tokens)" if isinstance(last, int) else str(last.get("content", ""))
 
 
 InFlight = Literal["refuse", "keep", "recompute", "drain"]

@@ -10,7 +10,7 @@ from tiny_engine import TINY_ENGINE
 from transformers import AutoTokenizer
 
 import vectorlm
-from vectorlm.engine.arguments import as_list
+from vectorlm.encoding import as_list
 from vectorlm.errors import EngineError, RankMismatch
 
 MESSAGE = {"role": "user", "content": "ab"}

@@ -8,11 +8,12 @@ import torch
 from rank_processes import save_tiny_llama
 from transformers import LogitsProcessorList
 
+from vectorlm import encoding
 from vectorlm.backends import scripted
 from vectorlm.backends.scripted import FakeEngine, Scripted
 from vectorlm.backends.transformers import HFEngine
 from vectorlm.backends.transformers.generation import SequenceState
-from vectorlm.backends.transformers.parameters import Parameters, PromptTokenizer
+from vectorlm.backends.transformers.parameters import Parameters
 from vectorlm.engine import scheduler
 from vectorlm.engine.engine import SamplingEngine
 from vectorlm.engine.handle import BatchHandle
@@ -150,7 +151,7 @@ MODEL_BROKEN = [
         (SequenceState, "make_processors", lambda sequence, device: LogitsProcessorList()),
     ),
     ("a_stop_string_ends_the_text", (Parameters, "stop_strings", ())),
-    ("text_and_chat_become_the_tokenizers_tokens", (PromptTokenizer, "encode", lambda self, prompt: (2, 3))),
+    ("text_and_chat_become_the_tokenizers_tokens", (encoding, "encode", lambda prompt, tokenizer: [2, 3])),
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from vectorlm.contracts import RequestOutput
 from vectorlm.engine.engine import SamplingEngine
 from vectorlm.errors import EngineError
 from vectorlm.ranks.topology import Topology
-from vectorlm.types import Completion, InFlight, Prompt, UpdateReport
+from vectorlm.types import Completion, InFlight, UpdateReport
 from vectorlm.weights.plan import Layout, TensorSpec
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ UNCUT = Parameters(max_tokens=None)
 
 @dataclass
 class _Request:
-    prompt: Prompt
+    prompt: Sequence[int]
     parameters: Parameters
     num_steps_left: int
 
@@ -45,7 +45,7 @@ class Scripted:
         model: str,
         *,
         receiver: str = "auto",
-        answers: Callable[[Any, int], str] | Sequence[str],
+        answers: Callable[[str, int], str] | Sequence[str],
         num_steps: int = 1,
         max_num_seqs: int = 1 << 20,
         step_s: float = 0.0,
@@ -64,7 +64,7 @@ class Scripted:
         self.version = -1
         self.progress = 0
 
-    def submit(self, name: str, prompt: Prompt, sampling_params: Any) -> None:
+    def submit(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
         """Queue one prompt."""
         parameters = read_parameters(sampling_params, UNCUT)
         self._fail("sample")
@@ -122,17 +122,17 @@ class Scripted:
 
     def _finish(self, name: str, request: _Request) -> RequestOutput:
         try:
-            answer = self._answer(request.prompt, self.version)
+            answer = self._answer("".join(map(chr, request.prompt)), self.version)
         except EngineError as error:
             return RequestOutput(name, (), error=error)
         completion = _completion(request.prompt, answer, self.version, request.parameters)
         return RequestOutput(name, [completion] * request.parameters.n)
 
 
-def _in_turn(answers: Sequence[str]) -> Callable[[Any, int], str]:
+def _in_turn(answers: Sequence[str]) -> Callable[[str, int], str]:
     left = iter(answers)
 
-    def answer(prompt: Any, version: int) -> str:
+    def answer(prompt: str, version: int) -> str:
         for text in left:
             return text
         raise EngineError(f"the script has no answer left for {prompt!r}.")
@@ -140,10 +140,10 @@ def _in_turn(answers: Sequence[str]) -> Callable[[Any, int], str]:
     return answer
 
 
-def _completion(prompt: Any, answer: str, version: int, parameters: Parameters) -> Completion:
+def _completion(prompt: Sequence[int], answer: str, version: int, parameters: Parameters) -> Completion:
     text = answer[: parameters.max_tokens]
     return Completion(
-        prompt_token_ids=tuple(_token_ids(prompt)),
+        prompt_token_ids=tuple(prompt),
         token_ids=tuple(map(ord, text)),
         sampler_logprobs=() if parameters.logprobs is None else (-1.0,) * len(text),
         versions=(version,) * len(text),
@@ -152,12 +152,16 @@ def _completion(prompt: Any, answer: str, version: int, parameters: Parameters) 
     )
 
 
-def _token_ids(prompt: Any) -> Iterator[int]:
-    for part in prompt:
-        if isinstance(part, Mapping):
-            yield from map(ord, part["content"])
-        else:
-            yield ord(part) if isinstance(part, str) else int(part)
+class Characters:
+    """The tokenizer of `FakeEngine`: a token is a character, and its chat template joins what the messages say."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the code points of a text."""
+        return list(map(ord, text))
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **how: Any) -> dict[str, list[int]]:
+        """Return the code points of all contents, one after the other."""
+        return {"input_ids": self.encode("".join(message["content"] for message in messages))}
 
 
 class FakeEngine(SamplingEngine):
@@ -171,16 +175,18 @@ class FakeEngine(SamplingEngine):
     `logprobs` gives each token -1; other parameters change nothing, but what `HFEngine` refuses is refused here too.
 
     Args:
-        answers: A function of prompt and version, or texts that are handed out in turn, prompt by prompt.
+        answers: A function of the prompt's text and the version, or texts that are handed out in turn.
         topology: This rank's place in the run; read from the environment when omitted.
         sampling_params: Used where a call gives none.
         num_steps: Steps that each batch takes: `poll`, `done` and `result` take one at a time.
         timeout_s: Longest silence tolerated from a rank, in seconds.
     """
 
+    tokenizer: Any = Characters()
+
     def __init__(
         self,
-        answers: Callable[[Any, int], str] | Sequence[str],
+        answers: Callable[[str, int], str] | Sequence[str],
         *,
         topology: Topology | None = None,
         sampling_params: Any = None,

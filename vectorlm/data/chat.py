@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from vectorlm.encoding import render_chat
 from vectorlm.errors import ConfigError, DatasetError
 
 Message = dict[str, Any]
@@ -32,7 +33,10 @@ class Chat:
         from jinja2.exceptions import TemplateError
 
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tools=tools, return_dict=True, **how)
+            rendered: dict[str, list[int]] = render_chat(
+                self.tokenizer, messages, tools=tools, return_dict=True, **how
+            )
+            return rendered
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise DatasetError(
                 f"{name}: the chat template refuses the messages ({error}). Correct them, or remove the row."

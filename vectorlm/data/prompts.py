@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from vectorlm.encoding import encode
 from vectorlm.errors import DatasetError
 from vectorlm.types import PromptRecord
 
@@ -111,18 +112,8 @@ def check_lengths(
     prompt_records: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, max_tokens: int, setting: str
 ) -> None:
     """Raise a `DatasetError` that names the first prompt longer than `max_tokens`; `setting` names their source."""
-    prompts: list[Any] = [prompt_record.prompt for prompt_record in prompt_records]
-    texts = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
-    rows: list[Any] = tokenizer([prompts[index] for index in texts])["input_ids"] if texts else []  # type: ignore[assignment]
-    lengths = {index: len(row) for index, row in zip(texts, rows, strict=True)}
-    for index, prompt in enumerate(prompts):
-        if index in lengths:
-            length = lengths[index]
-        elif prompt and not isinstance(prompt[0], int):
-            chat: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
-            length = len(chat["input_ids"])
-        else:
-            length = len(prompt)
+    for index, prompt_record in enumerate(prompt_records):
+        length = len(encode(prompt_record.prompt, lambda: tokenizer))
         if length > max_tokens:
             raise DatasetError(
                 f"prompt {index} of {setting} has {length} tokens, more than the {max_tokens} that leave room for an "

@@ -13,7 +13,7 @@ import numpy as np
 from vectorlm.contracts import RequestOutput
 from vectorlm.engine.packed import FINISH_REASONS, PackedCompletions, Ragged
 from vectorlm.errors import EngineError
-from vectorlm.types import Completion, Prompt
+from vectorlm.types import Completion
 
 SLACK = 1e-4
 """The log-probability of a token that is certain may round to a number above 0."""
@@ -40,8 +40,15 @@ class AnswerRules:
             "be the name that `submit` got."
         )
 
+    def check_prompt(self, index: int, token_ids: Sequence[int]) -> None:
+        """Raise EngineError for tokens that the model does not have: on CUDA they would end the whole engine."""
+        size = self._vocab_size
+        if size and token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
+            outside = next(token for token in token_ids if not 0 <= token < size)
+            raise EngineError(f"prompt {index} has token {outside}: it must be from 0 to {size - 1}.")
+
     def check(
-        self, prompts: Sequence[Prompt], params: Sequence[Any], outputs: Sequence[RequestOutput]
+        self, prompts: Sequence[Sequence[int]], params: Sequence[Any], outputs: Sequence[RequestOutput]
     ) -> None:
         """Raise EngineError for a record that contradicts its prompt, or its sampling parameters."""
         for index, (prompt, asked, output) in enumerate(zip(prompts, params, outputs, strict=True)):
@@ -82,19 +89,16 @@ def _first(ragged: Ragged, is_wrong: np.ndarray) -> Iterator[tuple[int, Any]]:
         yield int(np.searchsorted(ends, place, side="right")), ragged.values[place]
 
 
-def _wrong_record(prompt: Prompt, asked: Any, completions: Sequence[Completion]) -> str | None:
+def _wrong_record(prompt: Sequence[int], asked: Any, completions: Sequence[Completion]) -> str | None:
     """Return what contradicts the prompt or its sampling parameters; None where nothing does."""
     n, max_tokens = _parameter(asked, "n") or 1, _parameter(asked, "max_tokens")
     if len(completions) != n:
         return f"with {len(completions)} completions, but n={n}"
-    is_text = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
-    sent: Any = completions[0].prompt_token_ids if is_text else prompt
-    ids = tuple(sent)
+    ids = tuple(prompt)
     for each in completions:
         num_tokens, num_logprobs = len(each.token_ids), len(each.sampler_logprobs)
-        found = each.prompt_token_ids
-        if tuple(found) != ids or (prompt and not ids):
-            return f"with prompt_token_ids={str(found)[:60]}, but the prompt is {str(sent)[:60]}"
+        if tuple(each.prompt_token_ids) != ids:
+            return f"with prompt_token_ids={str(each.prompt_token_ids)[:60]}, but the prompt is {str(prompt)[:60]}"
         if each.finish_reason not in FINISH_REASONS:
             return f"with finish_reason={each.finish_reason!r}, but it must be one of {FINISH_REASONS}"
         if max_tokens is not None and num_tokens > max_tokens:

@@ -86,6 +86,15 @@ def with_deadlines(
     return {**limits, **engine_args}
 
 
+def tokenizer_of(model: str | Path, engine_args: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return whose tokenizer makes token ids of the prompts, and how it is read."""
+    name = engine_args.get("tokenizer")
+    options = {"trust_remote_code": engine_args.get("trust_remote_code", False)}
+    if revision := engine_args.get("tokenizer_revision") or engine_args.get("revision"):
+        options["revision"] = revision
+    return str(name if isinstance(name, str | Path) else model), options
+
+
 def parallel_sizes(engine_args: Mapping[str, Any], topology: Topology, model: str | Path) -> dict[str, int]:
     """Return the sizes with which all CUDA devices of a node sample; none on CPU.
 
@@ -172,67 +181,6 @@ def require_update(model: Any, train_step: Any, in_flight: str) -> None:
     if not 0 <= train_step < 2**31:  # Completions carry it as int32.
         raise ValueError(f"train_step={train_step} is not a version: it must be at least 0 and below 2^31.")
     require_choice("in_flight", in_flight, InFlight)
-
-
-def as_list(prompts: Sequence[Prompt] | str) -> list[Prompt]:
-    """Return a list of prompts; one text is one prompt. Raises TypeError, naming what is not a prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, Mapping):
-        what, keys = type(prompts).__name__, ", ".join(map(repr, prompts))
-        fix = "Pass a list of texts, token ids or conversations."
-        if "input_ids" in prompts:
-            fix = "Pass its lists of token ids, made without padding: prompts['input_ids']."
-        elif "role" in prompts:
-            fix = "Put the message into a conversation, and this into a list: [[message]]."
-        raise TypeError(f"prompts is a {what} with the keys {keys}, not a list of prompts. {fix}")
-    if not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts={prompts!r} must be a text or a list of prompts.")
-    listed = list(prompts)
-    for index, prompt in enumerate(listed):
-        if not _is_prompt(prompt):
-            raise TypeError(
-                f"prompt {index} is {str(prompt)[:60]!r}, a {type(prompt).__name__}: a prompt is text, token ids or "
-                f"chat messages ({{'role': …, 'content': …}}).{_missing_list(prompt)}"
-            )
-    return [_plain(prompt) for prompt in listed]
-
-
-def _missing_list(prompt: Any) -> str:
-    """Say how to pass a single prompt, if `prompt` is an element of one."""
-    if isinstance(prompt, Mapping) and "role" in prompt:
-        return " Put the conversation in a list: [messages]."
-    return " Put the token ids in a list: [token_ids]." if hasattr(prompt, "__index__") else ""
-
-
-def _plain(value: Any) -> Any:
-    """Return a prompt in Python's own types: a class of a script's cannot be sent, and long arrays print shortened."""
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(each) for key, each in value.items()}
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, Sequence) and not isinstance(value, bytes) and len(value):
-        if isinstance(value[0], str | Mapping | Sequence):
-            return [_plain(each) for each in value]
-        if type(value[0]) is not int and hasattr(value[0], "__int__"):
-            return [int(each) for each in value]
-    return value
-
-
-def _is_prompt(prompt: Any) -> bool:
-    """Look at the first element alone: prompts may be long."""
-    if isinstance(prompt, str):
-        return True
-    if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Sequence):
-        # Arrays and tensors of token ids are not a `Sequence`.
-        return hasattr(prompt, "tolist") and hasattr(prompt, "__len__") and getattr(prompt, "ndim", 1) == 1
-    if not len(prompt):
-        return True
-    if isinstance(prompt[0], Mapping):
-        return {"role", "content"} <= prompt[0].keys()
-    return hasattr(prompt[0], "__index__")
 
 
 def one_each(params: Any, count: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vectorlm import encoding
 from vectorlm.engine import arguments, messages
 from vectorlm.engine.handle import BatchHandle, exchange_results
 from vectorlm.engine.hot_swap import HotSwap
@@ -120,6 +122,7 @@ class SamplingEngine:
         arguments.require_devices(engine_args.get("tensor_parallel_size", 1), num_devices, topology)
         self._sampling_params, self._model, self._inference = sampling_params, str(model), inference
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self._tokenizer_of = arguments.tokenizer_of(model, engine_args)
         self._collectives = Collectives(topology, timeout_s)
         self._engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
         self._ready: messages.Ready | None = None
@@ -188,6 +191,12 @@ class SamplingEngine:
         """How the engine holds its weights, `live` or `packed`; waits until the engine is loaded."""
         return self.wait_until_ready().receiver
 
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """What makes token ids of texts and chat messages: the folder's tokenizer, or that of ``tokenizer=…``."""
+        name, options = self._tokenizer_of
+        return encoding.load_tokenizer(name, **options)
+
     def wait_until_ready(self) -> messages.Ready:
         """Wait until the engine has loaded; every other call does so by itself.
 
@@ -248,9 +257,9 @@ class SamplingEngine:
         Returns:
             vLLM's own objects, equal on all ranks. They cost a vLLM import in each rank; `sample` does not.
         """
-        start = time.perf_counter()
+        start, prompts = time.perf_counter(), encoding.as_list(prompts)
         (batch,) = self._submit("generate", [(prompts, sampling_params)], as_request_outputs=True)
-        outputs = batch.complete()
+        outputs = _with_texts(batch.complete(), prompts)
         if use_tqdm and self._topology.is_main:
             print(f"generated in {time.perf_counter() - start:.1f} s", flush=True)
         return outputs
@@ -259,7 +268,9 @@ class SamplingEngine:
         self, local_prompts: Sequence[Prompt], sampling_params: Any = None
     ) -> list[vllm.RequestOutput]:
         """Do what `sample_sharded` does, and return vLLM's own objects."""
-        return self._submit_sharded(local_prompts, sampling_params, as_request_outputs=True).complete()
+        prompts = list(local_prompts)
+        outputs = self._submit_sharded(prompts, sampling_params, as_request_outputs=True).complete()
+        return _with_texts(outputs, prompts)
 
     def generate_text(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[str]:
         """Return the first completion of each prompt as text; raises as `sample` does."""
@@ -407,15 +418,18 @@ class SamplingEngine:
     ) -> list[BatchHandle]:
         """Queue prompts that are the same on every rank, a batch for each request."""
         pairs = [
-            (arguments.as_list(prompts), self._sampling_params if params is None else params)
+            (encoding.as_list(prompts), self._sampling_params if params is None else params)
             for prompts, params in requests
         ]
         for prompts, params in pairs:
             arguments.one_each(params, len(prompts))
         self.wait_until_ready()
+        encoded, error = capture(lambda: [(self._encode(prompts), params) for prompts, params in pairs])
         asked = [prompt for prompts, _ in pairs for prompt in prompts]
-        self._engine_ranks.check_same_args(place, pairs, arguments.summary(asked))
-        return [self._begin(prompts, params, as_request_outputs) for prompts, params in pairs]
+        self._engine_ranks.check_same_args(place, (encoded, repr(error)), arguments.summary(asked))
+        if error is not None:
+            raise error
+        return [self._begin(token_ids, params, as_request_outputs) for token_ids, params in encoded]
 
     def _submit_sharded(
         self, local_prompts: Sequence[Prompt], params: Any, as_request_outputs: bool = False
@@ -423,15 +437,15 @@ class SamplingEngine:
         """Queue one batch of all ranks' prompts; its result holds this rank's."""
         self.wait_until_ready()
 
-        def mine() -> tuple[list[Prompt], list[Any]]:
-            prompts = arguments.as_list(local_prompts)
+        def mine() -> tuple[list[list[int]], list[Any]]:
+            token_ids = self._encode(encoding.as_list(local_prompts))
             each = self._sampling_params if params is None else params
-            return prompts, arguments.one_each(each, len(prompts))
+            return token_ids, arguments.one_each(each, len(token_ids))
 
         of_ranks = self._engine_ranks.on_all_ranks("sample sharded", mine)
-        first = sum(len(prompts) for prompts, _ in of_ranks[: self._topology.rank])
+        first = sum(len(token_ids) for token_ids, _ in of_ranks[: self._topology.rank])
         return self._begin(
-            [prompt for prompts, _ in of_ranks for prompt in prompts],
+            [each for token_ids, _ in of_ranks for each in token_ids],
             [each for _, params in of_ranks for each in params],
             as_request_outputs,
             range(first, first + len(of_ranks[self._topology.rank][0])),
@@ -450,8 +464,11 @@ class SamplingEngine:
         self._engine_ranks.check_same_args(place, command, str(command))
         self._engine_ranks.on_engine_ranks(place, lambda: self._channel.call(command, self._timeout_s))
 
+    def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        return encoding.encode_all(prompts, lambda: self.tokenizer)
+
     def _begin(
-        self, prompts: list[Prompt], params: Any, as_request_outputs: bool, places: range | None = None
+        self, prompts: list[list[int]], params: Any, as_request_outputs: bool, places: range | None = None
     ) -> BatchHandle:
         return BatchHandle(
             str(next(self._names)),
@@ -465,3 +482,11 @@ class SamplingEngine:
             max_num_seqs=self.wait_until_ready().max_num_seqs,
             silence_s=self._timeout_s,
         )
+
+
+def _with_texts(outputs: list[vllm.RequestOutput], prompts: Sequence[Prompt]) -> list[vllm.RequestOutput]:
+    """Give vLLM's objects the prompts that were texts, as vLLM does; its engine has seen token ids alone."""
+    for output, prompt in zip(outputs, prompts, strict=True):
+        if isinstance(prompt, str):
+            output.prompt = prompt
+    return outputs

@@ -13,7 +13,7 @@ from vectorlm.engine import messages
 from vectorlm.engine.packed import packing
 from vectorlm.errors import EngineError, EngineTimeout
 from vectorlm.ranks.engine_ranks import capture
-from vectorlm.types import Completion, Prompt
+from vectorlm.types import Completion
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,7 +95,7 @@ class BatchHandle:
     def __init__(
         self,
         name: str,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Sequence[int]],
         sampling_params: Any,
         *,
         places: range,

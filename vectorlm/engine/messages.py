@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vectorlm.types import InFlight, Prompt
+from vectorlm.types import InFlight
 from vectorlm.weights.plan import TensorSpec
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Ready:
 class Generate:
     """Sample completions of these prompts; the answer is a list of numpy arrays that `packed` unpacks."""
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[Sequence[int]]
     sampling_params: Any
     """A mapping, a ``vllm.SamplingParams``, or one of these per prompt."""
     as_request_outputs: bool

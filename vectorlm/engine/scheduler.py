@@ -266,6 +266,7 @@ class Scheduler:
         try:
             for index, (prompt, each) in enumerate(zip(command.prompts, params, strict=True)):
                 name = f"{number}-{index}"
+                self._rules.check_prompt(index, prompt)
                 try:
                     self._backend.submit(name, prompt, each)
                 except VectorLMError:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from vectorlm.encoding import shown_prompt
 from vectorlm.report.progress import sample_with_progress
 from vectorlm.report.step_lines import StepLines
 from vectorlm.rewards.runner import score_answers
 from vectorlm.train.device_turn import DeviceTurn
-from vectorlm.types import Completion, PromptRecord, shown_prompt
+from vectorlm.types import Completion, PromptRecord
 
 Answers = list[list[Completion]]
 

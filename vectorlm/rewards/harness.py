@@ -21,6 +21,7 @@ from lm_eval.utils import (
     make_disjoint_window,
 )
 
+from vectorlm.encoding import render_chat
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import device_of
 from vectorlm.settings import nearest
@@ -78,7 +79,8 @@ class EngineLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Return messages as one text."""
-        text: str = self.tokenizer.apply_chat_template(
+        text: str = render_chat(
+            self.tokenizer,
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vectorlm.algorithms.batch import RolloutBatch
+from vectorlm.encoding import is_messages, render_chat
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.micro_batch import map_rows
@@ -88,13 +89,11 @@ class RewardModel:
     def _token_ids(self, rollout: Rollout) -> list[int]:
         prompt: Any = rollout.prompt_record.prompt
         is_text = isinstance(prompt, str)
-        if is_text:
-            text = prompt + rollout.text
-        elif len(prompt) and isinstance(prompt[0], int):
-            text = str(self._tokenizer.decode(list(prompt))) + rollout.text
+        if is_messages(prompt):
+            chat = [*prompt, {"role": "assistant", "content": rollout.text}]
+            text = str(render_chat(self._tokenizer, chat, tokenize=False))
         else:
-            chat: Any = [*prompt, {"role": "assistant", "content": rollout.text}]
-            text = str(self._tokenizer.apply_chat_template(chat, tokenize=False))
+            text = (prompt if is_text else str(self._tokenizer.decode(list(prompt)))) + rollout.text
         # Templates and tokens hold their special tokens already.
         limits = {"truncation": True, "max_length": self._max_length}
         return self._tokenizer(text, add_special_tokens=is_text, **limits)["input_ids"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from vectorlm.encoding import is_messages
 from vectorlm.errors import RewardError
 from vectorlm.plugin import TookTooLong, time_limit
 from vectorlm.rewards.signature import COMPLETIONS, IDS, PROMPTS, RESERVED, RewardSignature
@@ -128,8 +129,7 @@ def _score(reward: Callable[..., Any], item: Scorable, signature: RewardSignatur
 
 def _in_list(item: Scorable) -> Any:
     """Return a completion as a list holds it: the text, or a message where the prompt is messages."""
-    is_chat = isinstance(item.prompt, list) and bool(item.prompt) and isinstance(item.prompt[0], Mapping)
-    return [{"role": "assistant", "content": item.text}] if is_chat else item.text
+    return [{"role": "assistant", "content": item.text}] if is_messages(item.prompt) else item.text
 
 
 def _run_lists(

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from vectorlm.algorithms.reduce import masked_mean
+from vectorlm.encoding import shown_prompt
 from vectorlm.report.step_lines import StepLines
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.rollout import RolloutGroup, kept_groups
 from vectorlm.rollouts.replay import record_of
-from vectorlm.types import shown_prompt
 
 MAX_COLUMNS, MAX_COLUMN = 20, 200
 """Columns of the question in a line, and characters of each; with tokens they are whole, as replaying needs them."""

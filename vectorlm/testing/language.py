@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from vectorlm.encoding import render_chat
 from vectorlm.errors import EngineError
 from vectorlm.testing.subject import GREEDY, NUM_TOKENS, PROMPTS, SAMPLED, EngineUnderTest
 from vectorlm.types import Completion
@@ -128,7 +129,7 @@ def text_and_chat_become_the_tokenizers_tokens(subject: EngineUnderTest) -> None
     assert completion.prompt_token_ids == tuple(tokenizer.encode("abc"))
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": "abc"}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = render_chat(tokenizer, messages, tokenize=False, add_generation_prompt=True)
         (answer,) = subject.engine.sample([messages], GREEDY)[0]
         assert answer.prompt_token_ids == tuple(tokenizer.encode(text, add_special_tokens=False))
 

@@ -24,7 +24,7 @@ from vectorlm.contracts import RequestOutput
 from vectorlm.engine.packed import FINISH_REASONS
 from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout
 from vectorlm.ranks.engine_ranks import CallResult
-from vectorlm.types import Completion, Prompt
+from vectorlm.types import Completion
 from vectorlm.weights.plan import Layout, TensorSpec
 from vectorlm.weights.receive import EngineReceiver
 
@@ -115,10 +115,10 @@ class VLLMServer:
         """The training step of the weights; -1 for those that the server was started with."""
         return self._version
 
-    def submit(self, name: str, prompt: Prompt, sampling_params: Any) -> None:
+    def submit(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
         """Send one request; `poll` says whether the server takes it."""
         body = {
-            "token_ids": self._token_ids(prompt),
+            "token_ids": list(prompt),
             "sampling_params": _params_to_wire(sampling_params),
             # Neither earlier weights' blocks nor an earlier trainer's are ever found.
             "cache_salt": f"{self._name} {self._num_loads}",
@@ -309,15 +309,6 @@ class VLLMServer:
         path = "/reset_prefix_cache?reset_running_requests=true"
         if not self._post(path, read=lambda answer: answer["success"]):
             raise EngineError("the server's prefix cache still holds blocks of the old weights.")
-
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            asked: dict[str, Any] = {"prompt": prompt}
-        elif len(prompt) and isinstance(prompt[0], Mapping):
-            asked = {"messages": list(prompt)}
-        else:
-            return [int(token) for token in prompt]  # type: ignore[arg-type]
-        return self._post("/tokenize", asked, lambda answer: [int(token) for token in answer["tokens"]])
 
 
 def _read_settings(answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,9 @@ import torch
 
 from vectorlm.backends.plain_weights import PlainWeights
 from vectorlm.backends.transformers.generation import Batch, SequenceState
-from vectorlm.backends.transformers.parameters import PromptTokenizer, read_parameters
+from vectorlm.backends.transformers.parameters import Detokenizer, read_parameters
 from vectorlm.contracts import RequestOutput
 from vectorlm.errors import EngineError
-from vectorlm.types import Prompt
 from vectorlm.weights.module_source import manifest_of
 from vectorlm.weights.plan import Layout, TensorSpec, dtype_of, require_same, trainer_tensors
 
@@ -65,10 +64,11 @@ class Transformers:
             )
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.model = _load(model, dtype).to(device).eval()
-        self._tokenizer = PromptTokenizer.of(model, self.model)
+        self._tokenizer = Detokenizer(model, self.model)
         # `generate` would mix the folder's sampling defaults into every call.
         self.model.generation_config = type(self.model.generation_config)()
         self._context_length: int = self.model.config.get_text_config().max_position_embeddings
+        self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self._manifest = manifest_of(self.model)
         self._weights = PlainWeights()
         self._requests: dict[str, list[SequenceState]] = {}
@@ -79,10 +79,11 @@ class Transformers:
         self.version = -1
         self.progress = 0
 
-    def submit(self, name: str, prompt: Prompt, sampling_params: Any) -> None:
+    def submit(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
         """Queue one prompt; it joins the next batch."""
-        parameters = read_parameters(sampling_params)
-        ids = self._tokenizer.encode(prompt)
+        parameters, ids = read_parameters(sampling_params), tuple(prompt)
+        if not ids:
+            raise EngineError("a prompt has no tokens: there is nothing to continue.")
         room = self._context_length - len(ids)
         if room < 1:
             raise EngineError(

@@ -21,7 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from vectorlm.backends.transformers.parameters import Parameters, PromptTokenizer
+from vectorlm.backends.transformers.parameters import Detokenizer, Parameters
 from vectorlm.types import Completion
 
 SLICE_TOKENS = 32
@@ -40,7 +40,7 @@ class SequenceState:
     seed: str
     max_tokens: int
     """Its longest length, within the model's context."""
-    tokenizer: PromptTokenizer
+    tokenizer: Detokenizer
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)

@@ -1,16 +1,15 @@
-"""Sampling parameters and prompts, as transformers takes them."""
+"""Sampling parameters as transformers takes them, and the text of sampled tokens."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from vectorlm.encoding import has_tokenizer, load_tokenizer
 from vectorlm.errors import EngineError
 from vectorlm.settings import nearest
-from vectorlm.types import Prompt
 
 NUM_CONTEXT_TOKENS = 8
 """Prompt tokens that are decoded with a completion: they decide whether its text begins with a space."""
@@ -95,50 +94,17 @@ def read_parameters(given: Any, defaults: Parameters = DEFAULTS) -> Parameters:
         raise EngineError(f"sampling_params={given} holds a value of the wrong type: {error}.") from error
 
 
-class PromptTokenizer:
-    """Turns prompts into token ids and completions into text, as vLLM does, with the model's tokenizer."""
+class Detokenizer:
+    """Turns completions into text as vLLM does, with the model's tokenizer; into none if it has none."""
 
-    def __init__(self, tokenizer: Any, size: int, end_token_ids: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self._size = size
-        self.end_token_ids = end_token_ids
-
-    @classmethod
-    def of(cls, model_path: str | Path, model: Any) -> PromptTokenizer:
+    def __init__(self, model_path: str, model: Any) -> None:
         """Read a folder's tokenizer, if it has one, and the end tokens of tokenizer and model."""
-        from transformers import AutoTokenizer
-
-        has_tokenizer = (
-            any(Path(model_path).glob("tokenizer*")) or (Path(model_path) / "vocab.json").is_file()
-        )
-        tokenizer = AutoTokenizer.from_pretrained(model_path) if has_tokenizer else None
+        self._tokenizer = load_tokenizer(model_path) if has_tokenizer(model_path) else None
         ends = model.generation_config.eos_token_id
         ends = {ends} if isinstance(ends, int) else set(ends or ())
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            ends.add(tokenizer.eos_token_id)
-        return cls(tokenizer, model.get_input_embeddings().num_embeddings, frozenset(ends))
-
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the token ids of a prompt; raises `EngineError` for an empty one and for unknown tokens."""
-        ids = self._encode(prompt)
-        if not ids:
-            raise EngineError(f"the prompt {prompt!r} has no tokens: there is nothing to continue.")
-        if outside := [token for token in ids if not 0 <= token < self._size]:
-            raise EngineError(f"a prompt has token {outside[0]}: it must be from 0 to {self._size - 1}.")
-        return ids
-
-    def _encode(self, prompt: Any) -> tuple[int, ...]:
-        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        if not isinstance(prompt, str) and not is_chat:
-            return tuple(int(token) for token in prompt)
-        if self._tokenizer is None:
-            raise EngineError("the model's folder has no tokenizer: prompts must be token ids.")
-        if is_chat:
-            text = self._tokenizer.apply_chat_template(
-                list(prompt), tokenize=False, add_generation_prompt=True
-            )
-            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-        return tuple(self._tokenizer.encode(prompt))
+        if self._tokenizer is not None and self._tokenizer.eos_token_id is not None:
+            ends.add(self._tokenizer.eos_token_id)
+        self.end_token_ids = frozenset(ends)
 
     def text(
         self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], skip_special_tokens: bool

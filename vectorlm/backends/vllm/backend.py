@@ -12,7 +12,6 @@ from vectorlm.backends.vllm.shim import (
     build_engine,
     finish_steps,
     let_seeded_requests_wait,
-    make_prompt,
     make_sampling_params,
     naming_the_model,
     warm_up,
@@ -21,7 +20,7 @@ from vectorlm.backends.vllm.workers import Workers, shorten_socket_paths, start_
 from vectorlm.contracts import RequestOutput
 from vectorlm.errors import EngineError
 from vectorlm.lora.receive import adapter_request
-from vectorlm.types import Completion, Prompt
+from vectorlm.types import Completion
 from vectorlm.weights.receive import EngineReceiver
 
 prepare_process = shorten_socket_paths
@@ -74,16 +73,21 @@ class VLLM:
         return num_sequences
 
     @property
+    def vocab_size(self) -> int:
+        """The number of tokens that the model has."""
+        size: int = self._engine.vllm_config.model_config.get_vocab_size()
+        return size
+
+    @property
     def version(self) -> int:
         """The training step of the weights; -1 for the checkpoint's."""
         return self._version
 
-    def submit(self, name: str, prompt: Prompt, sampling_params: Any) -> None:
+    def submit(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
         """Add one request."""
         params = make_sampling_params(sampling_params)
-        request = make_prompt(self._engine, prompt)
         # Blocks of other weights are never found, however long requests of theirs keep them.
-        request["cache_salt"] = f"weights {self._num_loads}"
+        request = {"prompt_token_ids": list(prompt), "cache_salt": f"weights {self._num_loads}"}
         self._engine.add_request(name, request, params, lora_request=self._adapter_request)
 
     def poll(self) -> list[RequestOutput]:

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES
+from vectorlm.encoding import has_tokenizer
 from vectorlm.engine.settings import DEVICE_SHARE
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.settings import nearest
-from vectorlm.types import Prompt
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> Any:
@@ -84,7 +82,7 @@ def default_arguments(model: str, on_cpu: bool) -> dict[str, Any]:
     else:
         # vLLM's own share is that of an engine which has the device to itself.
         defaults |= {"gpu_memory_utilization": DEVICE_SHARE}
-    if Path(model).is_dir() and not any((Path(model) / name).exists() for name in TOKENIZER_FILES):
+    if not has_tokenizer(model):
         defaults["skip_tokenizer_init"] = True
     return defaults
 
@@ -124,23 +122,6 @@ def _sampling_parameters() -> frozenset[str]:
     from vllm import SamplingParams
 
     return frozenset(inspect.signature(SamplingParams).parameters)
-
-
-def make_prompt(engine: Any, prompt: Prompt) -> Any:
-    """Turn text, token ids or chat messages into a prompt that the engine takes."""
-    if isinstance(prompt, str):
-        return {"prompt": prompt}
-    if len(prompt) and isinstance(prompt[0], Mapping):
-        tokenizer = engine.get_tokenizer()
-        text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-        return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
-    ids: list[Any] = list(prompt)
-    size = engine.vllm_config.model_config.get_vocab_size()
-    # Without a tokenizer vLLM does not look, and a step that reads beyond the embedding ends the engine.
-    if ids and not (min(ids) >= 0 and max(ids) < size):
-        outside = next(token for token in ids if not 0 <= token < size)
-        raise EngineError(f"a prompt has token {outside}: it must be from 0 to {size - 1}.")
-    return {"prompt_token_ids": ids}
 
 
 def finish_steps(engine: Any) -> list[Any]:

@@ -1,0 +1,122 @@
+"""Text, chat messages and token ids as the token ids that every engine takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vectorlm.errors import EngineError
+from vectorlm.types import Prompt
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+OF_VLLM = {"prompt", "prompt_token_ids"}
+"""Keys of vLLM's ``TextPrompt`` and ``TokensPrompt``."""
+
+
+def has_tokenizer(model: str | Path) -> bool:
+    """Return whether there is a tokenizer beside a model; of a name that is no folder, the hub has to say."""
+    return not Path(model).is_dir() or any((Path(model) / name).exists() for name in TOKENIZER_FILES)
+
+
+def load_tokenizer(name: str | Path, **options: Any) -> Any:
+    """Read a model's tokenizer as it is; raises `EngineError` where there is none."""
+    from transformers import AutoTokenizer
+
+    if not has_tokenizer(name):
+        raise EngineError(f"{str(name)!r} has no tokenizer: prompts must be token ids.")
+    try:
+        return AutoTokenizer.from_pretrained(name, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(f"the tokenizer of {str(name)!r} cannot be read: {error}") from error
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> Any:
+    """Return what the tokenizer's chat template makes of `messages`; the library calls templates nowhere else."""
+    return tokenizer.apply_chat_template(list(messages), **how)
+
+
+def is_messages(prompt: Any) -> bool:
+    """Return whether a prompt is chat messages."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
+    """Return the token ids of one prompt; `tokenizer` is called for text and messages alone.
+
+    Text gets the tokenizer's special tokens; those of messages are the template's.
+    """
+    if isinstance(prompt, Mapping):
+        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+    if isinstance(prompt, str):
+        return list(tokenizer().encode(str(prompt)))
+    if is_messages(prompt):
+        rendered = render_chat(tokenizer(), prompt, add_generation_prompt=True, return_dict=True)
+        return list(rendered["input_ids"])
+    return [int(token) for token in prompt]
+
+
+def encode_all(prompts: Sequence[Prompt], tokenizer: Callable[[], Any]) -> list[list[int]]:
+    """Return the token ids of each prompt; raises `EngineError` that names the prompt which has none."""
+    found = []
+    for index, prompt in enumerate(prompts):
+        try:
+            found.append(encode(prompt, tokenizer))
+        except EngineError:
+            raise
+        except Exception as error:  # A template may raise whatever its author chose.
+            raise EngineError(f"prompt {index} cannot be encoded: {type(error).__name__}: {error}") from error
+    return found
+
+
+def shown_prompt(prompt: Prompt) -> str:
+    """Return a prompt as a line for people shows it: of chat messages the last, of token ids their number."""
+    if isinstance(prompt, str) or not prompt:
+        return str(prompt)
+    last = prompt[-1]
+    return f"({len(prompt)} tokens)" if isinstance(last, int) else str(last.get("content", ""))
+
+
+def as_list(prompts: Sequence[Prompt] | str) -> list[Prompt]:
+    """Return a list of prompts; one text is one prompt. Raises TypeError, naming what is not a prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping):
+        what, keys = type(prompts).__name__, ", ".join(map(repr, prompts))
+        fix = "Pass a list of texts, token ids or conversations."
+        if "input_ids" in prompts:
+            fix = "Pass its lists of token ids, made without padding: prompts['input_ids']."
+        elif "role" in prompts:
+            fix = "Put the message into a conversation, and this into a list: [[message]]."
+        raise TypeError(f"prompts is a {what} with the keys {keys}, not a list of prompts. {fix}")
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts={prompts!r} must be a text or a list of prompts.")
+    listed = list(prompts)
+    for index, prompt in enumerate(listed):
+        if not _is_prompt(prompt):
+            fix = ""
+            if isinstance(prompt, Mapping) and "role" in prompt:
+                fix = " Put the conversation in a list: [messages]."
+            elif hasattr(prompt, "__index__"):
+                fix = " Put the token ids in a list: [token_ids]."
+            raise TypeError(
+                f"prompt {index} is {str(prompt)[:60]!r}, a {type(prompt).__name__}: a prompt is text, token ids or "
+                f"chat messages ({{'role': …, 'content': …}}).{fix}"
+            )
+    return listed
+
+
+def _is_prompt(prompt: Any) -> bool:
+    """Look at the first element alone: prompts may be long."""
+    if isinstance(prompt, str):
+        return True
+    if isinstance(prompt, Mapping):
+        return bool(prompt) and prompt.keys() <= OF_VLLM
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        # Arrays and tensors of token ids are not a `Sequence`.
+        return hasattr(prompt, "tolist") and hasattr(prompt, "__len__") and getattr(prompt, "ndim", 1) == 1
+    if not len(prompt):
+        return True
+    if isinstance(prompt[0], Mapping):
+        return {"role", "content"} <= prompt[0].keys()
+    return hasattr(prompt[0], "__index__")
