@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from vectorlm.checkpoint.export import save_model
     from vectorlm.config.load import load_config
     from vectorlm.engine.engine import SamplingEngine
+    from vectorlm.engine.settings import EngineSettings
     from vectorlm.ranks.launcher import launch
     from vectorlm.ranks.topology import Topology
     from vectorlm.train.device_turn import DeviceTurn
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Completion": "vectorlm.types",
     "DeviceTurn": "vectorlm.train.device_turn",
+    "EngineSettings": "vectorlm.engine.settings",
     "FakeEngine": "vectorlm.backends.scripted",
     "HFEngine": "vectorlm.backends.transformers",
     "SamplingEngine": "vectorlm.engine.engine",
@@ -32,6 +34,7 @@ _HOMES = {
 __all__ = [
     "Completion",
     "DeviceTurn",
+    "EngineSettings",
     "FakeEngine",
     "HFEngine",
     "SamplingEngine",

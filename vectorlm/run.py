@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -366,34 +366,19 @@ def open_engine(
     settings, output = sampler.engine, Path(config.train_parameters.output_dir)
     adapters = config.train_parameters.lora_peft_config
     output.mkdir(parents=True, exist_ok=True)
-    for_vllm = {
-        "dtype": settings.vllm_dtype,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "enable_sleep_mode": sampler.turn.sleep != "none",
-        **(engine_arguments(adapters) if adapters is not None and settings.lora_mode == "adapter" else {}),
-    }
-    longest = {} if config.rl is None else {"max_model_len": config.train_parameters.max_seq_len}
-    engine_args = {
-        **(for_vllm if settings.inference == "vllm" else {}),
-        **longest,
-        **more,
-        **settings.engine_args,
-    }
+    of_run: dict[str, Any] = {} if config.rl is None else {"max_model_len": config.train_parameters.max_seq_len}
+    if settings.inference == "vllm":
+        of_run["enable_sleep_mode"] = sampler.turn.sleep != "none"
+        if adapters is not None and settings.lora_mode_of_run == "adapter":
+            of_run |= engine_arguments(adapters)
     engine = stack.enter_context(
         SamplingEngine(
             config.model,
+            replace(settings, engine_args={}),
             topology=topology,
-            sampling_params=dict(settings.sampling_params),
-            inference=settings.inference,
-            receiver=settings.receiver,
-            transport=settings.transport,
-            lora_mode="auto" if adapters is None else settings.lora_mode,
-            verify_updates=settings.verify_updates,
-            check_finite=settings.check_finite,
             devices=None if placement is None else placement.engine,
-            timeout_s=settings.timeout_s,
             log_path=output / "sampler.log",
-            **engine_args,
+            **{**of_run, **more, **settings.engine_args},
         )
     )
     if topology.is_cuda:

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 import vectorlm
 from vectorlm.encoding import as_list
+from vectorlm.engine.arguments import merge
 from vectorlm.errors import EngineError, RankMismatch
 
 MESSAGE = {"role": "user", "content": "ab"}
@@ -100,6 +101,27 @@ def test_an_unknown_argument_is_refused_before_vllm_starts(folder):
         vectorlm.SamplingEngine(folder, max_model_length=64)
     with pytest.raises(TypeError, match="Did you mean 'log_path'"):
         vectorlm.SamplingEngine(folder, logpath=None)
+    with pytest.raises(TypeError, match="Did you mean 'timeout_s'"):
+        vectorlm.SamplingEngine(folder, vectorlm.EngineSettings(engine_args={"timeouts": 1}))
+
+
+def test_settings_and_keywords_make_the_same_engine():
+    given = vectorlm.EngineSettings(
+        timeout_s=7.0, lora_mode="auto", engine_args={"max_model_len": 64, "seed": 1}
+    )
+    merged = merge(
+        given, {"verify_updates": False, "seed": 2, "enable_lora": True}, vectorlm.SamplingEngine.__init__
+    )
+    expected = {
+        "max_model_len": 64,
+        "seed": 2,
+        "enable_lora": True,
+        "dtype": "auto",
+        "gpu_memory_utilization": 0.35,
+    }
+    assert merged.engine_args == expected
+    assert (merged.timeout_s, merged.verify_updates, merged.lora_mode) == (7.0, False, "adapter")
+    assert merge(merged, {}, vectorlm.SamplingEngine.__init__) == merged
 
 
 def test_an_engine_shows_what_it_is_and_a_second_one_is_warned_of(tmp_path):

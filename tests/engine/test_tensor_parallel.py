@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import vectorlm
 from vectorlm import SamplingEngine, Topology
-from vectorlm.engine.arguments import parallel_sizes, require_devices
+from vectorlm.engine.arguments import parallel_sizes, share_of_engine
 from vectorlm.errors import ChecksumMismatch, EngineDied, EngineError
 from vectorlm.weights.model_size import read_model_size
 
@@ -148,7 +148,7 @@ def test_on_cuda_all_devices_sample_and_the_weights_say_how_many_make_an_engine(
 def test_devices_that_sample_nothing_are_named():
     topology = Topology(world_size=8, local_world_size=8, device="cuda:0")
     with pytest.warns(UserWarning, match="an engine has 4 devices and samples on 2 of them"):
-        require_devices(2, 4, topology)
+        share_of_engine(None, 2, {"tensor_parallel_size": 2}, topology)
 
 
 def test_more_workers_than_devices_are_refused(folder):

@@ -2,68 +2,57 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vectorlm.contracts import WeightSource
-from vectorlm.engine.settings import DEVICE_SHARE, Channels, Receivers, Transports
+from vectorlm.engine.settings import DEVICE_SHARE, Channels, EngineSettings, LoraMode, Receivers, Transports
 from vectorlm.packages import fields_of, versions_of_rank
-from vectorlm.ranks.placement import tensor_parallel_size
+from vectorlm.ranks.placement import devices_of_engine, tensor_parallel_size
 from vectorlm.ranks.topology import Topology
 from vectorlm.settings import nearest, require_choice
 from vectorlm.types import InFlight, Prompt
 from vectorlm.weights.model_size import read_model_size
 
-LORA_MODES = ("auto", "adapter", "merged")
 PLACES = ("url", "token", "download_dir")
 """Arguments of engines that may be each machine's own."""
 
 
-def require_names(receiver: str, transport: str) -> None:
-    """Raise ValueError for an unknown receiver or transport."""
-    require_choice("receiver", receiver, Receivers)
-    require_choice("transport", transport, Transports)
+def merge(
+    settings: EngineSettings, engine_args: Mapping[str, Any], constructor: Callable[..., None]
+) -> EngineSettings:
+    """Return `settings` with the fields among the keywords of the `constructor`, and all arguments of the engine.
+
+    Raises:
+        TypeError: A keyword is neither a field nor an argument of the constructor or of vLLM's engine.
+        ValueError: A field has a value that it does not take.
+    """
+    names = [field.name for field in dataclasses.fields(EngineSettings)]
+    given = dict(engine_args)
+    settings = dataclasses.replace(settings, **{name: given.pop(name) for name in names if name in given})
+    arguments = {**settings.engine_args, **given}
+    if settings.inference == "vllm":
+        known = fields_of("engine/arg_utils.py", "EngineArgs")
+        for name in arguments if known else ():
+            if name not in known:
+                near = nearest(name, [*known, *names, *constructor.__annotations__]) or "Leave it out."
+                raise TypeError(
+                    f"neither SamplingEngine nor vLLM's engine knows an argument {name!r}. {near}"
+                )
+        arguments.setdefault("dtype", settings.vllm_dtype)
+        arguments.setdefault("gpu_memory_utilization", settings.gpu_memory_utilization)
+    require_choice("receiver", settings.receiver, Receivers)
+    require_choice("transport", settings.transport, Transports)
+    lora_mode = _lora_mode(settings.lora_mode, bool(arguments.get("enable_lora")))
+    return dataclasses.replace(settings, engine_args=arguments, lora_mode=lora_mode)
 
 
-def require_channel(channel: str, **of_process: Any) -> None:
-    """Raise ValueError for an unknown channel, and for an argument that only a process of the engine's own can heed."""
-    require_choice("channel", channel, Channels)
-    given = [name for name, value in of_process.items() if value is not None]
-    if channel == "inline" and given:
-        raise ValueError(
-            f"channel='inline' has no process that {given[0]} could apply to: leave it out, or use channel='process'."
-        )
-
-
-def require_known(engine_args: Mapping[str, Any], inference: str, own: Iterable[str]) -> None:
-    """Raise TypeError for an argument that is neither vLLM's nor one of the engine's `own`, before vLLM starts."""
-    known = fields_of("engine/arg_utils.py", "EngineArgs") if inference == "vllm" else {}
-    for name in engine_args if known else ():
-        if name not in known:
-            near = nearest(name, [*known, *own]) or "Leave it out."
-            raise TypeError(f"neither SamplingEngine nor vLLM's engine knows an argument {name!r}. {near}")
-
-
-def of_rank(engine_args: Mapping[str, Any], **own: Any) -> dict[str, Any]:
-    """Return what must be the same on all ranks: arguments of the engine, but no places, and versions."""
-    return {name: each for name, each in engine_args.items() if name not in PLACES} | own | versions_of_rank()
-
-
-def warn_of_another(model: str) -> None:
-    """Warn that an engine of this process is open already."""
-    warnings.warn(
-        f"another engine of this process is open, with {model}: both hold weights and a KV cache. If you do not need "
-        "it any more, call its close() first. A notebook also keeps what a cell has displayed: `%reset out` drops it.",
-        stacklevel=3,
-    )
-
-
-def choose_lora_mode(lora_mode: str, enable_lora: bool) -> str:
+def _lora_mode(lora_mode: LoraMode, enable_lora: bool) -> LoraMode:
     """Resolve `auto`; raise ValueError for an unknown mode, or one that contradicts ``enable_lora``."""
-    if lora_mode not in LORA_MODES:
-        raise ValueError(f"lora_mode={lora_mode!r} is not known: it must be one of {', '.join(LORA_MODES)}.")
+    require_choice("lora_mode", lora_mode, LoraMode)
     if lora_mode == "adapter" and not enable_lora:
         raise ValueError(
             "lora_mode='adapter' needs an engine with LoRA layers: pass enable_lora=True and max_lora_rank, or use "
@@ -76,12 +65,42 @@ def choose_lora_mode(lora_mode: str, enable_lora: bool) -> str:
     return "adapter" if enable_lora else "merged"
 
 
+def require_channel(channel: str, **of_process: Any) -> None:
+    """Raise ValueError for an unknown channel, and for an argument that only a process of the engine's own can heed."""
+    require_choice("channel", channel, Channels)
+    given = [name for name, value in of_process.items() if value is not None]
+    if channel == "inline" and given:
+        raise ValueError(
+            f"channel='inline' has no process that {given[0]} could apply to: leave it out, or use channel='process'."
+        )
+
+
+def same_on_ranks(settings: EngineSettings, engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must be the same on all ranks: settings, the engine's arguments but for places, and versions."""
+    # Sampling parameters are compared with those of each call.
+    fields = {
+        key: value for key, value in vars(settings).items() if key not in ("engine_args", "sampling_params")
+    }
+    return {
+        **{name: value for name, value in engine_args.items() if name not in PLACES},
+        **fields,
+        **versions_of_rank(),
+    }
+
+
+def warn_of_another(model: str) -> None:
+    """Warn that an engine of this process is open already."""
+    warnings.warn(
+        f"another engine of this process is open, with {model}: both hold weights and a KV cache. If you do not need "
+        "it any more, call its close() first. A notebook also keeps what a cell has displayed: `%reset out` drops it.",
+        stacklevel=3,
+    )
+
+
 def with_deadlines(
-    engine_args: Mapping[str, Any], inference: str, timeout_s: float, start_timeout_s: float
-) -> Mapping[str, Any]:
-    """Tell an engine that waits for a server how long; less than the ranks wait for it, so that it names the server."""
-    if inference != "server":
-        return engine_args
+    engine_args: Mapping[str, Any], timeout_s: float, start_timeout_s: float
+) -> dict[str, Any]:
+    """Tell the client of a server how long to wait: less than the ranks wait for it, so that it names the server."""
     limits = {"silence_s": 0.9 * timeout_s, "start_timeout_s": min(600.0, start_timeout_s / 2)}
     return {**limits, **engine_args}
 
@@ -123,18 +142,23 @@ def _devices_needed(engine_args: Mapping[str, Any], topology: Topology, model: s
     return tensor_parallel_size(topology.local_world_size, found.num_heads, weight_bytes, room)
 
 
-def require_engines(data_parallel_size: int, topology: Topology) -> None:
-    """Raise ValueError if the ranks of a node cannot be divided among this many engines."""
+def share_of_engine(
+    devices: Sequence[int] | None, num_engines: int, engine_args: Mapping[str, Any], topology: Topology
+) -> Sequence[int] | None:
+    """Return this engine's share of the devices that are the engines' own; None where they use the ranks'.
+
+    Raises:
+        ValueError: The ranks of a node cannot be divided among its engines, with a device for each worker on CUDA.
+    """
     per_node = topology.local_world_size
-    if data_parallel_size < 1 or per_node % data_parallel_size:
+    if num_engines < 1 or per_node % num_engines:
         raise ValueError(
-            f"data_parallel_size={data_parallel_size} cannot be spread over {per_node} ranks of a node: it must divide "
+            f"data_parallel_size={num_engines} cannot be spread over {per_node} ranks of a node: it must divide "
             f"{per_node}."
         )
-
-
-def require_devices(size: Any, num_devices: int, topology: Topology) -> None:
-    """Raise ValueError if an engine has too few devices for its workers: on CUDA each shares the device of a rank."""
+    devices = devices_of_engine(devices, num_engines, topology)
+    num_devices = per_node // num_engines if devices is None else len(devices)
+    size = engine_args.get("tensor_parallel_size", 1)
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"tensor_parallel_size={size!r} must be an integer >= 1.")
     if topology.is_cuda and size > num_devices:
@@ -148,6 +172,7 @@ def require_devices(size: Any, num_devices: int, topology: Topology) -> None:
             "tensor_parallel_size, or leave both out.",
             stacklevel=3,
         )
+    return devices
 
 
 def require_folder(model: str | Path) -> None:

@@ -19,10 +19,10 @@ from vectorlm.engine.hot_swap import HotSwap
 from vectorlm.engine.inline_channel import InlineChannel
 from vectorlm.engine.last_error import let_go_of_last_error
 from vectorlm.engine.process_channel import ProcessChannel
+from vectorlm.engine.settings import Channels, EngineSettings
 from vectorlm.errors import EngineError, EngineTimeout
 from vectorlm.ranks.collectives import Collectives
 from vectorlm.ranks.engine_ranks import EngineRanks, capture, comparable, require_equal
-from vectorlm.ranks.placement import devices_of_engine
 from vectorlm.ranks.process_end import require_own_process
 from vectorlm.ranks.topology import Topology
 from vectorlm.types import Completion, InFlight, Prompt, SamplingRequest, UpdateReport
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import vllm
 
     from vectorlm.contracts import WeightSource
-    from vectorlm.engine.settings import Channels
 
 WAIT_S = 0.05
 """Longest wait of a rank for its own engine before it looks at the other ranks again."""
@@ -54,31 +53,18 @@ class SamplingEngine:
 
     Args:
         model: A Hugging Face model folder.
+        settings: How the engine samples and takes new weights. Each field is a keyword too, as in ``timeout_s=60``.
         topology: This rank's place in the run; read from the environment when omitted.
-        sampling_params: Used where a call gives none: a mapping or ``vllm.SamplingParams``.
-        inference: What samples: `vllm`; `transformers`; `server`, a running vLLM server (``url=…``); or a class that
-            implements `vectorlm.contracts.Backend`, as ``module:Class`` or ``file.py:Class``.
-        receiver: How the engine holds weights on CPU. `live`: plain, the fastest to swap; `packed`: in oneDNN's
-            layout, the faster to sample from; `auto` decides by the model's size. On CUDA there is only `live`.
-        lora_mode: What an update of a PEFT model swaps. `adapter`: the adapters alone, into vLLM's LoRA layers (needs
-            ``enable_lora=True`` and a ``max_lora_rank``); `merged`: weights with the adapters merged into a copy;
-            `auto`: `adapter` where the engine has LoRA layers, else `merged`.
-        transport: How weights cross. `push`: through shared memory; `bucketed`: likewise, 512 MiB at a time; `pull`:
-            vLLM copies them out of the ranks' memory; `auto`: `push` on CPU, on CUDA `pull` or else `bucketed`.
-        verify_updates: Prove by checksum, at each update, that ranks that should hold the same weights do, and that the
-            engine holds what was sent.
-        check_finite: Refuse an update with NaN or infinity in its weights, before the engine's weights change.
         data_parallel_size: Engines per node; it divides the node's ranks. They divide the node's devices, take prompts
             from a common queue and swap weights together. When omitted, 1 on CPU; on CUDA all devices sample.
         devices: Devices of the node that only its engines use: CUDA devices as the ranks count them, cores on CPU.
             The ranks' own devices when omitted.
         channel: `process`: the engine samples in a separate process, while the ranks do something else. `inline`: it
             samples in the process of the rank that owns it, inside the calls that ask for results (small backends).
-        timeout_s: Longest silence tolerated from the engine or from a rank, in seconds.
         start_timeout_s: Longest time that the engine may take to load, in seconds.
         log_path: A file for the sampler process's output.
-        **engine_args: vLLM's ``EngineArgs`` (``dtype``, ``max_model_len``, ``tensor_parallel_size`` …), or arguments of
-            another `inference`.
+        **engine_args: Fields of `settings`; vLLM's ``EngineArgs`` (``dtype``, ``max_model_len``,
+            ``tensor_parallel_size`` …), or arguments of another `inference`.
 
     Raises:
         FileNotFoundError: `model` looks like a path and does not exist.
@@ -89,74 +75,55 @@ class SamplingEngine:
     def __init__(
         self,
         model: str | Path,
+        settings: EngineSettings | None = None,
         *,
         topology: Topology | None = None,
-        sampling_params: Any = None,
-        inference: str = "vllm",
-        receiver: str = "auto",
-        lora_mode: str = "auto",
-        transport: str = "auto",
-        verify_updates: bool = True,
-        check_finite: bool = True,
         data_parallel_size: int | None = None,
         devices: Sequence[int] | None = None,
         channel: Channels = "process",
-        timeout_s: float = 300.0,
         start_timeout_s: float = 1800.0,
         log_path: str | Path | None = None,
         **engine_args: Any,
     ) -> None:
         let_go_of_last_error()
-        arguments.require_names(receiver, transport)
+        settings = arguments.merge(settings or EngineSettings(), engine_args, SamplingEngine.__init__)
         arguments.require_channel(channel, devices=devices, log_path=log_path)
-        arguments.require_known(engine_args, inference, SamplingEngine.__init__.__annotations__)
-        lora_mode = arguments.choose_lora_mode(lora_mode, bool(engine_args.get("enable_lora")))
         arguments.require_folder(model)
         self._topology = topology = Topology.from_environment() if topology is None else topology
-        if inference == "vllm" and data_parallel_size is devices is None:
-            engine_args |= arguments.parallel_sizes(engine_args, topology, model)
-        data_parallel_size = engine_args.pop("data_parallel_size", data_parallel_size or 1)
-        arguments.require_engines(data_parallel_size, topology)
-        devices = devices_of_engine(devices, data_parallel_size, topology)
-        num_devices = topology.local_world_size // data_parallel_size if devices is None else len(devices)
-        arguments.require_devices(engine_args.get("tensor_parallel_size", 1), num_devices, topology)
-        self._sampling_params, self._model, self._inference = sampling_params, str(model), inference
-        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        engine_args = dict(settings.engine_args)
         self._tokenizer_of = arguments.tokenizer_of(model, engine_args)
-        self._collectives = Collectives(topology, timeout_s)
+        if settings.inference == "vllm" and data_parallel_size is None and devices is None:
+            engine_args |= arguments.parallel_sizes(engine_args, topology, model)
+        elif settings.inference == "server":
+            engine_args = arguments.with_deadlines(engine_args, settings.timeout_s, start_timeout_s)
+        data_parallel_size = engine_args.pop("data_parallel_size", data_parallel_size or 1)
+        devices = arguments.share_of_engine(devices, data_parallel_size, engine_args, topology)
+        self._model, self._start_timeout_s = str(model), start_timeout_s
+        self._settings = settings
+        self._collectives = Collectives(topology, settings.timeout_s)
         self._engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
         self._ready: messages.Ready | None = None
         self._start_error: EngineError | None = None
-        self._closed, self._names, self._pid = False, itertools.count(), os.getpid()
+        self._closed = False
+        self._names = itertools.count()
+        self._pid = os.getpid()
         self._open: list[BatchHandle] = []
-        more = arguments.with_deadlines(engine_args, inference, timeout_s, start_timeout_s)
-        start = messages.Start(str(model), more, receiver, inference)
+        start = messages.Start(str(model), engine_args, settings.receiver, settings.inference)
         self._channel = self._open_channel(start, channel, devices, log_path)
         # Nothing here may point back to the engine: dropped by a notebook cell, it must end at once.
         self._swap = HotSwap(
             topology,
             self._engine_ranks,
             self._channel,
-            lora_mode=lora_mode,
-            silence_s=timeout_s,
-            verify=verify_updates,
-            check_finite=check_finite,
-            transport=transport,
+            lora_mode=settings.lora_mode,
+            silence_s=settings.timeout_s,
+            verify=settings.verify_updates,
+            check_finite=settings.check_finite,
+            transport=settings.transport,
         )
-        self._settings = comparable(
-            arguments.of_rank(
-                engine_args,
-                data_parallel_size=data_parallel_size,
-                inference=inference,
-                receiver=receiver,
-                lora_mode=lora_mode,
-                transport=transport,
-                verify_updates=verify_updates,
-                check_finite=check_finite,
-                channel=channel,
-                timeout_s=timeout_s,
-            )
-        )
+        # The same on all ranks, which compare it before the engine starts.
+        same = arguments.same_on_ranks(settings, engine_args)
+        self._same = comparable({**same, "data_parallel_size": data_parallel_size, "channel": channel})
         if isinstance(self._channel, ProcessChannel):
             for other in [each for each in _STARTED if not each._closed][:1]:
                 arguments.warn_of_another(other._model)
@@ -207,7 +174,7 @@ class SamplingEngine:
         if self._closed or self._start_error is not None:
             raise self._start_error or EngineError("the engine is closed.")
         if self._ready is None:
-            require_equal(self._collectives.all_gather_object("start the engine", self._settings))
+            require_equal(self._collectives.all_gather_object("start the engine", self._same))
             try:
                 load = lambda: self._channel.answer(0, self._start_timeout_s, "loading the model")  # noqa: E731
                 self._ready = self._engine_ranks.on_engine_ranks("load the engine", load)[0]
@@ -398,7 +365,7 @@ class SamplingEngine:
     def __repr__(self) -> str:
         pid = f", sampler process {self._channel.pid}" if isinstance(self._channel, ProcessChannel) else ""
         state = "closed" if self._closed else f"version {self.version}{pid}"
-        return f"<SamplingEngine of {self._model!r} with {self._inference}: {state}>"
+        return f"<SamplingEngine of {self._model!r} with {self._settings.inference}: {state}>"
 
     def __enter__(self) -> SamplingEngine:
         return self
@@ -418,7 +385,7 @@ class SamplingEngine:
     ) -> list[BatchHandle]:
         """Queue prompts that are the same on every rank, a batch for each request."""
         pairs = [
-            (encoding.as_list(prompts), self._sampling_params if params is None else params)
+            (encoding.as_list(prompts), self._settings.sampling_params if params is None else params)
             for prompts, params in requests
         ]
         for prompts, params in pairs:
@@ -439,7 +406,7 @@ class SamplingEngine:
 
         def mine() -> tuple[list[list[int]], list[Any]]:
             token_ids = self._encode(encoding.as_list(local_prompts))
-            each = self._sampling_params if params is None else params
+            each = self._settings.sampling_params if params is None else params
             return token_ids, arguments.one_each(each, len(token_ids))
 
         of_ranks = self._engine_ranks.on_all_ranks("sample sharded", mine)
@@ -462,7 +429,9 @@ class SamplingEngine:
     def _rest(self, command: messages.Sleep | messages.WakeUp, place: str) -> None:
         self.wait_until_ready()
         self._engine_ranks.check_same_args(place, command, str(command))
-        self._engine_ranks.on_engine_ranks(place, lambda: self._channel.call(command, self._timeout_s))
+        self._engine_ranks.on_engine_ranks(
+            place, lambda: self._channel.call(command, self._settings.timeout_s)
+        )
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         return encoding.encode_all(prompts, lambda: self.tokenizer)
@@ -480,7 +449,7 @@ class SamplingEngine:
             collectives=self._collectives,
             channel=self._channel,
             max_num_seqs=self.wait_until_ready().max_num_seqs,
-            silence_s=self._timeout_s,
+            silence_s=self._settings.timeout_s,
         )
 
 

@@ -10,6 +10,7 @@ from vectorlm.settings import Fraction, PositiveFloat, ReadIf, Text, also_writte
 
 Receivers = Literal["auto", "live", "packed"]
 Transports = Literal["auto", "push", "bucketed", "pull"]
+LoraMode = Literal["auto", "adapter", "merged"]
 Channels = Literal["process", "inline"]
 EngineDtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
@@ -48,11 +49,18 @@ class EngineSettings:
     """Whether the engine loads new weights in place (`live`) or repacks them for its own kernels (`packed`)."""
     transport: Transports = "auto"
     """How new weights cross: pushed through shared memory, at once or in rounds, or pulled by vLLM (CUDA's default)."""
-    lora_mode: Annotated[Literal["adapter", "merged"], WITH_LORA] = "adapter"
-    """With `lora_peft_config`: swap the adapters alone (`adapter`), or weights that they are merged into (`merged`)."""
+    lora_mode: Annotated[LoraMode, WITH_LORA] = "auto"
+    """With LoRA: swap the adapters alone (`adapter`, which `auto` is for vLLM), or weights with them (`merged`)."""
     verify_updates: bool = True
     """After each update, compare a checksum of the engine's weights with a checksum of what was sent."""
     check_finite: bool = True
     """Refuse an update with NaN or infinity in its weights, before the engine's weights change."""
     timeout_s: PositiveFloat = 300.0
     """Longest silence tolerated from the engine or from a rank, and longest call of `reward`, in seconds."""
+
+    @property
+    def lora_mode_of_run(self) -> str:
+        """What `lora_mode` is in a run with `lora_peft_config`: `adapter` or `merged`."""
+        if self.lora_mode == "auto":
+            return "adapter" if self.inference == "vllm" else "merged"
+        return self.lora_mode

@@ -148,7 +148,7 @@ def _lora_problems(config: Config) -> Iterator[str]:
     if sampler is None:
         return
     # Silent: the engine would sample from other weights than the ones that are trained.
-    for option, value, rule, fix in refused_options(options, sampler.engine.lora_mode):
+    for option, value, rule, fix in refused_options(options, sampler.engine.lora_mode_of_run):
         yield refuse(config, f"train_parameters.lora_peft_config.{option}", rule, fix, value)
     # Costs more than a minute: vLLM refuses the adapters at the first update.
     rank, room = largest_rank(options), sampler.engine.engine_args.get("max_lora_rank")
