@@ -17,7 +17,7 @@ from bench_model import save_bench_model
 from report import write_result
 
 import vectorlm
-from vectorlm.engine.packed import PackedCompletions
+from vectorlm.engine.packed import unpack
 from vectorlm.ranks.collectives import Collectives
 
 COMPLETIONS, NEW_TOKENS, ROUNDS = 512, 256, 9
@@ -35,7 +35,7 @@ def on_rank(folder: str) -> dict[str, list[float]]:
         engine.sample(asked[:8], {**PARAMS, "max_tokens": 4})
         start = time.perf_counter()
         batch = engine.submit(asked)
-        arrays = batch.arrays()[0]
+        (packed,) = batch._all_answers(None).values()
         generate_s = time.perf_counter() - start
         outputs = engine.generate(asked[:64])
     times: dict[str, list[float]] = {"generate": [generate_s], "arrays": [], "records": [], "pickled": []}
@@ -43,9 +43,9 @@ def on_rank(folder: str) -> dict[str, list[float]]:
     for _ in range(ROUNDS):
         dist.barrier()
         start = time.perf_counter()
-        _, received = collectives.broadcast_object("arrays", None, arrays if topology.is_main else ())
+        _, received = collectives.broadcast_object("arrays", None, [packed] if topology.is_main else ())
         times["arrays"].append(time.perf_counter() - start)
-        PackedCompletions.from_arrays(received).unpack()
+        unpack(received[0])
         times["records"].append(time.perf_counter() - start)
         dist.barrier()
         start = time.perf_counter()
@@ -64,8 +64,8 @@ def main() -> None:
     generate_s = max(times["generate"][0] for times in by_rank)
     titles = {
         "generate": "generate (once)",
-        "arrays": "arrays to both ranks",
-        "records": "arrays to both ranks, as Completion records",
+        "arrays": "packed answers to both ranks",
+        "records": "packed answers to both ranks, as Completion records",
         "pickled": "vLLM's objects pickled to both ranks",
     }
     rows = []

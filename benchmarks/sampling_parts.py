@@ -58,7 +58,7 @@ class Parts:
 def measure(model: Path) -> list[dict[str, Any]]:
     """Sample in this process, and return a row for each part."""
     from vectorlm.engine import messages
-    from vectorlm.engine.packed import PackedCompletions
+    from vectorlm.engine.packed import unpack
     from vectorlm.engine.scheduler import Scheduler, open_backend
 
     backend: Any = open_backend(messages.Start(str(model), ENGINE, "packed"))
@@ -94,7 +94,7 @@ def measure(model: Path) -> list[dict[str, Any]]:
             message = parts.call("to the ranks and out of the arrays", lambda: pickle.dumps(answer))  # noqa: B023
             parts.call(
                 "to the ranks and out of the arrays",
-                lambda: PackedCompletions.from_arrays(pickle.loads(message).value).unpack(),  # noqa: B023
+                lambda: unpack(pickle.loads(message).value),  # noqa: B023
             )
             whole = time.perf_counter() - start
             rounds.append({**parts.seconds, "everything": whole})

@@ -126,24 +126,11 @@ def test_answers_to_cancelled_requests_are_dropped():
     assert sampled(engine, number=3) == {3: ""}
 
 
-def test_texts_and_chats_are_answered_with_the_ids_of_one_prompt():
-    chat = [{"role": "user", "content": "ab"}]
-    for prompt in ("ab", chat):
-        assert sampled(Scheduler(Odd(lambda outputs: outputs)), prompts=[prompt]) == {1: ""}
-        unlike = of_second(lambda output: output)
-        for ids in ((), None):
-            unlike = lambda outputs, ids=ids: [  # noqa: E731
-                replace(
-                    output,
-                    completions=[
-                        replace(one, prompt_token_ids=(place,) if ids is None else ids)
-                        for place, one in enumerate(output.completions)
-                    ],
-                )
-                for output in outputs
-            ]
-            text = sampled(Scheduler(Odd(unlike)), prompts=[prompt])[1]
-            assert text.startswith("the backend Odd answered prompt 0 with prompt_token_ids=")
+def test_a_prompt_outside_the_vocabulary_never_reaches_the_backend():
+    engine = Scheduler(Odd(lambda outputs: outputs))
+    ((_, failed),) = engine.carry_out(1, messages.Generate([[5], [5, 128]], PARAMS, as_request_outputs=False))
+    assert str(failed.error) == "prompt 1 has token 128: it must be from 0 to 127."
+    assert not engine.busy
 
 
 def test_the_parameters_of_each_prompt_count_in_any_form():

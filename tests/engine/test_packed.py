@@ -1,83 +1,72 @@
-"""Completions survive being made into arrays and back, with the corners that ragged data has."""
+"""Answers survive the way to the ranks in every field, and a rank may read a part of them."""
 
 import numpy as np
 import pytest
-from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
+from vectorlm import contracts
 from vectorlm.backends.vllm.backend import finished
-from vectorlm.backends.vllm.request_outputs import PackedOutputs, pack_request_outputs
-from vectorlm.engine.packed import FINISH_REASONS, PackedCompletions, Ragged
+from vectorlm.engine.answers import FINISH_REASONS
+from vectorlm.engine.packed import pack, unpack
+from vectorlm.errors import EngineError
 from vectorlm.types import Completion
 
 
 def outputs():
     """Three prompts with two, one and no completions."""
-    scored = [
-        {4: Logprob(-0.5, 1, "d"), 9: Logprob(-1.25, 2, None)},
-        {7: Logprob(-2.0, None, "é"), 4: Logprob(-0.125, 1, "")},
-    ]
+    scored = [{4: Logprob(-0.5, 1, "d"), 9: Logprob(-1.25, 2, None)}, {7: Logprob(-2.0, None, "é")}]
     first = [
         CompletionOutput(0, "dé", [4, 7], -2.5, scored, finish_reason="stop", stop_reason="x"),
         CompletionOutput(1, "", [], 0.0, [], finish_reason="length"),
     ]
     second = [CompletionOutput(0, "\ud800 three", (1, 2, 3), None, None, finish_reason=None)]
-    prompt_logprobs = [None, {5: Logprob(-3.0, 3, "e")}]
-    return [
-        RequestOutput("0", "ab", [3, 5], prompt_logprobs, first, True, num_cached_tokens=2),
+    theirs = [
+        RequestOutput(
+            "0", "ab", [3, 5], [None, {5: Logprob(-3.0, 3, "e")}], first, True, num_cached_tokens=2
+        ),
         RequestOutput("1", None, [8], None, second, False),
         RequestOutput("2", None, [], None, [], True),
     ]
-
-
-def packed_outputs(*versions):
-    return PackedCompletions.pack([finished(*each) for each in zip(outputs(), versions, strict=True)])
+    return [finished(*each) for each in zip(theirs, ([[5, 6], []], [[6, 6, 6]], []), strict=True)]
 
 
 def test_completions_come_back_as_they_were():
-    packed = PackedCompletions.from_arrays(packed_outputs([[5, 6], []], [[6, 6, 6]], []).arrays())
-    (stopped, empty), (unscored,), none = packed.unpack()
-    assert stopped == Completion((3, 5), (4, 7), (-0.5, -2.0), (5, 6), "dé", "stop")
-    assert empty == Completion((3, 5), (), (), (), "", "length")
-    assert unscored == Completion((8,), (1, 2, 3), (), (6, 6, 6), "\ud800 three", None)
-    assert none == []
+    packed = pack(outputs(), as_request_outputs=False)
+    assert packed.dtype == np.uint8
+    assert unpack(packed) == [list(each.completions) for each in outputs()]
+    assert unpack(packed)[0][0] == Completion((3, 5), (4, 7), (-0.5, -2.0), (5, 6), "dé", "stop")
+    assert unpack(pack([], as_request_outputs=False)) == []
 
 
 @pytest.mark.parametrize("first", range(4))
 @pytest.mark.parametrize("last", range(4))
 def test_a_slice_of_the_prompts_is_that_slice_of_the_whole(first, last):
-    packed = packed_outputs([[1, 1], []], [[1, 1, 1]], [])
-    assert packed.unpack(first, last) == packed.unpack()[first:last]
+    packed = pack(outputs(), as_request_outputs=False)
+    assert unpack(packed, first, last) == unpack(packed)[first:last]
 
 
-def test_nothing_packs_to_nothing():
-    assert PackedCompletions.from_arrays(PackedCompletions.pack([]).arrays()).unpack() == []
+def test_numbers_of_any_kind_become_pythons_own():
+    odd = Completion(
+        np.array([3, 5]), np.array([4]), np.array([-0.5], np.float32), np.array([6]), "d", "stop"
+    )
+    ((found,),) = unpack(pack([contracts.RequestOutput("0", [odd])], as_request_outputs=False))
+    assert found == Completion((3, 5), (4,), (-0.5,), (6,), "d", "stop")
+    assert [type(each[0]) for each in (found.token_ids, found.sampler_logprobs, found.versions)] == [
+        int,
+        float,
+        int,
+    ]
 
 
-def test_request_outputs_come_back_equal_in_every_field():
-    back = PackedOutputs.from_arrays(pack_request_outputs(outputs()).arrays()).unpack()
-    for ours, theirs in zip(back, outputs(), strict=True):
-        for completion in theirs.outputs:
-            completion.token_ids = list(completion.token_ids)
-        assert vars(ours) == vars(theirs)
+def test_vllms_own_objects_come_back_equal_in_every_field():
+    back = unpack(pack(outputs(), as_request_outputs=True))
+    assert [vars(each) for each in back] == [vars(each.raw) for each in outputs()]
+    with pytest.raises(EngineError, match="call sample instead of generate"):
+        pack([contracts.RequestOutput("0", [])], as_request_outputs=True)
 
 
-def test_the_flat_kind_of_logprobs_stays_flat():
-    flat = FlatLogprobs()
-    flat.append({4: Logprob(-0.5, 1, "d")})
-    output = RequestOutput("0", None, [1], None, [CompletionOutput(0, "d", [4], -0.5, flat)], True)
-    (back,) = PackedOutputs.from_arrays(pack_request_outputs([output]).arrays()).unpack()
-    assert isinstance(back.outputs[0].logprobs, FlatLogprobs)
-    assert back.outputs[0].logprobs == flat
-
-
-def test_every_finish_reason_of_vllm_has_a_code():
+def test_every_finish_reason_of_vllm_is_known():
     from vllm.v1.engine import FINISH_REASON_STRINGS
 
     assert set(FINISH_REASON_STRINGS) <= set(FINISH_REASONS)
-
-
-def test_ragged_rows_keep_none_apart_from_empty():
-    rows = Ragged.of([[1, 2], None, [], [3]], np.int32).rows()
-    assert [None if row is None else row.tolist() for row in rows] == [[1, 2], None, [], [3]]
-    assert Ragged.of_texts(["ü", None, ""]).texts() == ["ü", None, ""]

@@ -14,12 +14,11 @@ from vectorlm.backends.scripted import FakeEngine, Scripted
 from vectorlm.backends.transformers import HFEngine
 from vectorlm.backends.transformers.generation import SequenceState
 from vectorlm.backends.transformers.parameters import Parameters
-from vectorlm.engine import scheduler
+from vectorlm.engine import handle, scheduler
 from vectorlm.engine.engine import SamplingEngine
 from vectorlm.engine.handle import BatchHandle
 from vectorlm.engine.hot_swap import HotSwap
 from vectorlm.engine.inline_channel import InlineChannel
-from vectorlm.engine.packed import PackedCompletions
 from vectorlm.engine.scheduler import Scheduler, SleepState
 from vectorlm.errors import EngineTimeout, WeightMismatch
 from vectorlm.testing import CHECKS, EngineUnderTest, answers, run_checks
@@ -51,7 +50,7 @@ def each_completion(change):
     return each_output(lambda completions: [change(each) for each in completions])
 
 
-def unpack_backwards(packed, first=0, last=None, honest=PackedCompletions.unpack):
+def unpack_backwards(packed, first=0, last=None, honest=handle.unpack):
     return honest(packed, first, last)[::-1]
 
 
@@ -111,7 +110,7 @@ def cancel_everything(self, number, command, honest=Scheduler.carry_out):
 
 
 BROKEN = [
-    ("every_prompt_is_answered_in_its_place", (PackedCompletions, "unpack", unpack_backwards)),
+    ("every_prompt_is_answered_in_its_place", (handle, "unpack", unpack_backwards)),
     (
         "an_unknown_parameter_is_refused_by_name",
         (scripted, "read_parameters", lambda given, defaults: defaults),

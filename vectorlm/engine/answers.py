@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vectorlm.contracts import RequestOutput
-from vectorlm.engine.packed import FINISH_REASONS, PackedCompletions, Ragged
 from vectorlm.errors import EngineError
 from vectorlm.types import Completion
 
+FINISH_REASONS = (None, "stop", "length", "abort", "error", "repetition")
+"""Those of vLLM."""
 SLACK = 1e-4
 """The log-probability of a token that is certain may round to a number above 0."""
 
@@ -48,45 +49,44 @@ class AnswerRules:
             raise EngineError(f"prompt {index} has token {outside}: it must be from 0 to {size - 1}.")
 
     def check(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[Any], outputs: Sequence[RequestOutput]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[Any],
+        outputs: Sequence[RequestOutput],
+        num_loads: int,
     ) -> None:
-        """Raise EngineError for a record that contradicts its prompt, or its sampling parameters."""
-        for index, (prompt, asked, output) in enumerate(zip(prompts, params, outputs, strict=True)):
-            if what := _wrong_record(prompt, asked, output.completions):
-                raise self.error(index, what)
-
-    def check_values(self, packed: PackedCompletions, num_loads: int) -> None:
-        """Raise EngineError for a token, log-probability or version that cannot be.
+        """Raise EngineError for an answer that contradicts its prompt or its sampling parameters, or cannot be.
 
         Versions are those of the loads from number `num_loads` on, the last before the requests were submitted.
         """
-        for row, what in self._wrong_values(packed, self.loaded[num_loads - 1 :]):
-            raise self.error(int(np.searchsorted(np.cumsum(packed.counts), row, side="right")), what)
+        held = self.loaded[num_loads - 1 :]
+        for index, (prompt, asked, output) in enumerate(zip(prompts, params, outputs, strict=True)):
+            what = _wrong_record(prompt, asked, output.completions)
+            for completion in output.completions:
+                what = what or self._wrong_values(completion, held)
+            if what:
+                raise self.error(index, what)
 
-    def _wrong_values(self, packed: PackedCompletions, held: Sequence[int]) -> Iterator[tuple[int, str]]:
-        """Yield the row of a wrong completion, and what is wrong with it."""
-        tokens, logprobs, size = packed.tokens.values, packed.logprobs.values, self._vocab_size
-        for row, token in _first(packed.tokens, (tokens < 0) | (tokens >= (size or np.inf))):
-            yield row, f"with token {token}, but token ids are from 0{f' to {size - 1}' if size else ''}"
-        for row, logprob in _first(packed.logprobs, ~np.isfinite(logprobs)):
-            yield row, f"with a log-probability of {logprob}, which is not finite: the weights may hold NaN"
-        for row, logprob in _first(packed.logprobs, logprobs > SLACK):
-            yield row, f"with a log-probability of {logprob}, which must be at most 0"
-        if len(held) > 1 or (packed.versions.values != held[0]).any():
-            for row, versions in enumerate(packed.versions.rows()):
-                assert versions is not None
-                order, left = [version for version, _ in itertools.groupby(versions.tolist())], iter(held)
-                if not all(version in left for version in order):
-                    shown = ", ".join(map(str, order))
-                    yield row, f"with tokens of versions {shown}, but the weights were, in this order, {held}"
-
-
-def _first(ragged: Ragged, is_wrong: np.ndarray) -> Iterator[tuple[int, Any]]:
-    """Yield the row and the value of the first wrong one, if there is one."""
-    if is_wrong.any():
-        place = int(is_wrong.argmax())
-        ends = np.cumsum(np.maximum(ragged.lengths, 0))
-        yield int(np.searchsorted(ends, place, side="right")), ragged.values[place]
+    def _wrong_values(self, completion: Completion, held: Sequence[int]) -> str | None:
+        """Return what is wrong with a completion's tokens, log-probabilities or versions; None where nothing is."""
+        tokens, logprobs, versions = completion.token_ids, completion.sampler_logprobs, completion.versions
+        size = self._vocab_size or sys.maxsize
+        if tokens and (min(tokens) < 0 or max(tokens) >= size):
+            token = next(each for each in tokens if not 0 <= each < size)
+            limit = f" to {size - 1}" if self._vocab_size else ""
+            return f"with token {token}, but token ids are from 0{limit}"
+        # One addition each, which a number that is not finite survives.
+        if not math.isfinite(sum(logprobs)):
+            odd = next(each for each in logprobs if not math.isfinite(each))
+            return f"with a log-probability of {odd}, which is not finite: the weights may hold NaN"
+        if logprobs and max(logprobs) > SLACK:
+            odd = next(each for each in logprobs if each > SLACK)
+            return f"with a log-probability of {odd}, which must be at most 0"
+        order, left = [version for version, _ in itertools.groupby(versions)], iter(held)
+        if not all(version in left for version in order):
+            shown = ", ".join(map(str, order))
+            return f"with tokens of versions {shown}, but the weights were, in this order, {list(held)}"
+        return None
 
 
 def _wrong_record(prompt: Sequence[int], asked: Any, completions: Sequence[Completion]) -> str | None:

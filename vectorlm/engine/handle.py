@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.engine import messages
-from vectorlm.engine.packed import packing
+from vectorlm.engine.packed import unpack
 from vectorlm.errors import EngineError, EngineTimeout
 from vectorlm.ranks.engine_ranks import capture
 from vectorlm.types import Completion
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vectorlm.ranks.collectives import Collectives
     from vectorlm.ranks.engine_ranks import EngineRanks
 
-    Answers = dict[int, Sequence[np.ndarray]]
+    Answers = dict[int, np.ndarray]
     """Packed answers, by the chunk's place in the batch."""
 
 CHUNKS_IN_FLIGHT = 8
@@ -60,9 +60,8 @@ class WorkQueue:
         self._take_more()
         while self._in_flight:
             place, number = next(iter(self._in_flight.items()))
-            arrays = self._channel.answer(number, self._silence_s, "generating", deadline_s)
+            self._answers[place] = self._channel.answer(number, self._silence_s, "generating", deadline_s)
             del self._in_flight[place]
-            self._answers[place] = arrays
             self._take_more()
         return self._answers
 
@@ -158,11 +157,10 @@ class BatchHandle:
         """
         first, last = self._places.start, self._places.stop
         found: list[Any] = []
-        for place, arrays in sorted(self._all_answers(timeout_s).items()):
+        for place, packed in sorted(self._all_answers(timeout_s).items()):
             start = place * self._chunk_size
             if start < last and start + self._chunk_size > first:
-                packed = packing(self._as_request_outputs).from_arrays(arrays)
-                found += packed.unpack(max(first - start, 0), min(last - start, self._chunk_size))
+                found += unpack(packed, max(first - start, 0), min(last - start, self._chunk_size))
         if self._as_request_outputs:
             for index, output in enumerate(found, start=first):
                 output.request_id = str(index)
@@ -227,16 +225,14 @@ def exchange_results(batches: Sequence[BatchHandle], deadline_s: float | None = 
         return None
     engine_ranks, collectives = batches[0]._engine_ranks, batches[0]._collectives
     mine = [capture(functools.partial(batch._collect, deadline_s)) for batch in batches]
-    counts = [
-        ({place: len(arrays) for place, arrays in (answers or {}).items()}, error) for answers, error in mine
-    ]
-    flat = [array for answers, _ in mine for arrays in (answers or {}).values() for array in arrays]
+    places = [(list(answers or ()), error) for answers, error in mine]
+    flat = [packed for answers, _ in mine for packed in (answers or {}).values()]
     found: list[tuple[Answers, list[Exception]]] = [({}, []) for _ in batches]
     for rank in engine_ranks.ranks:
-        notes, shared = collectives.broadcast_object("sample", counts, flat, root=rank)
+        notes, shared = collectives.broadcast_object("sample", places, flat, root=rank)
         rest = iter(shared)
-        for (answers, errors), (sizes, error) in zip(found, notes, strict=True):
-            answers |= {place: [next(rest) for _ in range(count)] for place, count in sizes.items()}
+        for (answers, errors), (taken, error) in zip(found, notes, strict=True):
+            answers |= {place: next(rest) for place in taken}
             errors += [] if error is None else [error]
     late = None
     for batch, (answers, errors) in zip(batches, found, strict=True):

@@ -42,7 +42,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Generate:
-    """Sample completions of these prompts; the answer is a list of numpy arrays that `packed` unpacks."""
+    """Sample completions of these prompts; the answer is what `packed` unpacks."""
 
     prompts: Sequence[Sequence[int]]
     sampling_params: Any

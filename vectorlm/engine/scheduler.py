@@ -13,7 +13,7 @@ from vectorlm.contracts import BACKENDS, Backend, RequestOutput
 from vectorlm.engine import messages
 from vectorlm.engine.answers import AnswerRules
 from vectorlm.engine.arguments import one_each
-from vectorlm.engine.packed import PackedCompletions, packing
+from vectorlm.engine.packed import pack
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.types import InFlight
@@ -341,11 +341,8 @@ class Scheduler:
                 self._backend.cancel(batch.unfinished)
                 raise batch.error
             outputs = [output for output in batch.outputs.values() if output is not None]
-            self._rules.check(batch.command.prompts, batch.sampling_params, outputs)
-            packed = packing(batch.command.as_request_outputs).pack(outputs)
-            if isinstance(packed, PackedCompletions):
-                self._rules.check_values(packed, batch.num_loads)
-            return messages.Answer(packed.arrays())
+            self._rules.check(batch.command.prompts, batch.sampling_params, outputs, batch.num_loads)
+            return messages.Answer(pack(outputs, batch.command.as_request_outputs))
         except Exception as error:
             return messages.Failed(portable(error))
 

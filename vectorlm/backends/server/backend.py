@@ -21,7 +21,7 @@ from vectorlm.backends.server.serve import require_token
 from vectorlm.backends.server.wire import result_from_wire, to_wire
 from vectorlm.backends.vllm.shim import make_sampling_params
 from vectorlm.contracts import RequestOutput
-from vectorlm.engine.packed import FINISH_REASONS
+from vectorlm.engine.answers import FINISH_REASONS
 from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout
 from vectorlm.ranks.engine_ranks import CallResult
 from vectorlm.types import Completion
