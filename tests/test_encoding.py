@@ -1,6 +1,7 @@
 """Text, chat messages and token ids become token ids by one function, as each chat template says."""
 
 import ast
+import enum
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,10 @@ STRIPS_THINKING = (
     "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
+
+
+class Letters(enum.StrEnum):
+    AB = "ab"
 
 
 def make_tokenizer(template=None):
@@ -102,8 +107,8 @@ def test_text_gets_the_tokenizers_special_tokens_and_ids_need_no_tokenizer():
     tokenizer = make_tokenizer()
     ids = tokenizer.encode("ab")
     assert tokenizer.decode(ids) == "<s>ab"
-    texts = ["ab", {"prompt": "ab"}]
-    assert encode_all(as_list(texts), lambda: tokenizer) == [ids] * 2
+    texts = ["ab", {"prompt": "ab"}, Letters.AB]
+    assert encode_all(as_list(texts), lambda: tokenizer) == [ids] * 3
     given = [
         ids,
         tuple(ids),

@@ -151,6 +151,13 @@ class Backend(Protocol):
         """Optional: token ids are below it; without it, that of the model folder's config counts."""
 
     @property
+    def tokenizer(self) -> Any:
+        """Optional: what encodes texts and chat messages, by ``encode`` and ``apply_chat_template``; it is pickled.
+
+        Without it the tokenizer of the model's folder does.
+        """
+
+    @property
     def progress(self) -> int:
         """Optional: a number that grows while tokens are sampled.
 

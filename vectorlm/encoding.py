@@ -49,7 +49,8 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
     if isinstance(prompt, Mapping):
         prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
     if isinstance(prompt, str):
-        return list(tokenizer().encode(str(prompt)))
+        # A class of a script's may print itself in another way.
+        return list(tokenizer().encode(str.__str__(prompt)))
     if is_messages(prompt):
         rendered = render_chat(tokenizer(), prompt, add_generation_prompt=True, return_dict=True)
         return list(rendered["input_ids"])

@@ -328,8 +328,8 @@ def test_an_interrupted_generate_leaves_the_engine_usable(engine, models, next_s
 @pytest.mark.parametrize(
     ("prompt", "params", "text"),
     [
-        ([2, 10**6], None, "a prompt has token 1000000: it must be from 0 to"),
-        ([-1], None, "a prompt has token -1"),
+        ([2, 10**6], None, "prompt 0 has token 1000000: it must be from 0 to"),
+        ([-1], None, "prompt 0 has token -1"),
         ([2], {"seed": 2**80}, "is out of range: it must fit into 64 bits"),
         ([2], {"seed": -(2**64)}, "is out of range"),
     ],

@@ -117,9 +117,9 @@ def test_learned_positions_do_not_count_the_padding(tmp_path):
 
 
 def test_prompts_that_cannot_be_continued_are_refused(engine):
-    with pytest.raises(EngineError, match=r"the prompt \[\] has no tokens"):
+    with pytest.raises(EngineError, match="a prompt has no tokens"):
         engine.sample([[]])
-    with pytest.raises(EngineError, match="a prompt has token 48: it must be from 0 to 47"):
+    with pytest.raises(EngineError, match="prompt 1 has token 48: it must be from 0 to 47"):
         engine.sample([[2], [48]])
     with pytest.raises(
         EngineError, match="a prompt has 64 tokens: the model holds 64, the completion included"

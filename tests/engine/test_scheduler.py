@@ -53,7 +53,7 @@ def error_of(answers):
     return str(answer.error)
 
 
-GENERATE = messages.Generate([[5], [6]], {"n": 1}, as_request_outputs=False)
+GENERATE = messages.Generate([[97], [97]], {"n": 1}, as_request_outputs=False)
 KEEP, FINISH = messages.BeginUpdate("keep"), messages.FinishUpdate(3, [7, 8], ("base", "adapter"))
 
 
@@ -66,8 +66,8 @@ def test_commands_reach_the_backend_with_all_that_they_say(backend):
     engine.carry_out(5, messages.Abort(2))
     assert backend.calls == [
         ("connect", ["tensor"], "/proc/1/fd/2", "adapter"),
-        ("submit", "2-0", [5], {"n": 1}),
-        ("submit", "2-1", [6], {"n": 1}),
+        ("submit", "2-0", [97], {"n": 1}),
+        ("submit", "2-1", [97], {"n": 1}),
         ("pause",),
         ("load", 3, [7, 8], ("base", "adapter"), True),
         ("resume",),

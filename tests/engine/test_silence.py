@@ -1,6 +1,5 @@
 """A sampler process that freezes or dies, or is sent what it cannot read, is an error in time, on one rank and two."""
 
-import enum
 import os
 import pickle
 import signal
@@ -23,10 +22,6 @@ ENDLESS = {"answers": "{0}".format, "num_steps": 10**9, "step_s": 0.02}
 # Well above the second between two signs of life, for machines that are busy.
 PATIENCE_S = 4.0
 START_S = {"start_timeout_s": 120}
-
-
-class Colour(enum.StrEnum):
-    RED = "red"
 
 
 class Count(int):
@@ -122,11 +117,12 @@ def test_whoever_finds_the_arena_gone_the_error_says_how_the_engine_ended(world_
 
 def test_prompts_may_have_types_of_a_script_and_other_arguments_are_refused_by_name():
     with scripted(None, answers="{0}".format) as engine:
-        (completion,) = engine.sample([Colour.RED])[0]
-        assert completion.text == "red"
+        (completion,) = engine.sample([[Count(97), np.int64(98)]])[0]
+        assert completion.text == "ab"
         assert engine.sample(np.array([[2, 3], [4, 5]]), {"seed": 1})[1][0].prompt_token_ids == (4, 5)
         with pytest.raises(EngineError, match="cannot read this call"):
-            engine.sample(["a"], {"seed": Count(3)})
+            engine.sample([[97]], {"seed": Count(3)})
+        assert engine.sample([[97]])[0][0].text == "a"
         assert engine.sample(["a"])[0][0].text == "a"
 
 

@@ -31,8 +31,8 @@ class PlainWeights:
         """Give every tensor of `manifest` a slot, in the dtype of its namesake in `tensors`, or in float32."""
         if weight_set != "base":
             raise EngineError("this backend takes no adapters: use lora_mode='merged'.")
-        name_dtype = lambda name: "float32" if tensors is None else dtype_name(tensors[name].dtype)  # noqa: E731
-        num_bytes, slots = plain_slots(manifest, name_dtype)
+        dtypes = {} if tensors is None else {name: dtype_name(each.dtype) for name, each in tensors.items()}
+        num_bytes, slots = plain_slots(manifest, lambda name: dtypes.get(name, "float32"))
         self.close()
         self._arena = Arena.open(arena_path, num_bytes) if arena_path else Arena.create(num_bytes)
         self._layout = Layout(arena_path or self._arena.path, num_bytes, slots, num_bytes)

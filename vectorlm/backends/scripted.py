@@ -33,12 +33,25 @@ class _Request:
     num_steps_left: int
 
 
+class Characters:
+    """The tokenizer of `Scripted`: a token is a character, and its chat template joins what the messages say."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the code points of a text."""
+        return list(map(ord, text))
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **how: Any) -> dict[str, list[int]]:
+        """Return the code points of all contents, one after the other."""
+        return {"input_ids": self.encode("".join(message["content"] for message in messages))}
+
+
 class Scripted:
     """A `vectorlm.contracts.Backend` without a model."""
 
     receiver = "live"
     vocab_size = sys.maxunicode + 1
     """A token is a character."""
+    tokenizer = Characters()
 
     def __init__(
         self,
@@ -152,18 +165,6 @@ def _completion(prompt: Sequence[int], answer: str, version: int, parameters: Pa
     )
 
 
-class Characters:
-    """The tokenizer of `FakeEngine`: a token is a character, and its chat template joins what the messages say."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the code points of a text."""
-        return list(map(ord, text))
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **how: Any) -> dict[str, list[int]]:
-        """Return the code points of all contents, one after the other."""
-        return {"input_ids": self.encode("".join(message["content"] for message in messages))}
-
-
 class FakeEngine(SamplingEngine):
     """A `SamplingEngine` without a model: it answers by a script, and keeps every other rule.
 
@@ -181,8 +182,6 @@ class FakeEngine(SamplingEngine):
         num_steps: Steps that each batch takes: `poll`, `done` and `result` take one at a time.
         timeout_s: Longest silence tolerated from a rank, in seconds.
     """
-
-    tokenizer: Any = Characters()
 
     def __init__(
         self,

@@ -98,8 +98,9 @@ class SamplingEngine:
             engine_args = arguments.with_deadlines(engine_args, settings.timeout_s, start_timeout_s)
         data_parallel_size = engine_args.pop("data_parallel_size", data_parallel_size or 1)
         devices = arguments.share_of_engine(devices, data_parallel_size, engine_args, topology)
-        self._model, self._start_timeout_s = str(model), start_timeout_s
+        self._model = str(model)
         self._settings = settings
+        self._start_timeout_s = start_timeout_s
         self._collectives = Collectives(topology, settings.timeout_s)
         self._engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
         self._ready: messages.Ready | None = None
@@ -160,7 +161,9 @@ class SamplingEngine:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """What makes token ids of texts and chat messages: the folder's tokenizer, or that of ``tokenizer=…``."""
+        """What encodes texts and chat messages: the backend's own, or the tokenizer of ``tokenizer=…`` or the folder."""
+        if (own := self.wait_until_ready().tokenizer) is not None:
+            return own
         name, options = self._tokenizer_of
         return encoding.load_tokenizer(name, **options)
 
@@ -176,8 +179,10 @@ class SamplingEngine:
         if self._ready is None:
             require_equal(self._collectives.all_gather_object("start the engine", self._same))
             try:
-                load = lambda: self._channel.answer(0, self._start_timeout_s, "loading the model")  # noqa: E731
-                self._ready = self._engine_ranks.on_engine_ranks("load the engine", load)[0]
+                self._ready = self._engine_ranks.on_engine_ranks(
+                    "load the engine",
+                    lambda: self._channel.answer(0, self._start_timeout_s, "loading the model"),
+                )[0]
             except EngineError as error:
                 # The sampler sends it once, and every later call raises it again; silence may end.
                 self._start_error = None if isinstance(error, EngineTimeout) else error
@@ -224,7 +229,8 @@ class SamplingEngine:
         Returns:
             vLLM's own objects, equal on all ranks. They cost a vLLM import in each rank; `sample` does not.
         """
-        start, prompts = time.perf_counter(), encoding.as_list(prompts)
+        start = time.perf_counter()
+        prompts = encoding.as_list(prompts)
         (batch,) = self._submit("generate", [(prompts, sampling_params)], as_request_outputs=True)
         outputs = _with_texts(batch.complete(), prompts)
         if use_tqdm and self._topology.is_main:
@@ -277,7 +283,10 @@ class SamplingEngine:
         self.wait_until_ready()
         deadline_s = time.monotonic() + timeout_s
         self._open = [each for each in self._open if not each.is_settled]
-        here = lambda: [batch.is_finished_here() for batch in self._open]  # noqa: E731
+
+        def here() -> list[bool]:
+            return [batch.is_finished_here() for batch in self._open]
+
         while True:
             left_s = max(deadline_s - time.monotonic(), 0.0) if self._open else 0.0
             flags = self._look(
@@ -317,7 +326,10 @@ class SamplingEngine:
         arguments.require_update(model, train_step, in_flight)
         ready = self.wait_until_ready()
         if in_flight == "drain":
-            ended = lambda: all(batch.look() for batch in self._open)  # noqa: E731
+
+            def ended() -> bool:
+                return all(batch.look() for batch in self._open)
+
             while not all(self._look("drain", ended, lambda: capture(ended) != (False, None), WAIT_S)):
                 pass
         return self._swap.update(model, train_step, in_flight, ready.transports)

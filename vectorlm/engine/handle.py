@@ -43,8 +43,11 @@ class WorkQueue:
         silence_s: float,
     ) -> None:
         """Take the first of `chunks`; `draw` returns the next chunk's place, `capacity` prompts fit into the engine."""
+        self._channel = channel
+        self._draw = draw
+        self._chunks = chunks
+        self._capacity = capacity
         self._silence_s = silence_s
-        self._channel, self._draw, self._chunks, self._capacity = channel, draw, chunks, capacity
         self._is_drained = False
         self._in_flight: dict[int, int] = {}
         self._answers: Answers = {}
@@ -106,8 +109,12 @@ class BatchHandle:
         silence_s: float,
     ) -> None:
         """Queue the same prompts on every rank; the result holds those at `places`, without a gap."""
-        self._engine_ranks, self._collectives, self._channel = engine_ranks, collectives, channel
-        self._name, self._as_request_outputs, self._places = name, as_request_outputs, places
+        self._name = name
+        self._places = places
+        self._as_request_outputs = as_request_outputs
+        self._engine_ranks = engine_ranks
+        self._collectives = collectives
+        self._channel = channel
         num_engines = len(engine_ranks.ranks)
         # An engine starts with 1/num_engines of the prompts at most; beyond its capacity the faster one takes more.
         capacity = len(prompts) if num_engines == 1 else min(max_num_seqs, -(-len(prompts) // num_engines))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vectorlm.engine import messages
-from vectorlm.engine.scheduler import Scheduler, open_backend, portable
+from vectorlm.engine.scheduler import Scheduler, open_backend, portable, ready
 from vectorlm.errors import EngineDied, EngineTimeout
 from vectorlm.ranks.wait import report_wait
 
@@ -23,13 +23,13 @@ class InlineChannel:
         self._answers: dict[int, messages.Answer | messages.Failed] = {}
         self._moved_at = time.monotonic()
         self._scheduler: Scheduler | None = None
-        began, number = time.perf_counter(), next(self._count)
+        began = time.perf_counter()
+        number = next(self._count)
         try:
             with report_wait("waiting for the engine"):
                 backend = open_backend(start)
-            ready = messages.Ready(backend.receiver, time.perf_counter() - began, backend.max_num_seqs)
             self._scheduler = Scheduler(backend, start.model)
-            self._answers[number] = messages.Answer(ready)
+            self._answers[number] = messages.Answer(ready(backend, time.perf_counter() - began))
         except Exception as error:
             self._answers[number] = messages.Failed(portable(error))
 

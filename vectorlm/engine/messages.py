@@ -38,6 +38,8 @@ class Ready:
     max_num_seqs: int
     transports: Sequence[str] = ("push",)
     """The ways in which it takes weights."""
+    tokenizer: Any = None
+    """What encodes its prompts, if that is not the tokenizer of the model's folder."""
 
 
 @dataclass(frozen=True)

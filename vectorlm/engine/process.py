@@ -20,7 +20,7 @@ from typing import Any
 from vectorlm.contracts import BACKENDS
 from vectorlm.engine import messages
 from vectorlm.engine.environment import CORES_VARIABLE
-from vectorlm.engine.scheduler import Scheduler, open_backend, portable
+from vectorlm.engine.scheduler import Scheduler, open_backend, portable, ready
 from vectorlm.errors import EngineError
 from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.ranks.placement import set_affinity
@@ -67,9 +67,7 @@ def serve(connection: Connection, scratch: str) -> None:
             pass
         return
     scheduler = Scheduler(backend, start.model)
-    load_s, transports = time.perf_counter() - began, getattr(backend, "transports", ("push",))
-    ready = messages.Ready(backend.receiver, load_s, backend.max_num_seqs, transports)
-    connection.send((number, messages.Answer(ready)))
+    connection.send((number, messages.Answer(ready(backend, time.perf_counter() - began))))
     last_sign = time.monotonic()
     while True:
         while not scheduler.busy or connection.poll():

@@ -46,6 +46,17 @@ def open_backend(start: messages.Start) -> Backend:
     return backend
 
 
+def ready(backend: Backend, load_s: float) -> messages.Ready:
+    """Return what the ranks must know of a backend that was built in `load_s` seconds."""
+    return messages.Ready(
+        backend.receiver,
+        load_s,
+        backend.max_num_seqs,
+        getattr(backend, "transports", ("push",)),
+        getattr(backend, "tokenizer", None),
+    )
+
+
 def portable(error: BaseException) -> Exception:
     """Return an error that unpickles without vLLM, with this process's traceback in its text."""
     if isinstance(error, VectorLMError):

@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -81,7 +82,7 @@ class VLLMServer:
         self._finished: queue.SimpleQueue[RequestOutput | EngineError] = queue.SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._silence_s = silence_s
-        self._heard_at, self._is_silent = time.monotonic(), False
+        self._hear()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="server-requests", daemon=True).start()
         self._session = self._wait_for(self._open_session())
@@ -224,8 +225,9 @@ class VLLMServer:
 
     async def _generate(self, name: str, body: Mapping[str, Any]) -> None:
         try:
-            read = lambda answer: _completions(body["token_ids"], answer)  # noqa: E731
-            completions = await self._call("/inference/v1/generate", body, read, timeout_s=None)
+            completions = await self._call(
+                "/inference/v1/generate", body, partial(_completions, body["token_ids"]), timeout_s=None
+            )
             self._finished.put(RequestOutput(name, completions))
         except EngineDied as error:
             self._finished.put(error)
@@ -250,15 +252,24 @@ class VLLMServer:
         timeout_s: float | None,
     ) -> Any:
         """Return what `read` makes of the server's answer; errors as of `call_server`."""
-        how: Any = {"method": method, "timeout_s": timeout_s, "heard": self._hear}
         try:
-            return await call_server(self._session, self._url, path, body, read, **how)
+            return await call_server(
+                self._session,
+                self._url,
+                path,
+                body,
+                read,
+                method=method,
+                timeout_s=timeout_s,
+                heard=self._hear,
+            )
         except EngineTimeout:
             self._is_silent = True
             raise
 
     def _hear(self) -> None:
-        self._heard_at, self._is_silent = time.monotonic(), False
+        self._heard_at = time.monotonic()
+        self._is_silent = False
 
     def _post(self, path: str, body: Any = None, read: Callable[[Any], Any] = as_it_is) -> Any:
         return self._wait_for(self._call(path, body, read, timeout_s=self._silence_s))
@@ -335,10 +346,12 @@ def _completion(prompt: Sequence[int], choice: Mapping[str, Any]) -> Completion:
         raise ValueError(f"{len(versions)} versions for {len(tokens)} tokens")
     content = (choice["logprobs"] or {}).get("content")
     logprobs = tuple(float(each["logprob"]) for each in content or ())
-    text, reason = str(choice["text"]), choice["finish_reason"]
+    reason = choice["finish_reason"]
     if reason not in FINISH_REASONS:
         raise ValueError(f"finish_reason {reason!r}")
-    return Completion(tuple(prompt), tuple(map(int, tokens)), logprobs, tuple(versions), text, reason)
+    return Completion(
+        tuple(prompt), tuple(map(int, tokens)), logprobs, tuple(versions), str(choice["text"]), reason
+    )
 
 
 def _params_to_wire(given: Any) -> dict[str, Any]:

@@ -44,8 +44,9 @@ class ScoringServer:
 
     def max_model_len(self) -> int:
         """Return the number of tokens that the server has room for, of prompt and completion together."""
-        read = lambda answer: int(answer["data"][0]["max_model_len"])  # noqa: E731
-        return self._together([("/v1/models", None, read)])[0]
+        return self._together([("/v1/models", None, lambda answer: int(answer["data"][0]["max_model_len"]))])[
+            0
+        ]
 
     def _together(self, calls: Sequence[tuple[str, Any, Callable[[Any], Any]]]) -> list[Any]:
         """Make calls at the same time; in a thread, because a notebook's own has a running loop."""

@@ -94,12 +94,14 @@ class SequenceState:
         self.versions.append(version)
         keeps_stop = self.parameters.include_stop_str_in_output
         if token in self.end_token_ids:
-            self._end("stop", self._text(self.token_ids if keeps_stop else self.token_ids[:-1]))
+            self.finish_reason = "stop"
+            self.text = self._text(self.token_ids if keeps_stop else self.token_ids[:-1])
         elif (found := self._find_stop_string()) is not None:
-            start, end = found
-            self._end("stop", self._text(self.token_ids)[: end if keeps_stop else start])
+            self.finish_reason = "stop"
+            self.text = self._text(self.token_ids)[: found[1] if keeps_stop else found[0]]
         elif len(self.token_ids) >= self.max_tokens:
-            self._end("length", self._text(self.token_ids))
+            self.finish_reason = "length"
+            self.text = self._text(self.token_ids)
 
     def completion(self) -> Completion:
         """Return what was sampled so far."""
@@ -111,9 +113,6 @@ class SequenceState:
             text=self.text,
             finish_reason=self.finish_reason,
         )
-
-    def _end(self, reason: str, text: str) -> None:
-        self.finish_reason, self.text = reason, text
 
     def _find_stop_string(self) -> tuple[int, int] | None:
         """Return where the stop string that the newest token completed starts and ends in the text.
@@ -203,7 +202,10 @@ class _SampleEach(LogitsProcessor):
         version: int,
         raw_logprobs: bool,
     ) -> None:
-        self._sequences, self._processors, self._width, self._version = sequences, processors, width, version
+        self._sequences = sequences
+        self._processors = processors
+        self._width = width
+        self._version = version
         self._raw_logprobs = raw_logprobs
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
