@@ -161,7 +161,7 @@ class SamplingEngine:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """What encodes texts and chat messages: the backend's own, or the tokenizer of ``tokenizer=…`` or the folder."""
+        """What encodes texts and chat messages: the backend's own, or that of ``tokenizer=…`` or the folder."""
         if (own := self.wait_until_ready().tokenizer) is not None:
             return own
         name, options = self._tokenizer_of
