@@ -153,7 +153,7 @@ def test_a_prompt_that_is_refused_leaves_none_of_its_batch_behind(backend):
     engine = Scheduler(backend)
 
     def submit(name, prompt, params):
-        if prompt == "b":
+        if name == "1-1":
             raise ValueError("too long")
 
     backend.submit = submit
