@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from vectorlm.checkpoint.folder import is_held
+from vectorlm.encoding import shown_prompt
 from vectorlm.errors import ConfigError
 from vectorlm.packages import versions_of
 from vectorlm.ranks.wait import span
 from vectorlm.report.phases import PhaseTimes
-from vectorlm.types import shown_prompt
 
 Series = list[tuple[float, float]]
 START = "run.json"
