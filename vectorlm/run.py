@@ -366,7 +366,9 @@ def open_engine(
     settings, output = sampler.engine, Path(config.train_parameters.output_dir)
     adapters = config.train_parameters.lora_peft_config
     output.mkdir(parents=True, exist_ok=True)
-    of_run: dict[str, Any] = {} if config.rl is None else {"max_model_len": config.train_parameters.max_seq_len}
+    of_run: dict[str, Any] = (
+        {} if config.rl is None else {"max_model_len": config.train_parameters.max_seq_len}
+    )
     if settings.inference == "vllm":
         of_run["enable_sleep_mode"] = sampler.turn.sleep != "none"
         if adapters is not None and settings.lora_mode_of_run == "adapter":
