@@ -220,8 +220,10 @@ def _describe_missing(section: type, prefix: str, names: Sequence[str], origin: 
     lacking = [f"'{prefix}{name}' ({settings[name].doc.rstrip('.')})" for name in names]
     noun = "setting" if len(names) == 1 else "settings"
     plain = [f"--set {prefix}{name}=VALUE" for name in names if settings[name].section is None]
-    fix = f"Add {'it' if len(names) == 1 else 'them'}{', or give ' * bool(plain)}{' '.join(plain)}."
-    return f"missing {noun} {', '.join(lacking)} ({origin}). {fix}"
+    fix = "Add it" if len(names) == 1 else "Add them"
+    if plain:
+        fix += f", or give {' '.join(plain)}"
+    return f"missing {noun} {', '.join(lacking)} ({origin}). {fix}."
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

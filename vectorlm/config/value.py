@@ -35,7 +35,8 @@ def convert(hint: Any, entry: Entry, path: str) -> Any:
     except ValidationError as error:
         places = [part for each in error.errors() for part in each["loc"] if isinstance(part, int)]
         if isinstance(value, list) and places and places[0] < len(value):
-            return convert(next(_items(hint)), entry.value[places[0]], f"{path}[{places[0]}]")
+            # Refused in the name of the item, with its own line.
+            convert(next(_items(hint)), entry.value[places[0]], f"{path}[{places[0]}]")
         rule = f"must be {describe(hint)}"
         raise ConfigError(describe_refusal(path, value, rule, _fix(hint, value), entry.origin)) from None
 
@@ -48,7 +49,8 @@ def describe(hint: Any) -> str:
     if base in _NAMES:
         return _NAMES[base]
     if get_origin(base) is Literal:
-        return "one of " + ", ".join(get_args(base)) if len(get_args(base)) > 1 else show(*get_args(base))
+        choices = get_args(base)
+        return show(choices[0]) if len(choices) == 1 else "one of " + ", ".join(choices)
     if get_origin(base) is Mapping:
         return "a mapping"
     if get_origin(base) in _UNIONS:
