@@ -28,6 +28,8 @@ DEFAULT_PATH = "configs/config.yaml"
 def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Read a config file; touches no device and imports neither torch nor vLLM.
 
+    An algorithm of one's own (``rl.algorithm: file.py:NAME``) is imported, because its row brings settings.
+
     Args:
         path: the YAML file.
         overrides: settings that win over the file's, each ``a.b=c`` with `c` read as YAML; the last one wins.
