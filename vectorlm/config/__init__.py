@@ -1,4 +1,4 @@
-"""The settings of a run: their schema, their reading from YAML and the rules that they are held to."""
+"""The settings of a run: their schema, and how they are read from YAML and written back."""
 
 from vectorlm.config.load import add_config_arguments, config_from_arguments, load_config, save_config
 from vectorlm.config.schema import (
