@@ -13,6 +13,7 @@ from rank_processes import save_tiny_llama
 from rl_runs import lines
 
 from vectorlm.cli import main
+from vectorlm.config.load import DEFAULT_PATH
 from vectorlm.testing import CHECKS
 
 QUICK = [
@@ -119,6 +120,14 @@ def test_the_plain_torchrun_command_trains_without_a_sampler(checkout):
         "a config that asks for sampling must be told what samples"
     )
     assert (checkout / "runs/plain/final-model").is_dir()
+
+
+@pytest.mark.slow
+def test_commands_and_scripts_without_a_file_take_the_reference_config(checkout):
+    assert f"{DEFAULT_PATH}: ok" in run(checkout, "-m", "vectorlm", "check", "--world_size", "2")
+    printed = run(checkout, "examples/llama_example.py", *QUICK[:4])
+    assert f"{DEFAULT_PATH} asks for sampling, which this script leaves out" in printed
+    assert (checkout / "runs/config/final-model/model.safetensors").is_file()
 
 
 @pytest.fixture
