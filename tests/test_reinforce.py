@@ -19,6 +19,7 @@ from vectorlm.preflight.rl import check_rl
 from vectorlm.reinforce import reinforce
 
 ROOT = Path(__file__).parent.parent
+TOOL = f"{ROOT}/examples/calculator_tool.py:Calculator"
 PPO = [
     "rl.num_mini_batches=2",
     "rl.num_epochs=2",
@@ -195,7 +196,7 @@ def test_pairs_are_trained_on_beside_their_reference(files, tmp_path):
 @pytest.mark.slow
 def test_an_algorithm_of_ones_own_and_a_tool(files, tmp_path):
     overrides = [
-        f"rl.environment={ROOT}/examples/calculator_tool.py:Calculator",
+        f"rl.environment={TOOL}",
         "rl.max_steps=1",
         "train_parameters.lora_peft_config={r: 4, target_modules: [q_proj, v_proj]}",
         "rl.kl_coef=0.1",
@@ -264,79 +265,61 @@ def test_a_reward_that_fails_ends_the_run_with_its_prompt(files, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("algorithm", "overrides"),
     [
-        ("rl.algorithm=gpro", "rl.algorithm='gpro' is not known"),
-        ("rl.group_size=1", "rl.group_size=1 is too small for grpo"),
-        (
-            "rl.sampling_params={repetition_penalty: 1.1}",
-            "rl.sampling_params.repetition_penalty=1.1 makes the engine sample",
-        ),
-        ("rl.sampling_params={min_tokens: 2}", "Use temperature, top_p, top_k and min_p alone"),
-        ("rl.sampling_params={n: 2}", "Set 'rl.group_size'"),
-        ("rl.sampling_params={temperature: 0}", "rl.sampling_params.temperature=0 must be at least 0.01"),
-        ("rl.rewards={}", "names no reward"),
-        ("rl.rewards={nothing: 1.0}", "unknown reward 'nothing'"),
-        ("rl.max_tokens_per_micro_batch=32", "is less than one sequence"),
-        ("rl.num_mini_batches=9", "rl.num_mini_batches=9 cannot split 4 prompts"),
-        ("rl.kl_target=1.0", "needs an rl.kl_coef above 0"),
-        ("rl.sampling_params={temperature: null}", "temperature=null must be at least 0.01"),
-        ("rl.sampling_params={structured_outputs: {choice: [a]}}", "makes the engine sample"),
-        ("rl.rewards={a.py:score: 1, b.py:score: 1}", "would both be called 'score'"),
-        ("rl.reward_models={no/such: 1.0}", "has no config.json"),
-        ("rl.critic.model=no/such", "has no config.json"),
-        ("rl.overlong_buffer_tokens=9", "must lie within rl.sampling_params.max_tokens=8"),
-        ("train_parameters.sampler.engine.max_model_len=65", "is more than train_parameters.max_seq_len=64"),
-        ("train_parameters.lr_scheduler_type=plateau-with-warmup", "waits for an evaluation loss"),
+        ("gpro", ["rl.algorithm=gpro"]),
+        ("grpo", ["rl.group_size=1"]),
+        ("grpo", ["rl.sampling_params={repetition_penalty: 1.1}"]),
+        ("grpo", ["rl.sampling_params={min_tokens: 2}"]),
+        ("grpo", ["rl.sampling_params={n: 2}"]),
+        ("grpo", ["rl.sampling_params={temperature: 0}"]),
+        ("grpo", ["rl.sampling_params={temperature: null}"]),
+        ("grpo", ["rl.sampling_params={temperature: .inf}"]),
+        ("grpo", ["rl.sampling_params={structured_outputs: {choice: [a]}}"]),
+        ("grpo", ["rl.rewards={}"]),
+        ("grpo", ["rl.rewards={countdown: .nan}"]),
+        ("grpo", ["rl.rewards={countdown: -.inf}"]),
+        ("grpo", ["rl.reward_models={no/such: 1.0}"]),
+        ("grpo", ["rl.critic.model=no/such"]),
+        ("grpo", ["rl.num_mini_batches=9"]),
+        ("grpo", ["rl.max_tokens_per_micro_batch=32"]),
+        ("online_dpo", ["rl.max_tokens_per_micro_batch=127"]),
+        ("copg", ["rl.max_tokens_per_micro_batch=255"]),
+        ("grpo", ["rl.kl_target=1.0"]),
+        ("grpo", ["rl.kl_coef=0.1", "rl.kl_target=1.0", "rl.kl_horizon=10"]),
+        ("grpo", ["rl.kl_coef=0.1", "rl.kl_importance_weights=True", "rl.kl_straight_through=True"]),
+        ("online_dpo", ["rl.kl_coef=0.1", "rl.kl_in=reward"]),
+        ("gdpo", ["rl.kl_coef=0.1", "rl.kl_in=reward"]),
+        ("gdpo", ["rl.missing_end_penalty=0.5"]),
+        ("gdpo", ["rl.dynamic_sampling=True"]),
+        ("ppo", ["rl.group_size=1", "rl.dynamic_sampling=True"]),
+        ("ppo", ["rl.critic.warmup_steps=4"]),
+        ("online_dpo", ["rl.preference=ipo", "rl.label_smoothing=0.1"]),
+        ("online_dpo", ["rl.off_policy_mask=0.5"]),
+        ("grpo", ["rl.correction.preset=bypass", "rl.correction.level=token"]),
+        ("grpo", ["rl.overlong_buffer_tokens=9"]),
+        ("rloo", [f"rl.environment={TOOL}", "rl.overlong_buffer_tokens=4"]),
+        ("pass_at_k", ["rl.pass_k=4"]),
+        ("clip_cov", ["rl.covariance_low=9.0"]),
+        ("gmpo", ["rl.top_entropy_quantile=0.2"]),
+        ("grpo", ["train_parameters.sampler.engine.max_model_len=65"]),
+        ("grpo", ["train_parameters.lr_scheduler_type=plateau-with-warmup"]),
     ],
+    ids=lambda value: value if isinstance(value, str) else value[-1],
 )
-def test_a_section_that_cannot_be_carried_out_is_refused(files, tmp_path, override, words):
-    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
-        check_rl(config_of(files, tmp_path / "refused", overrides=[override]))
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "overrides", "words"),
-    [
-        ("ppo", ["rl.group_size=1", "rl.dynamic_sampling=True"], "would drop every group"),
-        ("ppo", ["rl.critic.warmup_steps=4"], "leaves no step of rl.max_steps=4 to the policy"),
-        ("grpo", ["rl.rewards={countdown: .nan}"], "rl.rewards.countdown=nan must be finite"),
-        ("grpo", ["rl.rewards={countdown: -.inf}"], "must be finite"),
-        (
-            "grpo",
-            ["rl.sampling_params={temperature: .inf}"],
-            "temperature=inf must be at least 0.01, and finite",
-        ),
-        ("online_dpo", ["rl.kl_coef=0.1", "rl.kl_in=reward"], "would change nothing"),
-        ("grpo", ["rl.kl_coef=0.1", "rl.kl_target=1.0", "rl.kl_horizon=10"], "less than the 16 completions"),
-        ("online_dpo", ["rl.max_tokens_per_micro_batch=127"], "the 2 sequences that online_dpo compares"),
-        ("copg", ["rl.max_tokens_per_micro_batch=255"], "the 4 sequences that copg compares"),
-        ("online_dpo", ["rl.preference=ipo", "rl.label_smoothing=0.1"], "belongs to preference: sigmoid"),
-        ("grpo", ["rl.correction.preset=bypass", "rl.correction.level=token"], "counts the mismatch twice"),
-        ("rloo", ["rl.environment=x.py:Tool", "rl.overlong_buffer_tokens=4"], "is for single turns"),
-        ("pass_at_k", ["rl.pass_k=4"], "rl.pass_k=4 must be below rl.group_size=4"),
-        ("gdpo", ["rl.dynamic_sampling=True"], "drops groups whose sums of rewards are equal"),
-        ("clip_cov", ["rl.covariance_low=9.0"], "must be below rl.covariance_high=5.0"),
-        (
-            "gmpo",
-            ["rl.top_entropy_quantile=0.2"],
-            "chooses tokens, and gmpo has one loss for a whole completion",
-        ),
-        ("online_dpo", ["rl.off_policy_mask=0.5"], "has nothing to mask"),
-        ("gdpo", ["rl.missing_end_penalty=0.5"], "gdpo reads each reward alone"),
-        ("gdpo", ["rl.kl_coef=0.1", "rl.kl_in=reward"], "gdpo reads each reward alone"),
-        (
-            "grpo",
-            ["rl.kl_coef=0.1", "rl.kl_straight_through=True", "rl.kl_importance_weights=True"],
-            "Use one of the two",
-        ),
-    ],
-)
-def test_settings_that_would_change_nothing_or_fail_later_are_refused(
-    files, tmp_path, algorithm, overrides, words
+def test_what_cannot_be_carried_out_or_would_change_nothing_is_refused_by_name(
+    files, tmp_path, algorithm, overrides
 ):
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError) as caught:
         check_rl(config_of(files, tmp_path / "refused", algorithm, overrides))
+    assert overrides[-1].partition("=")[0] in str(caught.value)
+
+
+def test_rewards_of_one_name_are_refused(files, tmp_path):
+    with pytest.raises(ConfigError, match="'score'"):
+        check_rl(
+            config_of(files, tmp_path / "refused", overrides=["rl.rewards={a.py:score: 1, b.py:score: 1}"])
+        )
 
 
 def test_penalties_are_fine_where_completions_need_not_be_the_policys(files, tmp_path):
