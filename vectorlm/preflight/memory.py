@@ -47,6 +47,7 @@ def plan_of_config(
     shards = {"NO_SHARD": 1, "HYBRID_SHARD": near}.get(train.model.sharding_strategy, world_size)
     micro_batch_size, trained_copies, frozen_copies = _other_models(config, model, is_cpu)
     overlap = config.overlap
+    teacher = None if config.rl is None else config.rl.teacher
     # An engine on separate CUDA devices does not share their memory; on CPU there is only one memory.
     is_shared = is_cpu or overlap is None or overlap.placement == "shared"
     num_trainable = model.num_parameters if lora is None else count_adapter_parameters(config.model, lora)
@@ -67,7 +68,7 @@ def plan_of_config(
         micro_batch_size=micro_batch_size,
         num_trained_copies=trained_copies,
         num_frozen_copies=frozen_copies,
-        learns_distributions=_learns_distributions(config),
+        learns_distributions=teacher is not None and teacher.kind == "full",
         sequence_tokens=train.max_seq_len,
         engine=_engine_demand(train.sampler, model, device_bytes, near)
         if train.sampler and is_shared
@@ -98,11 +99,6 @@ def _other_models(config: Config, model: ModelSize, is_cpu: bool) -> tuple[int, 
     if rl.teacher is not None and rl.teacher.model is not None:
         frozen += read_model_size(rl.teacher.model).num_parameters / model.num_parameters
     return micro_batch_size, int(spec.needs_critic), frozen
-
-
-def _learns_distributions(config: Config) -> bool:
-    teacher = None if config.rl is None else config.rl.teacher
-    return teacher is not None and teacher.kind == "full"
 
 
 def _engine_demand(
