@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from rank_processes import save_tiny_llama
+from rank_processes import on_ranks, save_tiny_llama
 from tiny_runs import rows
 
+import vectorlm.run
 from vectorlm.cli import main
 from vectorlm.config import load_config
 from vectorlm.errors import ConfigError
 from vectorlm.finetune import finetune
+from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.memory import host_memory_bytes, memory_report, plan_of_config
 from vectorlm.preflight.memory_plan import GIB
 from vectorlm.ranks.topology import Topology
@@ -114,6 +116,26 @@ def test_a_run_that_cannot_fit_ends_before_anything_is_started(path, monkeypatch
     with pytest.raises(ConfigError, match=r"training needs .* and this machine has 0.12 GiB"):
         finetune(load_config(path), Topology())
     assert not Path("run").exists()
+
+
+def refused_on_rank(topology, folder):
+    """Return how often this rank looked at a config that every rank refuses."""
+    calls = []
+
+    def counted(*args):
+        calls.append(args)
+        return preflight(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(vectorlm.run, "preflight", counted)
+        with pytest.raises(ConfigError, match="max_seq_len=999 is beyond"):
+            finetune(load_config("my.yaml", ["train_parameters.max_seq_len=999"]), topology)
+    return len(calls)
+
+
+def test_ranks_that_a_script_has_started_are_told_what_rank_0_finds(path, tmp_path):
+    assert on_ranks(2, refused_on_rank, tmp_path) == [1, 0]
 
 
 def test_a_run_on_cpu_is_planned_for_the_memory_of_this_machine(path):
