@@ -20,7 +20,10 @@ WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 def package_problems(config: Config) -> Iterator[str]:
     """Find packages that the run would miss, and trackers that it could not open."""
     if config.rl is None and not is_installed("datasets"):
-        yield "fine-tuning needs the package datasets. Run `pip install datasets`."
+        yield (
+            "fine-tuning (the section 'dataset') needs the package datasets, which is not installed. "
+            "Run `pip install datasets`."
+        )
     # All of these cost more than a minute: trackers are opened after models are loaded.
     if config.enable_wandb_logging and not is_installed("wandb"):
         yield refuse(config, "enable_wandb_logging", "needs the package wandb", "Run `pip install wandb`.")

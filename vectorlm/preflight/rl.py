@@ -62,7 +62,10 @@ def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     yield from _length_problems(config, rl, spec)
     # Costs more than a minute: it is first called after models are loaded.
     if rl.collect.environment is not None:
-        load_plugin(rl.collect.environment)
+        try:
+            load_plugin(rl.collect.environment)
+        except ConfigError as error:
+            yield str(error)
 
 
 def check_lengths(config: Config, prompts: Sequence[PromptRecord]) -> None:
