@@ -12,8 +12,8 @@ import torch
 from rank_processes import on_ranks, save_tiny_llama
 from safetensors.torch import load_file
 from sft_runs import make_config, train
+from transformers import LlamaForCausalLM
 
-from vectorlm.checkpoint import export
 from vectorlm.cli import main
 
 TEXT = """
@@ -166,11 +166,11 @@ def test_a_checkpoint_that_is_not_as_it_was_written_leaves_no_folder(full, tmp_p
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_an_export_that_is_cut_off_leaves_no_half_folder(full, tmp_path, capsys, monkeypatch, error):
-    def write(model, tokenizer, work, *_):
+    def write(self, work, **_):
         (work / "half").write_text("a half")
         raise error
 
-    monkeypatch.setattr(export, "save", write)
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", write)
     arguments = ["export", str(full), "--output", str(tmp_path / "model")]
     wanted = f"the model {tmp_path}/model cannot be written (OSError: [Errno 28] No space left"
     if isinstance(error, KeyboardInterrupt):

@@ -10,7 +10,7 @@ from torch.distributed import DistStoreError
 from torch.distributed.checkpoint import CheckpointException
 
 from vectorlm.checkpoint import folder
-from vectorlm.checkpoint.folder import begin, finish, held, naming_the_full_disk, readable, writable
+from vectorlm.checkpoint.folder import begin, finish, held, naming, naming_the_full_disk
 from vectorlm.errors import CheckpointError, ConfigError
 
 
@@ -62,13 +62,13 @@ def test_a_rank_that_does_not_come_says_nothing_about_the_checkpoint(tmp_path):
     timed_out = (
         "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 15000ms for recv operation to complete"
     )
-    with pytest.raises(RuntimeError, match="Timed out waiting"), readable(tmp_path):
+    with pytest.raises(RuntimeError, match="Timed out waiting"), naming(tmp_path, "read"):
         raise RuntimeError(timed_out)
-    with pytest.raises(DistStoreError), readable(tmp_path):
+    with pytest.raises(DistStoreError), naming(tmp_path, "read"):
         raise DistStoreError("wait timeout after 12000ms")
     with (
         pytest.raises(CheckpointError, match=r"cannot be read \(RuntimeError: PytorchStreamReader"),
-        readable(tmp_path),
+        naming(tmp_path, "read"),
     ):
         raise RuntimeError("PytorchStreamReader failed")
 
@@ -78,13 +78,16 @@ def test_a_checkpoint_that_cannot_be_written_is_named_with_the_first_cause(tmp_p
     wanted = (
         r"step-00000004 cannot be written \(OSError: \[Errno 28\] No space left on device\). The one before"
     )
-    with pytest.raises(CheckpointError, match=wanted), writable(tmp_path / "checkpoints" / "step-00000004"):
+    with (
+        pytest.raises(CheckpointError, match=wanted),
+        naming(tmp_path / "checkpoints" / "step-00000004", "write"),
+    ):
         raise CheckpointException("ranks", failures)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
     wanted = r"cannot be written \(No space left on device: RuntimeError: PytorchStreamWriter failed"
-    with pytest.raises(CheckpointError, match=wanted), writable(tmp_path / "step-00000004"):
+    with pytest.raises(CheckpointError, match=wanted), naming(tmp_path / "step-00000004", "write"):
         raise RuntimeError("PytorchStreamWriter failed writing file")
-    with pytest.raises(DistStoreError), writable(tmp_path):
+    with pytest.raises(DistStoreError), naming(tmp_path, "write"):
         raise DistStoreError("wait timeout after 12000ms")
 
 

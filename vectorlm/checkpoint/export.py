@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,16 +50,7 @@ def save_model(
         TypeError: The model cannot be saved in this layout; the text says what to pass.
         CheckpointError: The folder cannot be written; no half of it is left. All ranks raise.
     """
-    inner = _without_wrappers(model)
-    found: Any = tokenizer
-    error = None
-    if isinstance(tokenizer, str | Path | None) and _is_main():
-        found, error = capture(lambda: _tokenizer_of(inner, tokenizer))
-    errors = [error]
-    if dist.is_initialized():
-        dist.broadcast_object_list(errors)
-    results_or_first_error([(None, errors[0])])
-    export_model(inner, found, folder)
+    export_model(_without_wrappers(model), tokenizer, folder)
 
 
 def _without_wrappers(model: Any) -> Any:
@@ -89,19 +79,22 @@ def _tokenizer_of(model: Any, source: str | Path | None) -> PreTrainedTokenizerB
         warnings.warn(
             f"no tokenizer is saved: the model was loaded from {source!r}, which has none ({type(error).__name__}). "
             "Pass save_model(..., tokenizer=...).",
-            stacklevel=3,
+            stacklevel=6,
         )
         return None
 
 
 def export_model(
-    model: Any, tokenizer: PreTrainedTokenizerBase | None, path: str | Path, card: str | None = None
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None,
+    path: str | Path,
+    card: str | None = None,
 ) -> None:
     """Write weights (safetensors), configuration and tokenizer to the folder `path`; called on all ranks.
 
     Rank 0 holds one full copy in host memory, the others one tensor at a time. Of a model with adapters only the
-    adapters are written. The folder appears, or replaces an older one, when it is complete. Rank 0's `card` is its
-    README.md.
+    adapters are written. The folder appears, or replaces an older one, when it is complete. `tokenizer` is as for
+    `save_model`; rank 0's `card` is the README.md.
 
     Raises:
         CheckpointError: The folder cannot be written; no half of it is left. All ranks raise.
@@ -109,10 +102,26 @@ def export_model(
     path = Path(path).absolute()
 
     def write() -> None:
-        with folder.exported(path):
+        given: Any = tokenizer
+        if isinstance(tokenizer, str | Path | None):
+            given = _tokenizer_of(model, tokenizer)
+        with folder.naming(path, "export"):
             # Of this folder alone: other programs may be writing beside it.
             work = folder.begin(path, glob.escape(path.name))
-            write_folder(path, work, lambda work: save(model, tokenizer, work, card, weights))
+            try:
+                for options in getattr(model, "peft_config", {}).values():
+                    options.base_model_name_or_path = lasting_name(options.base_model_name_or_path)
+                model.save_pretrained(work, state_dict=weights, max_shard_size=MAX_SHARD)
+                if given is not None:
+                    given.save_pretrained(work)
+                # peft leaves a template of a card.
+                (work / "README.md").unlink(missing_ok=True)
+                if card is not None:
+                    (work / "README.md").write_text(card, encoding="utf-8")
+                folder.finish(path)
+            except BaseException:
+                shutil.rmtree(work, ignore_errors=True)
+                raise
 
     with report_wait(f"writing the model {path}", is_on=_is_main()):
         weights = gather_weights(model)
@@ -124,35 +133,6 @@ def export_model(
 
 def _is_main() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def save(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
-    work: Path,
-    card: str | None,
-    weights: dict[str, torch.Tensor] | None = None,
-) -> None:
-    """Write the files of a model into the folder `work`, with its own weights or these."""
-    for options in getattr(model, "peft_config", {}).values():
-        options.base_model_name_or_path = lasting_name(options.base_model_name_or_path)
-    model.save_pretrained(work, state_dict=weights, max_shard_size=MAX_SHARD)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(work)
-    # peft leaves a template of a card.
-    (work / "README.md").unlink(missing_ok=True)
-    if card is not None:
-        (work / "README.md").write_text(card, encoding="utf-8")
-
-
-def write_folder(path: Path, work: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill the empty folder `work`, which then takes the name `path`, or is deleted where that fails."""
-    try:
-        write(work)
-        folder.finish(path, work)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
 
 
 def gather_weights(model: nn.Module) -> dict[str, torch.Tensor]:

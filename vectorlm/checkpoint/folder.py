@@ -12,10 +12,10 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vectorlm.errors import CheckpointError, ConfigError
 
@@ -26,6 +26,21 @@ HELD_PATIENCE_S = 3.0
 """A run that was killed a moment ago may not be gone yet."""
 OF_OTHER_RANKS = re.compile(r"gloo|NCCL|^Dist\w*Error")
 """How torch says that another rank is gone, or does not come."""
+FAILURES = {
+    "read": (
+        "the checkpoint {} cannot be read",
+        "Delete it, and the run goes on from the one before, or starts over.",
+    ),
+    "write": (
+        "the checkpoint {} cannot be written",
+        "The one before is whole: once the disk can be written to, the same command goes on from it.",
+    ),
+    "export": (
+        "the model {} cannot be written",
+        "No half of it is left: once the disk can be written to, the same command writes it.",
+    ),
+}
+"""What could not be done with a folder, and what to do then."""
 EARLY = "stopped early"
 """What a run that stopped early notes in its newest checkpoint."""
 PATIENCE_S = 10.0
@@ -67,7 +82,7 @@ def newest(path: Path) -> FoundCheckpoint | None:
     if not steps:
         return None
     found = folder_of(path, steps[-1])
-    with readable(found):
+    with naming(found, "read"):
         identity = json.loads((found / "identity.json").read_text(encoding="utf-8"))
         assert isinstance(identity, dict), "identity.json holds no object"
     note = found / "finished"
@@ -81,36 +96,13 @@ def mark_finished(path: Path, stopped_early: bool = False) -> None:
         (folder_of(path, step) / "finished").write_text(EARLY if stopped_early else "")
 
 
-def readable(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Name the checkpoint `path` in what the block raises while reading it."""
-    fix = "Delete it, and the run goes on from the one before, or starts over."
-    return _as_checkpoint_error(lambda cause: f"the checkpoint {path} cannot be read ({cause}). {fix}")
-
-
-def writable(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Name the checkpoint `path`, and whether its disk is full, in what the block raises while writing it."""
-    fix = "The one before is whole: once the disk can be written to, the same command goes on from it."
-    return _as_checkpoint_error(
-        lambda cause: f"the checkpoint {path} cannot be written ({_space(path)}{cause}). {fix}"
-    )
-
-
-def exported(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Name the model folder `path`, and whether its disk is full, in what the block raises while writing it."""
-    fix = "No half of it is left: once the disk can be written to, the same command writes it."
-    return _as_checkpoint_error(
-        lambda cause: f"the model {path} cannot be written ({_space(path)}{cause}). {fix}"
-    )
-
-
-def _space(path: Path) -> str:
-    """Say that the disk of `path` is full, if it is: not every library that writes says so."""
-    disk = next(each for each in path.absolute().parents if each.exists())
-    return "" if shutil.disk_usage(disk).free else "No space left on device: "
-
-
 @contextlib.contextmanager
-def _as_checkpoint_error(say: Callable[[str], str]) -> Iterator[None]:
+def naming(path: Path, doing: Literal["read", "write", "export"]) -> Iterator[None]:
+    """Name the folder `path` in what the block raises, what to do then, and whether its disk is full.
+
+    Raises:
+        CheckpointError: The block failed, unless only another rank did, or the process is ending.
+    """
     try:
         yield
     except BaseException as error:
@@ -120,7 +112,13 @@ def _as_checkpoint_error(say: Callable[[str], str]) -> Iterator[None]:
         # torch's CheckpointException, a BaseException, holds what each rank raised; its own first line says nothing.
         causes = [cause for _, (cause, _) in sorted(getattr(error, "failures", {}).items())]
         cause = causes[0] if causes else error
-        raise CheckpointError(say(f"{type(cause).__name__}: {cause}")) from error
+        text = f"{type(cause).__name__}: {cause}"
+        disk = next(each for each in path.absolute().parents if each.exists())
+        if doing != "read" and not shutil.disk_usage(disk).free:
+            # Not every library that writes says so.
+            text = f"No space left on device: {text}"
+        what, fix = FAILURES[doing]
+        raise CheckpointError(f"{what.format(path)} ({text}). {fix}") from error
 
 
 @contextlib.contextmanager
@@ -162,12 +160,12 @@ def begin(path: Path, names: str = "*") -> Path:
     return unfinished(path)
 
 
-def finish(path: Path, work: Path | None = None) -> None:
-    """Rename the folder written for `path`, `unfinished` or `work`, to `path`, replacing an older one.
+def finish(path: Path) -> None:
+    """Rename the `unfinished` folder of `path` to `path`, replacing an older one.
 
     Everything in it is on disk by then: a folder with its final name is complete even after a power cut.
     """
-    work = unfinished(path) if work is None else work
+    work = unfinished(path)
     for each in work.rglob("*"):
         _sync(each)
     _sync(work)

@@ -65,7 +65,7 @@ class CheckpointStore:
         """
         target = folder.folder_of(self._path, step)
         speaks = dist.get_rank() == 0
-        with folder.writable(target), report_wait(f"writing the checkpoint {target}", is_on=speaks):
+        with folder.naming(target, "write"), report_wait(f"writing the checkpoint {target}", is_on=speaks):
             self._write(target, models, loop)
 
     def _write(self, target: Path, models: Mapping[str, TrainedModel], loop: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ class CheckpointStore:
             CheckpointError: The checkpoint cannot be read, or is not as it was written.
         """
         source, rank = folder.folder_of(self._path, step), dist.get_rank()
-        with folder.readable(source), report_wait(f"reading the checkpoint {source}", is_on=rank == 0):
+        with folder.naming(source, "read"), report_wait(f"reading the checkpoint {source}", is_on=rank == 0):
             _require_as_written(source)
             states = {name: state_of(model) for name, model in models.items()}
             dcp.load(states, checkpoint_id=source / "shards")
@@ -125,7 +125,7 @@ def load_weights(path: Path, model: nn.Module, name: str = "policy") -> None:
     Raises:
         CheckpointError: The checkpoint cannot be read, or is not as it was written.
     """
-    with folder.readable(path):
+    with folder.naming(path, "read"):
         _require_as_written(path)
         state = {name: {"model": get_model_state_dict(model, options=_OPTIONS)}}
         with warnings.catch_warnings():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +136,7 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from vectorlm.checkpoint.export import save, write_folder
+    from vectorlm.checkpoint.export import export_model
     from vectorlm.report.card import card_of, step_of
     from vectorlm.weights.plan import dtype_of
 
@@ -150,12 +149,7 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
         model = model.to(dtype_of(dtype))
     step = step_of(source.path) if source.step is None else source.step
     card = card_of(source.run, step, is_adapter=is_adapter)
-    # A run that is alive tidies up its folder, but not names with this ending.
-    work = path.with_name(f".{path.name}.exporting")
-    with folder.exported(path):
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        write_folder(path, work, lambda work: save(model, tokenizer, work, card))
+    export_model(model, tokenizer, path, card)
 
 
 def _load(source: Source) -> tuple[Any, Any]:

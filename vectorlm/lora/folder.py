@@ -49,7 +49,7 @@ def load_adapters(path: Path, base: PreTrainedModel) -> Any:
     from peft import PeftModel
 
     try:
-        return PeftModel.from_pretrained(base, path)
+        return PeftModel.from_pretrained(base, path, is_trainable=True)
     except (ValueError, RuntimeError, KeyError) as error:
         raise ConfigError(
             f"the adapters in {path} do not fit {base.config.name_or_path}: {error}. Correct base_model_name_or_path "
