@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from vectorlm.errors import ConfigError
 from vectorlm.train.optimizer_step import Schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
@@ -87,16 +86,3 @@ def test_a_schedule_goes_on_from_its_state_with_the_optimizers(name):
         straight.observe(9.0)
         resumed.observe(9.0)
     assert rates(resumed, 8) == rates(straight, 8)
-
-
-def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(
-        ConfigError, match=r"lr_scheduler_type='cosin' is unknown: it must be one of linear, cosine"
-    ):
-        build("cosin")
-
-
-@pytest.mark.parametrize("name", ["cosine_with_min_lr", "warmup_stable_decay"])
-def test_a_schedule_that_needs_settings_of_its_own_says_so(name):
-    with pytest.raises(ConfigError, match=f"lr_scheduler_type='{name}' needs more settings"):
-        build(name)

@@ -63,33 +63,29 @@ class CheckpointStore:
         Raises:
             CheckpointError: It cannot be written.
         """
-        target = folder.folder_of(self._path, step)
-        speaks = dist.get_rank() == 0
-        with folder.naming(target, "write"), report_wait(f"writing the checkpoint {target}", is_on=speaks):
-            self._write(target, models, loop)
-
-    def _write(self, target: Path, models: Mapping[str, TrainedModel], loop: dict[str, Any]) -> None:
-        rank = dist.get_rank()
-        if rank == 0:
-            folder.begin(target)
-        dist.barrier()
+        target, rank = folder.folder_of(self._path, step), dist.get_rank()
         work = folder.unfinished(target)
-        dcp.save({name: state_of(model) for name, model in models.items()}, checkpoint_id=work / "shards")
-        fresh = [name for name, model in models.items() if _is_fresh(model)]
-        torch.save({"loop": loop, "rng": capture_rng(), "fresh": fresh}, work / f"rank-{rank}.pt")
-        dist.barrier()
-        # torch reads its files without looking at their checksums.
-        files = sorted(str(each.relative_to(work)) for each in work.rglob("*") if each.is_file())
-        written = _digests(work, files)
-        if rank == 0:
-            (work / DIGESTS).write_text(json.dumps(written, indent=2))
-            best = self._best_step()
-            (work / "identity.json").write_text(json.dumps({**self._identity, "best_step": best}, indent=2))
-            folder.finish(target)
-            for old in folder.steps_in(self._path)[: -self._num_kept]:
-                if old != best:
-                    folder.retire(folder.folder_of(self._path, old))
-        dist.barrier()
+        with folder.naming(target, "write"), report_wait(f"writing the checkpoint {target}", is_on=rank == 0):
+            if rank == 0:
+                folder.begin(target)
+            dist.barrier()
+            dcp.save({name: state_of(model) for name, model in models.items()}, checkpoint_id=work / "shards")
+            fresh = [name for name, model in models.items() if _is_fresh(model)]
+            torch.save({"loop": loop, "rng": capture_rng(), "fresh": fresh}, work / f"rank-{rank}.pt")
+            dist.barrier()
+            # torch reads its files without looking at their checksums.
+            files = sorted(str(each.relative_to(work)) for each in work.rglob("*") if each.is_file())
+            written = _digests(work, files)
+            if rank == 0:
+                (work / DIGESTS).write_text(json.dumps(written, indent=2))
+                best = self._best_step()
+                identity = {**self._identity, "best_step": best}
+                (work / "identity.json").write_text(json.dumps(identity, indent=2))
+                folder.finish(target)
+                for old in folder.steps_in(self._path)[: -self._num_kept]:
+                    if old != best:
+                        folder.retire(folder.folder_of(self._path, old))
+            dist.barrier()
 
     def load(self, step: int, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
         """Restore models, optimizers and random generators of `step`; return what was saved as `loop`.

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from vectorlm.errors import ConfigError, NonFiniteLoss
+from vectorlm.errors import NonFiniteLoss
 from vectorlm.train.settings import gathers_once
 
 if TYPE_CHECKING:
@@ -109,20 +109,26 @@ class Schedule:
     """
 
     def __init__(self, name: str, optimizer: Optimizer, *, num_warmup_steps: int, num_steps: int) -> None:
-        """Set the learning rate of the first step; the optimizer holds the peak learning rate."""
+        """Set the learning rate of the first step; the optimizer holds the peak learning rate.
+
+        Raises:
+            ValueError: transformers has no schedule `name`, or none that takes no other settings.
+        """
+        from transformers import get_scheduler
+
         self._optimizer, self._name = optimizer, name
-        self._by_step: LRScheduler | None = None
-        self._by_loss: Any = None
         self._peaks = [group["lr"] for group in optimizer.param_groups]
         self._num_warmup_steps = num_warmup_steps
         self._num_steps_done = 0
+        self._follows_loss = name in BY_LOSS
+        self._inner: Any
         if name in PLATEAU_NAMES:
-            self._by_loss = ReduceLROnPlateau(optimizer)
-        elif name == "greedy":
-            self._by_loss = _transformers_schedule(name, optimizer, num_warmup_steps, num_steps)
+            self._inner = ReduceLROnPlateau(optimizer)
         else:
-            self._by_step = _transformers_schedule(name, optimizer, num_warmup_steps, num_steps)
-        if self._by_loss is not None:
+            # GreedyLR's own bounds (1e-3 to 1) would lift any usual learning rate by orders of magnitude.
+            bounds = {"min_lr": 0.0, "max_lr": list(self._peaks)} if name == "greedy" else None
+            self._inner = get_scheduler(name, optimizer, num_warmup_steps, num_steps, bounds)
+        if self._follows_loss:
             self._warm_up()
 
     @property
@@ -133,24 +139,23 @@ class Schedule:
     def step(self) -> None:
         """Set the learning rate of the next optimizer step."""
         self._num_steps_done += 1
-        if self._by_step is not None:
-            self._by_step.step()
+        if not self._follows_loss:
+            self._inner.step()
         elif self._num_steps_done <= self._num_warmup_steps:
             self._warm_up()
 
     def observe(self, eval_loss: float) -> None:
         """Take an evaluation loss, which plateau and greedy schedules follow after their warmup."""
-        if self._by_loss is not None and self._num_steps_done >= self._num_warmup_steps:
-            self._by_loss.step(eval_loss)
+        if self._follows_loss and self._num_steps_done >= self._num_warmup_steps:
+            self._inner.step(eval_loss)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside the optimizer's own state."""
-        by_loss = None if self._by_loss is None else self._by_loss.state_dict()
         return {
             "num_steps_done": self._num_steps_done,
             "name": self._name,
             "peaks": self._peaks,
-            "by_loss": by_loss,
+            "by_loss": self._inner.state_dict() if self._follows_loss else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -161,45 +166,19 @@ class Schedule:
         """
         self._num_steps_done = state["num_steps_done"]
         groups = self._optimizer.param_groups
-        if self._by_step is not None:
-            inner: Any = self._by_step
-            inner.load_state_dict({**inner.state_dict(), "last_epoch": self._num_steps_done})
-            factors = [factor(self._num_steps_done) for factor in inner.lr_lambdas]
-            for group, peak, factor in zip(groups, inner.base_lrs, factors, strict=True):
-                group["lr"] = peak * factor
+        if not self._follows_loss:
+            self._inner.last_epoch = self._num_steps_done
+            for group, peak, factor in zip(groups, self._peaks, self._inner.lr_lambdas, strict=True):
+                group["lr"] = peak * factor(self._num_steps_done)
         elif state["name"] == self._name:
-            self._by_loss.load_state_dict(state["by_loss"])
+            self._inner.load_state_dict(state["by_loss"])
             for group, now, before in zip(groups, self._peaks, state["peaks"], strict=True):
                 if now != before:
                     group["lr"] = group["lr"] * now / before if before else now
-        elif self._num_steps_done <= self._num_warmup_steps:
-            self._warm_up()
         else:
-            for group, peak in zip(groups, self._peaks, strict=True):
-                group["lr"] = peak
+            self._warm_up()
 
     def _warm_up(self) -> None:
-        fraction = (self._num_steps_done + 1) / (self._num_warmup_steps + 1)
+        fraction = min((self._num_steps_done + 1) / (self._num_warmup_steps + 1), 1.0)
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * fraction
-
-
-def _transformers_schedule(
-    name: str, optimizer: Optimizer, num_warmup_steps: int, num_steps: int
-) -> LRScheduler:
-    from transformers import SchedulerType, get_scheduler
-
-    known = [*(kind.value for kind in SchedulerType), PLATEAU_NAMES[0]]
-    if name not in known:
-        raise ConfigError(f"lr_scheduler_type={name!r} is unknown: it must be one of {', '.join(known)}.")
-    # GreedyLR's own bounds (1e-3 to 1) would lift any usual learning rate by orders of magnitude.
-    bounds = {"min_lr": 0.0, "max_lr": [group["lr"] for group in optimizer.param_groups]}
-    try:
-        return get_scheduler(
-            name, optimizer, num_warmup_steps, num_steps, bounds if name == "greedy" else None
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"lr_scheduler_type={name!r} needs more settings ({error}). "
-            "Use linear, cosine, constant_with_warmup or plateau-with-warmup."
-        ) from error
