@@ -27,7 +27,6 @@ from vectorlm.checkpoint.folder import (
     require_shared,
 )
 from vectorlm.checkpoint.state import CheckpointStore, load_weights
-from vectorlm.checkpoint.watch import BestWatch
 from vectorlm.config import Config, save_config, to_plain
 from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.lora.load import add_lora
@@ -51,6 +50,7 @@ from vectorlm.report.trackers import WandbSink, open_trackers
 from vectorlm.rewards.evaluation import Evaluator
 from vectorlm.rewards.registry import get_reward
 from vectorlm.train.device_turn import DeviceTurn, put_to_sleep
+from vectorlm.train.early_stopping import EarlyStopping
 from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.optimizer_step import Schedule
 from vectorlm.train.recorder import Recorder, Timer
@@ -162,13 +162,19 @@ class Run:
             with timer.span("time/start_s"):
                 self.engine.wait_until_ready()
         sink, say = self._open_sinks(num_steps, resumption, timer)
-        metric = "eval/loss" if self.config.rl is None else "eval/accuracy"
-        watch, store = BestWatch(metric, settings.keep, say), None
+        stopping = EarlyStopping(
+            "eval/loss" if self.config.rl is None else "eval/accuracy",
+            settings.keep.early_stopping_patience,
+            settings.keep.early_stopping_min_delta,
+            keeps_best=settings.keep.keep_best,
+            say=say,
+        )
+        store = None
         if settings.checkpointing_enabled:
             identity = identity_of(self.config, self.topology.world_size, num_examples)
             num_kept = settings.keep.keep_checkpoints
             store = CheckpointStore(
-                self.output / "checkpoints", identity, num_kept, best_step=lambda: watch.best_step
+                self.output / "checkpoints", identity, num_kept, best_step=lambda: stopping.best_step
             )
         sampler = settings.sampler
         return Recorder(
@@ -180,7 +186,7 @@ class Run:
             checkpoints=store,
             save_every=save_every,
             resume_step=resume_step,
-            watch=watch,
+            stopping=stopping,
             timer=timer,
             **more,
         )
@@ -222,7 +228,7 @@ class Run:
     def finish(self, model: nn.Module, recorder: Recorder, step: int) -> None:
         """Write the final model after the last `step`; called on all ranks, and the model holds its weights then."""
         settings, checkpoints = self.config.train_parameters, self.output / "checkpoints"
-        best = recorder.watch.best_step if recorder.watch is not None else None
+        best = recorder.stopping.best_step
         if settings.keep.final_model == "best" and best is not None and best != step:
             recorder.say(f"the final model is the best one, of step {best}")
             if not folder_of(checkpoints, best).is_dir():
@@ -234,7 +240,7 @@ class Run:
             step = best
         self.export(model, "final-model", step)
         if self.topology.is_main and settings.checkpointing_enabled:
-            mark_finished(checkpoints, recorder.has_stopped)
+            mark_finished(checkpoints, recorder.stopping.is_over)
 
     def export(self, model: nn.Module, name: str, step: int) -> None:
         """Write the model after `step` into the folder `name` of the run; called on all ranks."""

@@ -184,27 +184,6 @@ class Checkpoints(Protocol):
         """Restore models and random generators of `step`; return what was saved as `loop`."""
 
 
-class Watch(Protocol):
-    """Follows the evaluations of a run; all ranks call each method alike."""
-
-    @property
-    def best_step(self) -> int | None:
-        """The step of the best evaluation, whose checkpoint is kept; None if none is."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether training no longer improves, and stops."""
-
-    def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Take the metrics of an evaluation, and return more of them."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the evaluations of `state`."""
-
-
 class Evaluation(Protocol):
     """Evaluates the weights that are being trained; all ranks call it."""
 

@@ -1,5 +1,6 @@
 """What is logged, evaluated and saved, and when."""
 
+from vectorlm.train.early_stopping import EarlyStopping
 from vectorlm.train.recorder import Recorder
 
 
@@ -30,46 +31,33 @@ def test_checkpoints_are_due_every_n_steps_and_a_run_resumes_from_one():
     recorder = Recorder(num_steps=5, sink=None, checkpoints=checkpoints, save_every=2)
     for step in range(1, 6):
         recorder.save_if_due(step, {}, lambda step=step: {"seen": step})
-    assert checkpoints.saved == {step: {"seen": step} for step in (2, 4, 5)}, "the last step is due too"
+    seen = {step: loop["seen"] for step, loop in checkpoints.saved.items()}
+    assert seen == {2: 2, 4: 4, 5: 5}, "the last step is due too"
     assert recorder.resume({}) is None
     resumed = Recorder(num_steps=5, sink=None, checkpoints=checkpoints, resume_step=2)
-    assert resumed.resume({}) == {"seen": 2}
-
-
-class Watch:
-    """Calls the evaluation after step 3 the best, and ends training after step 5."""
-
-    def __init__(self):
-        self.seen = 0
-
-    @property
-    def best_step(self):
-        return 3 if self.seen >= 3 else None
-
-    @property
-    def is_over(self):
-        return self.seen >= 5
-
-    def observe(self, step, metrics):
-        self.seen = step
-        return {"eval/seen": step}
-
-    def state_dict(self):
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state):
-        self.seen = state["seen"]
+    assert resumed.resume({})["seen"] == 2
 
 
 def test_the_best_evaluation_and_the_end_of_a_run_that_stops_early_are_saved():
-    checkpoints, watch = Checkpoints(), Watch()
-    recorder = Recorder(num_steps=100, sink=None, checkpoints=checkpoints, save_every=4, watch=watch)
-    for step in range(1, 6):
-        assert recorder.observe(step, {}) == {"eval/seen": step}
-        recorder.save_if_due(step, {}, dict)
-    assert recorder.has_stopped
-    assert checkpoints.saved == {step: {"watch": {"seen": step}} for step in (3, 4, 5)}
-    resumed = Recorder(num_steps=100, sink=None, checkpoints=checkpoints, resume_step=5, watch=Watch())
-    assert not resumed.has_stopped
+    checkpoints = Checkpoints()
+    recorder = Recorder(
+        num_steps=100,
+        sink=None,
+        checkpoints=checkpoints,
+        save_every=4,
+        stopping=EarlyStopping(patience=2, keeps_best=True, say=[].append),
+    )
+    for step, loss in enumerate([9.0, 8.0, 1.0, 2.0, 3.0], start=1):
+        recorder.stopping.observe(step, {"eval/loss": loss})
+        if step >= 3:
+            recorder.save_if_due(step, {}, dict)
+    assert recorder.stopping.is_over
+    # The best, the fourth, and the last.
+    assert sorted(checkpoints.saved) == [3, 4, 5]
+    resumed = Recorder(
+        num_steps=100, sink=None, checkpoints=checkpoints, resume_step=5, stopping=EarlyStopping(patience=2)
+    )
+    assert not resumed.stopping.is_over
     resumed.resume({})
-    assert resumed.has_stopped
+    assert resumed.stopping.is_over
+    assert resumed.stopping.best_step == 3

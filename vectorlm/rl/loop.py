@@ -77,12 +77,12 @@ class RLLoop:
             self.recorder.write(0, self._evaluate())
         else:
             self._load_state(saved)
-        while self.step < self.recorder.num_steps and not self.recorder.has_stopped:
+        while self.step < self.recorder.num_steps and not self.recorder.stopping.is_over:
             metrics = self._train()
             self.step += 1
             metrics |= self._follow(metrics) | self._evaluate()
             # After the last step only the evaluation's hot swap has brought when the engine computed.
-            is_last = self.step == self.recorder.num_steps or self.recorder.has_stopped
+            is_last = self.step == self.recorder.num_steps or self.recorder.stopping.is_over
             busy = self._busy + self.turn.busy if is_last else self._busy
             self.timeline.write(self.step, self.recorder.timer.spans, busy)
             self.recorder.write(self.step, metrics)
@@ -147,7 +147,7 @@ class RLLoop:
 
     def _evaluate(self) -> dict[str, float]:
         metrics = self.recorder.evaluate_if_due(self.step)
-        return metrics | self.recorder.observe(self.step, metrics)
+        return metrics | self.recorder.stopping.observe(self.step, metrics)
 
     def _state(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides models and optimizers."""

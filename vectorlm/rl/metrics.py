@@ -15,7 +15,7 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.models import RLModels
 from vectorlm.rl.rollout import Rollout, RolloutGroup, kept_groups
-from vectorlm.train.speed import memory_bytes, num_multiplied
+from vectorlm.train.recorder import memory_bytes, num_multiplied
 
 LOWEST, HIGHEST, NUM_BINS = -2.0, 2.0, 80
 """The histogram of log-ratios; values beyond count in the outermost bins."""

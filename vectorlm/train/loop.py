@@ -16,9 +16,8 @@ from vectorlm.errors import DatasetError
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.packing import Rows
-from vectorlm.train.recorder import Recorder
+from vectorlm.train.recorder import Recorder, memory_bytes, num_multiplied
 from vectorlm.train.settings import LoopSettings
-from vectorlm.train.speed import memory_bytes, num_multiplied
 from vectorlm.types import Batch, TrainedModel
 from vectorlm.weights.plan import reshard
 
@@ -88,7 +87,7 @@ class FineTuningLoop:
         """Yield this rank's micro-batches of each remaining optimizer step."""
         for epoch in range(self.step // len(self.train_loader), self.settings.epochs):
             for step in self.train_loader.steps(epoch, start_step=self.step % len(self.train_loader)):
-                if self.recorder.has_stopped:
+                if self.recorder.stopping.is_over:
                     return
                 yield [self._apart(batch) for batch in step]
 
@@ -132,7 +131,7 @@ class FineTuningLoop:
                 metrics["eval/loss"] = self.held_out_loss()
             assert self.optimizer_step.schedule is not None
             self.optimizer_step.schedule.observe(metrics["eval/loss"])
-            metrics |= self.recorder.observe(self.step, metrics)
+            metrics |= self.recorder.stopping.observe(self.step, metrics)
         return metrics | self.recorder.evaluate_if_due(self.step)
 
     @torch.no_grad()

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+import torch
 from torch.profiler import record_function
 
-from vectorlm.types import Checkpoints, Evaluation, MetricSink, TrainedModel, Watch
+from vectorlm.train.early_stopping import EarlyStopping
+from vectorlm.types import Checkpoints, Evaluation, MetricSink, TrainedModel
 
 Span = tuple[str, float, float]
 """A name, a start and an end, in seconds."""
@@ -69,17 +72,12 @@ class Recorder:
     """Steps between two checkpoints; there is one at the end too."""
     resume_step: int | None = None
     """The step of the checkpoint to resume from; None in a new run."""
-    watch: Watch | None = None
-    """Says which evaluation was the best, and ends training that no longer improves."""
+    stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    """Follows the evaluations: which one was the best, and whether training still improves."""
     end_epoch: Callable[[int], None] = lambda epoch: None
     """Called at the end of each epoch, with its number from 1."""
     timer: Timer = field(default_factory=Timer)
     """Times evaluations and checkpoints, and whatever the loop times with it."""
-
-    @property
-    def has_stopped(self) -> bool:
-        """Whether training ends before its last step."""
-        return self.watch is not None and self.watch.is_over
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of `step`, with the seconds of each phase since the last line."""
@@ -87,11 +85,7 @@ class Recorder:
 
     def is_due(self, every: int, step: int) -> bool:
         """Whether `step` is a multiple of `every` or the last step."""
-        return step % every == 0 or step == self.num_steps or self.has_stopped
-
-    def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Show an evaluation's metrics to the watch, and return what it adds to them."""
-        return {} if self.watch is None else self.watch.observe(step, metrics)
+        return step % every == 0 or step == self.num_steps or self.stopping.is_over
 
     def evaluate_if_due(self, step: int) -> dict[str, float]:
         """Evaluate where an evaluation is due, and return its metrics."""
@@ -109,17 +103,29 @@ class Recorder:
         self, step: int, models: Mapping[str, TrainedModel], state: Callable[[], dict[str, Any]]
     ) -> None:
         """Save the models and the loop's own state where a checkpoint is due: a longer run may go on from the last."""
-        is_best = self.watch is not None and self.watch.best_step == step
-        if self.checkpoints is not None and (is_best or self.is_due(self.save_every, step)):
-            watched = {} if self.watch is None else {"watch": self.watch.state_dict()}
+        is_due = step == self.stopping.best_step or self.is_due(self.save_every, step)
+        if self.checkpoints is not None and is_due:
             with self.timer.span("time/save_s"):
-                self.checkpoints.save(step, models, state() | watched)
+                self.checkpoints.save(step, models, state() | {"watch": self.stopping.state_dict()})
 
     def resume(self, models: Mapping[str, TrainedModel]) -> dict[str, Any] | None:
         """Load the checkpoint into the models and return the loop's own state; None in a new run."""
         if self.resume_step is None or self.checkpoints is None:
             return None
         saved = self.checkpoints.load(self.resume_step, models)
-        if self.watch is not None and "watch" in saved:
-            self.watch.load_state_dict(saved["watch"])
+        if "watch" in saved:
+            self.stopping.load_state_dict(saved["watch"])
         return saved
+
+
+def num_multiplied(model: Any, has_tied_head: bool) -> int:
+    """Count the weights that a token is multiplied with: of the embeddings it only reads one row."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return total if has_tied_head else total - model.get_input_embeddings().weight.numel()
+
+
+def memory_bytes(device: str) -> int:
+    """Return the most device memory that torch has held on this rank; on CPU, what its process holds now."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device)
+    return psutil.Process().memory_info().rss

@@ -1,0 +1,82 @@
+"""Which evaluation was the best, and when a run has not improved for long enough."""
+
+import math
+
+import pytest
+from rank_processes import on_ranks
+
+from vectorlm.train.early_stopping import EarlyStopping
+
+
+def observe(stopping, values, metric="eval/loss", start=1):
+    return [stopping.observe(step, {metric: value}) for step, value in enumerate(values, start)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "best_step"),
+    [
+        ("eval/loss", [3.0, 1.0, 2.0, 1.0], 2),
+        ("eval/accuracy", [0.1, 0.0, 0.5, 0.5], 3),
+        ("eval/loss", [math.nan, 5.0, math.nan], 2),
+        ("eval/loss", [math.nan], None),
+    ],
+)
+def test_the_first_of_the_best_evaluations_is_kept(metric, values, best_step):
+    stopping = EarlyStopping(metric, keeps_best=True)
+    observe(stopping, values, metric)
+    assert stopping.best_step == best_step
+    assert not stopping.is_over
+
+
+def test_the_untrained_model_and_other_metrics_do_not_count():
+    stopping = EarlyStopping(keeps_best=True, patience=1)
+    assert stopping.observe(0, {"eval/loss": 0.0}) == {}
+    assert stopping.observe(1, {"eval/accuracy": 1.0}) == {}
+    assert stopping.observe(2, {"eval/loss": 9.0}) == {"eval/stopped_early": 0.0}
+    assert stopping.best_step == 2
+
+
+def test_no_checkpoint_is_the_best_where_none_is_kept_for_it():
+    stopping = EarlyStopping(patience=5)
+    observe(stopping, [3.0, 2.0])
+    assert stopping.best_step is None
+
+
+def test_training_is_over_after_as_many_evaluations_in_a_row_that_are_not_better_by_the_margin():
+    said = []
+    stopping = EarlyStopping(say=said.append, patience=2, min_delta=0.5, keeps_best=True)
+    # 1.8 is not better than 2.0 by more than 0.5, 1.4 is; then two in a row are not.
+    metrics = observe(stopping, [2.0, 1.8, 1.4, 1.0, 1.2])
+    assert [each["eval/stopped_early"] for each in metrics] == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert stopping.is_over
+    assert said == [
+        "stopped early at step 5: eval/loss has not improved by more than 0.5 in 2 evaluations "
+        "(to beat: 1.4000 of step 3)"
+    ]
+    assert stopping.best_step == 4, "the best checkpoint needs no margin"
+
+
+def test_a_resumed_run_counts_on_and_more_patience_lets_it_go_on():
+    stopping = EarlyStopping(patience=3, keeps_best=True)
+    observe(stopping, [1.0, 2.0, 2.0])
+    again = EarlyStopping(patience=3, keeps_best=True)
+    again.load_state_dict(stopping.state_dict())
+    assert again.best_step == 1
+    assert not again.is_over
+    observe(again, [2.0], start=4)
+    assert again.is_over
+    patient = EarlyStopping(patience=4, keeps_best=True)
+    patient.load_state_dict(again.state_dict())
+    assert not patient.is_over
+
+
+def watch_on_rank(topology):
+    """Each rank sees another accuracy, as with a reward that draws at random."""
+    stopping = EarlyStopping("eval/accuracy", keeps_best=True, patience=1)
+    falls = (0.5, 0.4) if topology.is_main else (0.4, 0.5)
+    observe(stopping, falls, "eval/accuracy")
+    return stopping.best_step, stopping.is_over
+
+
+def test_all_ranks_stop_where_rank_0_does():
+    assert on_ranks(2, watch_on_rank) == [(1, True), (1, True)]

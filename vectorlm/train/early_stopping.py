@@ -1,0 +1,79 @@
+"""Which evaluation of a run was the best so far, and whether training still improves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+
+@dataclass
+class EarlyStopping:
+    """Follows one metric of a run; the evaluation before training does not count. All ranks call each method alike."""
+
+    metric: str = "eval/loss"
+    """Of `eval/loss` the lowest is the best, of `eval/accuracy` the highest."""
+    patience: int | None = None
+    """Training is over after this many evaluations in a row without improvement; None lets it run to its end."""
+    min_delta: float = 0.0
+    """How much better an evaluation must be to count as an improvement."""
+    keeps_best: bool = False
+    """Whether the best evaluation has a checkpoint."""
+    say: Callable[[str], None] = print
+
+    def __post_init__(self) -> None:
+        self._sign = 1.0 if self.metric == "eval/loss" else -1.0
+        self._best: tuple[float, int | None] = (math.inf, None)
+        # What the next evaluation must beat by min_delta, in the direction that falls.
+        self._to_beat: tuple[float, int | None] = (math.inf, None)
+        self._num_without = 0
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best checkpoint; None where none is kept."""
+        return self._best[1]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training has not improved for as many evaluations as `patience` allows."""
+        return self.patience is not None and self._num_without >= self.patience
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Take the metrics of an evaluation after `step`, and return more of them."""
+        if step == 0 or self.metric not in metrics:
+            return {}
+        # A reward that draws at random gives each rank another accuracy.
+        of_main = [metrics[self.metric]]
+        if dist.is_initialized():
+            dist.broadcast_object_list(of_main)
+        value = self._sign * of_main[0]
+        if self.keeps_best and value < self._best[0]:
+            self._best = (value, step)
+        if self.patience is None:
+            return {}
+        if value < self._to_beat[0] - self.min_delta:
+            self._to_beat = (value, step)
+            self._num_without = 0
+        else:
+            self._num_without += 1
+        if self.is_over:
+            best, at = self._to_beat
+            by = f" by more than {self.min_delta:g}" if self.min_delta else ""
+            to_beat = "" if at is None else f" (to beat: {self._sign * best:.4f} of step {at})"
+            self.say(
+                f"stopped early at step {step}: {self.metric} has not improved{by} in {self._num_without} "
+                f"evaluations{to_beat}"
+            )
+        return {"eval/stopped_early": float(self.is_over)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+        return {"best": self._best, "to_beat": self._to_beat, "num_without": self._num_without}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the evaluations of `state`."""
+        self._best, self._to_beat = tuple(state["best"]), tuple(state["to_beat"])
+        self._num_without = state["num_without"]
