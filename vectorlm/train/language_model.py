@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.train.packing import PACKED, Packing, Rows, pack
 from vectorlm.weights.plan import reshard
 
+Result = TypeVar("Result")
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 HARMLESS = {
     "sliding_window",
@@ -70,12 +72,10 @@ class LanguageModel:
         self.device = torch.device(device)
         causal = inner_model(model)
         self._can_skip_logits = "logits_to_keep" in inspect.signature(causal.forward).parameters
-        if "packed_values" not in vars(model):
+        if "packed_pass" not in vars(model):
             # FSDP2 gathers weights for it as for the forward pass.
-            model.packed_values = partial(_packed_values, causal)  # type: ignore[assignment]
-            model.packed_states = partial(_packed_states, causal)  # type: ignore[assignment]
-            register_fsdp_forward_method(model, "packed_values")
-            register_fsdp_forward_method(model, "packed_states")
+            model.packed_pass = partial(_packed_pass, causal)  # type: ignore[assignment]
+            register_fsdp_forward_method(model, "packed_pass")
         self.why_padded = why_not_packed(model) if packs else "pack_rows is False"
         """Why rows are padded; None where they are not."""
         if self.why_padded is None:
@@ -101,8 +101,10 @@ class LanguageModel:
             float32 [B, T] each, on the model's device, with `compare` [B, T, K] too; 0 for tokens not asked for.
         """
         is_asked = rows.is_asked.to(self.device)
-        how = (entropy, compare)
-        values = self._packed(rows, pack(rows), *how) if self.packs else self._padded(rows, *how)
+        if self.packs:
+            values = self._packed(rows, pack(rows), entropy, compare)
+        else:
+            values = self._picked(rows, *self._logits(rows), entropy, compare)
         found = []
         for each in values:
             if each is not None:
@@ -132,28 +134,47 @@ class LanguageModel:
             logits, skipped = self._logits(rows)
             return Scores(logits.flatten(0, 1)[self._places(rows, skipped)], None, self.temperature)
         model: Any = self.model
-        states, weight, bias = model.packed_states(pack(rows), self.device)
+        causal = inner_model(model)
+
+        def copies(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+            layer = causal.get_output_embeddings()
+            return states, layer.weight.clone(), None if layer.bias is None else layer.bias.clone()
+
+        states, weight, bias = model.packed_pass(pack(rows), self.device, copies)
         layer = partial(nn.functional.linear, weight=weight, bias=bias)
-        return Scores(states, _head(inner_model(model), layer), self.temperature)
+        return Scores(states, _head(causal, layer), self.temperature)
 
     def _packed(
         self, rows: Rows, packing: Packing, entropy: EntropyKind, compare: Comparison | None = None
     ) -> TokenValues:
         model: Any = self.model
-        targets = rows.targets.to(self.device)
-        return model.packed_values(packing, targets, self.temperature, self.support, entropy, compare)
+        causal = inner_model(model)
 
-    def _padded(self, rows: Rows, entropy: EntropyKind, compare: Comparison | None) -> TokenValues:
-        return self._picked(rows, *self._logits(rows), entropy, compare)
+        def values(states: torch.Tensor) -> TokenValues:
+            return token_values(
+                states,
+                rows.targets.to(self.device),
+                self.temperature,
+                head=_head(causal, causal.get_output_embeddings()),
+                entropy=entropy,
+                support=self.support,
+                compare=compare,
+            )
+
+        return model.packed_pass(packing, self.device, values)
 
     def _logits(self, rows: Rows) -> tuple[torch.Tensor, int]:
         """Return the logits of padded rows, and how many positions before any that is asked for they leave out."""
         first = int(rows.is_asked.any(dim=0).int().argmax())
         skipped = max(first - 1, 0) if self._can_skip_logits else 0
         options = {"logits_to_keep": rows.input_ids.shape[1] - skipped} if skipped else {}
-        inputs = {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask}
-        inputs = {name: each.to(self.device) for name, each in inputs.items()}
-        return self.model(**inputs, use_cache=False, **options).logits, skipped
+        output = self.model(
+            input_ids=rows.input_ids.to(self.device),
+            attention_mask=rows.attention_mask.to(self.device),
+            use_cache=False,
+            **options,
+        )
+        return output.logits, skipped
 
     def _picked(
         self,
@@ -163,9 +184,15 @@ class LanguageModel:
         entropy: EntropyKind,
         compare: Comparison | None = None,
     ) -> TokenValues:
-        targets, places = rows.targets.to(self.device), self._places(rows, skipped)
-        more: Any = {"places": places, "entropy": entropy, "support": self.support, "compare": compare}
-        return token_values(logits.flatten(0, 1), targets, self.temperature, **more)
+        return token_values(
+            logits.flatten(0, 1),
+            rows.targets.to(self.device),
+            self.temperature,
+            places=self._places(rows, skipped),
+            entropy=entropy,
+            support=self.support,
+            compare=compare,
+        )
 
     def _places(self, rows: Rows, skipped: int) -> torch.Tensor:
         """Return where among the logits of padded rows those of the tokens that are asked for lie, int64 [M]."""
@@ -175,14 +202,16 @@ class LanguageModel:
     @torch.no_grad()
     def _compared(self) -> str | None:
         """Compute a few rows padded, then packed; where they differ, go back to padding and say why."""
-        causal, was_training = inner_model(self.model), self.model.training
+        causal = inner_model(self.model)
         input_ids = torch.arange(40).view(4, 10) % causal.get_input_embeddings().num_embeddings
         input_ids[1:3, :5] = input_ids[0, :5]
         lengths = torch.tensor([7, 10, 6, 9])[:, None]
         attention_mask = (torch.arange(10) < lengths).long()
         is_asked = attention_mask.bool() & (torch.arange(10) > 4)
         rows = Rows(input_ids, attention_mask, is_asked, (0, 0, 0, 1))
-        packing, before = pack(rows), causal.config._attn_implementation
+        packing = pack(rows)
+        was_training = self.model.training
+        before = causal.config._attn_implementation
         self.model.eval()
         logits, skipped = self._logits(rows)
         padded = self._picked(rows, logits, skipped, "none").logprobs
@@ -239,38 +268,18 @@ def _unread(causal: Any, packing: Packing) -> str | None:
     return f"its attention follows {', '.join(unknown)}" if unknown else None
 
 
-def _packed_values(
-    causal: Any,
-    packing: Packing,
-    targets: torch.Tensor,
-    temperature: float,
-    support: Support,
-    entropy: EntropyKind,
-    compare: Comparison | None,
-) -> TokenValues:
-    """Return what is known of the M tokens that are asked for, float32 [M] each."""
-    device = targets.device
+def _packed_pass(
+    causal: Any, packing: Packing, device: torch.device, read: Callable[[torch.Tensor], Result]
+) -> Result:
+    """Return what `read` makes of the hidden states, [M, H], of the M tokens that are asked for."""
     states = causal.base_model(**packing.arguments(device)).last_hidden_state[0]
-    asked = states.index_select(0, packing.places.to(device))
-    more: Any = {"head": _head(causal), "entropy": entropy, "support": support, "compare": compare}
-    return token_values(asked, targets, temperature, **more)
+    return read(states.index_select(0, packing.places.to(device)))
 
 
-def _packed_states(
-    causal: Any, packing: Packing, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the hidden states of the M tokens that are asked for, [M, H], and copies of the output layer's weights."""
-    states = causal.base_model(**packing.arguments(device)).last_hidden_state[0]
-    layer = causal.get_output_embeddings()
-    bias = None if layer.bias is None else layer.bias.clone()
-    return states.index_select(0, packing.places.to(device)), layer.weight.clone(), bias
-
-
-def _head(causal: Any, layer: Head | None = None) -> Head:
-    """Return what makes logits of hidden states; `LanguageModel` compares it with the model's own."""
+def _head(causal: Any, layer: Head) -> Head:
+    """Return what makes logits of hidden states with the output `layer`; `LanguageModel` compares it with its own."""
     scaling = getattr(causal.config, "logits_scaling", None)
     cap = getattr(causal.config, "final_logit_softcapping", None)
-    layer = layer or causal.get_output_embeddings()
 
     def head(states: torch.Tensor) -> torch.Tensor:
         logits = layer(states)

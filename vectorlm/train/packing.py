@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -198,19 +199,22 @@ def packed_attention(
     Returns:
         float [1, N, H, E] in the order of the pass, and None.
     """
-    how = (scaling, dropout, softcap)
+    if packing is None and softcap is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    attend = partial(_attend, scaling=scaling, dropout=dropout, softcap=softcap)
     if packing is None:
-        if softcap is None:
-            options: Any = {"scaling": scaling, "dropout": dropout, **kwargs}
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         mask = None if attention_mask is None else _additive(attention_mask, query.dtype)
         # transformers leaves the mask out where every token sees all before it.
-        return _attend(query, key, value, mask, *how).transpose(1, 2).contiguous(), None
+        return attend(query, key, value, mask).transpose(1, 2).contiguous(), None
     for name, given in {**kwargs, "sliding_window": sliding_window}.items():
         packing.seen.setdefault(name, set()).add(given if isinstance(given, int) else type(given))
     parts = []
     for bundle in packing.bundles:
-        own, (first, last), length = slice(bundle.start, bundle.end), bundle.shared, bundle.lengths[0]
+        own = slice(bundle.start, bundle.end)
+        first, last = bundle.shared
+        length = bundle.lengths[0]
         q, k, v = (_as_rows(x[0, :, own], bundle.lengths, packing) for x in (query, key, value))
         if last > first:
             k, v = (
@@ -220,7 +224,7 @@ def packed_attention(
         mask = None
         if last > first or (sliding_window is not None and sliding_window < length):
             mask = packing.once(_mask, last - first, length, sliding_window, query.dtype, query.device)
-        parts.append(_end_to_end(_attend(q, k, v, mask, *how), bundle.lengths, packing)[None])
+        parts.append(_end_to_end(attend(q, k, v, mask), bundle.lengths, packing)[None])
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 
@@ -241,9 +245,15 @@ def _attend(
     if repeats > 1 and not takes_fewer:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     if softcap is None:
-        more: Any = {"attn_mask": mask, "is_causal": mask is None, "dropout_p": dropout, "scale": scaling}
         return F.scaled_dot_product_attention(
-            query, key, value, enable_gqa=repeats > 1 and takes_fewer, **more
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=repeats > 1 and takes_fewer,
         )
     if mask is None:
         mask = _mask(0, query.shape[2], None, query.dtype, query.device)
