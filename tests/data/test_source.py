@@ -105,8 +105,8 @@ def test_rows_of_json_lines_need_not_have_the_same_keys():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": ', "rows.jsonl:3 is '{\"text\": ', which is not JSON"),
-        ('["ab"]', "rows.jsonl:3 is '\\[\"ab\"\\]': every line must be a JSON object"),
+        ('{"text": ', "rows.jsonl:3 is '{\"text\": ', and every line must be a JSON object"),
+        ('["ab"]', "rows.jsonl:3 is '\\[\"ab\"\\]', and every line must be a JSON object"),
         ('{"texts": "ab"}', "rows.jsonl:3 has no 'text', but texts. Correct it"),
         ('{"text": 5}', "rows.jsonl:3 holds '5' in 'text': it must be text"),
     ],

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from vectorlm.data.source import load_saved
 from vectorlm.errors import DatasetError
@@ -42,48 +44,32 @@ class Collator:
         attention is defined, and no label that counts.
         """
         filler = {"input_ids": [self.pad_token_id], "labels": [self.ignore_index], "id": FILLER_ID}
-        full = [{**row, "text_ids": _text_ids(row)} for row in (*rows, *[filler] * (num_rows - len(rows)))]
-        masks = [_checked_mask(row) for row in full]
-        input_ids, labels, text_ids = (
-            [
-                [value for value, is_kept in zip(row[name], mask, strict=True) if is_kept][: self.max_seq_len]
-                for row, mask in zip(full, masks, strict=True)
-            ]
-            for name in ("input_ids", "labels", "text_ids")
-        )
-        length = max(map(len, input_ids))
+        full = [*rows, *[filler] * (num_rows - len(rows))]
+        input_ids, labels, text_ids = map(list, zip(*map(self._tokens, full), strict=True))
+        pad = partial(pad_sequence, batch_first=True)
         return Batch(
-            _pad(input_ids, length, self.pad_token_id),
-            _pad([[1] * len(row) for row in input_ids], length, 0),
-            _pad(labels, length, self.ignore_index),
+            pad(input_ids, padding_value=self.pad_token_id),
+            pad([torch.ones_like(row) for row in input_ids]),
+            pad(labels, padding_value=self.ignore_index),
             torch.tensor([row["id"] for row in full], dtype=torch.int64),
-            _pad(text_ids, length, 0),
+            pad(text_ids),
         )
 
-
-def _pad(values: Sequence[Sequence[int]], length: int, padding: int) -> torch.Tensor:
-    padded = torch.full((len(values), length), padding, dtype=torch.int64)
-    for row, value in zip(padded, values, strict=True):
-        row[: len(value)] = torch.tensor(value, dtype=torch.int64)
-    return padded
-
-
-def _text_ids(row: Mapping[str, Any]) -> list[int]:
-    lengths = row.get("seq_lengths") or [len(row["input_ids"])]
-    return [text for text, length in enumerate(lengths) for _ in range(length)]
-
-
-def _checked_mask(row: Mapping[str, Any]) -> Sequence[int]:
-    """Return the attention mask of a row, after checking that its columns have equal lengths."""
-    length = len(row["input_ids"])
-    mask = row.get("attention_mask") or [1] * length
-    if not length == len(row["labels"]) == len(mask) == len(row["text_ids"]) or not any(mask):
-        raise DatasetError(
-            f"the row with id {row['id']} has {length} input_ids, {len(row['labels'])} labels, {len(mask)} "
-            f"attention_mask values, and texts of {len(row['text_ids'])} tokens by seq_lengths: these numbers must be "
-            "equal, and at least 1. Preprocess the dataset again."
-        )
-    return mask
+    def _tokens(self, row: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return the tokens, labels and text ids that a row keeps, int64 [T] each."""
+        length = len(row["input_ids"])
+        mask = row.get("attention_mask") or [1] * length
+        lengths = row.get("seq_lengths") or [length]
+        text_ids = [text for text, length in enumerate(lengths) for _ in range(length)]
+        if not length == len(row["labels"]) == len(mask) == len(text_ids) or not any(mask):
+            raise DatasetError(
+                f"the row with id {row['id']} has {length} input_ids, {len(row['labels'])} labels, {len(mask)} "
+                f"attention_mask values, and texts of {len(text_ids)} tokens by seq_lengths: these numbers must be "
+                "equal, and at least 1. Preprocess the dataset again."
+            )
+        is_kept = torch.tensor(mask, dtype=torch.bool)
+        columns = (row["input_ids"], row["labels"], text_ids)
+        return [torch.tensor(each, dtype=torch.int64)[is_kept][: self.max_seq_len] for each in columns]
 
 
 class StepLoader:
@@ -119,14 +105,24 @@ class StepLoader:
         seed: int,
         shuffle: bool,
     ) -> None:
-        _check_columns(dataset)
+        missing = [name for name in _REQUIRED_COLUMNS if name not in dataset.column_names]
+        if missing:
+            raise DatasetError(
+                f"the dataset has the columns {', '.join(dataset.column_names) or 'none'}, but lacks "
+                f"{' and '.join(missing)}: both input_ids and labels are needed. Preprocess it first."
+            )
+        if len(dataset) == 0:
+            raise DatasetError("the dataset has 0 rows: at least one is needed. Check how it was made.")
         optional = ("attention_mask", "seq_lengths", "id")
         columns = [name for name in (*_REQUIRED_COLUMNS, *optional) if name in dataset.column_names]
         self._dataset = dataset.select_columns(columns).with_format(None)
         _require_target(self._dataset, collator)
-        self._collator, self._topology = collator, topology
-        self._micro_batch_size, self._num_micro_batches = micro_batch_size, num_micro_batches
-        self._seed, self._shuffle = seed, shuffle
+        self._collator = collator
+        self._topology = topology
+        self._micro_batch_size = micro_batch_size
+        self._num_micro_batches = num_micro_batches
+        self._seed = seed
+        self._shuffle = shuffle
 
     def __len__(self) -> int:
         """Return the number of optimizer steps per epoch."""
@@ -148,7 +144,8 @@ class StepLoader:
         Raises:
             DatasetError: A row is empty, or its columns differ in length.
         """
-        order, size = self._order(epoch), self._micro_batch_size
+        order = self._order(epoch)
+        size = self._micro_batch_size
         for step in range(start_step, len(self)):
             start = step * self.global_batch_size
             # Every world_size-th row: a short last step leaves each rank about equally many examples.
@@ -204,14 +201,3 @@ def load_dataset(path: str | Path) -> Dataset:
         splits = ", ".join(f"'{Path(path) / name}'" for name in dataset)
         raise DatasetError(f"'{path}' holds several datasets, but one is needed. Use one of {splits}.")
     return dataset
-
-
-def _check_columns(dataset: Dataset) -> None:
-    missing = [name for name in _REQUIRED_COLUMNS if name not in dataset.column_names]
-    if missing:
-        raise DatasetError(
-            f"the dataset has the columns {', '.join(dataset.column_names) or 'none'}, but lacks "
-            f"{' and '.join(missing)}: both input_ids and labels are needed. Preprocess it first."
-        )
-    if len(dataset) == 0:
-        raise DatasetError("the dataset has 0 rows: at least one is needed. Check how it was made.")

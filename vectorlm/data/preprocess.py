@@ -59,8 +59,14 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
         frame = _frame(tokenizer, settings, max_seq_len, is_chat=tokeniser.is_chat)
         tokens = tokeniser.map(scratch / "tokens.arrow")
         summary = Summary(max_seq_len, settings.ignore_index)
-        rows = _rows(_texts(tokens, summary, settings.ignore_index), frame, settings, scratch)
-        _save(_counted(rows, summary), max_seq_len, scratch)
+        texts = _texts(tokens, summary, settings.ignore_index)
+        if settings.packing_type is None:
+            rows = frame_texts(texts, frame, truncate=settings.truncate)
+        elif settings.packing_type == "best_fit":
+            rows = _best_fit(pack_texts(texts, frame, "partial"), max_seq_len, scratch)
+        else:
+            rows = pack_texts(texts, frame, settings.packing_type)
+        _save(rows, summary, scratch)
         if not summary.loss_tokens:
             raise DatasetError(
                 f"nothing is left to learn from: of {summary.rows_in:,} rows were skipped {summary.why_skipped()}, and "
@@ -106,20 +112,16 @@ def _require_replaceable(path: Path, settings: PreprocessSettings) -> None:
 
 
 def _frame(tokenizer: Any, settings: PreprocessSettings, max_seq_len: int, *, is_chat: bool) -> Frame:
-    special: tuple[int | None, int | None] = (None, None)
-    if settings.add_bos_eos_tokens and not is_chat:
-        special = _special_tokens(tokenizer)
-    return Frame(max_seq_len, *special, settings.overlap, settings.ignore_index)
-
-
-def _special_tokens(tokenizer: Any) -> tuple[int, int]:
-    missing = [name for name in ("bos_token", "eos_token") if getattr(tokenizer, f"{name}_id") is None]
+    if is_chat or not settings.add_bos_eos_tokens:
+        return Frame(max_seq_len, None, None, settings.overlap, settings.ignore_index)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    missing = [name for name, token in (("bos_token", bos), ("eos_token", eos)) if token is None]
     if missing:
         raise ConfigError(
             f"add_bos_eos_tokens=True needs both tokens, but the tokenizer has no {' and no '.join(missing)}. "
             "Set add_bos_eos_tokens: False, or add them to the tokenizer."
         )
-    return tokenizer.bos_token_id, tokenizer.eos_token_id
+    return Frame(max_seq_len, bos, eos, settings.overlap, settings.ignore_index)
 
 
 def _texts(tokens: Dataset, summary: Summary, ignore_index: int) -> Iterator[TokenisedText]:
@@ -138,72 +140,50 @@ def _texts(tokens: Dataset, summary: Summary, ignore_index: int) -> Iterator[Tok
             yield TokenisedText(input_ids, labels)
 
 
-def _rows(
-    texts: Iterator[TokenisedText], frame: Frame, settings: PreprocessSettings, scratch: Path
-) -> Iterator[TokenisedText]:
-    if settings.packing_type is None:
-        return frame_texts(texts, frame, truncate=settings.truncate)
-    if settings.packing_type == "best_fit":
-        return _best_fit(pack_texts(texts, frame, "partial"), frame, scratch)
-    return pack_texts(texts, frame, settings.packing_type)
-
-
-def _best_fit(chunks: Iterable[TokenisedText], frame: Frame, scratch: Path) -> Iterator[TokenisedText]:
+def _best_fit(chunks: Iterable[TokenisedText], max_seq_len: int, scratch: Path) -> Iterator[TokenisedText]:
     """Write the chunks down, which is where rows then take them from in any order."""
     from datasets import Features, Sequence, Value
 
     lengths = array("i")
-    token = Sequence(Value("int32"))
 
     def noting() -> Iterator[dict[str, Any]]:
         for chunk in chunks:
             lengths.append(len(chunk))
             yield {"input_ids": chunk.input_ids, "labels": chunk.labels}
 
-    written = write_rows(
-        noting(),
-        Features(input_ids=token, labels=token),
-        scratch / "chunks.arrow",
-        _rows_per_write(frame.max_seq_len),
-    )
-    for places in count_rows(rows := best_fit(lengths, frame.max_seq_len), len(rows), "fit"):
+    features = Features(input_ids=Sequence(Value("int32")), labels=Sequence(Value("int32")))
+    path = scratch / "chunks.arrow"
+    written = write_rows(noting(), features, path, max(1, _TOKENS_PER_WRITE // max_seq_len))
+    rows = best_fit(lengths, max_seq_len)
+    for places in count_rows(rows, len(rows), "fit"):
         columns = written[places]
         yield join(
             [TokenisedText(*each) for each in zip(columns["input_ids"], columns["labels"], strict=True)]
         )
 
 
-def _counted(rows: Iterable[TokenisedText], summary: Summary) -> Iterator[TokenisedText]:
-    for row in rows:
-        summary.add(row)
-        yield row
-
-
-def _rows_per_write(max_seq_len: int) -> int:
-    return max(1, _TOKENS_PER_WRITE // max_seq_len)
-
-
-def _save(rows: Iterable[TokenisedText], max_seq_len: int, scratch: Path) -> None:
+def _save(rows: Iterable[TokenisedText], summary: Summary, scratch: Path) -> None:
+    """Save the rows, and count them."""
     from datasets import Features, Sequence, Value
 
-    token = Sequence(Value("int32"))
+    def columns() -> Iterator[dict[str, Any]]:
+        for index, row in enumerate(rows):
+            summary.add(row)
+            yield {
+                "input_ids": row.input_ids,
+                "labels": row.labels,
+                "attention_mask": [1] * len(row),
+                "id": index,
+                "seq_lengths": row.seq_lengths or [len(row)],
+            }
+
     features = Features(
-        input_ids=token,
-        labels=token,
+        input_ids=Sequence(Value("int32")),
+        labels=Sequence(Value("int32")),
         attention_mask=Sequence(Value("int8")),
         id=Value("int64"),
-        seq_lengths=token,
+        seq_lengths=Sequence(Value("int32")),
     )
-    columns = (
-        {
-            "input_ids": row.input_ids,
-            "labels": row.labels,
-            "attention_mask": [1] * len(row),
-            "id": index,
-            "seq_lengths": row.seq_lengths or [len(row)],
-        }
-        for index, row in enumerate(rows)
-    )
-    write_rows(columns, features, scratch / "rows.arrow", _rows_per_write(max_seq_len)).save_to_disk(
-        scratch / "rows"
-    )
+    path = scratch / "rows.arrow"
+    rows_per_write = max(1, _TOKENS_PER_WRITE // summary.max_seq_len)
+    write_rows(columns(), features, path, rows_per_write).save_to_disk(scratch / "rows")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.errors import ConfigError, DatasetError
@@ -32,8 +32,8 @@ class Source:
     """Rows to preprocess."""
 
     dataset: Dataset
-    lines: Literal["text", "jsonl"] | None = None
-    """What the column `line` holds where rows are lines of files, beside `file` and `number`; None for other rows,
+    lines: str | None = None
+    """What, `text` or `jsonl`, the column `line` holds where rows are lines of files, beside `file` and `number`; None for other rows,
     which have the columns of the dataset."""
 
     def rows(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> Iterator[tuple[str, Any]]:
@@ -64,42 +64,39 @@ def open_source(settings: PreprocessSettings, scratch: Path) -> Source:
     """
     path, split = settings.load_path, settings.split
     folder = Path(path)
-    if not (has_magic(path) or folder.exists() or _is_hub_name(path)):
+    is_local = has_magic(path) or folder.exists()
+    if not (is_local or _is_hub_name(path)):
         raise DatasetError(
             f"load_path={path!r} is not there: it must be a folder that save_to_disk wrote, a file or a folder of "
             f"{', '.join(FORMS)}, or the name of a dataset on the hub. Correct the path."
         )
-    is_local = has_magic(path) or folder.exists()
-    if is_local and settings.hub_config is not None:
+    if not is_local:
+        return Source(_take(_load_hub(path, settings.hub_config), split, path))
+    if settings.hub_config is not None:
         raise ConfigError(
             f"hub_config={settings.hub_config!r} has no effect: load_path={path!r} is on this machine. Leave it out."
         )
-    if not is_local:
-        return Source(_take(_load_hub(path, settings.hub_config), split, path))
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return Source(_take(_splits_of(folder), split, path))
     files = _files(path)
     form = _only_form([name for names in files.values() for name in names], path)
     if form in ("text", "jsonl"):
         splits = {name: _read_lines(some, scratch / f"lines-{name}.arrow") for name, some in files.items()}
-        return Source(_take(splits, split, path), "text" if form == "text" else "jsonl")
+        return Source(_take(splits, split, path), form)
     return Source(_take(_read_tables(form, files, path, scratch), split, path))
 
 
 def _object(name: str, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
+        if not isinstance(row, dict):
+            raise ValueError(f"this is a {type(row).__name__}")
     except (ValueError, RecursionError) as error:
+        shown = line if len(line) <= 60 else f"{line[:57]}..."
         raise DatasetError(
-            f"{name} is {_shown(line)}, which is not JSON ({error}): every line must be a JSON object. Correct it."
+            f"{name} is {shown!r}, and every line must be a JSON object ({error}). Correct it."
         ) from error
-    if not isinstance(row, dict):
-        raise DatasetError(f"{name} is {_shown(line)}: every line must be a JSON object. Correct it.")
     return row
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def _is_hub_name(path: str) -> bool:
@@ -208,21 +205,21 @@ def _read_lines(files: Sequence[str], path: Path) -> Dataset:
     """Copy the lines of files to `path`, with the file and the number of each."""
     from datasets import Features, Value
 
+
+    def lines() -> Iterator[dict[str, Any]]:
+        for name in files:
+            with _open(name) as file:
+                for number, line in enumerate(file, start=1):
+                    try:
+                        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                    except UnicodeDecodeError as error:
+                        raise DatasetError(
+                            f"{name}:{number} is not UTF-8 ({error}). Convert the file."
+                        ) from error
+                    yield {"line": text.rstrip("\r\n"), "file": name, "number": number}
+
     features = Features(line=Value("large_string"), file=Value("string"), number=Value("int64"))
-    return write_rows(_lines(files), features, path)
-
-
-def _lines(files: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for name in files:
-        with _open(name) as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    raise DatasetError(
-                        f"{name}:{number} is not UTF-8 ({error}). Convert the file."
-                    ) from error
-                yield {"line": text.rstrip("\r\n"), "file": name, "number": number}
+    return write_rows(lines(), features, path)
 
 
 def write_rows(

@@ -76,12 +76,10 @@ class Tokeniser:
         if not rank:
             self.progress.add(len(named))
         return {
-            "input_ids": [tokens.input_ids for tokens in results],
-            "counted": [tokens.counted for tokens in results],
-            "skipped": [tokens.skipped for tokens in results],
-            "name": [
-                name if tokens.skipped else "" for (name, _), tokens in zip(named, results, strict=True)
-            ],
+            "input_ids": [each.input_ids for each in results],
+            "counted": [each.counted for each in results],
+            "skipped": [each.skipped for each in results],
+            "name": [name if each.skipped else "" for (name, _), each in zip(named, results, strict=True)],
         }
 
     def map(self, path: Path) -> Dataset:
