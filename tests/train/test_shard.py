@@ -189,19 +189,6 @@ def test_after_a_forward_alone_reshard_gives_the_parameters_back_as_shards(model
         assert set(types) == {DTensor}
 
 
-def unknown_strategy(topology, model_dir):
-    with pytest.raises(ConfigError) as raised:
-        shard_model(load_model(model_dir), topology, ModelSettings(sharding_strategy="ZERO_3"))
-    return str(raised.value)
-
-
-def test_an_unknown_strategy_is_named_with_the_ones_there_are(model_dir):
-    assert on_ranks(1, unknown_strategy, model_dir)[0] == (
-        "sharding_strategy='ZERO_3' is unknown: "
-        "it must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD."
-    )
-
-
 def test_blocks_are_found_without_a_declaration_and_their_absence_is_an_error():
     stack = torch.nn.Module()
     stack.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2)])

@@ -15,12 +15,10 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from vectorlm.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from vectorlm.ranks.topology import Topology
+from vectorlm.ranks.topology import Topology
 
 HELD_PATIENCE_S = 3.0
 """A run that was killed a moment ago may not be gone yet."""
@@ -188,13 +186,22 @@ def held(path: Path, patience_s: float = HELD_PATIENCE_S) -> Iterator[None]:
     descriptor = os.open(path, os.O_RDONLY)
     deadline = time.monotonic() + patience_s
     try:
-        while not _lock(descriptor):
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"train_parameters.output_dir='{path}' is in use by another run. Wait for its end, or name another "
-                    "folder."
-                )
-            time.sleep(0.1)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"train_parameters.output_dir='{path}' is in use by another run. Wait for its end, or name "
+                        "another folder."
+                    ) from error
+                time.sleep(0.1)
+                continue
+            except OSError as error:
+                # Some network file systems have no locks.
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+                    raise
+            break
         yield
     finally:
         os.close(descriptor)
@@ -209,18 +216,6 @@ def is_held(path: Path, patience_s: float = HELD_PATIENCE_S) -> bool:
             return False
     except ConfigError:
         return True
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        # Some network file systems have no locks.
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
-            raise
-    return True
 
 
 def retire(path: Path) -> None:
@@ -250,8 +245,11 @@ def require_shared(path: str | Path, topology: Topology) -> None:
         marker.touch()
     try:
         dist.broadcast_object_list(names)
+        deadline = time.monotonic() + PATIENCE_S
+        while not (sees := Path(path, names[0]).exists()) and time.monotonic() < deadline:
+            time.sleep(0.1)
         seen: list[Any] = [None] * topology.world_size
-        dist.all_gather_object(seen, _appears(Path(path, names[0])))
+        dist.all_gather_object(seen, sees)
     finally:
         if marker is not None:
             marker.unlink()
@@ -263,15 +261,6 @@ def require_shared(path: str | Path, topology: Topology) -> None:
             "nodes must share the folder. Use a folder on a shared file system, or set "
             "train_parameters.checkpointing_enabled=False."
         )
-
-
-def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while not path.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def _sync(path: Path) -> None:

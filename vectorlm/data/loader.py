@@ -14,12 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vectorlm.data.source import load_saved
 from vectorlm.errors import DatasetError
+from vectorlm.ranks.topology import Topology
 from vectorlm.types import Batch
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-    from vectorlm.ranks.topology import Topology
 
 _REQUIRED_COLUMNS = ("input_ids", "labels")
 FILLER_ID = -1

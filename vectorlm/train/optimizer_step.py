@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,11 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from vectorlm.errors import NonFiniteLoss
+from vectorlm.ranks.topology import Topology
 from vectorlm.train.settings import gathers_once
-
-if TYPE_CHECKING:
-    from vectorlm.ranks.topology import Topology
-
 
 PLATEAU_NAMES = ("plateau-with-warmup", "plataeu-with-warmup", "reduce_lr_on_plateau")
 """Spellings of the plateau schedule; the second is VectorLM's own."""

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from vectorlm.errors import ConfigError
+from vectorlm.ranks.topology import Topology
 from vectorlm.train.settings import ModelSettings
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from vectorlm.ranks.topology import Topology
 
 RESHARD_AFTER_FORWARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False, "HYBRID_SHARD": True}
 """By strategy: whether a block frees its gathered weights between forward and backward."""
@@ -33,12 +28,20 @@ def load_sharded(
     `load` loads the whole model; if its argument is true, with parameters that have no memory. With
     `low_cpu_mem_usage` rank 0 alone reads weights, and sends the others their shards.
     """
-    is_sent = settings.loads_on_main(topology.world_size)
-    model = load(is_sent and not topology.is_main)
-    weights = model.state_dict() if is_sent and topology.is_main else {}
+    if not settings.loads_on_main(topology.world_size):
+        return shard_model(load(False), topology, settings)
+    model = load(not topology.is_main)
+    weights = model.state_dict() if topology.is_main else {}
     shard_model(model, topology, settings)
-    if is_sent:
-        _fill_from_main(model, weights, "cpu" if settings.cpu_offload else topology.device)
+    if not topology.is_main:
+        buffers = dict(model.named_buffers())
+        model.to_empty(device="cpu" if settings.cpu_offload else topology.device)
+        for name, buffer in buffers.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, buffer)
+    # One tensor at a time.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
     return model
 
 
@@ -51,9 +54,15 @@ def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAUL
     keeps a small model whole for all micro-batches of a step, whatever the strategy.
     """
     strategy = settings.sharding_strategy
-    mesh = _mesh(strategy, topology)
-    is_mixed = settings.computes_in_bf16(topology.is_cuda)
-    policy = MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if is_mixed else ()))
+    shape = {
+        "NO_SHARD": (topology.world_size, 1),
+        "HYBRID_SHARD": (topology.num_nodes, topology.local_world_size),
+    }.get(strategy, (topology.world_size,))
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh(torch.device(topology.device).type, shape, mesh_dim_names=names)
+    policy = MixedPrecisionPolicy()
+    if settings.computes_in_bf16(topology.is_cuda):
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     # Only pinned memory is copied at full speed.
     offload = CPUOffloadPolicy(pin_memory=topology.is_cuda) if settings.cpu_offload else OffloadPolicy()
     if settings.use_activation_checkpointing:
@@ -88,28 +97,3 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
             "holds no ModuleList of blocks. Use a transformers causal language model."
         )
     return blocks
-
-
-def _fill_from_main(model: nn.Module, weights: dict[str, Any], device: str) -> None:
-    """Give every rank its shards of rank 0's full state dict `weights`, one tensor at a time, on `device`."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        buffers = dict(model.named_buffers())
-        model.to_empty(device=device)
-        for name, buffer in buffers.items():
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, buffer)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
-
-
-def _mesh(strategy: str, topology: Topology) -> DeviceMesh:
-    if strategy not in RESHARD_AFTER_FORWARD:
-        known = ", ".join(RESHARD_AFTER_FORWARD)
-        raise ConfigError(f"sharding_strategy={strategy!r} is unknown: it must be one of {known}.")
-    assert dist.is_initialized()
-    shape = {
-        "NO_SHARD": (topology.world_size, 1),
-        "HYBRID_SHARD": (topology.num_nodes, topology.local_world_size),
-    }.get(strategy, (topology.world_size,))
-    names = ("replicate", "shard")[-len(shape) :]
-    return init_device_mesh(torch.device(topology.device).type, shape, mesh_dim_names=names)
