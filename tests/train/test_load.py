@@ -2,7 +2,6 @@ import json
 import os
 import shutil
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +9,8 @@ from families import FAMILIES, save_family
 from rank_processes import save_tiny_llama
 from safetensors.torch import load_file, save_file
 
-from vectorlm import Topology
 from vectorlm.errors import ConfigError
-from vectorlm.run import Run
 from vectorlm.train.load import load_model, load_tokenizer
-from vectorlm.train.settings import OptimizerSettings
 
 EMPTY = partial(load_model, is_empty=True)
 
@@ -116,11 +112,3 @@ def test_a_tokenizer_without_a_padding_token_pads_with_its_end_token(model_dir):
     assert "pad_token" not in json.loads((model_dir / "tokenizer_config.json").read_text())
     tokenizer = load_tokenizer(model_dir)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
-
-
-@pytest.mark.parametrize(("device", "fused"), [("cuda:0", True), ("cpu", None)])
-def test_on_cuda_the_optimizer_makes_no_copies_of_its_state(device, fused):
-    train = SimpleNamespace(optimizer=OptimizerSettings(lr=1e-3))
-    run = SimpleNamespace(config=SimpleNamespace(train_parameters=train), topology=Topology(device=device))
-    optimizer = Run.make_optimizer(run, torch.nn.Linear(2, 2), lr=0.5)
-    assert (optimizer.defaults["fused"], optimizer.defaults["lr"]) == (fused, 0.5)

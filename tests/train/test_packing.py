@@ -227,7 +227,7 @@ def test_a_model_whose_attention_cannot_take_it_is_padded_and_named(config, sett
 
 def test_a_model_that_packing_would_change_is_padded_and_says_how_far_it_would_be_off(folder, monkeypatch):
     model = disable_dropout(load_model(folder))
-    monkeypatch.setattr(language_model, "_head", lambda causal: lambda states: 2 * causal.lm_head(states))
+    monkeypatch.setattr(language_model, "_head", lambda causal, layer: lambda states: 2 * layer(states))
     computes = LanguageModel(model)
     assert computes.why_padded is not None
     assert "log-probabilities would be" in computes.why_padded
