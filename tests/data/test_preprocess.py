@@ -266,7 +266,7 @@ def test_an_interrupt_leaves_no_half_dataset(monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vectorlm.data.summary.Summary.add", interrupt)
+    monkeypatch.setattr("vectorlm.data.preprocess.Summary.add", interrupt)
     with pytest.raises(KeyboardInterrupt):
         made_of(["ab", "cd"])
     assert [path.name for path in Path().iterdir()] == ["raw"]

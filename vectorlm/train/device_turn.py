@@ -79,8 +79,11 @@ class DeviceTurn:
         if offload_optimizer and optimizer is None:
             raise ValueError("offload_optimizer=True needs the optimizer: pass optimizer=….")
         topology = Topology.from_environment() if topology is None else topology
-        self.engine, self._model, self._sleep, self._in_flight = engine, model, sleep, in_flight
-        self._is_cuda, self._is_alone = topology.is_cuda, topology.world_size == 1
+        self.engine = engine
+        self._model = model
+        self._sleep = sleep
+        self._in_flight = in_flight
+        self._topology = topology
         self._offload = Offload(optimizer, topology.device) if optimizer and offload_optimizer else None
         self._step: int | None = None
         self.swapped_at: float | None = None
@@ -140,7 +143,7 @@ class DeviceTurn:
 
     def _empty_cache(self) -> None:
         """Return what torch keeps for later: the engine's process cannot use it."""
-        if self._is_cuda and self._sleep != "none":
+        if self._topology.is_cuda and self._sleep != "none":
             torch.cuda.empty_cache()
 
     def _recover(self, error: BaseException) -> None:
@@ -149,14 +152,14 @@ class DeviceTurn:
         After an error of this rank alone it stays awake: the other ranks would not join the call, and the next block
         may begin with an engine that is awake.
         """
-        on_all_ranks = self._is_alone or isinstance(error, RAISED_ON_ALL_RANKS)
+        on_all_ranks = self._topology.world_size == 1 or isinstance(error, RAISED_ON_ALL_RANKS)
         if on_all_ranks and not isinstance(error, ENGINE_IS_GONE):
             try:
                 put_to_sleep(self.engine, self._sleep)
             except EngineError as second:
                 error.add_note(f"Afterwards the engine could not be put to sleep: {second}")
 
-    def _refuse_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _refuse_step(self, *_: Any) -> None:
         if self._step is not None:
             raise OutOfTurn(
                 f"an optimizer step was made inside the sampling of step {self._step}, while the device is the "

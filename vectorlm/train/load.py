@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,16 +39,14 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     directory = _model_directory(path)
-    load = partial(
-        load_pretrained,
-        AutoModelForCausalLM,
-        directory,
-        dtype,
-        attn_implementation=_attention(directory, flash_attention),
-    )
+    attention = _attention(directory, flash_attention)
     if is_empty:
-        return load(is_empty=True).train()
-    model, info = load(output_loading_info=True)
+        return load_pretrained(
+            AutoModelForCausalLM, directory, dtype, is_empty=True, attn_implementation=attention
+        ).train()
+    model, info = load_pretrained(
+        AutoModelForCausalLM, directory, dtype, output_loading_info=True, attn_implementation=attention
+    )
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:5])
         raise ConfigError(

@@ -93,7 +93,8 @@ class FineTuningLoop:
 
     def optimize(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
         """Make one optimizer step, and return its metrics."""
-        start_s, span = time.perf_counter(), self.recorder.timer.span
+        start_s = time.perf_counter()
+        span = self.recorder.timer.span
         num_targets, num_tokens, most_bytes = self._count(micro_batches)
         my_loss = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, batch in enumerate(micro_batches):
@@ -106,22 +107,22 @@ class FineTuningLoop:
             loss_value = self._add_up_finite(my_loss, micro_batches)
             finished = self.optimizer_step.finish(self.step + 1)
         step_s = time.perf_counter() - start_s
-        return {
+        self._tokens_seen += num_tokens
+        flops_per_s = 6 * self._num_weights * num_tokens / step_s
+        metrics = {
             "train/loss": loss_value,
             "train/learning_rate": finished["learning_rate"],
             "train/grad_norm": finished["grad_norm"],
             "train/tokens_per_s": num_tokens / step_s,
             "train/step_s": step_s,
-        } | self._speeds(num_tokens, step_s, most_bytes)
-
-    def _speeds(self, num_tokens: int, step_s: float, most_bytes: int) -> dict[str, float]:
-        self._tokens_seen += num_tokens
-        found = {"perf/tokens_seen": float(self._tokens_seen), "perf/memory_max_bytes": float(most_bytes)}
-        found["perf/model_flops_per_s"] = 6 * self._num_weights * num_tokens / step_s
+            "perf/tokens_seen": float(self._tokens_seen),
+            "perf/memory_max_bytes": float(most_bytes),
+            "perf/model_flops_per_s": flops_per_s,
+        }
         if self.settings.device_peak_tflops is not None:
             peak = self.settings.device_peak_tflops * 1e12 * self.optimizer_step.topology.world_size
-            found["perf/mfu"] = found["perf/model_flops_per_s"] / peak
-        return found
+            metrics["perf/mfu"] = flops_per_s / peak
+        return metrics
 
     def evaluate_if_due(self) -> dict[str, float]:
         """Evaluate the held-out text and the engine's answers where either is due, and return the metrics."""
@@ -167,10 +168,9 @@ class FineTuningLoop:
         is_unknown = (batch.input_ids < 0) | (batch.input_ids >= num_tokens)
         if is_unknown.any():
             row, column = is_unknown.nonzero()[0].tolist()
-            name, token = batch.ids[row].item(), batch.input_ids[row, column].item()
             raise DatasetError(
-                f"row {name} of the dataset holds the token {token}, and the model has {num_tokens} tokens. Preprocess "
-                "the dataset with the model's own tokenizer."
+                f"row {batch.ids[row]} of the dataset holds the token {batch.input_ids[row, column]}, and the model "
+                f"has {num_tokens} tokens. Preprocess the dataset with the model's own tokenizer."
             )
 
     def _apart(self, batch: Batch) -> Batch:
