@@ -32,8 +32,13 @@ class Tokens:
 
     input_ids: list[int]
     counted: list[bool]
-    skipped: str = ""
-    """Why there are no tokens; empty where there are."""
+    reason: str
+    """Why there are no tokens, where there are none."""
+
+    @property
+    def skipped(self) -> str:
+        """Why the row is skipped; empty where it is not."""
+        return "" if self.input_ids else self.reason
 
 
 class Progress:
@@ -129,7 +134,7 @@ class Tokeniser:
         prompts = self._encode([pair[0] if pair else "" for pair in pairs])
         completions = self._encode([pair[1] if pair else "" for pair in pairs])
         return [
-            _kept(prompt + completion, [False] * len(prompt) + [True] * len(completion), "an empty text")
+            Tokens(prompt + completion, [False] * len(prompt) + [True] * len(completion), "an empty text")
             if pair
             else Tokens([], [], f"no separator {self.settings.seperator!r}")
             for pair, prompt, completion in zip(pairs, prompts, completions, strict=True)
@@ -174,7 +179,7 @@ class Tokeniser:
             counted = [True] * len(tokens)
         if only_assistant and not any(counted):
             return Tokens([], [], "nothing that the assistant says")
-        return _kept(tokens, counted, "no tokens")
+        return Tokens(tokens, counted, "no tokens")
 
     @cached_property
     def chat(self) -> Chat:
@@ -187,10 +192,6 @@ class Tokeniser:
                 f"{name} has no {column!r}, but {', '.join(row) or 'nothing'}. Correct it, or remove the row."
             )
         return row[column]
-
-
-def _kept(tokens: list[int], counted: list[bool], otherwise: str) -> Tokens:
-    return Tokens(tokens, counted) if tokens else Tokens([], [], otherwise)
 
 
 def _messages(name: str, value: Any) -> list[Message]:

@@ -26,18 +26,22 @@ def base_of(path: Path) -> Path:
     Raises:
         ConfigError: It is not on this machine.
     """
+    from huggingface_hub import try_to_load_from_cache
+
     try:
         base = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
-        folder = _folder(str(base))
+        found: Any = Path(base, "config.json")
+        if not found.is_file():
+            found = try_to_load_from_cache(base, "config.json") if hub_name(base) is not None else None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path / ADAPTER_CONFIG} does not name a base model ({error!r}).") from error
-    if folder is None:
+    if not isinstance(found, str | Path):
         raise ConfigError(
             f"the base model {base!r} of the adapters in {path} is not on this machine: it is neither a folder with a "
             f"config.json nor in the cache of the Hugging Face hub. Download it, or correct base_model_name_or_path "
             f"in {path / ADAPTER_CONFIG}."
         )
-    return folder
+    return Path(found).parent
 
 
 def load_adapters(path: Path, base: PreTrainedModel) -> Any:
@@ -84,14 +88,3 @@ def hub_name(model: str) -> str | None:
 def lasting_name(model: str) -> str:
     """Return what adapters note as their base: a name on the hub, or a path that holds from any folder."""
     return hub_name(model) or str(Path(model).absolute())
-
-
-def _folder(base: str) -> Path | None:
-    if (Path(base) / "config.json").is_file():
-        return Path(base)
-    if hub_name(base) is None:
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(base, "config.json")
-    return Path(found).parent if isinstance(found, str) else None

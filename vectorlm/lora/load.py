@@ -60,16 +60,30 @@ class LoraFactors:
 def lora_factors(model: torch.nn.Module) -> list[LoraFactors]:
     """List the active adapters of `model`, layer by layer; none for a model without LoRA."""
     found = []
-    for name, layer in model.named_modules():
+    for module_name, layer in model.named_modules():
         if not is_lora_layer(layer) or layer.disable_adapters:
             continue
+        name = checkpoint_name(module_name)
         if layer.merged:
             raise WeightMismatch(
-                f"the adapters of {checkpoint_name(name)!r} are merged into its base weight: call unmerge_adapter() "
-                "before the update."
+                f"the adapters of {name!r} are merged into its base weight: call unmerge_adapter() before the update."
             )
-        found += [_factors(checkpoint_name(name), layer, adapter) for adapter in layer.active_adapters]
-    return [each for each in found if each is not None]
+        for adapter in layer.active_adapters:
+            variant = type(layer.lora_variant.get(adapter)).__name__
+            if variant not in ("NoneType", "DoraLinearVariant"):
+                raise ConfigError(
+                    f"the adapter of {name!r} is a {variant}, which is neither LoRA nor DoRA on a linear layer. Leave "
+                    "that layer out of target_modules, or use plain LoRA."
+                )
+            scaling = float(layer.scaling.get(adapter, 0.0))
+            if adapter in layer.lora_A:
+                magnitude = layer.lora_magnitude_vector[adapter].weight if variant != "NoneType" else None
+                a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+                found.append(LoraFactors(name, a, b, scaling, bool(layer.fan_in_fan_out), magnitude))
+            elif adapter in layer.lora_embedding_A:
+                a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+                found.append(LoraFactors(name, a, b, scaling, True, None))
+    return found
 
 
 def is_lora_layer(module: Any) -> bool:
@@ -88,21 +102,3 @@ def require_expressible(model: torch.nn.Module, lora_mode: str) -> None:
         options = owner.peft_config[adapter].to_dict() if owner is not None else {}
         for option, value, rule, fix in refused_options(options, lora_mode):
             raise ConfigError(f"the model's LoRA option {option}={value!r} {rule}. {fix}")
-
-
-def _factors(name: str, layer: Any, adapter: str) -> LoraFactors | None:
-    variant = type(layer.lora_variant.get(adapter)).__name__
-    if variant not in ("NoneType", "DoraLinearVariant"):
-        raise ConfigError(
-            f"the adapter of {name!r} is a {variant}, which is neither LoRA nor DoRA on a linear layer. Leave that "
-            "layer out of target_modules, or use plain LoRA."
-        )
-    scaling = float(layer.scaling.get(adapter, 0.0))
-    if adapter in layer.lora_A:
-        magnitude = layer.lora_magnitude_vector[adapter].weight if variant != "NoneType" else None
-        a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-        return LoraFactors(name, a, b, scaling, bool(layer.fan_in_fan_out), magnitude)
-    if adapter in layer.lora_embedding_A:
-        a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
-        return LoraFactors(name, a, b, scaling, True, None)
-    return None

@@ -74,10 +74,38 @@ class AdapterReceiver:
             WeightMismatch: vLLM has no LoRA layer there, or one of another size; the text names the tensors.
         """
         places = dict(self._places())
-        found = {spec.name: places.get(self._engine_name(spec.name.rpartition(".")[0])) for spec in manifest}
-        self._pieces = _pieces(manifest, found)
-        _require_room(self._pieces, found)
-        self._lora_slots = {name: lora_slot for name, lora_slot in found.items() if lora_slot is not None}
+        pieces: dict[str, View] = {}
+        lora_slots: dict[str, LoraSlot] = {}
+        missing, misfits = [], []
+        for spec in manifest:
+            name, is_a = spec.name, spec.name.endswith(".lora_A")
+            lora_slot = places.get(self._engine_name(name.rpartition(".")[0]))
+            factor = torch.empty(spec.shape, device="meta")
+            piece = None if lora_slot is None else lora_slot.piece(factor, is_a)
+            if lora_slot is None or piece is None:
+                missing.append(name)
+                continue
+            pieces[name] = View.of(piece, int(piece.storage_offset()))
+            lora_slots[name] = lora_slot
+            shape, room = tuple(piece.shape), tuple(lora_slot.buffers(0)[not is_a].shape)
+            rank, size = shape if is_a else shape[::-1]
+            max_rank, width = room if is_a else room[::-1]
+            if rank > max_rank:
+                misfits.append(f"{name} has rank {rank}, max_lora_rank is {max_rank}")
+            elif size != width:
+                misfits.append(f"{name} {shape} for {room}")
+        if missing:
+            raise WeightMismatch(
+                f"vLLM has no LoRA layer, or one that is split over devices in several parts, for {len(missing)} "
+                f"adapter tensors: {shortened(missing)}. {USE_MERGED}"
+            )
+        if misfits:
+            raise WeightMismatch(
+                f"the engine's LoRA layers have no room for {len(misfits)} adapter tensors: {'; '.join(misfits[:4])}. "
+                "Build the engine with a larger max_lora_rank, or use lora_mode='merged'."
+            )
+        self._pieces = pieces
+        self._lora_slots = lora_slots
         copies = []
         for name, view in self._pieces.items():
             target = View.of(torch.empty(view.shape, device="meta"), 0)
@@ -112,7 +140,9 @@ class AdapterReceiver:
             a, b = tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]
             own = self._engine_name(name)
             layers[own] = LoRALayerWeights(own, len(a), len(a), a, b, scaling=1.0)
-        self._install(LoRAModel(ADAPTER_ID, max(len(a) for a in tensors.values()), layers))
+        self._manager.remove_adapter(ADAPTER_ID)
+        self._manager.add_adapter(LoRAModel(ADAPTER_ID, max(len(a) for a in tensors.values()), layers))
+        self._manager.activate_adapter(ADAPTER_ID)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -142,11 +172,6 @@ class AdapterReceiver:
         self._worker_manager.add_dummy_lora(adapter_request(), rank=1)
         self._manager.activate_adapter(ADAPTER_ID)
 
-    def _install(self, adapter: Any) -> None:
-        self._manager.remove_adapter(ADAPTER_ID)
-        self._manager.add_adapter(adapter)
-        self._manager.activate_adapter(ADAPTER_ID)
-
     def _places(self) -> Iterator[tuple[str, LoraSlot]]:
         """Yield the layers that an adapter can have, under the engine's names without the fusing."""
         for name, layer in self._manager.modules.items():
@@ -166,40 +191,3 @@ def adapter_request() -> Any:
 
     # vLLM would read the path if the adapter were not there; it always is, and an error would show this text.
     return LoRARequest(ADAPTER_NAME, ADAPTER_ID, "/in/memory/only")
-
-
-def _pieces(manifest: Sequence[TensorSpec], found: dict[str, LoraSlot | None]) -> dict[str, View]:
-    """Return the part of each tensor that this worker holds."""
-    pieces, missing = {}, []
-    for spec in manifest:
-        factor, lora_slot = torch.empty(spec.shape, device="meta"), found[spec.name]
-        piece = None if lora_slot is None else lora_slot.piece(factor, spec.name.endswith(".lora_A"))
-        if piece is None:
-            missing.append(spec.name)
-        else:
-            pieces[spec.name] = View.of(piece, int(piece.storage_offset()))
-    if missing:
-        raise WeightMismatch(
-            f"vLLM has no LoRA layer, or one that is split over devices in several parts, for {len(missing)} adapter "
-            f"tensors: {shortened(missing)}. {USE_MERGED}"
-        )
-    return pieces
-
-
-def _require_room(pieces: dict[str, View], found: dict[str, LoraSlot | None]) -> None:
-    misfits = []
-    for name, view in pieces.items():
-        lora_slot, is_a = found[name], name.endswith(".lora_A")
-        assert lora_slot is not None
-        room = tuple(lora_slot.buffers(0)[not is_a].shape)
-        rank, size = view.shape if is_a else view.shape[::-1]
-        max_rank, width = room if is_a else room[::-1]
-        if rank > max_rank:
-            misfits.append(f"{name} has rank {rank}, max_lora_rank is {max_rank}")
-        elif size != width:
-            misfits.append(f"{name} {view.shape} for {room}")
-    if misfits:
-        raise WeightMismatch(
-            f"the engine's LoRA layers have no room for {len(misfits)} adapter tensors: {'; '.join(misfits[:4])}. "
-            "Build the engine with a larger max_lora_rank, or use lora_mode='merged'."
-        )
