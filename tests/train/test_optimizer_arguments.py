@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import re
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +36,13 @@ dataset: {train_bs: 4, eval_bs: 4, train_ds: data, eval_ds: data}
 OPTIMIZER = "train_parameters.optimizer"
 
 
+@pytest.fixture(scope="module")
+def plain(here):
+    """A run of two steps with torch's defaults."""
+    finetune(load_config("my.yaml", ["train_parameters.output_dir=plain"]))
+    return "plain"
+
+
 @pytest.fixture(scope="module", autouse=True)
 def here(tmp_path_factory):
     folder = tmp_path_factory.mktemp("optimizer")
@@ -60,6 +69,7 @@ def test_the_defaults_are_torch_s():
     settings = OptimizerSettings(lr=1e-3)
     mine = optimizer_of(settings).defaults
     assert mine == torch.optim.AdamW(torch.nn.Linear(2, 2).parameters(), lr=1e-3).defaults
+    assert optimizer_of(OptimizerSettings(lr=1e-3, amsgrad=True)).defaults["amsgrad"]
 
 
 @pytest.mark.parametrize(
@@ -75,22 +85,16 @@ def test_fused_is_on_cuda_unless_something_else_is_asked_for(given, device, fuse
     assert optimizer_of(OptimizerSettings(lr=1e-3, **given), device).defaults["fused"] is fused
 
 
-def test_each_argument_reaches_the_steps():
-    """Two steps each: `maximize` goes the other way, `amsgrad` keeps a third average, the others compute the same."""
+def test_each_argument_reaches_the_steps(plain):
+    """Two steps each: `maximize` goes the other way, the others compute the same."""
     weights = {}
-    for name in ("lr", "amsgrad", "maximize", "foreach", "fused"):
-        given = [] if name == "lr" else [f"{OPTIMIZER}.{name}=true"]
-        finetune(load_config("my.yaml", [f"train_parameters.output_dir={name}", *given]))
-        weights[name] = _final(name)
-    start, plain = _weights("model"), weights["lr"]
+    for name in ("maximize", "foreach", "fused"):
+        finetune(load_config("my.yaml", [f"train_parameters.output_dir={name}", f"{OPTIMIZER}.{name}=true"]))
+        weights[name] = _weights(f"{name}/final-model")
+    start, expected = _weights("model"), _weights(f"{plain}/final-model")
     for name in ("foreach", "fused"):
-        torch.testing.assert_close(weights[name], plain, rtol=1e-5, atol=1e-6)
-    assert ((weights["maximize"] - start) * (plain - start)).sum() < 0
-    assert not torch.equal(plain, weights["maximize"])
-
-
-def _final(output):
-    return _weights(f"{output}/final-model")
+        torch.testing.assert_close(weights[name], expected, rtol=1e-5, atol=1e-6)
+    assert ((weights["maximize"] - start) * (expected - start)).sum() < 0
 
 
 def _weights(folder):
@@ -117,8 +121,9 @@ def test_a_run_goes_on_with_its_own_number_of_averages_alone():
         finetune(load_config("my.yaml", [output, "train_parameters.epochs=3"]))
 
 
-def test_a_checkpoint_from_before_an_argument_was_known_goes_on():
-    finetune(config := load_config("my.yaml", ["train_parameters.output_dir=older"]))
+def test_a_checkpoint_from_before_an_argument_was_known_goes_on(plain):
+    shutil.copytree(plain, "older")
+    config = load_config("my.yaml", ["train_parameters.output_dir=older"])
     (identity,) = Path("older/checkpoints").glob("*2/identity.json")
     noted = json.loads(identity.read_text())
     assert noted["settings"].pop(f"{OPTIMIZER}.amsgrad") is False
@@ -128,14 +133,13 @@ def test_a_checkpoint_from_before_an_argument_was_known_goes_on():
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("given", "key"),
     [
-        ({"momentum": 0.9}, f"unknown setting '{OPTIMIZER}.momentum'"),
-        ({"differentiable": "true"}, f"{OPTIMIZER}.differentiable=true must be false: no step of training"),
+        ({"momentum": 0.9}, f"{OPTIMIZER}.momentum"),
+        ({"differentiable": "true"}, f"{OPTIMIZER}.differentiable"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(given, text):
+def test_what_cannot_be_is_refused_by_name(given, key):
     overrides = [f"{OPTIMIZER}.{name}={value}" for name, value in given.items()]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(key)):
         load_config("my.yaml", overrides)
-    assert text in str(caught.value)
