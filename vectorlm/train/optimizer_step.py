@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -76,7 +76,8 @@ class OptimizerStep:
 
     def finish(self, step: int) -> dict[str, float]:
         """Clip the gradient, update the weights, step the schedule; return `grad_norm` and `learning_rate`."""
-        norm = clip_gradient(self.model, self.max_grad_norm)
+        total = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         if not math.isfinite(norm):
             raise NonFiniteLoss(
                 f"the {self.name}'s gradient norm is {norm} at step {step} (over all ranks, seen on rank "
@@ -89,12 +90,6 @@ class OptimizerStep:
         if self.schedule is not None:
             self.schedule.step()
         return {"grad_norm": norm, "learning_rate": learning_rate}
-
-
-def clip_gradient(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradient of a sharded or plain model down to `max_norm`; return its norm before that."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return (norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm).item()
 
 
 class Schedule:
