@@ -172,17 +172,10 @@ def test_long_rows_are_cut_off_at_their_end():
     assert batch.input_ids.shape == (2, 3)
 
 
-def test_a_dataset_without_a_needed_column_is_refused():
-    with pytest.raises(DatasetError) as caught:
+def test_a_dataset_without_a_needed_column_or_without_rows_is_refused():
+    with pytest.raises(ValueError, match="labels"):
         make_loader(Dataset.from_list([{"text": "a", "input_ids": [1]}]))
-    assert str(caught.value) == (
-        "the dataset has the columns text, input_ids, but lacks labels: "
-        "both input_ids and labels are needed. Preprocess it first."
-    )
-
-
-def test_an_empty_dataset_is_refused():
-    with pytest.raises(DatasetError, match="the dataset has 0 rows: at least one is needed"):
+    with pytest.raises(DatasetError, match="no row of the dataset has a label that counts"):
         make_loader(make_dataset(3).select([]))
 
 
@@ -207,10 +200,8 @@ def test_a_saved_dataset_is_loaded(tmp_path):
 
 
 def test_what_is_no_dataset_is_refused(tmp_path):
-    with pytest.raises(DatasetError, match=r"dataset folder '.*nowhere' does not exist"):
-        load_dataset(tmp_path / "nowhere")
     Dataset.from_dict({"input_ids": []}).save_to_disk(tmp_path / "empty")
-    for folder in (tmp_path, tmp_path / "empty"):
+    for folder in (tmp_path, tmp_path / "empty", tmp_path / "nowhere"):
         with pytest.raises(
             DatasetError, match="holds no dataset that save_to_disk wrote, or one without rows"
         ):

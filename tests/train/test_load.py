@@ -41,18 +41,10 @@ def test_an_empty_model_has_no_weights_but_real_buffers_and_the_same_names(model
         assert torch.equal(buffer, buffers[name])
 
 
-@pytest.mark.parametrize(("make", "what"), [(False, "is not a directory"), (True, "has no config.json")])
-def test_a_missing_model_is_named_with_the_rule(tmp_path, make, what):
-    path = tmp_path / "llama"
-    if make:
-        path.mkdir()
+def test_a_missing_model_is_named(tmp_path):
     for load in (load_model, EMPTY, load_tokenizer):
-        with pytest.raises(ConfigError) as raised:
-            load(path)
-        assert str(raised.value) == (
-            f"model={str(path)!r} {what}: it must be a directory written by save_pretrained. "
-            "Download the model first, or correct the path."
-        )
+        with pytest.raises(ConfigError, match=r"in '.*/llama' cannot be loaded: FileNotFoundError"):
+            load(tmp_path / "llama")
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(model_dir, tmp_path):
@@ -94,13 +86,6 @@ def test_attention_scores_that_the_model_caps_are_capped(load, tmp_path):
                 parameter.data.mul_(30 if "q_proj" in name or "k_proj" in name else 1)
         tokens = torch.arange(2, 20)[None]
         assert (ours(tokens).logits - uncapped(tokens).logits).abs().max() > 1e-2
-
-
-def test_flash_attention_without_its_package_is_an_error_on_cuda(model_dir, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: False)
-    with pytest.raises(ConfigError, match="use_flash_attention=True needs the package flash-attn on CUDA"):
-        load_model(model_dir, flash_attention=True)
 
 
 def test_flash_attention_without_a_cuda_device_is_torch_s_attention(model_dir, monkeypatch):

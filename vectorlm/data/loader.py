@@ -20,7 +20,6 @@ from vectorlm.types import Batch
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_REQUIRED_COLUMNS = ("input_ids", "labels")
 FILLER_ID = -1
 """The id of a row that only fills up a batch."""
 
@@ -90,7 +89,8 @@ class StepLoader:
         shuffle: False keeps the order of the dataset.
 
     Raises:
-        DatasetError: The dataset is empty, lacks a column, or has no label that counts.
+        ValueError: The dataset lacks a column.
+        DatasetError: It is empty, or has no label that counts.
     """
 
     def __init__(
@@ -104,16 +104,8 @@ class StepLoader:
         seed: int,
         shuffle: bool,
     ) -> None:
-        missing = [name for name in _REQUIRED_COLUMNS if name not in dataset.column_names]
-        if missing:
-            raise DatasetError(
-                f"the dataset has the columns {', '.join(dataset.column_names) or 'none'}, but lacks "
-                f"{' and '.join(missing)}: both input_ids and labels are needed. Preprocess it first."
-            )
-        if len(dataset) == 0:
-            raise DatasetError("the dataset has 0 rows: at least one is needed. Check how it was made.")
         optional = ("attention_mask", "seq_lengths", "id")
-        columns = [name for name in (*_REQUIRED_COLUMNS, *optional) if name in dataset.column_names]
+        columns = ["input_ids", "labels", *(name for name in optional if name in dataset.column_names)]
         self._dataset = dataset.select_columns(columns).with_format(None)
         _require_target(self._dataset, collator)
         self._collator = collator
@@ -190,11 +182,6 @@ def load_dataset(path: str | Path) -> Dataset:
     """
     from datasets import Dataset
 
-    if not Path(path).is_dir():
-        raise DatasetError(
-            f"dataset folder '{path}' does not exist: it must be one that save_to_disk wrote. "
-            "Correct the path, or make the dataset first."
-        )
     dataset = load_saved(Path(path), f"'{path}'")
     if not isinstance(dataset, Dataset):
         splits = ", ".join(f"'{Path(path) / name}'" for name in dataset)

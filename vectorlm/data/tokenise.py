@@ -121,11 +121,6 @@ class Tokeniser:
             # datasets 5.2 waits for its processes after an interrupt, and raises that this took too long.
             if isinstance(error.__context__, KeyboardInterrupt | SystemExit):
                 raise error.__context__ from None
-            if isinstance(error, RuntimeError) and "abruptly died" in str(error):
-                raise DatasetError(
-                    f"a process that tokenises was killed, perhaps because memory ran out. Use fewer than "
-                    f"dataset_preprocess.num_proc={self.settings.num_proc}."
-                ) from error
             raise
 
     def _texts(self, rows: Sequence[tuple[str, Any]]) -> list[Tokens]:

@@ -23,10 +23,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    directory = _model_directory(path)
-    with _naming(directory, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-    _require_embeddings(tokenizer, directory)
+    with _naming(path, "tokenizer"):
+        description = _description(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    # Of a model for text and images, the part for text says it.
+    num_embeddings = (description.get("text_config") or description).get("vocab_size")
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if isinstance(num_embeddings, int) and largest >= num_embeddings:
+        raise ConfigError(
+            f"model={str(path)!r} has embeddings for {num_embeddings} tokens, and its tokenizer has a token "
+            f"{largest}. Resize the embeddings (docs/data.md shows how), or save the tokenizer that belongs to it."
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -35,17 +42,28 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def load_model(
     path: str | Path, *, flash_attention: bool = False, dtype: str = "float32", is_empty: bool = False
 ) -> PreTrainedModel:
-    """Read a causal language model onto the CPU, with weights of `dtype` and in training mode; as `load_pretrained`."""
+    """Read a causal language model onto the CPU, with weights of `dtype` and in training mode; as `load_pretrained`.
+
+    Without a CUDA device there is no Flash Attention, and the model's own computes the same.
+    """
+    import torch
     from transformers import AutoModelForCausalLM
 
-    directory = _model_directory(path)
-    attention = _attention(directory, flash_attention)
+    with _naming(path, "model"):
+        capped = _description(path).get("attn_logit_softcapping")
+    attention = None
+    if flash_attention and torch.cuda.is_available():
+        attention = "flash_attention_2"
+    elif capped:
+        # transformers 5.19: torch's kernel silently leaves out the cap on Gemma 2's attention scores, and the trainer's
+        # log-probabilities would differ from the engine's.
+        attention = "eager"
     if is_empty:
         return load_pretrained(
-            AutoModelForCausalLM, directory, dtype, is_empty=True, attn_implementation=attention
+            AutoModelForCausalLM, path, dtype, is_empty=True, attn_implementation=attention
         ).train()
     model, info = load_pretrained(
-        AutoModelForCausalLM, directory, dtype, output_loading_info=True, attn_implementation=attention
+        AutoModelForCausalLM, path, dtype, output_loading_info=True, attn_implementation=attention
     )
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:5])
@@ -89,44 +107,6 @@ def _naming(path: str | Path, what: str) -> Iterator[None]:
         ) from error
 
 
-def _model_directory(path: str | Path) -> Path:
-    if not (Path(path) / "config.json").is_file():
-        what = "has no config.json" if Path(path).is_dir() else "is not a directory"
-        raise ConfigError(
-            f"model={str(path)!r} {what}: it must be a directory written by save_pretrained. "
-            "Download the model first, or correct the path."
-        )
-    return Path(path)
-
-
-def _require_embeddings(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    description = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    # Of a model for text and images, the part for text says it.
-    num_embeddings = (description.get("text_config") or description).get("vocab_size")
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if isinstance(num_embeddings, int) and largest >= num_embeddings:
-        raise ConfigError(
-            f"model={str(directory)!r} has embeddings for {num_embeddings} tokens, and its tokenizer has a token "
-            f"{largest}. Resize the embeddings (docs/data.md shows how), or save the tokenizer that belongs to it."
-        )
-
-
-def _attention(directory: Path, flash_attention: bool) -> str | None:
-    """Return the attention to ask for; None for the best that transformers has for the model.
-
-    Without a CUDA device there is no Flash Attention, and the model's own computes the same.
-    """
-    import torch
-    from transformers.utils import is_flash_attn_2_available
-
-    if flash_attention and torch.cuda.is_available():
-        if is_flash_attn_2_available():
-            return "flash_attention_2"
-        raise ConfigError(
-            "train_parameters.use_flash_attention=True needs the package flash-attn on CUDA, and it is not "
-            "installed. Run `pip install flash-attn`, or set use_flash_attention: False."
-        )
-    # transformers 5.19: torch's kernel silently leaves out the cap on Gemma 2's attention scores, and the trainer's
-    # log-probabilities would differ from the engine's.
-    capped = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("attn_logit_softcapping")
-    return "eager" if capped else None
+def _description(path: str | Path) -> dict[str, Any]:
+    # Before transformers looks, which takes a folder that is not there for a name on the hub.
+    return json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
