@@ -285,14 +285,6 @@ def test_only_a_dataset_is_replaced():
     assert len(load_dataset("data/rows")) == 1
 
 
-def test_without_the_package_datasets_that_is_said_first(monkeypatch):
-    monkeypatch.setattr("vectorlm.data.preprocess.is_installed", lambda name: False)
-    with pytest.raises(
-        ConfigError, match=r"preprocessing needs the package datasets\. Run `pip install datasets`"
-    ):
-        made_of(["ab"])
-
-
 def test_where_no_terminal_is_progress_is_told_in_plain_lines(monkeypatch, capsys):
     now = iter([0.0, 4.0, 16.0, 16.0, 20.0, 20.0])
     monkeypatch.setattr("vectorlm.data.tokenise.time.monotonic", lambda: next(now))
