@@ -8,13 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vectorlm.contracts import WeightSource
 from vectorlm.engine.settings import DEVICE_SHARE, Channels, EngineSettings, LoraMode, Receivers, Transports
 from vectorlm.packages import fields_of, versions_of_rank
 from vectorlm.ranks.placement import devices_of_engine, tensor_parallel_size
 from vectorlm.ranks.topology import Topology
 from vectorlm.settings import nearest, require_choice
-from vectorlm.types import InFlight, Prompt
 from vectorlm.weights.model_size import read_model_size
 
 PLACES = ("url", "token", "download_dir")
@@ -86,15 +84,6 @@ def same_on_ranks(settings: EngineSettings, engine_args: Mapping[str, Any]) -> d
         **fields,
         **versions_of_rank(),
     }
-
-
-def warn_of_another(model: str) -> None:
-    """Warn that an engine of this process is open already."""
-    warnings.warn(
-        f"another engine of this process is open, with {model}: both hold weights and a KV cache. If you do not need "
-        "it any more, call its close() first. A notebook also keeps what a cell has displayed: `%reset out` drops it.",
-        stacklevel=3,
-    )
 
 
 def with_deadlines(
@@ -193,21 +182,6 @@ def _is_unknown(name: str) -> bool:
     return not isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
-def require_update(model: Any, train_step: Any, in_flight: str) -> None:
-    """Raise TypeError or ValueError for arguments that `update` does not take, a state dict for example."""
-    import torch
-
-    if not isinstance(model, torch.nn.Module | WeightSource):
-        raise TypeError(
-            f"update takes the model itself, a torch.nn.Module, or a WeightSource, not a {type(model).__name__}."
-        )
-    if isinstance(train_step, bool) or not isinstance(train_step, int):
-        raise TypeError(f"train_step={train_step!r} is not a version: it must be an integer.")
-    if not 0 <= train_step < 2**31:  # Completions carry it as int32.
-        raise ValueError(f"train_step={train_step} is not a version: it must be at least 0 and below 2^31.")
-    require_choice("in_flight", in_flight, InFlight)
-
-
 def one_each(params: Any, count: int) -> list[Any]:
     """Return the sampling parameters of each prompt; raises ValueError for a list of another length."""
     if isinstance(params, Sequence) and not isinstance(params, (str, bytes)):
@@ -217,16 +191,3 @@ def one_each(params: Any, count: int) -> list[Any]:
             )
         return list(params)
     return [params] * count
-
-
-def summary(prompts: Sequence[Prompt]) -> str:
-    """Describe prompts in a few words, for an error text."""
-    first = f", the first {str(prompts[0])[:60]!r}" if prompts else ""
-    return f"{len(prompts)} prompts{first}"
-
-
-def log_of_this_host(path: str | Path | None, topology: Topology) -> Path | None:
-    """Return the log of this rank's engine: those that share a folder must not write into one file."""
-    if path is None or topology.is_main:
-        return None if path is None else Path(path)
-    return Path(path).with_suffix(f".{topology.rank}{Path(path).suffix}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vectorlm import encoding
+from vectorlm.contracts import WeightSource
 from vectorlm.engine import arguments, messages
 from vectorlm.engine.handle import BatchHandle, exchange_results
 from vectorlm.engine.hot_swap import HotSwap
@@ -25,13 +26,13 @@ from vectorlm.ranks.collectives import Collectives
 from vectorlm.ranks.engine_ranks import EngineRanks, capture, comparable, require_equal
 from vectorlm.ranks.process_end import require_own_process
 from vectorlm.ranks.topology import Topology
+from vectorlm.settings import require_choice
 from vectorlm.types import Completion, InFlight, Prompt, SamplingRequest, UpdateReport
 
 if TYPE_CHECKING:
     import torch
     import vllm
 
-    from vectorlm.contracts import WeightSource
 
 WAIT_S = 0.05
 """Longest wait of a rank for its own engine before it looks at the other ranks again."""
@@ -126,8 +127,13 @@ class SamplingEngine:
         same = arguments.same_on_ranks(settings, engine_args)
         self._same = comparable({**same, "data_parallel_size": data_parallel_size, "channel": channel})
         if isinstance(self._channel, ProcessChannel):
-            for other in [each for each in _STARTED if not each._closed][:1]:
-                arguments.warn_of_another(other._model)
+            if other := next((each for each in _STARTED if not each._closed), None):
+                warnings.warn(
+                    f"another engine of this process is open, with {other._model}: both hold weights and a KV cache. "
+                    "If you do not need it any more, call its close() first. A notebook also keeps what a cell has "
+                    "displayed: `%reset out` drops it.",
+                    stacklevel=2,
+                )
             _STARTED.add(self)
         if topology.is_cuda:
             self.wait_until_ready()
@@ -140,12 +146,16 @@ class SamplingEngine:
             return None
         if channel == "inline":
             return InlineChannel(start, while_waiting=self._collectives.show_life)
+        log = None if log_path is None else Path(log_path)
+        if log is not None and not self._topology.is_main:
+            # Engines that share a folder must not write into one file.
+            log = log.with_suffix(f".{self._topology.rank}{log.suffix}")
         return ProcessChannel(
             start,
             self._topology,
             ranks_per_engine=self._engine_ranks.ranks_per_engine,
             devices=devices,
-            log_path=arguments.log_of_this_host(log_path, self._topology),
+            log_path=log,
             while_waiting=self._collectives.show_life,
         )
 
@@ -323,7 +333,19 @@ class SamplingEngine:
             RankMismatch: Ranks passed different steps.
             EngineError, HandoffTimeout: As for `sample`.
         """
-        arguments.require_update(model, train_step, in_flight)
+        import torch
+
+        if not isinstance(model, torch.nn.Module | WeightSource):
+            raise TypeError(
+                f"update takes the model itself, a torch.nn.Module, or a WeightSource, not a {type(model).__name__}."
+            )
+        if isinstance(train_step, bool) or not isinstance(train_step, int):
+            raise TypeError(f"train_step={train_step!r} is not a version: it must be an integer.")
+        if not 0 <= train_step < 2**31:
+            raise ValueError(
+                f"train_step={train_step} is not a version: it must be at least 0 and below 2^31."
+            )
+        require_choice("in_flight", in_flight, InFlight)
         ready = self.wait_until_ready()
         if in_flight == "drain":
 
@@ -405,7 +427,8 @@ class SamplingEngine:
         self.wait_until_ready()
         encoded, error = capture(lambda: [(self._encode(prompts), params) for prompts, params in pairs])
         asked = [prompt for prompts, _ in pairs for prompt in prompts]
-        self._engine_ranks.check_same_args(place, (encoded, repr(error)), arguments.summary(asked))
+        first = f", the first {str(asked[0])[:60]!r}" if asked else ""
+        self._engine_ranks.check_same_args(place, (encoded, repr(error)), f"{len(asked)} prompts{first}")
         if error is not None:
             raise error
         return [self._begin(token_ids, params, as_request_outputs) for token_ids, params in encoded]
