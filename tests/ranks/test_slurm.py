@@ -11,8 +11,7 @@ from fake_slurm import put_on_path
 
 from vectorlm import Topology
 from vectorlm.errors import LaunchError
-from vectorlm.ranks.slurm import first_host, rank_variables
-from vectorlm.ranks.topology import is_rank
+from vectorlm.ranks.topology import first_host, is_rank, srun_variables
 
 SCRIPT = Path(__file__).with_name("node_script.py")
 TASK = {
@@ -31,18 +30,18 @@ def test_a_task_of_srun_is_a_rank():
     assert (topology.rank, topology.local_rank, topology.world_size) == (5, 1, 8)
     assert (topology.node, topology.num_nodes) == (1, 2)
     assert is_rank(TASK)
-    found = rank_variables(TASK)
+    found = srun_variables(TASK)
     assert found["MASTER_ADDR"] == "gpu03"
     # Another task of the step has the same port, another step of the job not.
     port = found["MASTER_PORT"]
-    assert rank_variables(TASK | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})["MASTER_PORT"] == port
-    assert rank_variables(TASK | {"SLURM_STEP_ID": "3"})["MASTER_PORT"] != port
+    assert srun_variables(TASK | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})["MASTER_PORT"] == port
+    assert srun_variables(TASK | {"SLURM_STEP_ID": "3"})["MASTER_PORT"] != port
 
 
 def test_who_names_the_store_is_heard():
-    named = rank_variables(TASK | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"})
+    named = srun_variables(TASK | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"})
     assert (named["MASTER_ADDR"], named["MASTER_PORT"]) == ("10.0.0.1", "29400")
-    assert rank_variables(TASK | {"SLURM_STEP_NUM_NODES": "1"})["MASTER_ADDR"] == "127.0.0.1"
+    assert srun_variables(TASK | {"SLURM_STEP_NUM_NODES": "1"})["MASTER_ADDR"] == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_who_names_the_store_is_heard():
     ],
 )
 def test_a_process_that_is_no_task_of_several_is_no_rank(variables):
-    assert rank_variables(variables) == {}
+    assert srun_variables(variables) == {}
     assert not is_rank(variables)
 
 
