@@ -126,17 +126,6 @@ def test_exchanges_do_not_mix_and_leave_no_keys_behind():
     assert all(num_keys < 40 for _, num_keys in results)
 
 
-def test_ranks_wait_in_short_loops_and_the_caller_keeps_its_own_variables(monkeypatch):
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert vectorlm.launch(lambda: os.environ.get("GOMP_SPINCOUNT")) == ["10000"]
-    assert "GOMP_SPINCOUNT" not in os.environ
-
-
-def test_a_closure_can_be_launched():
-    word = "here"
-    assert vectorlm.launch(lambda: word, world_size=1) == ["here"]
-
-
 def test_the_first_error_is_reported_with_its_own_traceback():
     with pytest.raises(
         RankFailed, match=r"(?s)rank 1 of 2 raised KeyError: 'lost'.*fail_on_rank_1.*KeyError"
@@ -147,6 +136,20 @@ def test_the_first_error_is_reported_with_its_own_traceback():
 def test_a_killed_rank_is_named_not_the_peer_that_lost_it():
     with pytest.raises(RankFailed, match="rank 1 of 2 was ended by SIGKILL"):
         vectorlm.launch(fail_on_rank_1, "kill", world_size=2)
+
+
+def leave_a_fork_behind(began):
+    if os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+    began.write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_rank_is_noticed_although_what_it_started_keeps_its_pipes_open(tmp_path):
+    with pytest.raises(RankFailed, match="rank 0 of 1 was ended by SIGKILL"):
+        vectorlm.launch(leave_a_fork_behind, tmp_path / "began")
+    assert time.time() - float((tmp_path / "began").read_text()) < 30
 
 
 @pytest.mark.parametrize("code", [3, 0])
@@ -272,21 +275,13 @@ def test_a_rank_that_waits_for_others_to_start_says_so(monkeypatch, capfd):
     assert text in capfd.readouterr().err
 
 
-def test_the_callers_signal_handlers_are_put_back():
-    numbers = (signal.SIGINT, signal.SIGTERM)
+def test_a_closure_runs_with_a_bounded_spin_and_the_caller_keeps_its_variables_and_handlers(monkeypatch):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    word, numbers = "here", (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
-    vectorlm.launch(exchange, 1, world_size=1)
+    assert vectorlm.launch(lambda: (word, os.environ.get("GOMP_SPINCOUNT"))) == [("here", "10000")]
     assert [signal.getsignal(number) for number in numbers] == before
-    assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in os.environ
-
-
-def test_arguments_for_several_machines_are_refused_with_torchruns():
-    with pytest.raises(
-        LaunchError, match=r"takes no nnodes\. Start several machines with torchrun: torchrun --nnodes"
-    ):
-        vectorlm.launch(exchange, 1, world_size=2, nnodes=2, node_rank=0)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'word_size'"):
-        vectorlm.launch(exchange, 1, word_size=2)
+    assert not {"GOMP_SPINCOUNT", "TORCHELASTIC_SIGNALS_TO_HANDLE", "VECTORLM_SCRATCH"} & set(os.environ)
 
 
 def test_no_ranks_are_refused():

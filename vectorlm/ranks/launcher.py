@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import re
@@ -14,9 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from vectorlm.ranks.process_end import (
     absent_ranks,
     first_fault,
     follow_parent,
+    how_it_ended,
     remove_folder,
     without_tracker_warnings,
     write_fault,
@@ -36,43 +36,38 @@ from vectorlm.ranks.process_end import (
 from vectorlm.ranks.topology import Topology, device_of, is_rank, with_rank_variables
 from vectorlm.ranks.wait import report_wait
 
-AGENT_VARIABLES = {
-    "TORCHELASTIC_SIGNALS_TO_HANDLE": None,
-    # Else the agent opens a store of its own, to all networks.
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-}
-"""Variables that the agent reads or leaves behind, with their values while it runs."""
 LOOPBACK = "127.0.0.1"
-AGENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 TIMED_OUT = re.compile("(?i)(?<!engine)timed? ?out")
 """How gloo, NCCL, torch's store and `HandoffTimeout` say that a rank waited for others in vain."""
+LOOK_S = 0.1
+"""How often the launcher looks at its ranks: something that a dead rank has started may keep its pipes open."""
+SHUTDOWN_S = 3.0
+"""Ranks that SIGTERM has not ended by then are killed."""
 LINGER_S = 1.0
-"""A rank that raised stays this long: a peer that was killed is then what the agent sees first."""
+"""A rank that raised stays this long: a peer that was killed is then what the launcher sees first."""
 WORKERS_REST_S = 0.1
 """gloo's threads let go of the tensors of the last collective after it has returned, for which they need the
 interpreter; one that asks for it while the interpreter ends aborts the process."""
-SCRATCH_VARIABLE, UNGUARDED = "VECTORLM_SCRATCH", "unguarded"
-"""Where a rank that runs the whole script again leaves a file of this name."""
+SCRATCH_VARIABLE = "VECTORLM_SCRATCH"
+UNGUARDED = "unguarded"
+"""The file that a rank leaves in the scratch folder if it runs the whole script again."""
 GUARD_RULE = """the script calls launch() while it is imported, and every rank imports it. Put the call, and whatever \
 else must run once, under `if __name__ == "__main__":`."""
-NODE_ARGUMENTS = ("nnodes", "node_rank", "rdzv_endpoint", "start_timeout_s")
 
 
-def launch(
-    fn: Callable[..., Any], *args: Any, world_size: int = 1, timeout_s: float = 1800.0, **unknown: Any
-) -> list[Any]:
+def launch(fn: Callable[..., Any], *args: Any, world_size: int = 1, timeout_s: float = 1800.0) -> list[Any]:
     """Call ``fn(*args)`` on new ranks of this machine, and wait for all of them.
 
-    Every rank is a process of its own under torch's elastic agent, with the default process group initialised
-    (gloo on CPU; NCCL for tensors on CUDA). `fn` may live in ``__main__`` or in a notebook cell. In a process that
-    torchrun, accelerate or srun made a rank, `fn` is called right here, so one script serves one machine and several.
+    Every rank is a new process with the default process group initialised (gloo on CPU; NCCL for tensors on CUDA).
+    `fn` may live in ``__main__`` or in a notebook cell. In a process that torchrun, accelerate or srun made a rank,
+    `fn` is called right here, so one script serves one machine and several.
 
     Args:
         fn: What each rank runs; its result must pickle.
         *args: Its arguments, the same on every rank.
         world_size: Number of ranks, at least 1; on CUDA machines one per device. Under torchrun leave it out.
         timeout_s: Longest wait of one collective, in seconds.
-        **unknown: Only for a clear error; the arguments of several machines are torchrun's.
 
     Returns:
         The results of `fn`, by rank; under torchrun the result of this rank alone.
@@ -84,8 +79,6 @@ def launch(
             then.
         KeyboardInterrupt: Ctrl-C arrived; all ranks are gone by then.
     """
-    if unknown:
-        _refuse(list(unknown))
     if world_size < 1:
         raise LaunchError(f"world_size={world_size} cannot run: it must be at least 1.")
     _refuse_inside_an_import()
@@ -97,16 +90,6 @@ def launch(
         return _run_ranks(cloudpickle.dumps((fn, args)), world_size, timeout_s, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _refuse(unknown: list[str]) -> None:
-    if unknown[0] not in NODE_ARGUMENTS:
-        raise TypeError(f"launch() got an unexpected keyword argument {unknown[0]!r}")
-    raise LaunchError(
-        f"launch() starts the ranks of one machine and takes no {unknown[0]}. Start several machines with torchrun: "
-        "torchrun --nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint HOST:29400 your_script.py "
-        "(docs/multi_node.md)."
-    )
 
 
 def _refuse_inside_an_import() -> None:
@@ -144,78 +127,144 @@ def _call_here(fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, t
 
 
 def _run_ranks(payload: bytes, world_size: int, timeout_s: float, scratch: str) -> list[Any]:
-    """Run the pickled function on each rank, under torch's agent; `scratch` takes temporary files and errors."""
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        max_restarts=0,
-        start_method="spawn",
-        logs_specs=DefaultLogsSpecs(log_dir=scratch),
-        shutdown_timeout=3,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        # A file: torch's rendezvous would open a port to all networks.
-        rdzv_endpoint=os.path.join(scratch, "rendezvous"),
-        rdzv_configs={"store_type": "file"},
-        local_addr=LOOPBACK,
-    )
+    """Run the pickled function on new ranks; `scratch` takes their temporary files and errors."""
+    context = multiprocessing.get_context("spawn")
     # A lone rank needs no store that others reach.
     store = _open_store() if world_size > 1 else None
     port = None if store is None else store.port
-    try:
-        with _agent_side_effects_undone(scratch), _agent_patched():
-            results = elastic_launch(config, _rank_main)(payload, os.getpid(), scratch, timeout_s, port)
-    except ChildFailedError as error:
-        if Path(scratch, UNGUARDED).exists():
-            raise LaunchError(GUARD_RULE) from None
-        raise RankFailed(_first_failure(error, scratch, world_size)) from None
-    except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise RankFailed(
-            f"the run was ended by {error.sigval.name}; all {world_size} ranks are gone."
-        ) from None
-    except DistError as error:
-        raise LaunchError(f"the {world_size} ranks could not be started: {error}") from error
-    return [cloudpickle.loads(results[rank]) for rank in sorted(results)]
+    ranks: list[Any] = []
+    readers: list[Connection] = []
+    with _signals_end_the_run(world_size):
+        try:
+            for rank in range(world_size):
+                reader, writer = context.Pipe(duplex=False)
+                readers.append(reader)
+                arguments = (payload, os.getpid(), scratch, timeout_s, port, writer)
+                ranks.append(context.Process(target=_rank_main, args=arguments))
+                with _environment(_variables_of_rank(rank, world_size, port or 0, scratch)):
+                    ranks[-1].start()
+                writer.close()
+            results, failed = _wait_for(ranks, readers)
+        except OSError as error:
+            if not Path(scratch, UNGUARDED).exists():
+                raise LaunchError(f"the {world_size} ranks could not be started: {error}") from error
+        finally:
+            # Before an error is told: a rank that is ended writes where it was.
+            _end(ranks)
+    if Path(scratch, UNGUARDED).exists():
+        raise LaunchError(GUARD_RULE)
+    if failed:
+        raise RankFailed(_first_failure(failed, scratch, world_size))
+    return [cloudpickle.loads(results[rank]) for rank in range(world_size)]
+
+
+def _wait_for(ranks: Sequence[Any], readers: Sequence[Connection]) -> tuple[dict[int, bytes], dict[int, int]]:
+    """Wait until all ranks have returned and ended, or one has failed; return results, and exit codes of failures."""
+    results: dict[int, bytes] = {}
+    while True:
+        running = [process.sentinel for process in ranks if process.exitcode is None]
+        wait([*running, *(reader for rank, reader in enumerate(readers) if rank not in results)], LOOK_S)
+        # Before the results are read: a rank sends its own before it ends.
+        codes = [process.exitcode for process in ranks]
+        for rank, reader in enumerate(readers):
+            with contextlib.suppress(EOFError, OSError):
+                if rank not in results and reader.poll():
+                    results[rank] = reader.recv_bytes()
+        failed = {
+            rank: code
+            for rank, code in enumerate(codes)
+            if code is not None and (code != 0 or rank not in results)
+        }
+        if failed or None not in codes:
+            # Ctrl-C reaches the ranks, too: this process then raises KeyboardInterrupt here.
+            time.sleep(LOOK_S if -signal.SIGINT in failed.values() else 0.0)
+            return results, failed
+
+
+def _end(ranks: Sequence[Any]) -> None:
+    """End the ranks that still run, by force if need be."""
+    started = [process for process in ranks if process.pid is not None]
+    for process in started:
+        process.terminate()
+    deadline = time.monotonic() + SHUTDOWN_S
+    while any(process.exitcode is None for process in started) and time.monotonic() < deadline:
+        time.sleep(LOOK_S / 10)
+    for process in started:
+        process.kill()
+        process.join()
+        process.close()
 
 
 @contextlib.contextmanager
-def _agent_patched() -> Iterator[None]:
-    """Let torch's agent notice a rank that ends with exit code 0 before it has returned: it would wait for ever.
+def _signals_end_the_run(world_size: int) -> Iterator[None]:
+    """Raise in the block at the first signal that asks this process to end; put the caller's handlers back."""
 
-    And keep Ctrl-C from a rank until it knows what to do then: it would print a traceback out of an import.
-    """
-    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+    def end(number: int, frame: Any) -> None:
+        for each in handlers:
+            # The ranks are being ended.
+            signal.signal(each, signal.SIG_IGN)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise RankFailed(
+            f"the run was ended by {signal.Signals(number).name}; all {world_size} ranks are gone."
+        )
 
-    poll, start = MultiprocessContext._poll, MultiprocessContext._start
-
-    def poll_and_notice(self: Any) -> Any:
-        result = poll(self)
-        for rank, process in enumerate(self._pc.processes if result is None else ()):
-            if process.exitcode == 0 and rank not in self._return_values and self._ret_vals[rank].empty():
-                raise RankFailed(f"rank {rank} of {self.nprocs} ended with exit code 0 and no error.")
-        return result
-
-    def start_uninterrupted(self: Any) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            start(self)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    context: Any = MultiprocessContext
-    context._poll, context._start = poll_and_notice, start_uninterrupted
+    # Only the main thread may set handlers. What the caller ignores stays ignored.
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in END_SIGNALS if is_main}
+    handlers = {number: each for number, each in handlers.items() if each not in (signal.SIG_IGN, None)}
+    for number in handlers:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        context._poll, context._start = poll, start
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _variables_of_rank(rank: int, world_size: int, port: int, scratch: str) -> dict[str, str]:
+    """Return the variables that a rank starts with: torchrun's, and what it must have before it loads torch."""
+    error_file = _error_file(scratch, rank)
+    error_file.parent.mkdir()
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_ERROR_FILE": str(error_file),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        SCRATCH_VARIABLE: scratch,
+        **bounded_spin(os.environ),
+        # An ended rank leaves locks: tqdm's, for example.
+        **without_tracker_warnings(os.environ),
+    }
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Let a process that starts in the block have these variables, and no Ctrl-C until it asks for it.
+
+    A rank would print a traceback out of an import.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _error_file(scratch: str, rank: int) -> Path:
+    return Path(scratch, f"rank-{rank}", "error.json")
 
 
 def _open_store() -> Any:
@@ -230,87 +279,54 @@ def _open_store() -> Any:
 
 
 def _rank_main(
-    payload: bytes, parent_pid: int, scratch: str, timeout_s: float, store_port: int | None
-) -> bytes:
-    """Run one rank: set the process up, call the function, write an error file when it raises."""
+    payload: bytes,
+    parent_pid: int,
+    scratch: str,
+    timeout_s: float,
+    store_port: int | None,
+    results: Connection,
+) -> None:
+    """Run one rank: set the process up, call the function, send its result; write an error file when it raises."""
     follow_parent(parent_pid, scratch)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     tempfile.tempdir = scratch
     topology = Topology.from_environment()
     write_stack_at_end(scratch, topology.rank)
-    result = None
+    has_failed = False
     try:
         fn, args = cloudpickle.loads(payload)
         with process_group(topology, timeout_s, store_port):
             result = cloudpickle.dumps(fn(*args))
+        results.send_bytes(result)
     except BaseException as error:
         if topology.error_file is not None:
             write_fault(topology.error_file, topology.rank, error)
         time.sleep(LINGER_S if topology.world_size > 1 else 0.0)
+        has_failed = True
     if os.getppid() != parent_pid:
         # The thread that follows the launcher may not have seen yet that it was killed.
         remove_folder(Path(scratch))
-    if result is None:
+    if has_failed:
         sys.stdout.flush()
         sys.stderr.flush()
         # The interpreter's own end takes 2 s with vLLM in it, and on CUDA it may wait for ranks that are gone.
         os._exit(1)
-    return result
 
 
-def _first_failure(error: Any, scratch: str, world_size: int) -> str:
-    """Tell a rank that was killed from one that raised, and name the one that failed first."""
-    rank, failure = error.get_first_failure()
+def _first_failure(failed: Mapping[int, int], scratch: str, world_size: int) -> str:
+    """Name the rank that failed first, of those that have ended, with their exit codes."""
     first = first_fault(scratch)
-    # gloo aborts a rank whose peer is gone: then the peer's error is the cause.
-    if failure.exitcode < 0 and not (first and failure.exitcode == -signal.SIGABRT):
-        name = signal.Signals(-failure.exitcode).name
-        return f"rank {rank} of {world_size} was ended by {name} (exit code {failure.exitcode})."
-    if first is None:
-        return f"rank {rank} of {world_size} ended with exit code {failure.exitcode} and no error."
+    for rank, code in failed.items():
+        # gloo aborts a rank whose peer is gone: then the peer's error is the cause.
+        is_lost = first is not None and code == -signal.SIGABRT
+        if not _error_file(scratch, rank).exists() and not is_lost:
+            how = "" if code < 0 else " and no error"
+            return f"rank {rank} of {world_size} {how_it_ended(code)}{how}."
+    assert first is not None
     rank, message, trace = first
     absent = absent_ranks(scratch, world_size) if TIMED_OUT.search(message) else ""
     return f"rank {rank} of {world_size} raised {message}\n{absent}\n{trace}"
-
-
-@contextlib.contextmanager
-def _agent_side_effects_undone(scratch: str) -> Iterator[None]:
-    """Silence the agent, because `launch` reports the cause, and put back the signal handlers that it leaves.
-
-    The files in which torch's processes leave errors go to `scratch`, which is removed even after a kill.
-    """
-    noisy = ("torch.distributed.elastic", "torch.multiprocessing")
-    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(noisy)]
-    levels = [logger.level for logger in loggers]
-    # Only the main thread may set handlers. In a notebook Ctrl-C needs its own.
-    is_main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS} if is_main else {}
-    variables = {
-        **AGENT_VARIABLES,
-        **bounded_spin(os.environ),
-        # An ended rank leaves locks: tqdm's, for example.
-        **without_tracker_warnings(os.environ),
-        SCRATCH_VARIABLE: scratch,
-    }
-    before = {name: os.environ.get(name) for name in variables}
-    tempdir, tempfile.tempdir = tempfile.tempdir, scratch
-    os.environ.update({name: value for name, value in variables.items() if value is not None})
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        tempfile.tempdir = tempdir
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager
