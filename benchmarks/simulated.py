@@ -13,9 +13,8 @@ import torch
 from vectorlm.rl.collector import RolloutCollector
 from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.rollout import RolloutGroup, kept_groups
-from vectorlm.rl.settings import CollectSettings
+from vectorlm.rl.settings import AsyncSettings, CollectSettings
 from vectorlm.rollouts.async_source import AsyncRolloutSource
-from vectorlm.rollouts.settings import AsyncSettings
 from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
 

@@ -10,8 +10,8 @@ from metrics_page import METRICS
 from vectorlm.rl.metrics import rollout_metrics
 from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.rollout import kept_groups
+from vectorlm.rl.settings import AsyncSettings
 from vectorlm.rollouts.async_source import AsyncRolloutSource
-from vectorlm.rollouts.settings import AsyncSettings
 from vectorlm.train.recorder import Timer
 from vectorlm.types import Completion, PromptRecord
 

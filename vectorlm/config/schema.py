@@ -16,15 +16,16 @@ from vectorlm.engine.settings import EngineSettings
 from vectorlm.errors import ConfigError
 from vectorlm.hyperparameters import SETTINGS, AlgorithmSettings
 from vectorlm.rl.settings import (
+    AsyncSettings,
     CollectSettings,
     CorrectionSettings,
     CriticSettings,
     KLSettings,
     RewardSettings,
+    RolloutSettings,
     TeacherSettings,
     UpdateSettings,
 )
-from vectorlm.rollouts.settings import AsyncSettings, RolloutSettings
 from vectorlm.settings import Length, NonNegativeInt, PositiveInt, Seed, Text, inline, partial
 from vectorlm.train.settings import (
     WITH_CHECKPOINTS,

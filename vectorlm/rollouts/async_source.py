@@ -8,7 +8,7 @@ from typing import Any
 
 from vectorlm.rl.collector import WAIT_S, PendingGroups, RolloutCollector
 from vectorlm.rl.rollout import RolloutGroup
-from vectorlm.rollouts.settings import AsyncSettings
+from vectorlm.rl.settings import AsyncSettings
 from vectorlm.train.recorder import Timer
 
 
