@@ -39,17 +39,19 @@ def _make_loop(run: Run) -> FineTuningLoop:
     model = run.load_model()
     optimizer = run.make_optimizer(model)
     schedule = run.make_schedule(optimizer, num_steps)
-    frequency, steps_per_epoch = settings.loop.save_frequency, len(train_loader)
+    frequency = settings.loop.save_frequency
+    steps_per_epoch = len(train_loader)
 
     def end_epoch(epoch: int) -> None:
-        run.export(model, f"epoch-{epoch}-model", epoch * steps_per_epoch)
+        if settings.keep.epoch_models:
+            run.export(model, f"epoch-{epoch}-model", epoch * steps_per_epoch)
 
     recorder = run.make_recorder(
         run.make_turn(model, optimizer),
         num_steps=num_steps,
         save_every=round(frequency if frequency > 1 else max(1, frequency * steps_per_epoch)),
         num_examples=train_loader.num_examples,
-        **({"end_epoch": end_epoch} if settings.keep.epoch_models else {}),
+        end_epoch=end_epoch,
     )
     loop = FineTuningLoop(
         optimizer_step=OptimizerStep(

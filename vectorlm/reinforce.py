@@ -100,13 +100,16 @@ def _build(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLLoop:
         turn,
         recorder,
         rollout_log=rollout_log,
-        timeline=Timeline(run.path_on_main("timeline.jsonl"), recorder.resume_step),
+        timeline=Timeline(
+            run.output / "timeline.jsonl" if run.topology.is_main else None, recorder.resume_step
+        ),
         topology=run.topology,
     )
 
 
 def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
-    settings, path = run.config.train_parameters, run.config.model
+    settings = run.config.train_parameters
+    path = run.config.model
     steps_per_batch = rl.update.num_epochs * rl.update.num_mini_batches
     warmup_steps = rl.critic.warmup_steps if spec.needs_critic else 0
 
@@ -117,20 +120,27 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         schedule = run.make_schedule(optimizer, num_batches * steps_per_batch)
         return OptimizerStep(model, optimizer, schedule, max_norm, run.topology, name)
 
-    packs = settings.model.pack_rows
-    temperature, device = float(rl.collect.sampling["temperature"]), run.topology.device
     # Losses that learn from completions of any policy learn about all tokens.
     support = Support.of(rl.collect.sampling) if spec.samples_from_policy else WHOLE
     model = disable_dropout(run.load_model())
-    policy = LanguageModel(model, temperature, support=support, packs=packs, device=device)
+    policy = LanguageModel(
+        model,
+        float(rl.collect.sampling["temperature"]),
+        support=support,
+        packs=settings.model.pack_rows,
+        device=run.topology.device,
+    )
     num_batches = max(rl.max_steps - warmup_steps, 1)
     policy_step = optimizer_step(policy.model, num_batches, settings.loop.max_grad_norm, "policy", None)
     reference = critic = critic_step = None
     if spec.needs_reference or rl.kl.kl_coef > 0:
         # With LoRA the reference is the policy without its adapters.
         is_copy = settings.lora_peft_config is None
-        how = settings.model.use_flash_attention, settings.model.dtype
-        copy = load_reference(path, run.load_sharded, *how) if is_copy else None
+        copy = None
+        if is_copy:
+            copy = load_reference(
+                path, run.load_sharded, settings.model.use_flash_attention, settings.model.dtype
+            )
         reference = Reference(policy, copy)
     if spec.needs_critic:
         critic_model = load_critic(rl.critic.model or path, run.load_sharded, settings.model.dtype)
@@ -143,7 +153,7 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
 
 
 def _teacher(run: Run, rl: RLSettings, policy: LanguageModel) -> Teacher | ServerTeacher | None:
-    how = run.config.train_parameters.model
+    settings = run.config.train_parameters.model
     if rl.teacher is None:
         return None
     if rl.teacher.model is None:
@@ -153,8 +163,13 @@ def _teacher(run: Run, rl: RLSettings, policy: LanguageModel) -> Teacher | Serve
         assert rl.teacher.server is not None
         server = ScoringServer(rl.teacher.server, rl.teacher.timeout_s)
         return ServerTeacher(server.logprobs, run.topology)
-    num_tokens = num_logits(policy.model)
-    model = load_reference(rl.teacher.model, run.load_sharded, how.use_flash_attention, how.dtype, num_tokens)
+    model = load_reference(
+        rl.teacher.model,
+        run.load_sharded,
+        settings.use_flash_attention,
+        settings.dtype,
+        num_logits(policy.model),
+    )
     return Teacher(policy, model)
 
 
@@ -208,7 +223,7 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
 
 def _scorer(run: Run, rl: RLSettings) -> RewardScorer:
     weights = {**rl.reward.rewards, **rl.reward.reward_models}
-    train, max_tokens = run.config.train_parameters, rl.update.max_tokens_per_micro_batch
+    train = run.config.train_parameters
     return RewardScorer(
         functions={short_name(name): get_reward(name) for name in rl.reward.rewards},
         weights={short_name(name): float(weight) for name, weight in weights.items()},
@@ -217,7 +232,7 @@ def _scorer(run: Run, rl: RLSettings) -> RewardScorer:
                 path,
                 run.load_sharded,
                 run.topology,
-                max_tokens=max_tokens,
+                max_tokens=rl.update.max_tokens_per_micro_batch,
                 max_length=train.max_seq_len,
                 dtype=train.model.dtype,
             )

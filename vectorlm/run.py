@@ -37,7 +37,7 @@ from vectorlm.preflight.local_model import resolve_model
 from vectorlm.preflight.memory import memory_report
 from vectorlm.preflight.resume import Resumption, find_resumption, identity_of, settings_of_rank
 from vectorlm.preflight.summary import notes_of
-from vectorlm.ranks.engine_ranks import capture, comparable, require_equal, results_or_first_error
+from vectorlm.ranks.engine_ranks import capture, comparable, gather, require_equal, results_or_first_error
 from vectorlm.ranks.launcher import process_group
 from vectorlm.ranks.placement import Placement, set_affinity, share_cores, split_node
 from vectorlm.ranks.topology import Topology
@@ -84,20 +84,17 @@ class Run:
         """The folder that everything is written to."""
         return Path(self.config.train_parameters.output_dir)
 
-    def path_on_main(self, name: str) -> Path | None:
-        """Return the path of an output file on rank 0; None on the other ranks."""
-        return self.output / name if self.topology.is_main else None
-
     def load_model(self) -> nn.Module:
         """Load, adapt and shard the model; afterwards every rank has its own random state."""
         settings = self.config.train_parameters
         set_seed(settings.seed)
-        how = settings.model
 
         def load(is_empty: bool) -> nn.Module:
-            flash_attention = how.use_flash_attention
             model = load_model(
-                self.config.model, flash_attention=flash_attention, dtype=how.dtype, is_empty=is_empty
+                self.config.model,
+                flash_attention=settings.model.use_flash_attention,
+                dtype=settings.model.dtype,
+                is_empty=is_empty,
             )
             return model if settings.lora_peft_config is None else add_lora(model, settings.lora_peft_config)
 
@@ -113,19 +110,24 @@ class Run:
         """Return AdamW over the trainable parameters of `model`; `lr` replaces the config's learning rate."""
         arguments = self.config.train_parameters.optimizer.arguments(self.topology.is_cuda)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trainable, **arguments | ({} if lr is None else {"lr": lr}))
+        if lr is not None:
+            arguments["lr"] = lr
+        return torch.optim.AdamW(trainable, **arguments)
 
     def make_schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Schedule:
         """Return the learning rate's schedule over `num_steps` optimizer steps."""
         settings = self.config.train_parameters.schedule
-        num_warmup_steps = math.ceil(settings.warmup_ratio * num_steps)
         return Schedule(
-            settings.lr_scheduler_type, optimizer, num_warmup_steps=num_warmup_steps, num_steps=num_steps
+            settings.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=math.ceil(settings.warmup_ratio * num_steps),
+            num_steps=num_steps,
         )
 
     def make_turn(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> DeviceTurn | None:
         """Return what hands the devices over to the engine; None without an engine."""
-        sampler, overlap = self.config.train_parameters.sampler, self.config.overlap
+        sampler = self.config.train_parameters.sampler
+        overlap = self.config.overlap
         if sampler is None or self.engine is None:
             return None
         return DeviceTurn(
@@ -145,9 +147,9 @@ class Run:
         num_steps: int,
         save_every: int,
         num_examples: int | None = None,
-        **more: Any,
+        end_epoch: Callable[[int], None] = lambda epoch: None,
     ) -> Recorder:
-        """Open metrics, checkpoints and evaluation; `more` are other fields of the recorder.
+        """Open metrics, checkpoints and evaluation.
 
         A resumed run must have `num_examples` rows of a training dataset, where it is given.
         """
@@ -171,10 +173,11 @@ class Run:
         )
         store = None
         if settings.checkpointing_enabled:
-            identity = identity_of(self.config, self.topology.world_size, num_examples)
-            num_kept = settings.keep.keep_checkpoints
             store = CheckpointStore(
-                self.output / "checkpoints", identity, num_kept, best_step=lambda: stopping.best_step
+                self.output / "checkpoints",
+                identity_of(self.config, self.topology.world_size, num_examples),
+                settings.keep.keep_checkpoints,
+                best_step=lambda: stopping.best_step,
             )
         sampler = settings.sampler
         return Recorder(
@@ -188,7 +191,7 @@ class Run:
             resume_step=resume_step,
             stopping=stopping,
             timer=timer,
-            **more,
+            end_epoch=end_epoch,
         )
 
     def _make_timer(self, num_steps: int) -> Timer:
@@ -227,16 +230,18 @@ class Run:
 
     def finish(self, model: nn.Module, recorder: Recorder, step: int) -> None:
         """Write the final model after the last `step`; called on all ranks, and the model holds its weights then."""
-        settings, checkpoints = self.config.train_parameters, self.output / "checkpoints"
+        settings = self.config.train_parameters
+        checkpoints = self.output / "checkpoints"
         best = recorder.stopping.best_step
         if settings.keep.final_model == "best" and best is not None and best != step:
             recorder.say(f"the final model is the best one, of step {best}")
-            if not folder_of(checkpoints, best).is_dir():
+            folder = folder_of(checkpoints, best)
+            if not folder.is_dir():
                 raise CheckpointError(
-                    f"the best checkpoint, {folder_of(checkpoints, best)}, is gone, and train_parameters.final_model="
+                    f"the best checkpoint, {folder}, is gone, and train_parameters.final_model="
                     "'best' needs it. Set it to last, and the same command exports the last weights."
                 )
-            load_weights(folder_of(checkpoints, best), model)
+            load_weights(folder, model)
             step = best
         self.export(model, "final-model", step)
         if self.topology.is_main and settings.checkpointing_enabled:
@@ -267,21 +272,27 @@ class Run:
         self.output.mkdir(parents=True, exist_ok=True)
         save_config(self.config, self.output / "config.yaml")
         resume_step = None if resumption is None else resumption.step
-        where = self.topology.world_size, self.topology.device
-        save_start(self.output, *where, num_steps=num_steps, first_step=resume_step or 0)
-        progress = ProgressSink(num_steps, initial_step=resume_step or 0)
+        first_step = resume_step or 0
+        save_start(
+            self.output,
+            self.topology.world_size,
+            self.topology.device,
+            num_steps=num_steps,
+            first_step=first_step,
+        )
+        progress = ProgressSink(num_steps, initial_step=first_step)
         sinks: list[Sink] = [JsonlSink(self.output / "metrics.jsonl", resume_step), progress]
         if self.config.enable_wandb_logging:
             sinks.append(WandbSink(self.config.wandb_config, to_plain(self.config)))
         sinks += open_trackers(self.config.trackers, self.output, to_plain(self.config), resume_step)
         if num_traced := self.config.train_parameters.profile.profile_steps:
-            first = resume_step or 0
             sinks.append(
-                ProfileSink(self.output, num_traced, timer=timer, initial_step=first, say=progress.say)
+                ProfileSink(self.output, num_traced, timer=timer, initial_step=first_step, say=progress.say)
             )
         if resumption is not None:
-            folder = self.config.train_parameters.output_dir
-            progress.say(f"resuming {folder} from step {resume_step}; delete its checkpoints to start over")
+            progress.say(
+                f"resuming {self.output} from step {resume_step}; delete its checkpoints to start over"
+            )
             for change in resumption.changes:
                 progress.say(f"  from here on {change}")
         return self.stack.enter_context(FanOut(sinks)), progress.say
@@ -306,9 +317,8 @@ def open_run(
     with ExitStack() as stack:
         placement = place_ranks(plain, topology, stack)
         stack.enter_context(process_group(topology))
-        of_ranks: list[Any] = [None] * topology.world_size
-        dist.all_gather_object(of_ranks, capture(lambda: comparable(settings_of_rank(plain))))
-        require_equal(results_or_first_error(of_ranks))
+        settings = capture(lambda: comparable(settings_of_rank(plain)))
+        require_equal(results_or_first_error(gather(topology, settings)))
         found: list[Any] = [None]
         if topology.is_main:
             result, error = capture(lambda: _look(plain, given, topology, stack))
@@ -369,7 +379,8 @@ def open_engine(
         return None
     from vectorlm.engine.engine import SamplingEngine
 
-    settings, output = sampler.engine, Path(config.train_parameters.output_dir)
+    settings = sampler.engine
+    output = Path(config.train_parameters.output_dir)
     adapters = config.train_parameters.lora_peft_config
     output.mkdir(parents=True, exist_ok=True)
     of_run: dict[str, Any] = (

@@ -253,7 +253,7 @@ def judge_memory() -> Iterator[Verdict]:
 def judge_cores(cores: Sequence[int], shares: Sequence[float]) -> Verdict:
     """Judge the cores that this process may use, with the `shares` in per cent that others use of every core."""
     limit = container_limits().cores
-    busy = [core for core, share in enumerate(shares) if share > 50 and core in cores]
+    busy = [core for core in cores if shares[core] > 50]
     text = f"{len(cores)} ({', '.join(map(str, cores))})" if len(cores) <= 8 else f"{len(cores)}"
     if limit is not None and limit < len(cores):
         # Threads are counted by cores; those above the limit wait for each other.

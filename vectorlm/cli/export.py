@@ -9,7 +9,7 @@ from typing import Any
 
 from vectorlm.checkpoint import folder
 from vectorlm.cli import at_interrupt
-from vectorlm.config import Config, load_config
+from vectorlm.config.load import load_config
 from vectorlm.errors import ConfigError
 from vectorlm.lora.folder import base_of, is_adapter_folder, load_adapters, merged
 
@@ -25,16 +25,11 @@ class Source:
     """The checkpoint's step; None where `path` is an exported model."""
 
     @property
-    def config(self) -> Config:
-        """The config of the run, without its section ``rl``: the file of an algorithm that it names may be gone."""
-        return load_config(self.run / "config.yaml", ["rl=null"])
-
-    @property
     def is_adapter(self) -> bool:
         """Whether it holds adapters without their base."""
         if self.step is None:
             return is_adapter_folder(self.path)
-        return self.config.train_parameters.lora_peft_config is not None
+        return load_config(self.run / "config.yaml").train_parameters.lora_peft_config is not None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +154,7 @@ def _load(source: Source) -> tuple[Any, Any]:
     from vectorlm.train.load import load_model, load_tokenizer
 
     if source.step is not None:
-        config = source.config
+        config = load_config(source.run / "config.yaml")
         train = config.train_parameters
         model: Any = load_model(config.model, dtype=train.model.dtype)
         if train.lora_peft_config is not None:

@@ -90,6 +90,17 @@ def require_equal(texts: Sequence[Mapping[str, str]]) -> None:
         raise RankMismatch(f"{others}. Start every rank with the same settings, files and versions.")
 
 
+def gather(topology: Topology, value: Any) -> list[Any]:
+    """Return the value of each rank, by rank, on every rank; a lone rank needs no process group."""
+    if topology.world_size == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * topology.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
 def capture(work: Callable[[], Any]) -> CallResult:
     """Return what `work` returned or raised; an error that is not a `VectorLMError` brings its traceback."""
     try:

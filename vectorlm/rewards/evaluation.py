@@ -44,15 +44,19 @@ class Evaluator:
         self._prompt_records = prompt_records
         self._lines = None if samples_path is None else StepLines(samples_path, resume_step)
         self._reward = reward
-        self._timeout_s, self._say = timeout_s, say
+        self._timeout_s = timeout_s
+        self._say = say
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the weights after training step `step`; called on all ranks."""
         with self._turn.sampling(step) as report:
             start_s = time.perf_counter()
-            prompts, is_main = [record.prompt for record in self._prompt_records], self._lines is not None
-            what = f"step {step}: sampling the held-out prompts"
-            answers = sample_with_progress(self._turn.engine, prompts, what=what, is_on=is_main)
+            answers = sample_with_progress(
+                self._turn.engine,
+                [record.prompt for record in self._prompt_records],
+                what=f"step {step}: sampling the held-out prompts",
+                is_on=self._lines is not None,
+            )
             generate_s = time.perf_counter() - start_s
         num_tokens = sum(len(completion.token_ids) for options in answers for completion in options)
         metrics = {"sampler/generate_s": generate_s, "sampler/tokens_per_s": num_tokens / generate_s}
@@ -62,20 +66,20 @@ class Evaluator:
                 "weights/load_s": report.load_s,
                 "weights/update_s": report.total_s,
             }
-        rewards = self._score(answers)
-        if rewards is not None:
+        rewards = None
+        if self._reward is not None:
+            rewards = score_answers(
+                self._reward,
+                self._prompt_records,
+                answers,
+                timeout_s=self._timeout_s,
+                setting="sampler.reward",
+            )
             metrics["eval/accuracy"] = sum(options[0] == 1.0 for options in rewards) / len(rewards)
         if self._lines is not None:
             self._lines.write(step, self._samples(answers, rewards, generate_s))
             self._say(self._summary(step, answers, rewards))
         return metrics
-
-    def _score(self, answers: Answers) -> list[list[float]] | None:
-        if self._reward is None:
-            return None
-        return score_answers(
-            self._reward, self._prompt_records, answers, timeout_s=self._timeout_s, setting="sampler.reward"
-        )
 
     def _samples(
         self, answers: Answers, rewards: list[list[float]] | None, time_taken_s: float

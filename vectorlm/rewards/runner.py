@@ -68,9 +68,13 @@ def run_reward(
         # For a coroutine that waits without `await`.
         answer = _attempt(together, timeout_s and timeout_s + LOOP_GRACE_S)
         return [answer] * len(items) if isinstance(answer, RewardResult) else answer
+
+    def score(item: Scorable) -> RewardResult:
+        return _to_result(signature.call(reward, _offered(item), item.text))
+
     results: list[RewardResult] = []
     for item in items:
-        results.append(_attempt(partial(_score, reward, item, signature), timeout_s))
+        results.append(_attempt(partial(score, item), timeout_s))
         if stops_at_error and results[-1].error is not None:
             break
     return results + [RewardResult(math.nan)] * (len(items) - len(results))
@@ -123,24 +127,18 @@ def _columns(item: Scorable) -> dict[str, Any]:
     return {name: value for name, value in item.columns.items() if name not in RESERVED}
 
 
-def _score(reward: Callable[..., Any], item: Scorable, signature: RewardSignature) -> RewardResult:
-    return _to_result(signature.call(reward, _offered(item), item.text))
-
-
-def _in_list(item: Scorable) -> Any:
-    """Return a completion as a list holds it: the text, or a message where the prompt is messages."""
-    return [{"role": "assistant", "content": item.text}] if is_messages(item.prompt) else item.text
-
-
 def _run_lists(
     reward: Callable[..., Any], items: Sequence[Scorable], signature: RewardSignature, timeout_s: float | None
 ) -> list[RewardResult]:
+    def in_list(item: Scorable) -> Any:
+        return [{"role": "assistant", "content": item.text}] if is_messages(item.prompt) else item.text
+
     columns = [_columns(item) for item in items]
     names = dict.fromkeys(name for each in columns for name in each)
     token_ids = [list(item.token_ids) for item in items]
     offered = {
         **{name: [each.get(name) for each in columns] for name in names},
-        COMPLETIONS: [_in_list(item) for item in items],
+        COMPLETIONS: [in_list(item) for item in items],
         PROMPTS: [item.prompt for item in items],
         **dict.fromkeys(IDS, token_ids),
     }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from vectorlm.errors import RewardError
+from vectorlm.ranks.engine_ranks import gather
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.runner import RewardResult, Scorable, run_reward
 from vectorlm.rl.rollout import Rollout, RolloutGroup
@@ -60,22 +61,24 @@ class RewardScorer:
                         raise RewardError(f"{text}. Correct the function, or set rl.on_reward_error: skip.")
                     errors[owners[index]].append(text)
                     has_failed[index] = True
-        total = self._total(rewards, has_failed)
+        total = torch.zeros(len(rollouts))
+        if rewards:
+            # A reward that is NaN is left out of the sum, and a sum of nothing but NaN is NaN.
+            weighted = torch.stack([self.weights[name] * values for name, values in rewards.items()])
+            total = weighted.nansum(dim=0).masked_fill(weighted.isnan().all(dim=0) | has_failed, math.nan)
         sizes = [len(group) for group in groups]
         greedy_rewards = total[sum(sizes) :] if greedy else [None] * len(groups)
-        by_group = [values[: sum(sizes)].split(sizes) for values in (total, *rewards.values())]
+        ends = list(accumulate(sizes))
         return [
             RolloutGroup(
                 group,
-                first,
-                dict(zip(rewards, rest, strict=True)),
-                greedy_reward,
-                tuple(texts),
+                total[end - len(group) : end],
+                {name: values[end - len(group) : end] for name, values in rewards.items()},
+                greedy_rewards[index],
+                tuple(errors[index]),
                 reward_weights=self.weights,
             )
-            for group, greedy_reward, texts, first, *rest in zip(
-                groups, greedy_rewards, errors, *by_group, strict=True
-            )
+            for index, (group, end) in enumerate(zip(groups, ends, strict=True))
         ]
 
     def _run_functions(self, rollouts: Sequence[Rollout]) -> dict[str, list[RewardResult]]:
@@ -88,23 +91,12 @@ class RewardScorer:
             Scorable(each.text, each.prompt_record.prompt, each.token_ids, each.prompt_record.columns)
             for each in rollouts[first:last]
         ]
-        stops = self.on_error == "stop"
         mine = {
-            name: run_reward(reward, items, self.timeout_s, stops) for name, reward in self.functions.items()
+            name: run_reward(reward, items, self.timeout_s, stops_at_error=self.on_error == "stop")
+            for name, reward in self.functions.items()
         }
-        by_rank: list[Any] = [mine]
-        if self.topology.world_size > 1:
-            by_rank = [None] * self.topology.world_size
-            dist.all_gather_object(by_rank, mine)
+        by_rank = gather(self.topology, mine)
         return {name: [each for found in by_rank for each in found[name]] for name in self.functions}
-
-    def _total(self, rewards: Mapping[str, torch.Tensor], has_failed: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum; a reward that is NaN is left out of it, and a sum of nothing but NaN is NaN."""
-        if not rewards:
-            return torch.zeros(len(has_failed))
-        weighted = torch.stack([self.weights[name] * values for name, values in rewards.items()])
-        is_unscored = weighted.isnan().all(dim=0) | has_failed
-        return weighted.nansum(dim=0).masked_fill(is_unscored, math.nan)
 
 
 def _blocks(rollouts: Sequence[Rollout], count: int) -> list[tuple[int, int]]:

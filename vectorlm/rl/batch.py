@@ -61,7 +61,8 @@ def make_batch(
         # A completion that the loss leaves out must not be chosen, nor be half of a pair.
         eligible = torch.tensor([[not each.is_truncated for each in group.rollouts] for group in groups])
     columns, valid = spec.select(rewards, eligible)
-    rewards, is_valid = rewards.gather(1, columns), valid.flatten().tolist()
+    rewards = rewards.gather(1, columns)
+    is_valid = valid.flatten().tolist()
     rollouts = [
         group.rollouts[column]
         for group, chosen in zip(groups, columns.tolist(), strict=True)
@@ -81,7 +82,12 @@ def make_batch(
         if is_valid[row] and not (drop_truncated and rollout.is_truncated):
             mask[row, start:length] = torch.tensor(rollout.policy_mask, dtype=torch.bool)
     greedy = [group.greedy_reward for group in groups if group.greedy_reward is not None]
-    parts, part_weights = _parts(groups, columns) if spec.needs_parts else (None, None)
+    parts = part_weights = None
+    if spec.needs_parts:
+        weights = groups[0].reward_weights
+        part_weights = torch.tensor(list(weights.values()))
+        by_name = [torch.stack([group.rewards_by_name[name] for group in groups]) for name in weights]
+        parts = torch.stack([each.gather(1, columns) for each in by_name])
     batch = RolloutBatch(
         input_ids,
         attention_mask,
@@ -96,12 +102,3 @@ def make_batch(
         part_weights=part_weights,
     )
     return batch if mask.any() else None
-
-
-def _parts(
-    groups: Sequence[RolloutGroup], columns: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return each reward alone, [N, P, K], and the weight of each, [N]."""
-    weights = groups[0].reward_weights
-    parts = [torch.stack([group.rewards_by_name[name] for group in groups]) for name in weights]
-    return torch.stack([each.gather(1, columns) for each in parts]), torch.tensor(list(weights.values()))

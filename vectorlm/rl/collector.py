@@ -141,9 +141,13 @@ class RolloutCollector:
             if finished:
                 with timer.span("time/score_s"):
                     self.score_pending(finished)
-            needed = self._needed(rounds, fresh, stored)
+            # More may have been begun than the rounds take: which share of a round is stored is rounded.
+            num_fresh, num_stored = (sum(counts) for counts in zip(*rounds, strict=True))
+            needed = [*fresh[:num_fresh], *stored[:num_stored]]
             if all(each.scored for each in needed) and self._rounds(fresh, stored) == rounds:
-                self._put_back(fresh, stored, needed)
+                self._put_back(fresh[num_fresh:], self.prompts)
+                if self.replay is not None:
+                    self._put_back(stored[num_stored:], self.replay)
                 groups = [iter([group for each in kind for group in each.scored]) for kind in (fresh, stored)]
                 return [
                     group
@@ -158,7 +162,8 @@ class RolloutCollector:
         """Return the fresh and the stored groups of each round, as far as it is certain: the others may all be kept."""
         dropped = [[flag for each in kind for flag in each.are_dropped] for kind in (fresh, stored)]
         rounds: list[tuple[int, int]] = []
-        num_missing, places = self.sampler.settings.prompts_per_step, [0, 0]
+        num_missing = self.sampler.settings.prompts_per_step
+        places = [0, 0]
         limit = self.sampler.settings.max_sampling_rounds if self.drops_constant_groups else 1
         while num_missing and len(rounds) < limit:
             num_stored = 0 if self.replay is None else round(num_missing * self.replayed_share)
@@ -180,7 +185,8 @@ class RolloutCollector:
             max(sum(counts) - sum(len(each.prompt_records) for each in begun), 0)
             for counts, begun in zip(zip(*rounds, strict=True), (fresh, stored), strict=True)
         )
-        position, records = self.prompts.position, self.prompts.take(num_fresh)
+        position = self.prompts.position
+        records = self.prompts.take(num_fresh)
         size = 1 if self.drops_constant_groups else max(num_fresh, 1)
         new = [
             PendingGroups(
@@ -195,26 +201,13 @@ class RolloutCollector:
         stored += kept
         self.submit([*new, *kept])
 
-    def _needed(
-        self,
-        rounds: Sequence[tuple[int, int]],
-        fresh: Sequence[PendingGroups],
-        stored: Sequence[PendingGroups],
-    ) -> list[PendingGroups]:
-        """Return what the rounds take. More may have been begun: which share of a round is stored is rounded."""
-        num_fresh, num_stored = map(sum, zip(*rounds, strict=True))
-        return [*fresh[:num_fresh], *stored[:num_stored]]
-
-    def _put_back(
-        self, fresh: Sequence[PendingGroups], stored: Sequence[PendingGroups], needed: Sequence[PendingGroups]
-    ) -> None:
+    @staticmethod
+    def _put_back(pending: Sequence[PendingGroups], order: PromptOrder[Any]) -> None:
         """Leave what no round needed after all to the next step."""
-        for kind, order in ((fresh, self.prompts), (stored, self.replay)):
-            for each in kind:
-                if order is not None and not any(each is other for other in needed):
-                    order.position -= 1
-                    for handle in each.handles.values():
-                        handle.cancel()
+        order.position -= len(pending)
+        for each in pending:
+            for handle in each.handles.values():
+                handle.cancel()
 
     def submit(self, pending: Sequence[PendingGroups]) -> None:
         """Ask for what these need first."""

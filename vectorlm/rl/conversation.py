@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import torch.distributed as dist
 
 from vectorlm.errors import RolloutError
 from vectorlm.plugin import TookTooLong, time_limit
+from vectorlm.ranks.engine_ranks import gather
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.settings import CollectSettings
@@ -80,8 +80,10 @@ class Conversation:
         self, sampler: GroupSampler, prompt_records: Sequence[PromptRecord], first_position: int
     ) -> None:
         """See `GroupSampler.begin`."""
-        self._sampler, self._prompt_records = sampler, list(prompt_records)
-        self._first_position, self._group_size = first_position, sampler.settings.group_size
+        self._sampler = sampler
+        self._prompt_records = list(prompt_records)
+        self._first_position = first_position
+        self._group_size = sampler.settings.group_size
         self._rollouts: list[Rollout] = []
         self._environments: dict[int, Environment] = {}
         self._turn = 0
@@ -95,7 +97,8 @@ class Conversation:
 
     def next_request(self) -> SamplingRequest | None:
         """Return what the next turn samples; None once every rollout has ended."""
-        shared, draw_seed = self._sampler.sampling_params, self._sampler.draw_seed
+        shared = self._sampler.sampling_params
+        draw_seed = self._sampler.draw_seed
         if self._turn == 0:
             seeds = [draw_seed(self._first_position + index) for index in range(len(self._prompt_records))]
             params = [{**shared, "n": self._group_size, "seed": seed} for seed in seeds]
@@ -137,35 +140,36 @@ class Conversation:
         complete = {index: text for index, text in written.items() if not self._rollouts[index].is_truncated}
         for index, text in self._respond(complete, self._sampler.make_environment).items():
             ids = tuple(self._sampler.encode(text)) if text is not None else ()
-            if text is not None and self._has_room(self._rollouts[index], ids):
+            rollout = self._rollouts[index]
+            length = len(rollout.prompt_token_ids) + len(rollout.token_ids) + len(ids)
+            if text is not None and length < self._sampler.max_model_len:
                 self._replies[index] = (text, ids)
 
     def _respond(self, written: Mapping[int, str], make: MakeEnvironment) -> dict[int, str | None]:
         """Let each rank's environments respond, so that a tool is used once, and give all replies to all ranks."""
-        topology, settings = self._sampler.topology, self._sampler.settings
+        topology = self._sampler.topology
+        limit_s = self._sampler.settings.environment_timeout_s
         mine: dict[int, str | None] = {}
         problem = None
         for index, text in written.items():
             if index % topology.world_size != topology.rank:
                 continue
-            prompt_record, limit = self._rollouts[index].prompt_record, settings.environment_timeout_s
+            prompt_record = self._rollouts[index].prompt_record
             try:
-                with time_limit(limit):
+                with time_limit(limit_s):
                     if index not in self._environments:
                         self._environments[index] = make(**prompt_record.columns)
                     mine[index] = self._environments[index].respond(text)
             except (Exception, TookTooLong) as error:
-                is_late = isinstance(error, TookTooLong)
-                what = f"no answer within {limit:g} s" if is_late else f"{type(error).__name__}: {error}"
+                what = f"{type(error).__name__}: {error}"
+                if isinstance(error, TookTooLong):
+                    what = f"no answer within {limit_s:g} s"
                 problem = (
                     f"the environment failed: {what} "
                     f"(prompt {str(prompt_record.prompt)[:80]!r}, after {text[:80]!r})"
                 )
                 break
-        found: list[Any] = [(mine, problem)]
-        if topology.world_size > 1:
-            found = [None] * topology.world_size
-            dist.all_gather_object(found, (mine, problem))
+        found = gather(topology, (mine, problem))
         problems = [problem for _, problem in found if problem is not None]
         if problems:
             raise RolloutError(
@@ -173,7 +177,3 @@ class Conversation:
             )
         replies = {index: reply for of_rank, _ in found for index, reply in of_rank.items()}
         return {index: replies[index] for index in written}
-
-    def _has_room(self, rollout: Rollout, reply_ids: tuple[int, ...]) -> bool:
-        length = len(rollout.prompt_token_ids) + len(rollout.token_ids) + len(reply_ids)
-        return length < self._sampler.max_model_len

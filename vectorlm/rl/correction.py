@@ -11,8 +11,8 @@ from vectorlm.algorithms.correction import RatioLevel, importance_weights, rejec
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.rl.settings import PRESETS, Correction, CorrectionSettings
 
-_RATIO_LEVELS: dict[str, RatioLevel] = {"token": "token", "sum": "sequence", "mean": "geometric"}
-"""By `gate_level`, for a gate on ratios."""
+LEVEL_OF_RATIO_GATE: dict[str, RatioLevel] = {"token": "token", "sum": "sequence", "mean": "geometric"}
+"""What `importance_weights` calls the level of a gate on ratios."""
 
 
 def apply_correction(
@@ -23,18 +23,41 @@ def apply_correction(
     A rejected token is treated as if it had never been sampled: it is in no loss and no denominator, and a completion
     that loses all its tokens leaves the baseline of its group.
     """
-    pair = (old_logprobs, batch.sampler_logprobs, batch.mask)
-    weights, kept = None, batch.mask
+    sampler_logprobs, mask = batch.sampler_logprobs, batch.mask
+    weights, kept = None, mask
     if correction.level is not None:
         weights, kept = importance_weights(
-            *pair,
+            old_logprobs,
+            sampler_logprobs,
+            mask,
             level=correction.level,
             mode=correction.mode,
             low=correction.low,
             high=correction.high,
             normalise=correction.normalise,
         )
-    kept = kept & _accepted(correction, *pair)
+    if correction.veto is not None:
+        kept = kept & rejection_mask(old_logprobs, sampler_logprobs, mask, veto=correction.veto)
+    if correction.gate == "ratio":
+        _, accepted = importance_weights(
+            old_logprobs,
+            sampler_logprobs,
+            mask,
+            level=LEVEL_OF_RATIO_GATE[correction.gate_level],
+            mode="mask",
+            low=correction.gate_low,
+            high=correction.gate_high,
+        )
+        kept = kept & accepted
+    elif correction.gate is not None:
+        kept = kept & rejection_mask(
+            old_logprobs,
+            sampler_logprobs,
+            mask,
+            divergence=correction.gate,
+            level=correction.gate_level,
+            bound=correction.gate_high,
+        )
     if weights is not None:
         weights = torch.where(kept, weights, 0.0)
     return batch.without(~kept), weights
@@ -46,9 +69,16 @@ def weights_in_update(
     """Return float [B, T]: with bypass, the weights from the policy of this moment; None where there are none."""
     if not correction.bypass or correction.level is None:
         return None
-    pair = (policy_logprobs.detach(), sampler_logprobs, mask)
-    level, mode, low, high = correction.level, correction.mode, correction.low, correction.high
-    return importance_weights(*pair, level=level, mode=mode, low=low, high=high)[0]
+    weights, _ = importance_weights(
+        policy_logprobs.detach(),
+        sampler_logprobs,
+        mask,
+        level=correction.level,
+        mode=correction.mode,
+        low=correction.low,
+        high=correction.high,
+    )
+    return weights
 
 
 def correction_of(settings: CorrectionSettings, spec: AlgorithmSpec) -> Correction:
@@ -58,24 +88,3 @@ def correction_of(settings: CorrectionSettings, spec: AlgorithmSpec) -> Correcti
         # Without a ratio in the loss, nothing else would account for the engine's probabilities.
         correction = replace(correction, **PRESETS["tis"])
     return correction
-
-
-def _accepted(
-    correction: Correction, old: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    """Return bool [B, T], the tokens that veto and gate leave."""
-    kept = rejection_mask(old, sampler, mask, veto=correction.veto) if correction.veto is not None else mask
-    if correction.gate is None:
-        return kept
-    if correction.gate == "ratio":
-        level = _RATIO_LEVELS[correction.gate_level]
-        low, high = correction.gate_low, correction.gate_high
-        return kept & importance_weights(old, sampler, mask, level=level, mode="mask", low=low, high=high)[1]
-    return kept & rejection_mask(
-        old,
-        sampler,
-        mask,
-        divergence=correction.gate,
-        level=correction.gate_level,
-        bound=correction.gate_high,
-    )

@@ -67,7 +67,8 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     metrics |= _spread("advantage", batch.advantages[mask], "mean", "std", "min", "max", separator="/")
     if batch.returns is not None and batch.rows.values is not None:
         returns, values = batch.returns[mask], batch.rows.values[mask]
-        metrics |= _spread("return", returns, separator="/") | _spread("value", values, separator="/")
+        metrics |= _spread("return", returns, separator="/")
+        metrics |= _spread("value", values, separator="/")
         spread = returns.var(correction=0)
         unexplained = (returns - values).var(correction=0) / spread if spread > 0 else torch.tensor(1.0)
         metrics["value/explained_variance"] = 1.0 - unexplained.item()
@@ -141,7 +142,8 @@ class SpeedMeter:
         self._num_weights = num_multiplied(policy, bool(policy.config.tie_word_embeddings))
         if models.critic is not None:
             self._num_weights += num_multiplied(models.critic.model, has_tied_head=False)
-        self._group_size, self._peak_flops = group_size, peak_flops
+        self._group_size = group_size
+        self._peak_flops = peak_flops
         self._device = models.policy_step.topology.device
         self._swapped_at: float | None = None
         self.tokens_seen = 0
@@ -194,7 +196,9 @@ class MetricAccumulator:
 
     def begin_step(self, num_tokens: int) -> None:
         """Begin an optimizer step with this number of tokens on all ranks, the denominator of means over tokens."""
-        self._num_tokens, self._sums, self._largest = num_tokens, {}, {}
+        self._num_tokens = num_tokens
+        self._sums = {}
+        self._largest = {}
 
     def add(self, name: str, share: torch.Tensor) -> None:
         """Add the term of one micro-batch to a sum."""

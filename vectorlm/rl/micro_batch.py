@@ -117,7 +117,8 @@ def micro_batches_of(
         ConfigError: A row, or a group that is kept whole, exceeds `max_tokens`.
     """
     size = batch.rows_per_group
-    needed = num_needed(batch.mask) if packs else batch.num_tokens
+    lengths_of_rows = batch.num_tokens
+    needed = num_needed(batch.mask) if packs else lengths_of_rows
     pieces = []
     for group in groups:
         rows = slice(group * size, (group + 1) * size)
@@ -133,14 +134,17 @@ def micro_batches_of(
         packs=packs,
         keep_groups_whole=keep_groups_whole,
     )
+    computed = [piece for share in plan for part in share for piece in part]
     # A rank with nothing to do repeats the least that there is.
-    spare = min(
-        (piece for share in plan for part in share for piece in part), key=lambda each: each.num_tokens
-    )
-    mine = [
-        _micro_batch(batch, part or [spare], packs, not part, topology.device) for part in plan[topology.rank]
-    ]
-    return mine, sum(piece.num_tokens for share in plan for part in share for piece in part)
+    spare = min(computed, key=lambda each: each.num_tokens)
+    mine = []
+    for part in plan[topology.rank]:
+        chosen = part or [spare]
+        indices = [row for piece in chosen for row in piece.rows]
+        length = max(lengths_of_rows[row] for row in indices)
+        num_tokens = sum(piece.num_tokens for piece in chosen) if packs else length * len(indices)
+        mine.append(MicroBatch(torch.tensor(indices), length, num_tokens, not part, topology.device))
+    return mine, sum(piece.num_tokens for piece in computed)
 
 
 def map_rows(
@@ -187,14 +191,21 @@ def plan_micro_batches(
     some may be empty. Raises `ConfigError` where a row, or a group that is kept whole, exceeds `max_tokens` alone.
     """
     largest = max((len(group.rows) for group in groups), default=1)
-    if keep_groups_whole:
-        counts: Sequence[int] = (1,)
+    if keep_groups_whole or (packs and num_ranks == 1):
+        counts = [1]
+    elif packs:
+        counts = [*(1 << power for power in range((largest - 1).bit_length())), largest]
     else:
-        counts = _powers_of_two(largest if num_ranks > 1 else 1) if packs else (largest,)
+        counts = [largest]
     shares, busiest = [], math.inf
     for number in counts:
-        cut = [_fitting(group, number, max_tokens, packs, keep_groups_whole) for group in groups]
-        found = _share_out(cut, num_ranks)
+        cut = [
+            piece
+            for group in groups
+            for piece in _fitting(group, number, max_tokens, packs, keep_groups_whole)
+        ]
+        weights = [piece.num_tokens for piece in cut]
+        found = [[cut[index] for index in share] for share in partition(weights, num_ranks)]
         tokens = [sum(piece.num_tokens for piece in share) for share in found]
         if max(tokens) < busiest:
             shares, busiest = found, max(tokens)
@@ -251,7 +262,7 @@ def _fitting(group: Piece, count: int, max_tokens: int, packs: bool, keep_groups
     most = len(group.rows)
     for number in range(min(count, most), most + 1):
         pieces = group.split(number)
-        largest = max(_num_kept(piece, packs) for piece in pieces)
+        largest = max(piece.num_kept if packs else piece.longest * len(piece.rows) for piece in pieces)
         if largest <= max_tokens:
             return pieces
         if keep_groups_whole:
@@ -261,12 +272,6 @@ def _fitting(group: Piece, count: int, max_tokens: int, packs: bool, keep_groups
         f"rl.max_tokens_per_micro_batch={max_tokens} is less than {rows} takes: {largest} tokens. "
         f"Use {largest} or more, or shorter completions."
     )
-
-
-def _share_out(groups: Sequence[Sequence[Piece]], num_ranks: int) -> list[list[Piece]]:
-    pieces = [piece for group in groups for piece in group]
-    shares = partition([piece.num_tokens for piece in pieces], num_ranks)
-    return [[pieces[index] for index in share] for share in shares]
 
 
 def _within_budget(pieces: Sequence[Piece], max_tokens: int, packs: bool) -> list[list[Piece]]:
@@ -284,21 +289,3 @@ def _within_budget(pieces: Sequence[Piece], max_tokens: int, packs: bool) -> lis
             found.append([piece])
             num_rows, num_tokens = len(piece.rows), piece.num_tokens
     return found
-
-
-def _powers_of_two(largest: int) -> list[int]:
-    return [*(1 << power for power in range((largest - 1).bit_length())), largest]
-
-
-def _num_kept(piece: Piece, packs: bool) -> int:
-    """Return the tokens that a piece takes of the budget, padding included."""
-    return piece.num_kept if packs else piece.longest * len(piece.rows)
-
-
-def _micro_batch(
-    batch: RolloutBatch, pieces: Sequence[Piece], packs: bool, is_filler: bool, device: str
-) -> MicroBatch:
-    rows = [row for piece in pieces for row in piece.rows]
-    length = max(batch.num_tokens[row] for row in rows)
-    num_tokens = sum(piece.num_tokens for piece in pieces) if packs else length * len(rows)
-    return MicroBatch(torch.tensor(rows), length, num_tokens, is_filler, device)

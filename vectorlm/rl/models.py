@@ -30,8 +30,7 @@ class Reference:
 
     def __init__(self, policy: LanguageModel, model: nn.Module | None) -> None:
         """Take a sharded copy of the policy's starting point; None switches the policy's LoRA adapters off instead."""
-        self._policy = policy
-        self.model = model
+        self._policy, self.model = policy, model
         # Of all tokens: the reference has another support than the policy.
         self._frozen = policy.untruncated()
         if model is not None:
@@ -74,12 +73,12 @@ class Critic:
     def __init__(self, model: nn.Module, policy: LanguageModel) -> None:
         """Take a sharded token-classification model with one label; rows are packed as the policy's, if it is alike."""
         self.model, self._device = model, policy.device
-        mine, its = inner_model(model), inner_model(policy.model)
-        is_alike = type(mine.base_model) is type(its.base_model)
+        inner = inner_model(model)
+        is_alike = type(inner.base_model) is type(inner_model(policy.model).base_model)
         self.why_padded = policy.why_padded if is_alike else "it is of another family than the policy"
         """Why its rows are padded; None where they are not."""
         if self.why_padded is None:
-            mine.set_attn_implementation(PACKED)
+            inner.set_attn_implementation(PACKED)
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         """Return float32 [B, T]: the value of the state in which each token that is asked for was chosen."""
@@ -167,31 +166,24 @@ def load_critic(path: str, load_sharded: LoadSharded, dtype: str = "float32") ->
     Raises:
         ConfigError: transformers has no token classification for this architecture.
     """
-    return load_sharded(lambda is_empty: _load_critic(path, dtype, is_empty))
-
-
-def _load_critic(path: str, dtype: str, is_empty: bool) -> nn.Module:
     from transformers import AutoModelForTokenClassification
 
-    try:
-        model = load_pretrained(AutoModelForTokenClassification, path, dtype, is_empty, num_labels=1)
-    except ValueError as error:
-        raise ConfigError(
-            f"rl.critic.model={path!r} cannot be a critic: transformers has no token classification for it "
-            f"({str(error)[:120]}). Choose an algorithm without a critic, or another model for it."
-        ) from error
-    # transformers calls the output layer by either name.
-    heads = [getattr(model, name, None) for name in ("score", "classifier")]
-    head = next((each for each in heads if isinstance(each, nn.Module)), None)
-    if head is None:
-        raise ConfigError(
-            f"rl.critic.model={path!r} cannot be a critic: {type(model).__name__} has no layer called score or "
-            "classifier. Choose an algorithm without a critic, or another model for it."
-        )
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.zero_()
-    return disable_dropout(model.train())
+    def load(is_empty: bool) -> nn.Module:
+        try:
+            model = load_pretrained(AutoModelForTokenClassification, path, dtype, is_empty, num_labels=1)
+            # transformers calls the output layer by either name.
+            head = model.score if hasattr(model, "score") else model.classifier
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"rl.critic.model={path!r} cannot be a critic: transformers has no token classification for it "
+                f"({str(error)[:120]}). Choose an algorithm without a critic, or another model for it."
+            ) from error
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.zero_()
+        return disable_dropout(model.train())
+
+    return load_sharded(load)
 
 
 def disable_dropout(model: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -40,17 +39,34 @@ def prepare_batch(
         max_tokens = settings.update.max_tokens_per_micro_batch
         return map_rows(batch, function, topology, max_tokens=max_tokens, packs=models.why_padded is None)
 
-    correction, mismatch = settings.correction, settings.mismatch
+    def logprobs_and_entropy(kind: EntropyKind) -> tuple[torch.Tensor, torch.Tensor]:
+        found = all_rows(batch, lambda rows: torch.stack(models.policy(rows, kind)[:2]))
+        return found[0], found[1]
+
+    correction = settings.correction
+    mismatch = settings.mismatch
     in_reward = models.reference is not None and settings.kl.kl_in == "reward"
     # In the only optimizer step of a batch the policy is still the one that sampled: the update's own pass will do.
     is_one_step = settings.update.num_epochs * settings.update.num_mini_batches == 1
     learns_tokens = settings.teacher is not None and settings.teacher.kind == "sampled"
     needs_old = in_reward or learns_tokens or correction.is_on or not is_one_step or spec.needs_old
-    old, more = _first_pass(batch, models, spec, settings, needs_old, all_rows)
-    weights, metrics, log_ratios = None, {}, None
+    old = gradient_norms = entropies = None
+    if spec.needs_gradient_norms:
+        old, collision = logprobs_and_entropy("collision")
+        gradient_norms = 1 - 2 * old.exp() + collision
+    if settings.update.top_entropy_quantile < 1:
+        logprobs, entropies = logprobs_and_entropy("value")
+        old = logprobs if old is None else old
+    if correction.bypass:
+        old = batch.sampler_logprobs
+    elif old is None and needs_old:
+        old = all_rows(batch, models.policy.logprobs)
+    weights = log_ratios = None
+    metrics: dict[str, float] = {}
     if old is not None and not correction.bypass:
         band = (mismatch.band_low, mismatch.band_high)
-        metrics, log_ratios = mismatch_metrics(batch, old, band), count_log_ratios(batch, old, band)
+        metrics = mismatch_metrics(batch, old, band)
+        log_ratios = count_log_ratios(batch, old, band)
         before = batch
         batch, weights = apply_correction(correction, before, old)
         metrics |= correction_effect(before, batch, weights)
@@ -66,7 +82,7 @@ def prepare_batch(
         assert reference is not None
         divergence = kl_estimate(old, reference, settings.kl.kl_kind)
         batch = batch.penalised(torch.where(batch.mask, kl_coef * divergence, 0.0))
-    batch = replace(batch, values=values, old_logprobs=old, gradient_norms=more.get("gradient_norms"))
+    batch = replace(batch, values=values, old_logprobs=old, gradient_norms=gradient_norms)
     advantages = spec.advantages(batch, settings.hparams)
     returns = None if values is None else torch.where(batch.mask, advantages + values, 0.0)
     if isinstance(settings.hparams, WhiteningSettings) and settings.hparams.whiten_advantages:
@@ -79,8 +95,8 @@ def prepare_batch(
         advantages = advantages - settings.teacher.coef * torch.where(batch.mask, divergence, 0.0)
     marked = None if spec.mark is None else spec.mark(batch, advantages, settings.hparams)
     learns = None
-    if "entropies" in more:
-        learns = _highest(more["entropies"], batch.mask, settings.update.top_entropy_quantile)
+    if entropies is not None:
+        learns = _highest(entropies, batch.mask, settings.update.top_entropy_quantile)
     return TrainBatch(
         batch,
         advantages,
@@ -94,33 +110,6 @@ def prepare_batch(
         mismatch=log_ratios,
         teacher_logprobs=teacher,
     )
-
-
-def _first_pass(
-    batch: RolloutBatch,
-    models: RLModels,
-    spec: AlgorithmSpec,
-    settings: StepSettings,
-    needs_old: bool,
-    all_rows: Callable[[RolloutBatch, RowFunction], torch.Tensor],
-) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-    """Return the old log-probabilities, if anything reads them, and what else is read of that policy."""
-    bypass = settings.correction.bypass
-    kinds: list[EntropyKind] = ["collision"] if spec.needs_gradient_norms else []
-    kinds += ["value"] if settings.update.top_entropy_quantile < 1 else []
-    old = batch.sampler_logprobs if bypass else None
-    more: dict[str, torch.Tensor] = {}
-    if not kinds and needs_old and not bypass:
-        return all_rows(batch, models.policy.logprobs), more
-    for kind in kinds:
-        both = all_rows(batch, lambda rows: torch.stack(models.policy(rows, kind)[:2]))  # noqa: B023
-        logprobs, found = both.unbind(0)
-        old = logprobs if old is None else old
-        if kind == "value":
-            more["entropies"] = found
-        else:
-            more["gradient_norms"] = 1 - 2 * logprobs.exp() + found
-    return old, more
 
 
 def _highest(entropies: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:

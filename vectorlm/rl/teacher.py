@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from vectorlm.algorithms.batch import RolloutBatch
 from vectorlm.algorithms.kl import generalised_jsd
 from vectorlm.algorithms.logprobs import Comparison
-from vectorlm.ranks.engine_ranks import capture, results_or_first_error
+from vectorlm.ranks.engine_ranks import capture, gather, results_or_first_error
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.micro_batch import RowFunction
 from vectorlm.train.language_model import LanguageModel
@@ -77,10 +76,7 @@ class ServerTeacher:
         rows = list(ends)[self._topology.rank :: self._topology.world_size]
         asked = [batch.input_ids[row, : ends[row]].tolist() for row in rows]
         mine: Any = capture(lambda: dict(zip(rows, self._score(asked), strict=True)))
-        by_rank: list[Any] = [mine]
-        if self._topology.world_size > 1:
-            by_rank = [None] * self._topology.world_size
-            dist.all_gather_object(by_rank, mine)
+        by_rank = gather(self._topology, mine)
         found = torch.zeros(batch.input_ids.shape)
         for answers in results_or_first_error(by_rank):
             for row, values in answers.items():

@@ -65,7 +65,8 @@ class Updater:
             NonFiniteLoss: A loss or a gradient norm is NaN or infinite; that step changed no weights.
             ConfigError: A row exceeds the micro-batch budget.
         """
-        accumulator, is_stopped = MetricAccumulator(self.topology), False
+        accumulator = MetricAccumulator(self.topology)
+        is_stopped = False
         num_steps = num_tokens = num_passes = 0
         for mini_batch in self._mini_batches(batch, step):
             if trains_policy:
@@ -97,9 +98,9 @@ class Updater:
         return self.settings.teacher is not None and self.settings.teacher.kind == "full"
 
     def _mini_batches(self, batch: TrainBatch, step: int) -> Iterator[MiniBatch]:
-        settings, rows, size = self.settings.update, batch.rows, batch.rows.rows_per_group
+        settings, rows = self.settings.update, batch.rows
         # Groups that have no token to train on are left out: a step on them alone would move the weights by momentum.
-        is_trained = rows.mask.any(dim=1).view(-1, size).any(dim=1)
+        is_trained = rows.mask.any(dim=1).view(-1, rows.rows_per_group).any(dim=1)
         trained = torch.nonzero(is_trained)[:, 0].tolist()
         for epoch in range(settings.num_epochs):
             generator = np.random.default_rng((self.settings.seed, step, epoch))
@@ -151,9 +152,9 @@ class Updater:
         accumulator: MetricAccumulator,
     ) -> torch.Tensor:
         """Return the loss of one micro-batch, as a share of the loss of the whole step."""
-        denominator, num_tokens = mini_batch.denominator, mini_batch.num_tokens
-        entropy_coef, kl, cut = self.settings.update.entropy_coef, self.settings.kl, micro_batch.cut
-        rows, teacher, compare = micro_batch.inputs_of(batch.rows), self.settings.teacher, None
+        entropy_coef, kl, teacher = self.settings.update.entropy_coef, self.settings.kl, self.settings.teacher
+        rows = micro_batch.inputs_of(batch.rows)
+        compare = None
         if self._learns_distributions:
             assert teacher is not None
             assert isinstance(self.models.teacher, Teacher)
@@ -163,10 +164,14 @@ class Updater:
         inputs = self._loss_inputs(batch, micro_batch, logprobs)
         losses = self._weighted(self.spec.loss(inputs, self.settings.hparams), batch, micro_batch, inputs)
         losses = self._without_others(losses, batch, micro_batch, inputs, accumulator)
-        loss = self._reduce(losses, inputs.mask, denominator)
         # Penalty and bonus have a value for each token: they are reduced as the losses of tokens are, if there are any.
-        is_token = self.spec.level == "token"
-        how, count = (self._reduction, denominator) if is_token else ("token_mean", num_tokens)
+        if self.spec.level == "token":
+            how, count = self._reduction, mini_batch.denominator
+            loss = reduce_loss(losses, inputs.mask, how, count)
+        else:
+            how, count = "token_mean", mini_batch.num_tokens
+            units = inputs.mask.any(dim=1).view(len(losses), -1).any(dim=1, keepdim=True)
+            loss = reduce_loss(losses[:, None], units, "token_mean", mini_batch.denominator)
         if kl_coef > 0 and inputs.reference_logprobs is not None:
             penalty = kl_estimate(logprobs, inputs.reference_logprobs, kl.kl_kind, kl.kl_straight_through)
             if kl.kl_importance_weights:
@@ -184,29 +189,32 @@ class Updater:
             accumulator.add_tokens("teacher/kl", reverse, inputs.mask)
             loss = loss + teacher.coef * penalty
         elif batch.teacher_logprobs is not None:
-            reverse = kl_estimate(logprobs.detach(), cut(batch.teacher_logprobs), "k1")
+            reverse = kl_estimate(logprobs.detach(), micro_batch.cut(batch.teacher_logprobs), "k1")
             accumulator.add_tokens("teacher/kl", reverse, inputs.mask)
         self._observe(inputs, entropy, mini_batch.num_units, accumulator)
         if not self.models.policy.support.is_whole:
             accumulator.add_tokens("sampler/outside_support", outside, inputs.mask)
         if batch.old_logprobs is None:
             # The only forward pass of the trainer with the weights that sampled these tokens.
-            gap = (logprobs.detach() - cut(batch.rows.sampler_logprobs)).abs()
+            gap = (logprobs.detach() - micro_batch.cut(batch.rows.sampler_logprobs)).abs()
             accumulator.add_tokens("sampler/logprob_gap_mean", gap, inputs.mask)
             accumulator.add_largest("sampler/logprob_gap_max", gap, inputs.mask)
         return loss
 
     def _loss_inputs(self, batch: TrainBatch, micro_batch: MicroBatch, logprobs: torch.Tensor) -> LossInputs:
-        old, reference, cut = batch.old_logprobs, batch.reference_logprobs, micro_batch.cut
+        def cut(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else micro_batch.cut(x)
+
+        old = cut(batch.old_logprobs)
         return LossInputs(
             policy_logprobs=logprobs,
-            old_logprobs=logprobs.detach() if old is None else cut(old),
-            reference_logprobs=None if reference is None else cut(reference),
-            advantages=cut(batch.advantages),
+            old_logprobs=logprobs.detach() if old is None else old,
+            reference_logprobs=cut(batch.reference_logprobs),
+            advantages=micro_batch.cut(batch.advantages),
             rewards=batch.rows.rewards.view(-1)[micro_batch.rows].to(micro_batch.device),
             mask=micro_batch.mask_of(batch.rows),
             rows_per_group=batch.rows.rows_per_group,
-            marked=None if batch.marked is None else cut(batch.marked),
+            marked=cut(batch.marked),
         )
 
     def _weighted(
@@ -233,9 +241,9 @@ class Updater:
         accumulator: MetricAccumulator,
     ) -> torch.Tensor:
         """Set losses to 0 that the policy is not to learn from; they stay in the denominators."""
-        bound, mask = self.settings.update.off_policy_mask, inputs.mask
         if batch.learns is not None:
             losses = torch.where(micro_batch.cut(batch.learns), losses, 0.0)
+        bound, mask = self.settings.update.off_policy_mask, inputs.mask
         if bound is None:
             return losses
         gaps = micro_batch.cut(batch.rows.sampler_logprobs) - inputs.policy_logprobs.detach()
@@ -243,12 +251,6 @@ class Updater:
         is_far = (divergence > bound) & (masked_mean(inputs.advantages, mask)[:, None] < 0)
         accumulator.add_tokens("policy/off_policy_masked", is_far.float().expand_as(mask), mask)
         return torch.where(is_far if self.spec.level == "token" else is_far[:, 0], 0.0, losses)
-
-    def _reduce(self, losses: torch.Tensor, mask: torch.Tensor, denominator: int) -> torch.Tensor:
-        if self.spec.level == "token":
-            return reduce_loss(losses, mask, self._reduction, denominator)
-        units = mask.any(dim=1).view(len(losses), -1).any(dim=1, keepdim=True)
-        return reduce_loss(losses[:, None], units, "token_mean", denominator)
 
     def _count(self, batch: TrainBatch, groups: Sequence[int]) -> tuple[int, int, int]:
         """Count over the whole optimizer step: the denominator of its losses, its tokens, its completions or groups."""
@@ -302,19 +304,20 @@ class Updater:
         self, batch: TrainBatch, mini_batch: MiniBatch, step: int, accumulator: MetricAccumulator
     ) -> None:
         """Make one optimizer step of the critic."""
-        critic, optimizer_step, values = self.models.critic, self.models.critic_step, batch.rows.values
+        critic, optimizer_step = self.models.critic, self.models.critic_step
+        values = batch.rows.values
         assert critic is not None
         assert optimizer_step is not None
         assert values is not None
         assert batch.returns is not None
-        value_clip, micro_batches = self.settings.critic.value_clip, mini_batch.micro_batches
+        value_clip = self.settings.critic.value_clip
         accumulator.begin_step(mini_batch.num_tokens)
-        for index, micro_batch in enumerate(micro_batches):
-            cut, mask = micro_batch.cut, micro_batch.mask_of(batch.rows)
-            new, old = critic(micro_batch.inputs_of(batch.rows)), cut(values)
-            losses = value_loss(new, old, cut(batch.returns), value_clip)
+        for index, micro_batch in enumerate(mini_batch.micro_batches):
+            mask = micro_batch.mask_of(batch.rows)
+            new, old = critic(micro_batch.inputs_of(batch.rows)), micro_batch.cut(values)
+            losses = value_loss(new, old, micro_batch.cut(batch.returns), value_clip)
             loss = reduce_loss(losses, mask, "token_mean", mini_batch.num_tokens)
-            optimizer_step.backward(loss, is_last=index == len(micro_batches) - 1)
+            optimizer_step.backward(loss, is_last=index == len(mini_batch.micro_batches) - 1)
             accumulator.add("critic/loss", loss)
             if value_clip is not None:
                 far = (new.detach() - old).abs() > value_clip

@@ -45,8 +45,11 @@ class RolloutLogger:
         self._lines = None if folder is None else StepLines(folder / "rollouts.jsonl", resume_step)
         self._mismatch = None if folder is None else StepLines(folder / "correction.jsonl", resume_step)
         self._saves_tokens = saves_tokens
-        self._min_ess, self._has_warned = min_ess, False
-        self._show_every, self._num_shown, self._say = show_every, num_shown, say
+        self._min_ess = min_ess
+        self._has_warned = False
+        self._show_every = show_every
+        self._num_shown = num_shown
+        self._say = say
 
     def write(self, step: int, groups: Sequence[RolloutGroup], batch: TrainBatch | None) -> None:
         """Keep the rollouts of `step`; `batch` is None where nothing can be learned from them."""
