@@ -8,11 +8,10 @@ import cloudpickle
 import pytest
 from config_texts import RL
 
-from vectorlm.algorithms import get_algorithm
-from vectorlm.cli.export import Source
 from vectorlm.config import load_config, save_config
 from vectorlm.errors import ConfigError
 from vectorlm.hyperparameters import GRPOSettings
+from vectorlm.preflight.rl import check_rl
 
 MINE = """\
 from dataclasses import dataclass
@@ -80,13 +79,6 @@ def test_what_an_algorithm_does_not_have_is_refused_with_the_rows_that_do(load, 
     assert [row for row in rows if row not in text] == []
 
 
-def test_a_run_whose_algorithms_file_is_gone_can_be_exported(load):
-    save_config(load(OWN), "config.yaml")
-    Path("mine.py").unlink()
-    sys.modules.pop(f"vectorlm_plugin_{Path('mine.py').resolve()}")
-    assert not Source(path=Path("checkpoints/step-00000002"), run=Path(), step=2).is_adapter
-
-
 def test_an_algorithm_of_ones_own_declares_no_setting_that_rl_has(load):
     with open("mine.py", "a") as file:
         file.write("from dataclasses import replace\n")
@@ -107,7 +99,7 @@ def test_an_algorithm_of_ones_own_has_settings_of_its_own(load):
         0.75,
         "sequence_mean_token_sum",
     )
-    assert get_algorithm("mine.py:MARGIN").settings.margin == 0.5
+    assert check_rl(config).settings.margin == 0.5
     save_config(config, "saved.yaml")
     assert load_config("saved.yaml") == config
 

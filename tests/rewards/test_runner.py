@@ -66,31 +66,21 @@ def test_coroutines_run_at_once():
     assert most == 3
 
 
-def test_a_coroutine_of_completions():
-    async def reward(completions):
-        return [len(text) for text in completions]
-
-    assert rewards(run_reward(reward, items("a", "bb"))) == [1, 2]
-
-
 def test_coroutines_run_where_a_loop_runs_already():
     async def reward(text):
         return len(text)
 
-    async def notebook():
-        return run_reward(reward, items("abc"))
+    async def batch(completions):
+        if "bad" in completions:
+            raise ValueError("no such judge")
+        return [len(text) for text in completions]
 
-    assert rewards(asyncio.run(notebook())) == [3]
+    async def notebook(function, *texts):
+        return run_reward(function, items(*texts))
 
-
-def test_in_a_running_loop_a_batch_that_raises_is_named_by_its_own_error():
-    async def reward(completions):
-        raise ValueError("no such judge")
-
-    async def notebook():
-        return run_reward(reward, items("abc"))
-
-    (result,) = asyncio.run(notebook())
+    assert rewards(asyncio.run(notebook(reward, "abc"))) == [3]
+    assert rewards(asyncio.run(notebook(batch, "a", "bb"))) == [1, 2]
+    (result,) = asyncio.run(notebook(batch, "bad"))
     assert result.error == "ValueError: no such judge"
 
 
@@ -150,19 +140,16 @@ def test_a_call_that_hangs_is_ended_and_the_rest_goes_on(hang):
             hang()
         return 1.0
 
+    def batch(completions):
+        hang()
+
     before = signal.getsignal(signal.SIGALRM)
     found = run_reward(reward, items("a", "hang", "c", "d"), timeout_s=0.3)
     assert [each.error for each in found] == [None, "no answer within 0.3 s", None, None]
+    found = run_reward(batch, items("a", "b"), timeout_s=0.3)
+    assert [each.error for each in found] == ["no answer within 0.3 s"] * 2
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-
-
-def test_a_batch_that_hangs():
-    def reward(completions):
-        time.sleep(60)
-
-    found = run_reward(reward, items("a", "b"), timeout_s=0.3)
-    assert [each.error for each in found] == ["no answer within 0.3 s"] * 2
 
 
 def test_a_coroutine_that_does_not_await(monkeypatch):

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
-from tiny_rl import build, random_groups, random_rows, same
+from tiny_rl import build, distributions, random_rows, same
 from transformers import AutoModelForCausalLM
 
 import vectorlm.train.language_model
@@ -27,17 +27,6 @@ TOLERANCE = {"rtol": 2e-4, "atol": 2e-6}
 
 def settings(folder, kind="full", beta=1.0, coef=1.0):
     return TeacherSettings(model=str(folder), kind=kind, beta=beta, coef=coef)
-
-
-def distributions(folder, scale=1.0):
-    """Return the model's log-probabilities after each token of every random rollout, in float64, row by row."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale)
-    rollouts = [rollout for group in random_groups() for rollout in group]
-    ids = [torch.tensor([[*each.prompt_token_ids, *each.token_ids]]) for each in rollouts]
-    return model, [torch.log_softmax(model(each).logits[0], dim=-1) for each in ids]
 
 
 def prepare(topology, folder, algorithm, coef, scale, one_step):

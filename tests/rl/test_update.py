@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from rank_processes import on_ranks
-from tiny_rl import build, random_groups, random_rewards, random_rows, same
+from tiny_rl import build, distributions, random_rewards, random_rows, same
 
 from vectorlm.algorithms import Support, group_advantages
 from vectorlm.algorithms.registry import algorithm_names
@@ -94,15 +95,12 @@ def one_truncated_step(topology, folder):
 
 
 def test_tokens_outside_the_support_are_counted_and_finite(folder):
-    from transformers import AutoModelForCausalLM
-
     ((metrics, rows),) = on_ranks(1, one_truncated_step, folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    _, says = distributions(folder)
     outside = []
-    for ids, length, mask in zip(rows.input_ids, rows.num_tokens, rows.mask, strict=True):
-        logits = model(ids[None, :length]).logits[0]
-        for token in torch.nonzero(mask)[:, 0].tolist():
-            outside.append((logits[token - 1] > logits[token - 1, ids[token]]).sum().item() >= 20)
+    for row, place in rows.mask.nonzero().tolist():
+        logprobs = says[row][place - 1]
+        outside.append((logprobs > logprobs[rows.input_ids[row, place]]).sum().item() >= 20)
     assert 0 < sum(outside) < len(outside)
     assert metrics["sampler/outside_support"] == pytest.approx(sum(outside) / len(outside))
     assert metrics["policy/entropy"] < math.log(21)
@@ -111,29 +109,17 @@ def test_tokens_outside_the_support_are_counted_and_finite(folder):
 
 def test_the_gradient_is_that_of_the_papers_formula_row_by_row(folder):
     """GRPO at its first step, from plain softmax over each row without padding, in float64."""
-    from transformers import AutoModelForCausalLM
-
     ((gradient, metrics, old),) = on_ranks(1, one_grpo_step, folder)
     assert old is None, "one optimizer step needs no forward pass for the old log-probabilities"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    rewards = random_rewards()
-    advantages = group_advantages(rewards)
-    loss, num_rows = torch.zeros((), dtype=torch.float64), int((~rewards.isnan()).sum())
-    for p, group in enumerate(random_groups()):
-        for g, rollout in enumerate(group):
-            if rewards[p, g].isnan():
-                continue
-            ids = torch.tensor([[*rollout.prompt_token_ids, *rollout.token_ids]])
-            logprobs = torch.log_softmax(model(ids).logits[0], dim=-1)
-            start = len(rollout.prompt_token_ids)
-            own = [
-                logprobs[start + i - 1, token]
-                for i, (token, is_policy) in enumerate(
-                    zip(rollout.token_ids, rollout.policy_mask, strict=True)
-                )
-                if is_policy
-            ]
-            loss = loss - advantages[p, g].double() * torch.stack(own).mean() / num_rows
+    model, says = distributions(folder)
+    rows = random_rows("grpo")
+    advantages = group_advantages(random_rewards()).flatten().double()
+    per_row = []
+    for row, mask in enumerate(rows.mask):
+        own = [says[row][place - 1, rows.input_ids[row, place]] for place in mask.nonzero()[:, 0].tolist()]
+        if own:
+            per_row.append(-advantages[row] * torch.stack(own).mean())
+    loss = torch.stack(per_row).mean()
     loss.backward()
     for name, parameter in model.named_parameters():
         # float32 against float64
@@ -142,10 +128,9 @@ def test_the_gradient_is_that_of_the_papers_formula_row_by_row(folder):
     assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def penalty_step(topology, folder, reduction, kl_coef, entropy_coef):
+def penalty_step(topology, folder, kl_coef, hyperparameters=None, **more):
     """Make one step of a penalty or bonus alone; return the gradient, the metrics and the reference's part."""
-    more = {"hyperparameters": {"reduction": reduction}, "entropy_coef": entropy_coef}
-    run = one_step(topology, folder, "reinforce", has_reference=True, **more)
+    run = one_step(topology, folder, "reinforce", has_reference=True, hyperparameters=hyperparameters, **more)
     before, batch = run.weights(), run.prepare(random_rows("reinforce"))
     noise = torch.randn(batch.advantages.shape, generator=torch.Generator().manual_seed(5))
     batch = replace(
@@ -155,32 +140,25 @@ def penalty_step(topology, folder, reduction, kl_coef, entropy_coef):
     )
     metrics, after = run.update(batch, kl_coef=kl_coef), run.weights()
     gradient = {name: before[name] - after[name] for name in before}
-    return gradient, metrics, batch.reference_logprobs, batch.rows.mask
+    return gradient, metrics, batch.reference_logprobs, batch.rows
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean_token_mean", "sequence_sum_fixed"])
 @pytest.mark.parametrize(("kl_coef", "entropy_coef"), [(0.5, 0.0), (0.0, 0.5)])
 def test_penalty_and_bonus_are_reduced_as_the_loss_is(folder, reduction, kl_coef, entropy_coef):
     """The k3 penalty and the entropy, row by row and in float64."""
-    from transformers import AutoModelForCausalLM
-
-    steps = on_ranks(2, penalty_step, folder, reduction, kl_coef, entropy_coef)
-    gradient, metrics, reference, mask = steps[0]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    on_rank = partial(penalty_step, hyperparameters={"reduction": reduction}, entropy_coef=entropy_coef)
+    gradient, metrics, reference, rows = on_ranks(2, on_rank, folder, kl_coef)[0]
+    model, says = distributions(folder)
     per_row = []
-    for row, rollout in enumerate(rollout for group in random_groups() for rollout in group):
-        if not mask[row].any():
-            continue
-        start = len(rollout.prompt_token_ids)
-        ids = torch.tensor([[*rollout.prompt_token_ids, *rollout.token_ids]])
-        says = torch.log_softmax(model(ids).logits[0], dim=-1)
+    for row, mask in enumerate(rows.mask):
         values = []
-        for place, token in enumerate(rollout.token_ids, start=start):
-            if mask[row, place]:
-                d = reference[row, place].double() - says[place - 1, token]
-                spread = -(says[place - 1].exp() * says[place - 1]).sum()
-                values.append(kl_coef * (d.exp() - d - 1) - entropy_coef * spread)
-        per_row.append(torch.stack(values))
+        for place in mask.nonzero()[:, 0].tolist():
+            logprobs = says[row][place - 1]
+            d = reference[row, place].double() - logprobs[rows.input_ids[row, place]]
+            values.append(kl_coef * (d.exp() - d - 1) + entropy_coef * (logprobs.exp() * logprobs).sum())
+        if values:
+            per_row.append(torch.stack(values))
     loss = {
         "token_mean": torch.cat(per_row).mean(),
         "sequence_mean_token_mean": torch.stack([row.mean() for row in per_row]).mean(),
@@ -293,16 +271,12 @@ def entropy_step(topology, folder):
 
 def test_the_policy_learns_from_the_tokens_of_highest_entropy(folder):
     """Entropies row by row and in float64."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    _, says = distributions(folder)
     for weights, expected, learns, mask in on_ranks(2, entropy_step, folder):
-        entropies = {}
-        for row, rollout in enumerate(rollout for group in random_groups() for rollout in group):
-            ids = torch.tensor([[*rollout.prompt_token_ids, *rollout.token_ids]])
-            says = torch.log_softmax(model(ids).logits[0].detach(), dim=-1)
-            for place in mask[row].nonzero()[:, 0].tolist():
-                entropies[row, place] = -(says[place - 1].exp() * says[place - 1]).sum().item()
+        entropies = {
+            (row, place): -(says[row][place - 1].exp() * says[row][place - 1]).sum().item()
+            for row, place in mask.nonzero().tolist()
+        }
         highest = sorted(entropies, key=entropies.get, reverse=True)[: int(learns.sum())]
         assert set(map(tuple, learns.nonzero().tolist())) == set(highest)
         assert len(highest) / len(entropies) == pytest.approx(0.3, abs=1 / len(entropies))
@@ -310,34 +284,17 @@ def test_the_policy_learns_from_the_tokens_of_highest_entropy(folder):
             torch.testing.assert_close(weights[name], tensor)
 
 
-def weighted_penalty_step(topology, folder):
-    kl = KLSettings(kl_coef=0.5, kl_importance_weights=True)
-    run = one_step(topology, folder, "reinforce", has_reference=True, kl=kl, entropy_coef=0.0)
-    before, batch = run.weights(), run.prepare(random_rows("reinforce"))
-    noise = torch.randn(batch.advantages.shape, generator=torch.Generator().manual_seed(5))
-    batch = replace(
-        batch,
-        advantages=torch.zeros_like(batch.advantages),
-        reference_logprobs=batch.reference_logprobs + 0.3 * noise,
-    )
-    run.update(batch, kl_coef=0.5)
-    after = run.weights()
-    return {name: before[name] - after[name] for name in before}, batch.reference_logprobs, batch.rows.mask
-
-
 def test_importance_weights_of_the_penalty_have_a_gradient_too(folder):
     """r k3 with r = 1 at the first step: k3 grad log policy + grad k3, row by row and in float64."""
-    from transformers import AutoModelForCausalLM
-
-    gradient, reference, mask = on_ranks(2, weighted_penalty_step, folder)[0]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    kl = KLSettings(kl_coef=0.5, kl_importance_weights=True)
+    on_rank = partial(penalty_step, kl=kl, entropy_coef=0.0)
+    gradient, _, reference, rows = on_ranks(2, on_rank, folder, 0.5)[0]
+    model, says = distributions(folder)
     per_row = []
-    for row, rollout in enumerate(rollout for group in random_groups() for rollout in group):
-        ids = torch.tensor([[*rollout.prompt_token_ids, *rollout.token_ids]])
-        says = torch.log_softmax(model(ids).logits[0], dim=-1)
+    for row, mask in enumerate(rows.mask):
         values = []
-        for place in mask[row].nonzero()[:, 0].tolist():
-            mine = says[place - 1, ids[0, place]]
+        for place in mask.nonzero()[:, 0].tolist():
+            mine = says[row][place - 1, rows.input_ids[row, place]]
             d = reference[row, place].double() - mine
             values.append((mine - mine.detach()).exp() * (d.exp() - d - 1))
         if values:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from vectorlm.algorithms import AlgorithmSpec, get_algorithm
 from vectorlm.algorithms.support import WHOLE
@@ -168,6 +169,17 @@ def build(
                 parameter.mul_(teacher_scale)
     models = RLModels(policy, descent(policy.model, "policy"), reference, critic, critic_step, taught_by)
     return TinyRun(models, spec, settings, topology)
+
+
+def distributions(folder, scale=1.0):
+    """Return the model's log-probabilities after each token of every random rollout, in float64, row by row."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    rollouts = [rollout for group in random_groups() for rollout in group]
+    ids = [torch.tensor([[*each.prompt_token_ids, *each.token_ids]]) for each in rollouts]
+    return model, [torch.log_softmax(model(each).logits[0], dim=-1) for each in ids]
 
 
 def whole(model):
