@@ -19,6 +19,7 @@ from vectorlm.rl.metrics import correction_effect, count_log_ratios, mismatch_me
 from vectorlm.rl.micro_batch import RowFunction, map_rows
 from vectorlm.rl.models import RLModels
 from vectorlm.rl.settings import StepSettings
+from vectorlm.rl.teacher import AllRows
 
 
 def prepare_batch(
@@ -39,10 +40,6 @@ def prepare_batch(
         max_tokens = settings.update.max_tokens_per_micro_batch
         return map_rows(batch, function, topology, max_tokens=max_tokens, packs=models.why_padded is None)
 
-    def logprobs_and_entropy(kind: EntropyKind) -> tuple[torch.Tensor, torch.Tensor]:
-        found = all_rows(batch, lambda rows: torch.stack(models.policy(rows, kind)[:2]))
-        return found[0], found[1]
-
     correction = settings.correction
     mismatch = settings.mismatch
     in_reward = models.reference is not None and settings.kl.kl_in == "reward"
@@ -50,17 +47,7 @@ def prepare_batch(
     is_one_step = settings.update.num_epochs * settings.update.num_mini_batches == 1
     learns_tokens = settings.teacher is not None and settings.teacher.kind == "sampled"
     needs_old = in_reward or learns_tokens or correction.is_on or not is_one_step or spec.needs_old
-    old = gradient_norms = entropies = None
-    if spec.needs_gradient_norms:
-        old, collision = logprobs_and_entropy("collision")
-        gradient_norms = 1 - 2 * old.exp() + collision
-    if settings.update.top_entropy_quantile < 1:
-        logprobs, entropies = logprobs_and_entropy("value")
-        old = logprobs if old is None else old
-    if correction.bypass:
-        old = batch.sampler_logprobs
-    elif old is None and needs_old:
-        old = all_rows(batch, models.policy.logprobs)
+    old, gradient_norms, entropies = _first_pass(batch, models, spec, settings, needs_old, all_rows)
     weights = log_ratios = None
     metrics: dict[str, float] = {}
     if old is not None and not correction.bypass:
@@ -110,6 +97,34 @@ def prepare_batch(
         mismatch=log_ratios,
         teacher_logprobs=teacher,
     )
+
+
+def _first_pass(
+    batch: RolloutBatch,
+    models: RLModels,
+    spec: AlgorithmSpec,
+    settings: StepSettings,
+    needs_old: bool,
+    all_rows: AllRows,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return old log-probabilities, norms of their gradients and entropies, each if anything reads it."""
+
+    def logprobs_and_entropy(kind: EntropyKind) -> tuple[torch.Tensor, torch.Tensor]:
+        found = all_rows(batch, lambda rows: torch.stack(models.policy(rows, kind)[:2]))
+        return found[0], found[1]
+
+    old = gradient_norms = entropies = None
+    if spec.needs_gradient_norms:
+        old, collision = logprobs_and_entropy("collision")
+        gradient_norms = 1 - 2 * old.exp() + collision
+    if settings.update.top_entropy_quantile < 1:
+        logprobs, entropies = logprobs_and_entropy("value")
+        old = logprobs if old is None else old
+    if settings.correction.bypass:
+        old = batch.sampler_logprobs
+    elif old is None and needs_old:
+        old = all_rows(batch, models.policy.logprobs)
+    return old, gradient_norms, entropies
 
 
 def _highest(entropies: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:
