@@ -134,7 +134,7 @@ def test_check_says_how_the_run_goes_on(path, capsys):
         "goes on       from step 6; train_parameters.optimizer.lr=0.0002 (was 0.0001)"
         in capsys.readouterr().out
     )
-    assert main(["check", path, "--set", WITH, "--set", "train_parameters.seed=4"]) == 2
+    assert main(["check", path, "--set", WITH, "--set", "train_parameters.seed=4"]) == 1
     assert "train_parameters.seed=4 (was 11)" in capsys.readouterr().err
     save(path, is_finished=True)
     assert main(["check", path, "--set", WITH]) == 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vectorlm.config.schema import Config
 from vectorlm.config.value import raise_problems
 from vectorlm.data.prompts import read_prompts
-from vectorlm.errors import CheckpointError, ConfigError, DatasetError
+from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.preflight.files import file_problems
 from vectorlm.preflight.local_model import resolve_model
 from vectorlm.preflight.packages import package_problems
@@ -42,6 +42,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
 
     Raises:
         ConfigError: Lists every problem found.
+        CheckpointError: The checkpoints in the output folder are of another run, or cannot be read.
         DatasetError: A prompt leaves no room for an answer.
         EngineError: The teacher's server does not answer.
     """
@@ -62,11 +63,6 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         problems += reward_problems(config, prompts, evaluation_prompts)
     except ConfigError as error:
         problems.append(str(error))
-    resumption = None
-    try:
-        resumption = find_resumption(config, world_size)
-    except CheckpointError as error:
-        problems.append(str(error))
     if rl is not None:
         # These import torch, which the check of a config for fine-tuning does without.
         from vectorlm.preflight.rl import check_lengths, rl_problems
@@ -77,7 +73,8 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         check_lengths(config, prompts)
         check_teacher(config)
     raise_problems(problems)
-    return CheckedConfig(config, prompts, evaluation_prompts, resumption)
+    # Costs more than a minute: checkpoints are looked for after models are loaded.
+    return CheckedConfig(config, prompts, evaluation_prompts, find_resumption(config, world_size))
 
 
 def _read(
