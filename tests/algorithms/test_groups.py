@@ -20,6 +20,7 @@ from vectorlm.algorithms import (
     return_advantages,
 )
 from vectorlm.algorithms.batch import place_rewards
+from vectorlm.algorithms.spec import keep_best_and_worst
 
 NAN = math.nan
 
@@ -288,3 +289,29 @@ def test_of_all_baselines_the_optimal_one_varies_least():
     best = (advantages.square() * norms).sum()
     for shift in (-0.1, 0.1):
         assert ((advantages + shift).square() * norms).sum() > best
+
+
+@pytest.mark.parametrize(
+    "parts", [((0.7, 0.2), (0.8, 0.1)), ((100.1, 0.2), (100.0, 0.3)), ((-0.7, -0.2), (-0.8, -0.1))]
+)
+def test_rewards_that_differ_by_rounding_are_equal(parts):
+    """Half the completions reach the same total by other addends, added in float32."""
+    totals = [torch.tensor(each).sum() for each in parts]
+    rewards = torch.stack([totals[index % 2] for index in range(4)]).repeat(2, 1)
+    assert len(set(rewards.flatten().tolist())) == 2
+    lengths = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2)
+    mask = torch.ones(8, 3, dtype=torch.bool)
+    for advantages in (
+        group_advantages(rewards),
+        group_advantages(rewards, "batch"),
+        leave_one_out_advantages(rewards),
+        pass_at_k_advantages(rewards, 2),
+        decoupled_advantages(rewards[None], torch.ones(1)),
+        length_weighted_advantages(rewards, lengths),
+        rescaled_advantages(rewards),
+        optimal_token_advantages(place_rewards(mask, rewards), mask.float(), mask, 4),
+        batch_advantages(rewards),
+        return_advantages(place_rewards(mask, rewards), mask),
+    ):
+        assert not advantages.any()
+    assert not keep_best_and_worst(rewards, torch.ones(2, 4, dtype=torch.bool))[1].any()

@@ -5,6 +5,7 @@ from rank_processes import on_ranks
 from tiny_rl import build, random_groups, random_rewards, random_rows
 
 from vectorlm.algorithms import gae_advantages, leave_one_out_advantages, whiten
+from vectorlm.rl.prepare import _highest
 from vectorlm.rl.settings import KLSettings
 
 
@@ -80,3 +81,15 @@ def test_gae_takes_the_penalty_token_by_token_and_the_critic_learns_unwhitened_r
         assert torch.equal(getattr(batch, name), getattr(other, name)), "ranks disagree"
     assert whiten(advantages, first.mask).std() > 0
     assert torch.equal(first.mask, second.mask)
+
+
+def test_the_tokens_of_highest_entropy_are_those_above_the_interpolated_quantile():
+    generator = torch.Generator().manual_seed(0)
+    for n in (1, 2, 10, 11, 37):
+        entropies = torch.rand(1, n, generator=generator, dtype=torch.float64)
+        for share in (0.05, 0.2, 0.5, 0.8, 0.95):
+            expected = entropies >= torch.quantile(entropies, 1 - share)
+            assert torch.equal(_highest(entropies, torch.ones(1, n, dtype=torch.bool), share), expected), (
+                n,
+                share,
+            )

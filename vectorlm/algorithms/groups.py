@@ -237,11 +237,15 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, eps: float = 1e-8) -> torch.Tens
     return centred * torch.rsqrt(centred.square().sum() / (count - 1) + eps)
 
 
+EQUAL_WITHIN = 1e-6
+"""Rewards that differ by less than this share of the largest are equal: eight steps of float32, left by rounding."""
+
+
 def is_constant(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Return whether the `kept` rewards [P, G] of each group are equal, or none is kept; bool [P, 1]."""
+    """Return whether the `kept` rewards [P, G] of a group are equal but for rounding, or none is kept; bool [P, 1]."""
     highest = torch.where(kept, rewards, -torch.inf).amax(dim=1, keepdim=True)
     lowest = torch.where(kept, rewards, torch.inf).amin(dim=1, keepdim=True)
-    return highest <= lowest
+    return highest - lowest <= EQUAL_WITHIN * torch.maximum(highest.abs(), lowest.abs())
 
 
 def _kept(rewards: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from vectorlm.algorithms.batch import LossInputs, RolloutBatch
+from vectorlm.algorithms.groups import is_constant
 from vectorlm.hyperparameters import AlgorithmSettings, ClipSettings, TokenSettings
 
 LossUnit = Literal["token", "completion", "group"]
@@ -52,8 +53,7 @@ def keep_best_and_worst(rewards: torch.Tensor, valid: torch.Tensor) -> Selection
     best = torch.where(kept, rewards, -torch.inf).argmax(dim=1, keepdim=True)
     worst = torch.where(kept, rewards, torch.inf).argmin(dim=1, keepdim=True)
     columns = torch.cat([best, worst], dim=1)
-    differ = kept.gather(1, best) & (rewards.gather(1, best) > rewards.gather(1, worst))
-    return columns, differ.expand(-1, 2)
+    return columns, (~is_constant(rewards, kept)).expand(-1, 2)
 
 
 def observe_nothing(inputs: LossInputs, hparams: AlgorithmSettings) -> Mapping[str, torch.Tensor]:

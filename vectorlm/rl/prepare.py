@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -130,6 +131,6 @@ def _first_pass(
 def _highest(entropies: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:
     """Return the masked tokens whose entropy is at least the (1 - share) quantile of the batch, bool [B, T]."""
     inside = entropies[mask].double()
-    # torch.quantile refuses more than 16 million numbers.
-    rank = min(int((1 - share) * (len(inside) - 1)) + 1, len(inside))
+    # torch.quantile, which lies between two numbers, refuses more than 16 million of them.
+    rank = min(math.ceil((1 - share) * (len(inside) - 1) - 1e-9) + 1, len(inside))
     return mask & (entropies >= inside.kthvalue(rank).values) if len(inside) else mask
