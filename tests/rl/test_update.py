@@ -14,7 +14,9 @@ from vectorlm.algorithms.registry import algorithm_names
 from vectorlm.errors import ConfigError, NonFiniteLoss
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.settings import KLSettings
+from vectorlm.rl.update import Updater
 from vectorlm.train.load import load_model
+from vectorlm.train.optimizer_step import Schedule
 
 # Sums over rows are taken in another order; weights are of size 0.02 to 1, in float32.
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-6}
@@ -314,6 +316,49 @@ def test_a_batch_is_left_once_the_policy_has_moved_far(folder):
     for metrics in on_ranks(2, stop_early, folder):
         assert metrics["policy/stopped_early"] == 1.0
         assert 1 < metrics["policy/optimizer_steps"] < 10
+
+
+def learn_then_nothing(topology, folder, algorithm):
+    """Train once with momentum; then on equal rewards."""
+    run = build(topology, folder, algorithm, entropy_coef=0.0)
+    steps = [each for each in (run.models.policy_step, run.models.critic_step) if each is not None]
+    for each in steps:
+        each.optimizer.param_groups[0]["momentum"] = 0.9
+    run.update(run.prepare(random_rows(algorithm)))
+    before = run.weights()
+    rows = random_rows(algorithm)
+    batch = run.prepare(rows)
+    metrics = run.update(replace(batch, advantages=torch.zeros_like(batch.advantages)))
+    return before, run.weights(), metrics
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp"])
+def test_a_batch_without_anything_to_learn_leaves_the_weights_where_they_are(folder, algorithm):
+    for before, after, metrics in on_ranks(2, learn_then_nothing, folder, algorithm):
+        assert metrics["policy/optimizer_steps"] == 0
+        assert metrics["policy/grad_norm"] == 0
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def rates_of_a_run(topology, folder):
+    """Train on the second of three batches, which stops early; return the rate before each."""
+    run = build(topology, folder, "grpo", lr=5.0, max_kl=1e-4, num_epochs=2)
+    schedule = Schedule("linear", run.models.policy_step.optimizer, num_warmup_steps=0, num_steps=12)
+    models = replace(run.models, policy_step=replace(run.models.policy_step, schedule=schedule))
+    updater = Updater(models, run.spec, run.settings, topology)
+    rates = []
+    for number in range(3):
+        rates.append(schedule.learning_rate)
+        if number == 1:
+            updater.update(run.prepare(random_rows("grpo")), step=0)
+        updater.follow_run(number + 1)
+    return rates
+
+
+def test_the_learning_rate_follows_the_position_in_the_run(folder):
+    """Two epochs of two mini-batches for each of three batches, over 12 steps."""
+    for rates in on_ranks(2, rates_of_a_run, folder):
+        assert rates == pytest.approx([5.0, 5.0 * 8 / 12, 5.0 * 4 / 12])
 
 
 def diverge(topology, folder, budget):

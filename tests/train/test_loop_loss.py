@@ -1,5 +1,6 @@
 """The loss of fine-tuning: of a batch as the sum of its examples', packed and padded."""
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -92,3 +93,25 @@ def test_a_text_does_not_see_the_one_before_it_in_its_row_unless_rows_are_padded
     for mine, theirs in zip(found[1], right[1], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert abs(found[0] - wrong[0]) > 1e-2
+
+
+def step_without_targets(topology, folder):
+    loop, batch, said = build_loop(topology, folder), random_batch(), []
+    model, schedule = loop.optimizer_step.model, loop.optimizer_step.schedule
+    loop.recorder = replace(loop.recorder, say=said.append)
+    loop.optimize([batch])
+    before = [each.full_tensor().clone() for each in model.parameters()]
+    batch.labels.fill_(-100)
+    metrics = loop.optimize([batch])
+    after = [each.full_tensor() for each in model.parameters()]
+    moved = any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    return metrics, moved, schedule.state_dict()["num_steps_done"], said
+
+
+def test_a_step_without_a_counted_token_leaves_the_weights_where_they_are(folder):
+    """AdamW's momentum and decay would move them; the schedule goes on."""
+    for metrics, moved, num_steps_done, said in on_ranks(2, step_without_targets, folder):
+        assert not moved
+        assert "train/loss" not in metrics
+        assert num_steps_done == 2
+        assert said == ["step 1: no token counts in the loss; the weights stay as they are"]

@@ -80,6 +80,7 @@ class RLLoop:
         while self.step < self.recorder.num_steps and not self.recorder.stopping.is_over:
             metrics = self._train()
             self.step += 1
+            self.updater.follow_run(self.step)
             metrics |= self._follow(metrics) | self._evaluate()
             # After the last step only the evaluation's hot swap has brought when the engine computed.
             is_last = self.step == self.recorder.num_steps or self.recorder.stopping.is_over
@@ -118,6 +119,10 @@ class RLLoop:
             if batch is not None and batch.rows.mask.any():
                 with timer.span("time/update_s"):
                     metrics |= batch_metrics(batch) | self._update(batch)
+                if metrics.get("policy/grad_norm") == 0:
+                    self.recorder.say(
+                        f"step {self.step + 1}: nothing to learn, the gradient is 0; the policy stays as it is"
+                    )
         return metrics | self.meter.speeds(timer.seconds, metrics)
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:

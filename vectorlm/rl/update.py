@@ -70,11 +70,11 @@ class Updater:
         num_steps = num_tokens = num_passes = 0
         for mini_batch in self._mini_batches(batch, step):
             if trains_policy:
-                kl = self._train_policy(batch, mini_batch, step, kl_coef, accumulator)
+                kl, grad_norm = self._train_policy(batch, mini_batch, step, kl_coef, accumulator)
                 is_stopped = self.settings.update.max_kl is not None and kl > self.settings.update.max_kl
+                num_steps += grad_norm > 0
             if self.models.critic is not None:
                 self._train_critic(batch, mini_batch, step, accumulator)
-            num_steps += trains_policy
             num_tokens += mini_batch.num_computed
             num_passes += len(mini_batch.micro_batches)
             if is_stopped:
@@ -87,6 +87,15 @@ class Updater:
             "perf/trained_tokens": float(num_tokens),
             "balance/micro_batches": float(num_passes),
         }
+
+    def follow_run(self, num_batches: int) -> None:
+        """Set the learning rates by the position in the run, after `num_batches` batches, trained on or not."""
+        update, critic = self.settings.update, self.models.critic_step
+        warmup_steps = 0 if critic is None else self.settings.critic.warmup_steps
+        for optimizer_step, left_out in ((self.models.policy_step, warmup_steps), (critic, 0)):
+            if optimizer_step is not None and optimizer_step.schedule is not None:
+                num_steps = update.num_epochs * update.num_mini_batches * (num_batches - left_out)
+                optimizer_step.schedule.go_to(num_steps)
 
     @property
     def _reduction(self) -> Reduction:
@@ -125,8 +134,8 @@ class Updater:
         step: int,
         kl_coef: float,
         accumulator: MetricAccumulator,
-    ) -> float:
-        """Make one optimizer step of the policy; return its KL divergence from the policy of the rollout."""
+    ) -> tuple[float, float]:
+        """Make one step of the policy; return its divergence from the rollout's policy, and the gradient's norm."""
         micro_batches = mini_batch.micro_batches
         accumulator.begin_step(mini_batch.num_tokens)
         tokens = sum(each.num_tokens for each in micro_batches if not each.is_filler)
@@ -140,8 +149,9 @@ class Updater:
             accumulator.add("policy/loss", loss)
         sums = accumulator.end_step()
         optimizer_step.require_finite(sums["policy/loss"], step)
-        accumulator.note_all("policy", optimizer_step.finish(step))
-        return sums["policy/kl"]
+        finished = optimizer_step.finish(step)
+        accumulator.note_all("policy", finished)
+        return sums["policy/kl"], finished["grad_norm"]
 
     def _policy_loss(
         self,

@@ -99,7 +99,7 @@ class FineTuningLoop:
         my_loss = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, batch in enumerate(micro_batches):
             with span("time/forward_s"):
-                loss = self.sum_loss(batch) / num_targets
+                loss = self.sum_loss(batch) / max(num_targets, 1)
             with span("time/backward_s"):
                 self.optimizer_step.backward(loss, is_last=index == len(micro_batches) - 1)
             my_loss += loss.detach()
@@ -110,7 +110,6 @@ class FineTuningLoop:
         self._tokens_seen += num_tokens
         flops_per_s = 6 * self._num_weights * num_tokens / step_s
         metrics = {
-            "train/loss": loss_value,
             "train/learning_rate": finished["learning_rate"],
             "train/grad_norm": finished["grad_norm"],
             "train/tokens_per_s": num_tokens / step_s,
@@ -119,6 +118,12 @@ class FineTuningLoop:
             "perf/memory_max_bytes": float(most_bytes),
             "perf/model_flops_per_s": flops_per_s,
         }
+        if num_targets:
+            metrics["train/loss"] = loss_value
+        else:
+            self.recorder.say(
+                f"step {self.step + 1}: no token counts in the loss; the weights stay as they are"
+            )
         if self.settings.device_peak_tflops is not None:
             peak = self.settings.device_peak_tflops * 1e12 * self.optimizer_step.topology.world_size
             metrics["perf/mfu"] = flops_per_s / peak
@@ -207,7 +212,7 @@ class FineTuningLoop:
         return is_target
 
     def _count(self, micro_batches: Sequence[Batch]) -> tuple[int, int, int]:
-        """Count the target tokens and the tokens of a step, at least one of each, and the bytes of the fullest rank."""
+        """Count the target tokens and the tokens of a step, and the bytes of the fullest rank."""
         topology = self.optimizer_step.topology
         totals = torch.zeros(2 + topology.world_size, dtype=torch.int64, device=self._device)
         for batch in micro_batches:
@@ -215,7 +220,7 @@ class FineTuningLoop:
             totals[1] += batch.attention_mask.sum()
         totals[2 + topology.rank] = memory_bytes(self._device)
         dist.all_reduce(totals)
-        num_targets, num_tokens, *each_bytes = totals.clamp(min=1).tolist()
+        num_targets, num_tokens, *each_bytes = totals.tolist()
         return num_targets, num_tokens, max(each_bytes)
 
     def _add_up_finite(self, my_loss: torch.Tensor, micro_batches: Sequence[Batch]) -> float:

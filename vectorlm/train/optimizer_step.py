@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -75,7 +76,11 @@ class OptimizerStep:
             )
 
     def finish(self, step: int) -> dict[str, float]:
-        """Clip the gradient, update the weights, step the schedule; return `grad_norm` and `learning_rate`."""
+        """Clip the gradient, update the weights, step the schedule; return `grad_norm` and `learning_rate`.
+
+        A gradient that is 0 throughout is a step with nothing to learn: weights and optimizer stay as they are, which
+        momentum and weight decay would move.
+        """
         total = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         if not math.isfinite(norm):
@@ -85,7 +90,8 @@ class OptimizerStep:
                 "Lower the learning rate, or train without use_mp."
             )
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.step()
+        if norm > 0:
+            self.optimizer.step()
         self.optimizer.zero_grad()
         if self.schedule is not None:
             self.schedule.step()
@@ -128,11 +134,19 @@ class Schedule:
         """The learning rate that the next optimizer step will use."""
         return self._optimizer.param_groups[0]["lr"]
 
+    def go_to(self, num_steps: int) -> None:
+        """Go on to where the schedule is after `num_steps` steps of the run, made or left out."""
+        while self._num_steps_done < num_steps:
+            self.step()
+
     def step(self) -> None:
         """Set the learning rate of the next optimizer step."""
         self._num_steps_done += 1
         if not self._follows_loss:
-            self._inner.step()
+            with warnings.catch_warnings():
+                # A first step with nothing to learn makes no optimizer step.
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                self._inner.step()
         elif self._num_steps_done <= self._num_warmup_steps:
             self._warm_up()
 
