@@ -86,6 +86,35 @@ def test_a_chat_gets_the_special_tokens_of_its_template_and_no_others(judge, tmp
     assert found == pytest.approx(plain(ids).logits.item(), abs=1e-5)
 
 
+def score_chats(topology, judge):
+    def load(load):
+        return load_sharded(load, topology)
+
+    model = RewardModel(str(judge), load, topology, max_tokens=24, max_length=12)
+    chat = PromptRecord([{"role": "user", "content": "ab"}])
+    texts = ("c", "defg")
+    return model([Rollout(chat, (2,), (3,), (True,), (0.0,), (0,), text, "stop") for text in texts])
+
+
+@pytest.mark.parametrize("saved_padding", [None, "eos"])
+def test_a_score_is_read_where_the_models_own_config_reads_it(judge, tmp_path, saved_padding):
+    """Rows end in the tokenizer's padding token, which counts as padding only if the model's config says so."""
+    model = AutoModelForSequenceClassification.from_pretrained(judge).eval()
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}</s>"
+    model.config.pad_token_id = tokenizer.eos_token_id if saved_padding else None
+    model.save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    expected = []
+    for text in ("abc</s>", "abdefg</s>"):
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        assert ids[0, -1] == tokenizer.eos_token_id
+        expected.append(model(ids).logits.item())
+    for found in on_ranks(2, score_chats, tmp_path / "judge"):
+        assert found == pytest.approx(expected, abs=1e-5)
+
+
 def test_a_reward_model_reads_prompt_and_completion_as_one_text(judge):
     tokenizer = AutoTokenizer.from_pretrained(judge)
     plain = AutoModelForSequenceClassification.from_pretrained(judge).eval()

@@ -53,6 +53,7 @@ class RewardModel:
 
         self._model: Any = load_sharded(load)
         self._config: Any = self._model.config
+        self._own_padding: int | None = self._config.pad_token_id
         self._topology, self._max_tokens, self._max_length = topology, max_tokens, max_length
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
@@ -60,8 +61,9 @@ class RewardModel:
         if not rollouts:
             return []
         rows = [self._token_ids(rollout) for rollout in rollouts]
-        # The score is read at the last token that is not padding, so the padding token must not be the last of any row.
-        padding = self._tokenizer.pad_token_id
+        # The score is read at the last token that is not padding. A tokenizer's padding token may also end rows, whose
+        # scores would then be read one token early: only the model's own config decides what padding is.
+        padding = self._own_padding
         if padding is None:
             used = {token for row in rows for token in row}
             padding = next(token for token in range(len(used) + 1) if token not in used)
