@@ -1,5 +1,6 @@
 import errno
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,6 +223,19 @@ def test_a_lone_process_saves_without_a_process_group_and_leaves_other_folders_a
     assert not dist.is_initialized()
     assert (tmp_path / ".other.unfinished").is_dir(), "another program is writing there"
     assert torch.equal(load_model(tmp_path / "mine").lm_head.weight, load_model(model_dir).lm_head.weight)
+
+
+def test_a_generation_config_is_saved_as_the_model_came_with_it(tmp_path):
+    """Some models ship settings that contradict each other, which transformers reads and refuses to write."""
+    model_dir = save_tiny_llama(tmp_path / "llama")
+    shipped = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "eos_token_id": 1}
+    (Path(model_dir) / "generation_config.json").write_text(json.dumps(shipped))
+    model = load_model(model_dir)
+    with pytest.raises(ValueError, match="temperature"):
+        model.generation_config.save_pretrained(tmp_path)
+    vectorlm.save_model(model, tmp_path / "mine")
+    assert shipped.items() <= json.loads((tmp_path / "mine/generation_config.json").read_text()).items()
+    assert load_model(tmp_path / "mine").generation_config.top_p == 0.6
 
 
 def test_what_cannot_be_saved_is_refused_with_what_to_pass(tmp_path):

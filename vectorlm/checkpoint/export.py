@@ -111,7 +111,7 @@ def export_model(
             try:
                 for options in getattr(model, "peft_config", {}).values():
                     options.base_model_name_or_path = lasting_name(options.base_model_name_or_path)
-                model.save_pretrained(work, state_dict=weights, max_shard_size=MAX_SHARD)
+                _save_model(model, work, weights)
                 if given is not None:
                     given.save_pretrained(work)
                 # peft leaves a template of a card.
@@ -129,6 +129,20 @@ def export_model(
         if dist.is_initialized():
             dist.broadcast_object_list(written)
         results_or_first_error(written)
+
+
+def _save_model(model: Any, work: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Save weights and configuration; the generation config as it came, which transformers would refuse to write."""
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is None or hasattr(model, "peft_config"):
+        model.save_pretrained(work, state_dict=weights, max_shard_size=MAX_SHARD)
+        return
+    model.generation_config = type(generation_config)()
+    try:
+        model.save_pretrained(work, state_dict=weights, max_shard_size=MAX_SHARD)
+    finally:
+        model.generation_config = generation_config
+    generation_config.to_json_file(work / "generation_config.json", keys_to_pop=["compile_config"])
 
 
 def _is_main() -> bool:
