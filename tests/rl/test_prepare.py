@@ -5,6 +5,7 @@ from rank_processes import on_ranks
 from tiny_rl import build, random_groups, random_rewards, random_rows
 
 from vectorlm.algorithms import gae_advantages, leave_one_out_advantages, whiten
+from vectorlm.algorithms.registry import algorithm_names, get_algorithm
 from vectorlm.rl.prepare import _highest
 from vectorlm.rl.settings import KLSettings
 
@@ -93,3 +94,25 @@ def test_the_tokens_of_highest_entropy_are_those_above_the_interpolated_quantile
                 n,
                 share,
             )
+
+
+def advantages_of_all(topology, folder):
+    """Return the advantages of each algorithm with and without its truncated completions, and the masks."""
+    found = {}
+    for algorithm in algorithm_names():
+        if get_algorithm(algorithm).chooses:
+            continue  # it chooses among the completions that are not truncated
+        rows = [random_rows(algorithm, drop_truncated) for drop_truncated in (False, True)]
+        batches = [build(topology, folder, algorithm).prepare(each) for each in rows]
+        found[algorithm] = [(batch.advantages, batch.rows.mask) for batch in batches]
+    return found
+
+
+def test_completions_that_the_loss_leaves_out_stay_in_every_baseline(folder):
+    truncated = [each.finish_reason == "length" for group in random_groups() for each in group]
+    assert any(truncated)
+    ((found),) = on_ranks(1, advantages_of_all, folder)
+    assert len(found) > 20
+    for algorithm, ((whole, mask), (dropped, trained)) in found.items():
+        assert torch.equal(trained, mask & ~torch.tensor(truncated)[:, None]), algorithm
+        torch.testing.assert_close(dropped, torch.where(trained, whole, 0.0), msg=algorithm)

@@ -49,7 +49,7 @@ def random_groups(seed=0):
             tokens = tuple(draw(2, 48, draw(2, 10)[0]))
             is_policy = tuple(index != 1 or len(tokens) < 5 for index in range(len(tokens)))
             logprobs, versions = (-1.0,) * len(tokens), (0,) * len(tokens)
-            reason = "length" if len(tokens) == 9 else "stop"
+            reason = "length" if len(tokens) >= 8 else "stop"
             group.append(
                 Rollout(PromptRecord("q"), prompt, tokens, is_policy, logprobs, versions, "text", reason)
             )
@@ -73,9 +73,10 @@ def scored(groups, rewards):
     ]
 
 
-def random_rows(algorithm):
+def random_rows(algorithm, drop_truncated=False):
     """Return the rows of the random rollouts that an algorithm trains on."""
-    return make_batch(scored(random_groups(), random_rewards()), get_algorithm(algorithm))
+    groups = scored(random_groups(), random_rewards())
+    return make_batch(groups, get_algorithm(algorithm), drop_truncated=drop_truncated)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ class RolloutBatch:
     """float32 [B, T], the policy's before the first optimizer step, for algorithms that need them."""
     gradient_norms: torch.Tensor | None = None
     """float32 [B, T], squared norms of the gradient of each log-probability by the logits, for those that need them."""
+    baseline_mask: torch.Tensor | None = None
+    """bool [B, T], `mask` and completions that others are compared with but that are not trained on; None: none."""
 
     @property
     def rows_per_group(self) -> int:
@@ -60,6 +62,10 @@ class RolloutBatch:
         places = torch.where(self.mask, torch.arange(self.mask.shape[1]), self.mask.shape[1])
         return tuple(places.amin(dim=1).tolist())
 
+    def for_baselines(self) -> RolloutBatch:
+        """Return the batch with the completions that are only compared with in its mask."""
+        return self if self.baseline_mask is None else replace(self, mask=self.baseline_mask)
+
     def spread(self, advantages: torch.Tensor) -> torch.Tensor:
         """Give each token the advantage of its completion: [P, K] to [B, T]."""
         return torch.where(self.mask, advantages.reshape(-1, 1), 0.0)
@@ -68,8 +74,10 @@ class RolloutBatch:
         """Remove the `rejected` tokens, bool [B, T], from the mask; a row that loses all its tokens becomes invalid."""
         mask = self.mask & ~rejected
         lost = (self.mask.any(dim=1) & ~mask.any(dim=1)).view_as(self.valid)
-        token_rewards = place_rewards(mask, self.rewards)
-        return replace(self, mask=mask, valid=self.valid & ~lost, token_rewards=token_rewards)
+        left = replace(self, mask=mask, valid=self.valid & ~lost)
+        if self.baseline_mask is not None:
+            left = replace(left, baseline_mask=self.baseline_mask & ~(self.mask & rejected))
+        return replace(left, token_rewards=place_rewards(left.for_baselines().mask, self.rewards))
 
     def penalised(self, penalty: torch.Tensor) -> RolloutBatch:
         """Subtract a penalty for each token, float32 [B, T], from the rewards."""

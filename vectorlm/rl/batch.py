@@ -50,7 +50,7 @@ def make_batch(
     """Lay out the rollouts that the algorithm trains on; None where there is nothing to learn.
 
     Rows that are not valid have an empty mask. With `drop_truncated`, truncated completions have one too, but stay in
-    the baseline of their group.
+    the baselines that others are compared with.
     """
     groups = kept_groups(groups)
     if not groups:
@@ -73,13 +73,15 @@ def make_batch(
     input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
     attention_mask = torch.zeros(shape, dtype=torch.int64)
     mask = torch.zeros(shape, dtype=torch.bool)
+    is_left_out = torch.zeros(len(rollouts), 1, dtype=torch.bool)
     sampler_logprobs = torch.zeros(shape)
     for row, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
         start = len(rollout.prompt_token_ids)
         input_ids[row, :length] = torch.tensor([*rollout.prompt_token_ids, *rollout.token_ids])
         attention_mask[row, :length] = 1
         sampler_logprobs[row, start:length] = torch.tensor(rollout.sampler_logprobs)
-        if is_valid[row] and not (drop_truncated and rollout.is_truncated):
+        is_left_out[row] = drop_truncated and rollout.is_truncated
+        if is_valid[row]:
             mask[row, start:length] = torch.tensor(rollout.policy_mask, dtype=torch.bool)
     greedy = [group.greedy_reward for group in groups if group.greedy_reward is not None]
     parts = part_weights = None
@@ -91,7 +93,7 @@ def make_batch(
     batch = RolloutBatch(
         input_ids,
         attention_mask,
-        mask,
+        mask & ~is_left_out,
         sampler_logprobs,
         rewards,
         valid,
@@ -100,5 +102,6 @@ def make_batch(
         greedy_rewards=torch.stack(greedy) if greedy else None,
         reward_parts=parts,
         part_weights=part_weights,
+        baseline_mask=mask if is_left_out.any() else None,
     )
-    return batch if mask.any() else None
+    return batch if batch.mask.any() else None

@@ -59,7 +59,7 @@ def prepare_batch(
         batch, weights = apply_correction(correction, before, old)
         metrics |= correction_effect(before, batch, weights)
     reference = None if models.reference is None else all_rows(batch, models.reference)
-    values = None if models.critic is None else all_rows(batch, models.critic)
+    values = None if models.critic is None else all_rows(batch.for_baselines(), models.critic)
     teacher = None
     if learns_tokens:
         assert models.teacher is not None
@@ -71,10 +71,12 @@ def prepare_batch(
         divergence = kl_estimate(old, reference, settings.kl.kl_kind)
         batch = batch.penalised(torch.where(batch.mask, kl_coef * divergence, 0.0))
     batch = replace(batch, values=values, old_logprobs=old, gradient_norms=gradient_norms)
-    advantages = spec.advantages(batch, settings.hparams)
+    compared = batch.for_baselines()
+    advantages = spec.advantages(compared, settings.hparams)
     returns = None if values is None else torch.where(batch.mask, advantages + values, 0.0)
     if isinstance(settings.hparams, WhiteningSettings) and settings.hparams.whiten_advantages:
-        advantages = whiten(advantages, batch.mask)
+        advantages = whiten(advantages, compared.mask)
+    advantages = torch.where(batch.mask, advantages, 0.0)
     if teacher is not None:
         assert old is not None
         assert settings.teacher is not None
@@ -110,16 +112,16 @@ def _first_pass(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return old log-probabilities, norms of their gradients and entropies, each if anything reads it."""
 
-    def logprobs_and_entropy(kind: EntropyKind) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs_and_entropy(batch: RolloutBatch, kind: EntropyKind) -> tuple[torch.Tensor, torch.Tensor]:
         found = all_rows(batch, lambda rows: torch.stack(models.policy(rows, kind)[:2]))
         return found[0], found[1]
 
     old = gradient_norms = entropies = None
     if spec.needs_gradient_norms:
-        old, collision = logprobs_and_entropy("collision")
+        old, collision = logprobs_and_entropy(batch.for_baselines(), "collision")
         gradient_norms = 1 - 2 * old.exp() + collision
     if settings.update.top_entropy_quantile < 1:
-        logprobs, entropies = logprobs_and_entropy("value")
+        logprobs, entropies = logprobs_and_entropy(batch, "value")
         old = logprobs if old is None else old
     if settings.correction.bypass:
         old = batch.sampler_logprobs
