@@ -53,7 +53,6 @@ class RewardModel:
 
         self._model: Any = load_sharded(load)
         self._config: Any = self._model.config
-        self._own_padding: int | None = self._config.pad_token_id
         self._topology, self._max_tokens, self._max_length = topology, max_tokens, max_length
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
@@ -63,7 +62,7 @@ class RewardModel:
         rows = [self._token_ids(rollout) for rollout in rollouts]
         # The score is read at the last token that is not padding. A tokenizer's padding token may also end rows, whose
         # scores would then be read one token early: only the model's own config decides what padding is.
-        padding = self._own_padding
+        own_padding = padding = self._config.pad_token_id
         if padding is None:
             used = {token for row in rows for token in row}
             padding = next(token for token in range(len(used) + 1) if token not in used)
@@ -78,6 +77,7 @@ class RewardModel:
         unread = (attention_mask.float(), nothing, nothing.bool(), nothing.long(), attention_mask.float())
         batch = RolloutBatch(input_ids, attention_mask, mask, *unread)
         scores = map_rows(batch, self._scores, self._topology, max_tokens=self._max_tokens)
+        self._config.pad_token_id = own_padding
         reshard(self._model)
         return scores[:, 0].tolist()
 
