@@ -103,6 +103,16 @@ def test_an_evaluation_samples_with_the_models_weights_scores_first_answers_and_
     ]
 
 
+def test_the_accuracy_is_what_evaluate_reports_of_several_answers(model_dir):
+    """Each of three questions has four answers, and one question has no reward at all."""
+    given = iter([1.0, 0.5, None, 1.0, 0.0, 0.0, 0.0, 1.0, None, None, None, None])
+    engine = HFEngine(model_dir, sampling_params={"n": 4, "max_tokens": 2})
+    turn = turn_of(model_dir, load_model(model_dir), engine=engine)
+    records = [PromptRecord("abc"), PromptRecord("xyz"), PromptRecord("uvw")]
+    evaluator = Evaluator(turn, records, samples_path=None, reward=lambda text: next(given))
+    assert evaluator.evaluate(1)["eval/accuracy"] == pytest.approx((2 / 3 + 1 / 4) / 2)
+
+
 def test_a_swap_that_was_skipped_reports_no_times_and_without_a_reward_nothing_is_scored(model_dir, tmp_path):
     model, said = load_model(model_dir), []
     evaluator = Evaluator(

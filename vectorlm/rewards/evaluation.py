@@ -11,6 +11,7 @@ from typing import Any
 from vectorlm.encoding import shown_prompt
 from vectorlm.report.progress import sample_with_progress
 from vectorlm.report.step_lines import StepLines
+from vectorlm.rewards.grade import grade
 from vectorlm.rewards.runner import score_answers
 from vectorlm.train.device_turn import DeviceTurn
 from vectorlm.types import Completion, PromptRecord
@@ -75,7 +76,8 @@ class Evaluator:
                 timeout_s=self._timeout_s,
                 setting="sampler.reward",
             )
-            metrics["eval/accuracy"] = sum(options[0] == 1.0 for options in rewards) / len(rewards)
+            if (found := grade(rewards)).num_questions:
+                metrics["eval/accuracy"] = found.accuracy
         if self._lines is not None:
             self._lines.write(step, self._samples(answers, rewards, generate_s))
             self._say(self._summary(step, answers, rewards))
@@ -98,8 +100,10 @@ class Evaluator:
         if rewards is None:
             head, marks = f"step {step}: {len(answers)} prompts sampled", [""] * len(answers)
         else:
-            marks = ["right: " if options[0] == 1.0 else "wrong: " for options in rewards]
-            head = f"step {step}: {marks.count('right: ')}/{len(marks)} right"
+            words = {True: "right: ", False: "wrong: "}
+            marks = ["" if math.isnan(options[0]) else words[options[0] == 1.0] for options in rewards]
+            scored = [each for options in rewards for each in options if not math.isnan(each)]
+            head = f"step {step}: {scored.count(1.0)}/{len(scored)} right"
         lines = [head]
         for mark, record, options in zip(marks[:NUM_SHOWN], self._prompt_records, answers, strict=False):
             # An answer continues a text, and follows chat messages or ids.
