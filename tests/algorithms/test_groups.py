@@ -6,6 +6,8 @@ from itertools import combinations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vectorlm.algorithms import (
     baseline_advantages,
@@ -20,6 +22,7 @@ from vectorlm.algorithms import (
     return_advantages,
 )
 from vectorlm.algorithms.batch import place_rewards
+from vectorlm.algorithms.groups import join_equal
 from vectorlm.algorithms.spec import keep_best_and_worst
 
 NAN = math.nan
@@ -315,3 +318,26 @@ def test_rewards_that_differ_by_rounding_are_equal(parts):
     ):
         assert not advantages.any()
     assert not keep_best_and_worst(rewards, torch.ones(2, 4, dtype=torch.bool))[1].any()
+
+
+@given(
+    cents=st.lists(st.tuples(st.integers(-(10**5), 10**5), st.integers(0, 100)), min_size=2, max_size=6),
+    total=st.integers(-50, 50),
+)
+def test_sums_that_are_equal_by_decimal_arithmetic_are_joined_and_others_are_not(cents, total):
+    """Every total is reached by large addends that cancel, in float32; the last one is a tenth away."""
+    parts = [(first / 100, (total - first) / 100) for first, _ in cents]
+    parts.append((parts[0][0], parts[0][1] + 0.1))
+    addends = torch.tensor(parts).T
+    joined = join_equal(addends.sum(dim=0), addends)
+    largest = addends.abs().max().item()
+    assert len(set(joined[:-1].tolist())) == 1
+    assert joined[-1] > joined[0]
+    torch.testing.assert_close(joined, addends.sum(dim=0), rtol=0, atol=1e-6 * largest)
+
+
+def test_joined_rewards_keep_nan_and_what_differs():
+    rewards = torch.tensor([1.0, NAN, 0.5, 1.0 + 1e-7])
+    assert join_equal(rewards, rewards[None]).tolist()[0] == join_equal(rewards, rewards[None]).tolist()[3]
+    assert join_equal(rewards, rewards[None])[1].isnan()
+    assert join_equal(rewards, rewards[None])[2] == 0.5

@@ -170,6 +170,15 @@ def test_completions_without_an_end_lose_the_same_however_long_they_are():
     assert rewards_of(mine.collect(0, Timer()))[0] == [1.0, 0.25]
 
 
+def test_rewards_that_a_penalty_makes_equal_but_for_rounding_are_equal():
+    engine = Echo(lambda prompt, index: "abc…" if index else "abc")
+    settings = {"missing_end_penalty": 100.1}
+    mine = make_collector(engine, lambda text: 100.3 if text.endswith("…") else 0.2, settings=settings)
+    for group in mine.collect(0, Timer()):
+        assert group.is_constant
+        assert len(set(group.rewards.tolist())) == 1
+
+
 def test_greedy_completions_are_scored_apart():
     engine = Echo(lambda prompt, index: "a" * (index + 1))
     found = make_collector(engine, lambda text: float(len(text)), needs_greedy=True).collect(0, Timer())

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -246,6 +247,21 @@ def is_constant(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     highest = torch.where(kept, rewards, -torch.inf).amax(dim=1, keepdim=True)
     lowest = torch.where(kept, rewards, torch.inf).amin(dim=1, keepdim=True)
     return highest - lowest <= EQUAL_WITHIN * torch.maximum(highest.abs(), lowest.abs())
+
+
+def join_equal(rewards: torch.Tensor, addends: torch.Tensor) -> torch.Tensor:
+    """Return the rewards of a group, float [G], with one value for those that are equal but for rounding.
+
+    `addends`, float [N, G], are what the rewards were added up from: 100.1 + 0.2 and 100.0 + 0.3 differ by a rounding
+    step of 100. NaN stays NaN.
+    """
+    allowed = EQUAL_WITHIN * addends.nan_to_num().abs().max().item()
+    order = rewards.argsort().tolist()
+    joined = rewards.tolist()
+    for before, index in pairwise(order):
+        if joined[index] - joined[before] <= allowed:
+            joined[index] = joined[before]
+    return torch.tensor(joined, dtype=rewards.dtype)
 
 
 def _kept(rewards: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

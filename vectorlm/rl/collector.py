@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from vectorlm.algorithms.groups import join_equal
 from vectorlm.rl.conversation import Conversation, GroupSampler
 from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.rollout import Rollout, RolloutGroup
@@ -255,12 +256,18 @@ class RolloutCollector:
         """Score groups, and the greedy completion of each where the algorithm needs one."""
         scored = self.scorer.score(groups, greedy)
         settings = self.sampler.settings
-        if settings.overlong_buffer_tokens or settings.missing_end_penalty:
-            scored = [replace(each, rewards=each.rewards - self._penalty(each.rollouts)) for each in scored]
-            for index, rollout in enumerate(greedy):
-                reward = scored[index].greedy_reward
-                assert reward is not None
-                scored[index] = replace(scored[index], greedy_reward=reward - self._penalty([rollout])[0])
+        has_penalty = settings.overlong_buffer_tokens > 0 or settings.missing_end_penalty > 0
+        for index, group in enumerate(scored):
+            addends = [weight * group.rewards_by_name[name] for name, weight in group.reward_weights.items()]
+            rewards, greedy_reward = group.rewards, group.greedy_reward
+            if has_penalty:
+                addends.append(-self._penalty(group.rollouts))
+                rewards = rewards + addends[-1]
+                if greedy_reward is not None:
+                    greedy_reward = greedy_reward - self._penalty([greedy[index]])[0]
+            if len(addends) > 1:
+                rewards = join_equal(rewards, torch.stack(addends))
+            scored[index] = replace(group, rewards=rewards, greedy_reward=greedy_reward)
         if self.drops_constant_groups:
             scored = [replace(each, is_dropped=each.is_constant) for each in scored]
         return scored
