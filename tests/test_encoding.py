@@ -97,6 +97,24 @@ def test_messages_become_the_tokens_of_their_template_without_a_second_bos(templ
     assert ids == tokenizer.encode(expected, add_special_tokens=False)
 
 
+def test_keys_that_are_null_do_not_reach_the_template():
+    """A table gives every message the keys of all others."""
+    template = (
+        "{% for m in messages %}{{ m.role }}{% if m.name is defined %}:{{ m.name }}{% endif %} {{ m.content }}"
+        "{% for call in m.tool_calls %} {{ call.name }}{% endfor %}\n{% endfor %}"
+    )
+    tokenizer = make_tokenizer(template)
+    from_table = {**USER, "name": None, "tool_calls": None}
+    assert encode([from_table], lambda: tokenizer) == encode([USER], lambda: tokenizer)
+
+
+def test_an_answer_that_has_begun_is_left_open():
+    tokenizer = make_tokenizer(CHATML)
+    begun = [USER, {"role": "assistant", "content": "The sum is"}]
+    expected = "<|im_start|>user\n2 + 2<|im_end|>\n<|im_start|>assistant\nThe sum is"
+    assert tokenizer.decode(encode(begun, lambda: tokenizer)) == expected
+
+
 def test_a_template_that_refuses_messages_is_an_error_that_names_the_prompt():
     tokenizer = make_tokenizer(GEMMA)
     with pytest.raises(EngineError, match=r"prompt 1 cannot be encoded: .*there is no system role"):

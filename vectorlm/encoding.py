@@ -32,8 +32,18 @@ def load_tokenizer(name: str | Path, **options: Any) -> Any:
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> Any:
-    """Return what the tokenizer's chat template makes of `messages`; the library calls templates nowhere else."""
-    return tokenizer.apply_chat_template(list(messages), **how)
+    """Return what the tokenizer's chat template makes of `messages`; the library calls templates nowhere else.
+
+    Keys that are null are left out: tables give every message the keys of all others.
+    """
+    return tokenizer.apply_chat_template(without_nulls(list(messages)), **how)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a JSON value without the keys of its objects that are null."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def is_messages(prompt: Any) -> bool:
@@ -44,7 +54,8 @@ def is_messages(prompt: Any) -> bool:
 def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
     """Return the token ids of one prompt; `tokenizer` is called for text and messages alone.
 
-    Text gets the tokenizer's special tokens; those of messages are the template's.
+    Text gets the tokenizer's special tokens; those of messages are the template's. A last message of the assistant's is
+    an answer that has begun, and is left open.
     """
     if isinstance(prompt, Mapping):
         prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
@@ -52,7 +63,14 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
         # A class of a script's may print itself in another way.
         return list(tokenizer().encode(str.__str__(prompt)))
     if is_messages(prompt):
-        rendered = render_chat(tokenizer(), prompt, add_generation_prompt=True, return_dict=True)
+        has_begun = prompt[-1]["role"] == "assistant"
+        rendered = render_chat(
+            tokenizer(),
+            prompt,
+            add_generation_prompt=not has_begun,
+            continue_final_message=has_begun,
+            return_dict=True,
+        )
         return list(rendered["input_ids"])
     return [int(token) for token in prompt]
 

@@ -16,6 +16,7 @@ from vectorlm.data.chat import Chat, Message
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import Source
 from vectorlm.ranks.wait import EVERY_S, how_far, say
+from vectorlm.encoding import without_nulls
 from vectorlm.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _messages(name: str, value: Any) -> list[Message]:
             f"{name} holds {str(value)[:60]!r}: it must be a list of messages. Remove the row, or choose another "
             "data_field."
         )
-    messages = [_without_nulls(message) for message in value]
+    messages: list[Message] = without_nulls(value)
     for number, message in enumerate(messages):
         if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
             raise DatasetError(
@@ -204,12 +205,6 @@ def _messages(name: str, value: Any) -> list[Message]:
                 "Correct it, or remove the row."
             )
     return messages
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings) -> Tokeniser:
