@@ -258,6 +258,15 @@ def test_a_script_without_its_guard_is_told_so_once(tmp_path):
     )
 
 
+def test_a_lone_process_may_go_on_after_an_error():
+    import torch.distributed as dist
+
+    with pytest.raises(KeyError), process_group(vectorlm.Topology()):
+        assert dist.is_initialized()
+        raise KeyError
+    assert not dist.is_initialized()
+
+
 def test_a_rank_that_waits_for_others_to_start_says_so(monkeypatch, capfd):
     monkeypatch.setattr("vectorlm.ranks.wait.AFTER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:

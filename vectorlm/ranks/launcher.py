@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -249,9 +250,11 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
     A rank would print a traceback out of an import.
     """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
+    # Python's tracker lets SIGINT through again as it starts, which it would with the first process.
+    resource_tracker.ensure_running()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
@@ -370,8 +373,13 @@ def process_group(
             timeout=timedelta(seconds=timeout_s),
             device_id=torch.device(topology.device) if topology.is_cuda else None,
         )
-    yield
-    # Only after success: after an error these calls would wait for peers that may be gone.
+    try:
+        yield
+    except BaseException:
+        # What follows would wait for peers that may be gone; a lone rank has none, and its process may go on.
+        if topology.world_size == 1 and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
     if dist.is_initialized():
         if topology.num_nodes > 1:
             # Leave together: a torchrun agent whose ranks have returned waits 300 s for the other nodes, hears of no
