@@ -262,7 +262,6 @@ def test_a_lone_process_may_go_on_after_an_error():
     import torch.distributed as dist
 
     with pytest.raises(KeyError), process_group(vectorlm.Topology()):
-        assert dist.is_initialized()
         raise KeyError
     assert not dist.is_initialized()
 
