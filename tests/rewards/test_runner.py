@@ -187,8 +187,36 @@ def test_a_batch_that_fails_fails_for_all():
     assert [each.error for each in found] == ["ValueError: it returned 1 rewards for 2 completions"] * 2
 
 
-def test_infinite_rewards_are_errors_and_nothing_needs_no_call():
-    assert run_reward(lambda text: math.inf, items("a"))[0].error.startswith("it returned inf")
+@pytest.mark.parametrize("answer", [{"a": 1.0, "b": 2.0}, "12", b"12", 1.0, None])
+def test_what_is_no_list_of_rewards_is_an_error_that_says_what_is(answer):
+    for result in run_reward(lambda completions: answer, items("a", "b")):
+        assert result.error.startswith("TypeError")
+        assert "one reward for each of 2 completions" in result.error
+
+
+def leave(completion):
+    sys.exit(1)
+
+
+async def leave_later(completion):
+    sys.exit(1)
+
+
+def leave_all(completions):
+    sys.exit(1)
+
+
+@pytest.mark.parametrize("reward", [leave, leave_later, leave_all])
+def test_a_reward_that_calls_exit_fails_like_one_that_raises(reward):
+    assert [each.error for each in run_reward(reward, items("a", "b"))] == ["SystemExit: 1"] * 2
+
+
+@pytest.mark.parametrize("reward", [math.inf, -math.inf, 1e39])
+def test_infinite_rewards_are_errors(reward):
+    assert run_reward(lambda text: reward, items("a"))[0].error.startswith(f"it returned {reward}")
+
+
+def test_nothing_needs_no_call():
     assert run_reward(lambda text: 1 / 0, []) == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,8 @@ from vectorlm.plugin import TookTooLong, time_limit
 from vectorlm.rewards.signature import COMPLETIONS, IDS, PROMPTS, RESERVED, RewardSignature
 from vectorlm.types import Completion, PromptRecord
 
+MAX_REWARD = 3.4e38
+"""The largest number in float32, about."""
 LOOP_GRACE_S = 1.0
 """What all coroutines together may take beyond the limit of each, which ends them one by one."""
 
@@ -145,7 +147,14 @@ def _run_lists(
 
     def call() -> list[Any]:
         answer = signature.call(reward, offered)
-        found = list(asyncio_run(answer) if inspect.iscoroutine(answer) else answer)
+        answer = asyncio_run(answer) if inspect.iscoroutine(answer) else answer
+        # A mapping would be read as its keys, and a text as its letters.
+        if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Iterable):
+            raise TypeError(
+                f"it returned {str(answer)[:40]!r}, a {type(answer).__name__}, and must return a list with one reward "
+                f"for each of {len(items)} completions"
+            )
+        found = list(answer)
         if len(found) != len(items):
             raise ValueError(f"it returned {len(found)} rewards for {len(items)} completions")
         return found
@@ -166,7 +175,7 @@ async def _run_together(
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 return _to_result(await signature.call(reward, _offered(item), item.text))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # A TimeoutError may also come from the function itself, or from a server that it asked.
             return _late(timeout_s) if limit.expired() else _raised(error)
 
@@ -180,7 +189,7 @@ def _attempt(call: Callable[[], Any], timeout_s: float | None = None) -> Any:
             return call()
     except TookTooLong:
         return _late(timeout_s)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # What a model has written may call exit().
         return _raised(error)
 
 
@@ -188,12 +197,12 @@ def _to_result(value: Any) -> RewardResult:
     if value is None:
         return RewardResult(math.nan)
     reward = float(value)
-    if math.isinf(reward):
-        return RewardResult(math.nan, f"it returned {reward}, which would make every baseline infinite")
+    if abs(reward) > MAX_REWARD:
+        return RewardResult(math.nan, f"it returned {reward}, and rewards must be finite in float32")
     return RewardResult(reward)
 
 
-def _raised(error: Exception) -> RewardResult:
+def _raised(error: BaseException) -> RewardResult:
     return RewardResult(math.nan, f"{type(error).__name__}: {error}")
 
 

@@ -160,7 +160,7 @@ class Conversation:
                     if index not in self._environments:
                         self._environments[index] = make(**prompt_record.columns)
                     mine[index] = self._environments[index].respond(text)
-            except (Exception, TookTooLong) as error:
+            except (Exception, SystemExit, TookTooLong) as error:
                 what = f"{type(error).__name__}: {error}"
                 if isinstance(error, TookTooLong):
                     what = f"no answer within {limit_s:g} s"
