@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from vectorlm.backends.transformers.parameters import NAMES, Parameters, read_parameters
@@ -17,6 +18,58 @@ def test_an_engine_leaves_most_of_a_cuda_device_to_the_trainer():
     shim = pytest.importorskip("vectorlm.backends.vllm.shim")
     assert shim.default_arguments("model", on_cpu=False)["gpu_memory_utilization"] == 0.35
     assert "gpu_memory_utilization" not in shim.default_arguments("model", on_cpu=True)
+
+
+WRONG_TYPES = [
+    {"seed": 1e5},
+    {"seed": True},
+    {"logprobs": 1.5},
+    {"prompt_logprobs": float("nan")},
+    {"logit_bias": [1]},
+    {"repetition_detection": 3},
+    {"logprob_token_ids": {}},
+    {"allowed_token_ids": b"ab"},
+    {"n": 2.0},
+    {"stop_token_ids": ["a"]},
+    {"max_tokens": "3"},
+]
+
+
+@pytest.mark.parametrize("given", WRONG_TYPES, ids=lambda given: next(iter(given)))
+def test_a_value_of_another_type_than_vllm_declares_is_refused(given):
+    """vLLM takes most of them, and some end its engine."""
+    vllm = pytest.importorskip("vllm")
+    from vectorlm.backends.vllm.shim import make_sampling_params
+
+    with pytest.raises(EngineError, match="sampling_params"):
+        make_sampling_params(given)
+    try:
+        theirs = vllm.SamplingParams(**given)
+    except Exception:
+        return
+    with pytest.raises(EngineError, match="sampling_params"):
+        make_sampling_params(theirs)
+
+
+def test_values_of_the_right_types_make_vllms_own_parameters():
+    vllm = pytest.importorskip("vllm")
+    from vectorlm.backends.vllm.shim import make_sampling_params
+
+    given = {
+        "temperature": 0,
+        "seed": np.int64(3),
+        "logit_bias": {3: 1.0},
+        "stop": "a",
+        "extra_args": {"a": 1},
+    }
+    made = make_sampling_params(given)
+    expected = vllm.SamplingParams(**{**given, "seed": 3})
+    expected.output_kind = made.output_kind
+    assert made == expected
+    assert make_sampling_params(expected) == expected
+    assert (
+        make_sampling_params({"structured_outputs": {"regex": "[ab]+"}}).structured_outputs.regex == "[ab]+"
+    )
 
 
 def test_a_parameter_that_cannot_be_honoured_is_named():

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES
 from vectorlm.encoding import has_tokenizer
 from vectorlm.engine.settings import DEVICE_SHARE
@@ -88,20 +90,33 @@ def default_arguments(model: str, on_cpu: bool) -> dict[str, Any]:
 
 
 def make_sampling_params(given: Any) -> Any:
-    """Turn a mapping (or None) into ``vllm.SamplingParams`` that report a request once, when it is finished."""
+    """Turn a mapping (or None) into ``vllm.SamplingParams`` that report a request once, when it is finished.
+
+    A value of another type than vLLM declares is an error here: vLLM takes it, and may end the engine over it later.
+    """
+    import msgspec
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     if isinstance(given, SamplingParams):
         params = given.clone()
+        try:
+            plain = msgspec.to_builtins(msgspec.structs.replace(params, extra_args=None))
+            msgspec.convert(plain, SamplingParams)
+        except Exception as error:  # of msgspec's and vLLM's own classes
+            raise EngineError(f"sampling_params={given!r} cannot be used: {error}") from error
     elif isinstance(given, Mapping | None):
         known = _sampling_parameters()
         if unknown := [name for name in given or {} if name not in known]:
             hint = nearest(unknown[0], known)
             raise EngineError(f"vllm.SamplingParams knows no {unknown[0]!r}. {hint}".rstrip())
         try:
-            params = SamplingParams(**(given or {}))
-        except (TypeError, ValueError) as error:
+            numbers = {
+                name: each.item() if isinstance(each, np.generic) else each
+                for name, each in (given or {}).items()
+            }
+            params = msgspec.convert(numbers, SamplingParams)
+        except Exception as error:  # of msgspec's and vLLM's own classes
             raise EngineError(f"sampling_params={dict(given or {})} cannot be used: {error}") from error
     else:
         raise EngineError(
