@@ -162,6 +162,15 @@ def test_in_a_terminal_the_bar_starts_where_the_run_resumes_and_lines_stand_alon
     assert "\ra sampled answer\n" in shown
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_a_model_writes_does_not_steer_the_terminal(is_terminal: bool) -> None:
+    stream = Terminal() if is_terminal else io.StringIO()
+    with ProgressSink(3, stream=stream) as sink:
+        sink.say("title \x1b]0;mine\x07 and\rback \u202eright\nnext\tline é 😀 \ud83d")
+    said = stream.getvalue()
+    assert "title \\x1b]0;mine\\x07 and\\rback \\u202eright\nnext\tline é 😀 \\ud83d" in said
+
+
 def test_a_fan_out_writes_to_every_sink_and_tells_each_of_the_error() -> None:
     sinks = [RecordingSink(), RecordingSink()]
     failure = RuntimeError("rank 1 is gone")

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from vectorlm.checkpoint.folder import held
 from vectorlm.cli import main
 from vectorlm.cli.report import EVERY_S
@@ -61,6 +63,19 @@ def test_the_page_holds_the_run_and_asks_for_nothing_else(tmp_path):
     timeline = {"step": 1, "trainer": [["generate", 0.0, 1.0], ["update", 1.0, 3.0]], "engine": [[0, 0.5]]}
     assert run["timeline"] == [timeline]
     assert [panel["title"] for panel in data["panels"]] == ["Reward"]
+
+
+def test_a_cut_character_and_markup_in_a_timeline_do_no_harm(tmp_path):
+    run = make_run(tmp_path / "run", rollouts=[rollout(1, "half a smile \ud83d", 1.0)])
+    marked = "<img src=x onerror=alert(1)>"
+    line = {"train_step": 1, "trainer": [[marked, 1.0, 2.0], ["update", 2.0, 3.0]], "engine": []}
+    write_lines(run.path / "timeline.jsonl", [line])
+    data = data_of(page_of(tmp_path, run))
+    assert data["runs"][0]["rollouts"]["rows"][0]["prompt"] == "half a smile \ud83d"
+    assert [name for name, *_ in data["runs"][0]["timeline"][0]["trainer"]] == ["update"]
+    write_lines(run.path / "timeline.jsonl", [{**line, "train_step": marked}])
+    with pytest.raises(ValueError, match="invalid literal"):
+        page_of(tmp_path, run)
 
 
 def test_the_worst_prompts_are_those_with_the_lowest_mean_reward_over_the_whole_run(tmp_path):

@@ -14,6 +14,7 @@ from vectorlm.errors import ConfigError, EngineError
 from vectorlm.lora.folder import base_of, is_adapter_folder
 from vectorlm.packages import is_installed
 from vectorlm.preflight.local_model import describe_absent, download, local_folder
+from vectorlm.report.metrics import printable
 from vectorlm.types import Completion, Prompt
 
 FLAGS = ("max_tokens", "temperature", "n", "seed")
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         if len(texts) > 1:
             texts = [f"[{number}] {text}" for number, text in enumerate(texts, start=1)]
         pages.append("\n".join([f"> {prompt}", *texts]))
-    print("\n\n".join(pages))
+    print(printable("\n\n".join(pages)))
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,15 @@ class JsonlSink:
 
     def __exit__(self, *error: object) -> None:
         pass  # each line is in the file already
+
+
+# What moves a cursor, changes colours or turns text round, but for the line break and the tab.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Return a text for a console, with escapes for control characters: a model may write any."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 _SHOWN = {
@@ -115,6 +125,7 @@ class ProgressSink:
 
     def say(self, text: str) -> None:
         """Print `text` on separate lines, above the bar."""
+        text = printable(text)
         if self._bar is None:
             print(text, file=self._stream, flush=True)
         else:

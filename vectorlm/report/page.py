@@ -42,7 +42,9 @@ def write_page(runs: Sequence[RunFolder], output: Path, reload_s: float | None =
     output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = output.with_name(f".{output.name}.unfinished")
     # In a script element nothing but "</" could end it.
-    unfinished.write_text(page.replace("$DATA", text.replace("<", "\\u003c")), encoding="utf-8")
+    page = page.replace("$DATA", text.replace("<", "\\u003c"))
+    # Half a character of UTF-16 becomes its own escape, as JSON writes it.
+    unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
     unfinished.replace(output)
 
 
@@ -83,8 +85,13 @@ def _timeline(path: Path) -> list[dict[str, Any]]:
     origin = min((start for line in lines for _, start, _ in line["trainer"]), default=0.0)
     return [
         {
-            "step": line["train_step"],
-            "trainer": [[name, round(a - origin, 4), round(b - origin, 4)] for name, a, b in line["trainer"]],
+            # The page draws these as markup, and a run's folder may be somebody else's.
+            "step": int(line["train_step"]),
+            "trainer": [
+                [name, round(a - origin, 4), round(b - origin, 4)]
+                for name, a, b in line["trainer"]
+                if name in PHASES
+            ],
             "engine": [
                 [round(max(a - origin, 0), 4), round(b - origin, 4)] for a, b in line["engine"] if b > origin
             ],
