@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -114,3 +115,57 @@ def test_a_folder_that_another_process_holds_is_refused_until_that_one_ends(tmp_
     process.join()
     with held(tmp_path / "run"):
         assert os.listdir(tmp_path / "run") == []
+
+
+def test_a_fork_that_outlives_its_run_does_not_hold_the_folder(tmp_path):
+    with held(tmp_path):
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+    try:
+        with held(tmp_path, patience_s=1.0):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_fork_that_leaves_the_block_does_not_let_go_for_its_parent(tmp_path):
+    holding = held(tmp_path)
+    holding.__enter__()
+    child = os.fork()
+    if child == 0:
+        holding.__exit__(None, None, None)
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(ConfigError, match="is in use"), held(tmp_path, patience_s=0.1):
+        pass
+    holding.__exit__(None, None, None)
+    with held(tmp_path, patience_s=0.1):
+        pass
+
+
+def test_a_checkpoint_that_was_moved_away_and_linked_is_retired_by_its_link(tmp_path):
+    moved, link = tmp_path / "moved", tmp_path / "step-00000004"
+    moved.mkdir()
+    (moved / "file").touch()
+    link.symlink_to(moved)
+    folder.retire(link)
+    assert not link.is_symlink()
+    assert (moved / "file").exists()
+
+
+def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_run(tmp_path, monkeypatch):
+    def refuse(path):
+        raise OSError("busy")
+
+    (tmp_path / "step-00000004").mkdir()
+    monkeypatch.setattr(folder.shutil, "rmtree", refuse)
+    with pytest.warns(UserWarning, match="cannot be deleted"):
+        folder.retire(tmp_path / "step-00000004")
+    assert folder.steps_in(tmp_path) == []
+
+
+def test_a_folder_whose_number_is_no_number_is_no_checkpoint(tmp_path):
+    (tmp_path / "step-²").mkdir()
+    assert folder.steps_in(tmp_path) == []

@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 import uuid
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ class FoundCheckpoint:
 def steps_in(path: Path) -> list[int]:
     """Return the steps of the complete checkpoints under `path`, in order."""
     numbers = (each.name.removeprefix("step-") for each in path.glob("step-*"))
-    return sorted(int(number) for number in numbers if number.isdigit())
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def folder_of(path: Path, step: int) -> Path:
@@ -175,6 +176,20 @@ def finish(path: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+_held: set[int] = set()
+"""The descriptors of the folders that this process holds."""
+
+
+def _let_go() -> None:
+    """Close what a fork inherited: a helper that user code has started must not hold the folder beyond its run."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
 @contextlib.contextmanager
 def held(path: Path, patience_s: float = HELD_PATIENCE_S) -> Iterator[None]:
     """Keep other runs out of the folder `path` for the block; it is made, and gets no file.
@@ -184,6 +199,7 @@ def held(path: Path, patience_s: float = HELD_PATIENCE_S) -> Iterator[None]:
     """
     path.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDONLY)
+    _held.add(descriptor)
     deadline = time.monotonic() + patience_s
     try:
         while True:
@@ -204,7 +220,9 @@ def held(path: Path, patience_s: float = HELD_PATIENCE_S) -> Iterator[None]:
             break
         yield
     finally:
-        os.close(descriptor)
+        if descriptor in _held:
+            _held.remove(descriptor)
+            os.close(descriptor)
 
 
 def is_held(path: Path, patience_s: float = HELD_PATIENCE_S) -> bool:
@@ -219,11 +237,19 @@ def is_held(path: Path, patience_s: float = HELD_PATIENCE_S) -> bool:
 
 
 def retire(path: Path) -> None:
-    """Delete a complete folder; it is renamed first, so that no reader finds half of it."""
-    if path.exists():
+    """Delete a complete folder; it is renamed first, so that no reader finds half of it.
+
+    A link is removed and what it leads to left alone. What cannot be deleted is no reason to end a run.
+    """
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
         doomed = path.with_name(f".{path.name}.retired")
         os.replace(path, doomed)
-        shutil.rmtree(doomed)
+        try:
+            shutil.rmtree(doomed)
+        except OSError as error:
+            warnings.warn(f"the old checkpoint {doomed} cannot be deleted ({error})", stacklevel=2)
 
 
 def require_shared(path: str | Path, topology: Topology) -> None:
