@@ -52,6 +52,14 @@ def test_poll_leaves_out_what_was_asked_for_or_cancelled(engine):
     assert engine.poll() == []
 
 
+def test_a_cancelled_batch_leaves_nothing_that_is_waited_for(engine):
+    engine.sample([[2]], GREEDY)
+    for _ in range(20):
+        engine.submit([[3]], GREEDY).cancel()
+    engine.sample([[2]], GREEDY)
+    assert engine._channel._awaited == {}
+
+
 def test_an_error_of_the_engine_arrives_with_the_result_and_again(engine):
     handle = engine.submit([[2]], {"temprature": 1.0})
     for _ in range(2):

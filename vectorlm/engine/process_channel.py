@@ -168,7 +168,8 @@ class ProcessChannel:
             self._awaited.pop(number, None)
             self._answers.pop(number, None)
         if not self._is_cut:
-            self.send(messages.Abort(number))
+            # It is never answered.
+            self._awaited.pop(self.send(messages.Abort(number)), None)
 
     def close(self) -> None:
         """End the sampler process and remove what it left."""
