@@ -283,7 +283,10 @@ class Run:
         progress = ProgressSink(num_steps, initial_step=first_step)
         sinks: list[Sink] = [JsonlSink(self.output / "metrics.jsonl", resume_step), progress]
         if self.config.enable_wandb_logging:
-            sinks.append(WandbSink(self.config.wandb_config, to_plain(self.config)))
+            id_file = self.output / "wandb_id"
+            sinks.append(
+                WandbSink(self.config.wandb_config, to_plain(self.config), id_file, resumption is not None)
+            )
         sinks += open_trackers(self.config.trackers, self.output, to_plain(self.config), resume_step)
         if num_traced := self.config.train_parameters.profile.profile_steps:
             sinks.append(

@@ -93,17 +93,19 @@ def test_a_missing_package_says_what_to_install(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"trackers.tensorboard needs .* `pip install tensorboardX`"):
         open_trackers({"tensorboard": {}}, tmp_path, {}, None)
     with pytest.raises(ConfigError, match=r"pip install wandb.*enable_wandb_logging: false"):
-        WandbSink({}, {})
+        WandbSink({}, {}, Path("wandb_id"))
 
 
 def test_wandb_offline_keeps_settings_config_and_values(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     script = (
-        "import sys; from vectorlm.report.trackers import WandbSink\n"
+        "import sys; from pathlib import Path; from vectorlm.report.trackers import WandbSink\n"
+        "id_file = Path(sys.argv[1]) / 'id'\n"
         "settings = {'project': 'countdown', 'mode': 'offline', 'dir': sys.argv[1]}\n"
-        "with WandbSink(settings, {'train_parameters': {'seed': 7}}) as sink:\n"
+        "with WandbSink(settings, {'train_parameters': {'seed': 7}}, id_file, resumes=True) as sink:\n"
         "    sink.write(10, {'train/loss': 2.5}); sink.write(10, {'eval/accuracy': 0.5})\n"
         "    sink.write(20, {'train/loss': 2.25})\n"
+        "    assert sink._run.id == id_file.read_text()\n"
         "    print(sink._run.project, sink._run.config['train_parameters'], dict(sink._run.summary))\n"
     )
     # A process of its own: wandb starts a service process and hooks into the interpreter that loads it.
@@ -114,4 +116,9 @@ def test_wandb_offline_keeps_settings_config_and_values(tmp_path: Path) -> None:
     assert "'train/loss': 2.5" in run.stdout
     assert "'eval/accuracy': 0.5" in run.stdout
     assert "'_step': 10" in run.stdout
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    (tmp_path / "id").write_text("afew0rds")
+    again = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    names = {path.parent.name.rsplit("-")[-1] for path in tmp_path.glob("wandb/offline-run-*/*.wandb")}
+    assert len(names) == 2
+    assert "afew0rds" in names

@@ -43,15 +43,22 @@ class WandbSink:
     Args:
         settings: Keyword arguments of ``wandb.init``: ``project``, ``name``, ``entity``, ``mode``, ``dir`` ….
         run_config: The resolved config, shown beside the run.
+        id_file: Where the id of the run is kept.
+        resumes: Whether to go on with the run in `id_file`, so that one run stays one; `settings` win.
 
     Raises:
         ConfigError: wandb is not installed.
     """
 
-    def __init__(self, settings: Mapping[str, Any], run_config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], run_config: Mapping[str, Any], id_file: Path, resumes: bool = False
+    ) -> None:
         with _needing("wandb", "enable_wandb_logging=true", "set enable_wandb_logging: false"):
             import wandb
+        if resumes and id_file.exists():
+            settings = {"id": id_file.read_text(), "resume": "allow", **settings}
         self._run = wandb.init(**settings, config=dict(run_config))
+        id_file.write_text(self._run.id)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values; several calls for one step become one row."""
