@@ -60,7 +60,8 @@ def loop(path: str, prompts: str, num_steps: int, lr: float) -> list[tuple[float
             loss = reduce_loss(per_token, mask[mine].to(here.device), "sequence_mean_token_mean", len(rows))
             (loss * here.world_size).backward()  # FSDP averages over ranks; this loss is a share of the sum
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()
-            optimizer.step()
+            if norm > 0:  # momentum would move the weights where all rewards are equal
+                optimizer.step()
             optimizer.zero_grad()
             total = loss.detach()
             if here.world_size > 1:
