@@ -221,3 +221,12 @@ def test_without_torch_a_run_stops_and_the_exit_code_says_so(tmp_path):
     assert "ImportError: libtorch is gone" in done.stdout
     assert "ImportError: vllm is gone too" in done.stdout
     assert "A run would not start here: 2 STOP" in done.stdout.splitlines()[-1]
+
+
+def test_the_driver_is_asked_of_nvidia_smi_where_the_system_has_no_file_of_it(tmp_path, monkeypatch):
+    """As on WSL."""
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho 580.65.06\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert doctor.gpu_driver() == "580.65.06"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -346,6 +347,12 @@ def packages() -> list[Package]:
 
 def gpu_driver() -> str | None:
     """Return the version of the NVIDIA driver; None without one, or where it is out of this system's sight."""
+    # WSL has no such file, and containers may have no nvidia-smi.
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        if done.stdout.strip():
+            return done.stdout.split()[0]
     path = Path("/proc/driver/nvidia/version")
     found = re.search(r"\d{3}\.[\d.]+", path.read_text()) if path.is_file() else None
     return found and found[0]
