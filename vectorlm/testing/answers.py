@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 
 from vectorlm.errors import EngineError, EngineTimeout, RankMismatch
+from vectorlm.ranks.engine_ranks import gather
 from vectorlm.testing.subject import (
     GREEDY,
     NUM_TOKENS,
     PROMPTS,
     SAMPLED,
     EngineUnderTest,
-    from_all,
     raises,
 )
 
@@ -187,7 +187,7 @@ def cancelled_requests_hold_nobody_up(subject: EngineUnderTest) -> None:
     """Forty times as many as the next ones are cancelled, and these take less than ten times as long as alone."""
     start = time.monotonic()
     subject.engine.sample(PROMPTS, LONG)
-    alone_s = max(from_all(subject.topology, time.monotonic() - start))
+    alone_s = max(gather(subject.topology, time.monotonic() - start))
     subject.engine.submit(PROMPTS * 40, LONG).cancel()
     handle = subject.engine.submit(PROMPTS, LONG)
     try:
@@ -200,7 +200,7 @@ def cancelled_requests_hold_nobody_up(subject: EngineUnderTest) -> None:
 def every_rank_gets_the_same_answers(subject: EngineUnderTest) -> None:
     """Also when they are random."""
     answers = subject.engine.sample(PROMPTS, {**SAMPLED, "seed": None, "n": 2, "logprobs": 0})
-    assert all(theirs == answers for theirs in from_all(subject.topology, answers))
+    assert all(theirs == answers for theirs in gather(subject.topology, answers))
 
 
 def every_rank_gets_the_answers_to_its_own_prompts(subject: EngineUnderTest) -> None:
@@ -210,7 +210,7 @@ def every_rank_gets_the_answers_to_its_own_prompts(subject: EngineUnderTest) -> 
         prompts = [[2 + rank, 3 + index] for index in range(num_prompts)]
         answers = subject.engine.sample_sharded(prompts, GREEDY)
         assert [each[0].prompt_token_ids for each in answers] == [tuple(prompt) for prompt in prompts]
-        together = [prompt for shard in from_all(subject.topology, prompts) for prompt in shard]
+        together = [prompt for shard in gather(subject.topology, prompts) for prompt in shard]
         expected = {tuple(each[0].prompt_token_ids): each for each in subject.engine.sample(together, GREEDY)}
         assert answers == [expected[tuple(prompt)] for prompt in prompts]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from vectorlm.ranks.topology import Topology
 from vectorlm.types import Completion, Engine
@@ -88,12 +87,3 @@ def raises(*kinds: type[Exception], saying: str = "") -> Iterator[list[Exception
         caught.append(error)
     assert caught, f"{' or '.join(kind.__name__ for kind in kinds)} must be raised, but nothing was."
     assert saying in str(caught[0]), f"{type(caught[0]).__name__} must name {saying!r}, but says: {caught[0]}"
-
-
-def from_all(topology: Topology, value: Any) -> list[Any]:
-    """Return what every rank has, by rank."""
-    if topology.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * topology.world_size
-    dist.all_gather_object(values, value)
-    return values

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from vectorlm.contracts import Trainer
+from vectorlm.ranks.engine_ranks import gather
 from vectorlm.ranks.topology import Topology
-from vectorlm.testing.subject import from_all
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.checksum import checksum
 from vectorlm.weights.layout import plain_slots
@@ -39,7 +39,7 @@ def the_manifest_is_the_same_everywhere_and_stays(subject: TrainerUnderTest) -> 
     assert len({spec.name for spec in before}) == len(before), "names must be unique"
     subject.trainer.step(subject.batch)
     assert tuple(subject.trainer.manifest()) == before
-    assert all(theirs == before for theirs in from_all(subject.topology, before))
+    assert all(theirs == before for theirs in gather(subject.topology, before))
 
 
 def what_is_published_are_the_weights(subject: TrainerUnderTest) -> None:
@@ -60,7 +60,7 @@ def checksums_of_the_ranks_add_up(subject: TrainerUnderTest) -> None:
         assert list(subject.trainer.publish(line.layout, False)) == []
         mine = list(subject.trainer.publish(line.layout, True))
         _meet(subject)
-        totals = [sum(parts) % 2**64 for parts in zip(*from_all(subject.topology, mine), strict=True)]
+        totals = [sum(parts) % 2**64 for parts in zip(*gather(subject.topology, mine), strict=True)]
         assert totals == [
             checksum(line.arena.view(slot), word_bytes=slot.word_bytes) for slot in line.layout.slots
         ]
@@ -74,7 +74,7 @@ def a_step_makes_the_next_version_and_other_weights(subject: TrainerUnderTest) -
     after = subject.whole()
     assert any(not torch.equal(after[name], before[name]) for name in before), "no weight has changed"
     assert all(math.isfinite(value) for value in metrics.values())
-    assert all(theirs == metrics for theirs in from_all(subject.topology, metrics))
+    assert all(theirs == metrics for theirs in gather(subject.topology, metrics))
 
 
 def publishing_changes_nothing(subject: TrainerUnderTest) -> None:
@@ -95,7 +95,7 @@ class _SharedArena:
         end, slots = plain_slots(tuple(subject.trainer.manifest()), lambda name: dtype)
         self._subject = subject
         self.arena = Arena.create(end) if subject.topology.is_main else None
-        path = from_all(subject.topology, None if self.arena is None else self.arena.path)[0]
+        path = gather(subject.topology, None if self.arena is None else self.arena.path)[0]
         self.layout = Layout(path, end, slots)
         if self.arena is None:
             self.arena = Arena.open(path, end)
