@@ -10,6 +10,8 @@ from rank_processes import save_tiny_llama
 
 from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.config import load_config
+from vectorlm.config.value import raise_problems
+from vectorlm.preflight.rl import rl_problems
 from vectorlm.reinforce import reinforce
 
 REWARD = """
@@ -67,6 +69,11 @@ def save_files(folder):
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompt_records))
     (folder / "rewards.py").write_text(REWARD)
     return folder
+
+
+def check_rl(config):
+    """Raise `ConfigError` with every problem of the section ``rl``, whatever else the config lacks."""
+    raise_problems(list(rl_problems(config, config.rl)))
 
 
 def config_of(files, output, algorithm="grpo", overrides=()):

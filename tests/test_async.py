@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from rl_runs import config_of, is_documented, lines, numbers, save_files, stop_after_step_2
+from rl_runs import check_rl, config_of, is_documented, lines, numbers, save_files, stop_after_step_2
 from safetensors.torch import load_file
 
 import vectorlm
 from vectorlm.errors import ConfigError
-from vectorlm.preflight.rl import check_rl
 from vectorlm.reinforce import reinforce
 
 

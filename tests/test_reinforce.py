@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from metrics_page import METRICS
-from rl_runs import REWARD, config_of, is_documented, lines, numbers, save_files, stop_after_step_2
+from rl_runs import REWARD, check_rl, config_of, is_documented, lines, numbers, save_files, stop_after_step_2
 from safetensors.torch import load_file
 
 import vectorlm
 from vectorlm import FakeEngine
 from vectorlm.errors import ConfigError, RewardError
-from vectorlm.preflight.rl import check_rl
 from vectorlm.reinforce import reinforce
 
 ROOT = Path(__file__).parent.parent

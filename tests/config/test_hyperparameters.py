@@ -7,11 +7,11 @@ from pathlib import Path
 import cloudpickle
 import pytest
 from config_texts import RL
+from rl_runs import check_rl
 
 from vectorlm.config import load_config, save_config
 from vectorlm.errors import ConfigError
 from vectorlm.hyperparameters import GRPOSettings
-from vectorlm.preflight.rl import check_rl
 
 MINE = """\
 from dataclasses import dataclass

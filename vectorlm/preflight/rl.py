@@ -11,7 +11,6 @@ from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.config.schema import Config, RLSettings
 from vectorlm.config.setting import all_settings, refuse, settings_of, to_plain, value_at
-from vectorlm.config.value import raise_problems
 from vectorlm.data.prompts import check_lengths as check_prompt_lengths
 from vectorlm.errors import ConfigError
 from vectorlm.hyperparameters import ClipCovSettings, OnlineDPOSettings, PassAtKSettings
@@ -37,13 +36,6 @@ _RESHAPING: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
 }
 _SET_ELSEWHERE = {"n": "rl.group_size", "seed": "train_parameters.seed"}
-
-
-def check_rl(config: Config) -> None:
-    """Raise `ConfigError` with every problem of the section ``rl``."""
-    if config.rl is None:
-        raise ConfigError("there is no section 'rl': reinforcement learning needs one.")
-    raise_problems(list(rl_problems(config, config.rl)))
 
 
 def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
