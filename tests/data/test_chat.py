@@ -56,6 +56,34 @@ def test_only_what_the_assistant_says_counts_up_to_the_end_of_its_turn(template)
     assert rows == [(WHOLE, ".......yz$........w$.")]
 
 
+SYSTEM = "{% if messages[0].role != 'system' %}s:b${{ '\\n' }}{% endif %}"
+SPOKEN = {
+    "begins": (PLAIN, ("ayz", "ux", "aw"), "a:yz$\nu:x$\na:w$\n", "..yz$........w$."),
+    "begins after a system prompt": (
+        SYSTEM + PLAIN,
+        ("axz", "ux"),
+        "s:b$\na:xz$\nu:x$\n",
+        ".......xz$......",
+    ),
+    "begins, marked": (SYSTEM + MARKED, ("axz", "ux"), "s:b$\na:xz$\nu:x$\n", ".......xz$......"),
+    "marks in a comment": ("{# {% generation %} #}" + PLAIN, ("ux", "ay"), "u:x$\na:y$\n", ".......y$."),
+    "a thought is begun": (PLAIN.replace("a:{", "a:<t>{"), ("ux", "ay"), "u:x$\na:y$\n", ".......y$."),
+    "and one answers like it": (
+        PLAIN.replace("a:{", "a:<t>{"),
+        ("ux", "a<b"),
+        "u:x$\na:<b$\n",
+        ".......<b$.",
+    ),
+    "and one has it": (PLAIN.replace("a:{", "a:<t>{"), ("ux", "a<t>y"), "u:x$\na:<t>y$\n", "..........y$."),
+}
+
+
+@pytest.mark.parametrize(("template", "turns", "tokens", "counted"), SPOKEN.values(), ids=SPOKEN)
+def test_headers_and_system_prompts_do_not_count(template, turns, tokens, counted):
+    rows, _ = chat_rows([{"messages": say(*turns)}], template, assistant_only_loss=True)
+    assert rows == [(tokens, counted)]
+
+
 @pytest.mark.parametrize("num_proc", [1, 2])
 def test_a_row_in_which_the_assistant_says_nothing_is_skipped_and_counted(num_proc):
     rows = [{"messages": say("ux")}, {"messages": []}, {"messages": TWO_TURNS}, {"messages": say("uq")}]
@@ -73,7 +101,7 @@ def test_a_template_that_renders_the_beginning_differently_later_is_refused_by_n
         chat_rows(
             [{"messages": say("ux", "ay")}, {"messages": TWO_TURNS}], FORGETFUL, assistant_only_loss=True
         )
-    assert "raw.jsonl:2: the chat template of '' renders the first 1 messages differently" in str(
+    assert "raw.jsonl:2: the chat template of '' renders the first 2 messages differently" in str(
         caught.value
     )
     assert "Mark it in the template with {% generation %}" in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class Chat:
         counted = [False] * len(whole)
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                start = self._prefix(name, messages, index, tools, whole, add_generation_prompt=index > 0)
+                start = self._start(name, messages, index, tools, whole)
                 end = self._prefix(name, messages, index + 1, tools, whole)
                 end = self._end_of_turn(whole, start, end)
                 counted[start:end] = [True] * (end - start)
@@ -66,8 +67,11 @@ class Chat:
         """Return all tokens, and which of them belong to the completion."""
         messages = [*prompt, *completion]
         whole = self.render(name, messages, tools)["input_ids"]
-        is_reply = completion[0]["role"] == "assistant"
-        start = self._prefix(name, messages, len(prompt), tools, whole, add_generation_prompt=is_reply)
+        start = (
+            self._start(name, messages, len(prompt), tools, whole)
+            if completion[0]["role"] == "assistant"
+            else self._prefix(name, messages, len(prompt), tools, whole)
+        )
         end = self._end_of_turn(whole, start, len(whole))
         return whole, [start <= place < end for place in range(len(whole))]
 
@@ -75,14 +79,30 @@ class Chat:
     def _marks_generation(self) -> bool:
         templates = self.tokenizer.chat_template
         text = "".join(templates.values()) if isinstance(templates, dict) else templates
+        text = re.sub(r"\{#.*?#\}", "", text, flags=re.DOTALL)
         # transformers finds the tokens of a stretch of text with fast tokenizers alone.
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", text)) and self.tokenizer.is_fast
 
-    def _prefix(
-        self, name: str, messages: Sequence[Message], num: int, tools: Any, whole: list[int], **how: Any
-    ) -> int:
+    def _start(self, name: str, messages: Sequence[Message], index: int, tools: Any, whole: list[int]) -> int:
+        """Return the place in `whole` from which message `index`, the assistant's, is the model's to write.
+
+        That is behind the generation prompt. If there is none, or `whole` goes another way (a prompt may open a
+        thought that the message does not have), it is where this message begins to differ from another in its place.
+        """
+        prompt = whole
+        if index:  # Templates need a message.
+            prompt = self.render(name, messages[:index], tools, add_generation_prompt=True)["input_ids"]
+            if whole[: len(prompt)] == prompt:
+                return len(prompt)
+        self._prefix(name, messages, index + 1, tools, whole)
+        message = messages[index]
+        content = "y" if str(message.get("content", "")).lstrip().startswith("x") else "x"
+        other = self.render(name, [*messages[:index], {**message, "content": content}], tools)["input_ids"]
+        return len(os.path.commonprefix([whole, other, prompt]))
+
+    def _prefix(self, name: str, messages: Sequence[Message], num: int, tools: Any, whole: list[int]) -> int:
         """Return how many tokens the first `num` messages are, after checking that `whole` begins with them."""
-        tokens = self.render(name, messages[:num], tools, **how)["input_ids"] if num else []
+        tokens = self.render(name, messages[:num], tools)["input_ids"] if num else []
         if whole[: len(tokens)] != tokens:
             raise DatasetError(
                 f"{name}: the chat template of {self.tokenizer.name_or_path!r} renders the first {num} messages "
