@@ -133,6 +133,34 @@ def test_log_probabilities_that_are_no_numbers():
     assert metrics["correction/unknown"] == 2
 
 
+def test_log_ratios_are_summed_up_before_they_are_bounded():
+    """Tokens beyond e^20 whose row is near 1; all of it from the formulas."""
+    logs = torch.tensor([[30.0, -28.0, 0.0], [-45.0, 21.0, 23.0]], dtype=torch.float64)
+    sampler = torch.full_like(logs, -46.0)
+    old, mask = sampler + logs, torch.ones(2, 3, dtype=torch.bool)
+    weights, _ = importance_weights(old, sampler, mask, level="sequence")
+    assert weights[:, 0].tolist() == pytest.approx([math.exp(2), math.exp(-1)])
+    weights, _ = importance_weights(old, sampler, mask, level="geometric")
+    assert weights[:, 0].tolist() == pytest.approx([math.exp(2 / 3), math.exp(-1 / 3)])
+    # Sums of squares, over two: 842 and 1497.5.
+    for bound, expected in ((841, [False, False]), (843, [True, False]), (1498, [True, True])):
+        gate = rejection_mask(old, sampler, mask, divergence="k2", level="sum", bound=bound)
+        assert gate.any(dim=1).tolist() == expected
+    metrics = correction_metrics(old, sampler, mask)
+    assert metrics["correction/k1"] == pytest.approx(-1 / 6)
+    assert metrics["correction/ratio_max"] == pytest.approx(math.exp(20))
+    assert metrics["correction/out_of_band_sequences"] == 1.0
+    assert metrics["correction/ppl_ratio"] == pytest.approx(math.exp(-1 / 6))
+
+
+def test_a_token_that_the_trainer_has_left_diverges_by_its_whole_log_ratio():
+    sampler, old = torch.tensor([[math.log(0.5)]]).double(), torch.tensor([[-40.0]]).double()
+    exact = 0.5 * (math.log(0.5) + 40.0) + 0.5 * (math.log(0.5) - math.log1p(-math.exp(-40.0)))
+    for bound, passes in ((exact - 1e-6, False), (exact + 1e-6, True)):
+        gate = rejection_mask(old, sampler, torch.ones(1, 1), divergence="bernoulli_kl", bound=bound)
+        assert gate.item() == passes
+
+
 def test_rows_without_tokens_and_rows_of_one():
     mask = torch.tensor([[False, False], [False, True]])
     old, sampler = torch.zeros(2, 2), torch.tensor([[-9.0, -9.0], [-9.0, -math.log(2)]])

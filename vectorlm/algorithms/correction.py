@@ -20,6 +20,8 @@ RatioLevel = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "mask"]
 Divergence = Literal["bernoulli_kl", "tv", "k2", "k3"]
 GateLevel = Literal["token", "sum", "mean", "max"]
+INFINITE_LOG_RATIO = 1e4
+"""What a token's log-ratio is taken for where one of the two probabilities is 0."""
 
 
 def importance_weights(
@@ -45,8 +47,9 @@ def importance_weights(
         =========  =====================================  ===================================================
 
     Equal log-probabilities give weights of exactly 1. The expectation under the sampler of ``exp(sum log r) f`` is the
-    expectation of f under the trainer; token weights and every bound trade that for less variance. Log-ratios are
-    clamped to +-20. A token with a ratio that is not a number is dropped; at the levels of rows so is its row.
+    expectation of f under the trainer; token weights and every bound trade that for less variance. A token's log-ratio,
+    and the sum or mean of a row's, is clamped to +-20 where it is exponentiated. A token with a ratio that is not a
+    number is dropped; at the levels of rows so is its row.
 
     Source: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl (token truncate, TIS); Ling Team 2025,
     arXiv:2510.18855 (token mask, IcePop); Liu et al. 2025, "When speed kills stability" (masks by sequence).
@@ -72,13 +75,13 @@ def importance_weights(
     if not (0 <= (0 if low is None else low) <= 1 <= (1 if high is None else high)):
         raise ValueError(f"low={low} and high={high} must be bounds around 1: 0 <= low <= 1 <= high.")
     log_ratios, known = _log_ratios(old_logprobs, sampler_logprobs, mask)
-    tokens = torch.where(known, log_ratios.exp(), 0.0)
+    tokens, kept = exp_clamped(log_ratios), known
     if level == "token":
-        compared, kept = tokens, known
+        compared = tokens
     else:
-        row = masked_sum(log_ratios, known) if level == "sequence" else masked_mean(log_ratios, known)
+        row = masked_sum(log_ratios, mask) if level == "sequence" else masked_mean(log_ratios, mask)
         compared = exp_clamped(row)[:, None].expand_as(tokens)
-        kept = known & _known_rows(mask, known)
+        kept = kept & ~compared.isnan()
     if mode == "truncate":
         weights = compared.clamp(low, high) if low is not None or high is not None else compared
     else:
@@ -119,27 +122,25 @@ def rejection_mask(
     """
     log_ratios, known = _log_ratios(old_logprobs, sampler_logprobs, mask)
     kept = known
-    judges_rows = veto is not None or (divergence is not None and level != "token")
     if divergence is not None:
         require_choice("divergence", divergence, Divergence)
         require_choice("level", level, GateLevel)
         if bound is None or bound < 0:
             raise ValueError(f"bound={bound} must be at least 0: it is the largest {divergence} that passes.")
         distances = _divergence(log_ratios, old_logprobs, sampler_logprobs, divergence)
-        distances = torch.where(known, distances, 0.0)
+        # NaN, in the sum, mean or maximum too, is not below a bound.
+        distances = torch.where(mask.bool(), distances + 0 * log_ratios, 0.0)
         match level:
             case "sum":
                 distances = distances.sum(dim=1, keepdim=True)
             case "mean":
-                distances = masked_mean(distances, known)[:, None]
+                distances = masked_mean(distances, mask)[:, None]
             case "max":
                 distances = distances.amax(dim=1, keepdim=True)
         kept = kept & (distances <= bound)
     if veto is not None:
-        ratios = torch.where(known, log_ratios.exp(), torch.inf)
+        ratios = torch.where(mask.bool(), log_ratios.exp(), torch.inf)
         kept = kept & (ratios.amin(dim=1, keepdim=True) >= veto)
-    if judges_rows:
-        kept = kept & _known_rows(mask, known)
     return kept
 
 
@@ -150,7 +151,7 @@ def correction_metrics(
     low: float = 0.5,
     high: float = 2.0,
 ) -> dict[str, float]:
-    """Describe the raw ratios, before any bound: numbers by name, each beginning with ``correction/``.
+    """Describe the raw ratios, before any bound but +-20 of a logarithm: numbers by name, all of ``correction/``.
 
     ``ess`` is the effective sample size as a share, 1 / mean((r / mean r)^2) over tokens, in (0, 1]; with it
     ``chi2 = mean(r^2) - 1``. Both exist for whole rows too, by exp(sum log r). k1 and k3 estimate KL(sampler ||
@@ -161,11 +162,11 @@ def correction_metrics(
     log_ratios, known = _log_ratios(old_logprobs.double(), sampler_logprobs.double(), mask)
     log_tokens = log_ratios[known]
     has_tokens = known.any(dim=1)
-    log_rows = masked_sum(log_ratios, known)[has_tokens].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_rows = masked_sum(log_ratios, known)[has_tokens]
     mean_rows = masked_mean(log_ratios, known)[has_tokens]
     if not len(log_tokens):
         log_tokens = log_rows = mean_rows = log_ratios.new_zeros(1)
-    tokens, rows = log_tokens.exp(), log_rows.exp()
+    tokens, rows = exp_clamped(log_tokens), exp_clamped(log_rows)
     outside = (tokens < low) | (tokens > high)
     found = {
         "ratio_mean": tokens.mean(),
@@ -178,7 +179,7 @@ def correction_metrics(
         "chi2": tokens.square().mean() - 1,
         "chi2_sequences": rows.square().mean() - 1,
         "k1": -log_tokens.mean(),
-        "k3": kl_estimate(-log_tokens, torch.zeros_like(log_tokens), "k3").mean(),
+        "k3": kl_estimate(-log_tokens.clamp(max=MAX_LOG_RATIO), torch.zeros_like(log_tokens), "k3").mean(),
         "ppl_ratio": (-mean_rows).mean().exp(),
         "unknown": (mask.bool() & ~known).double().sum(),
     }
@@ -191,15 +192,12 @@ def correction_metrics(
 def _log_ratios(
     old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log r [B, T], clamped and 0 where it is not known, and where it is known."""
+    """Return log r [B, T], which may be NaN, 0 outside the mask; and where it is a number."""
     difference = log_ratio(old_logprobs, sampler_logprobs).detach()
-    known = mask.bool() & ~difference.isnan()
-    return torch.where(known, difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0), known
-
-
-def _known_rows(mask: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Return bool [B, 1]: the rows in which every token has a ratio."""
-    return ~(mask.bool() & ~known).any(dim=1, keepdim=True)
+    # Two infinite ones of a row must not cancel to NaN.
+    finite = difference.nan_to_num(nan=torch.nan, posinf=INFINITE_LOG_RATIO, neginf=-INFINITE_LOG_RATIO)
+    log_ratios = torch.where(mask.bool(), finite, 0.0)
+    return log_ratios, mask.bool() & ~log_ratios.isnan()
 
 
 def _normalised(weights: torch.Tensor, kept: torch.Tensor, level: RatioLevel) -> torch.Tensor:

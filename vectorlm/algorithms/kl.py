@@ -11,7 +11,7 @@ KLKind = Literal["k1", "k2", "k3", "abs"]
 BinaryKind = Literal["tv", "bernoulli_kl"]
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +- this before they are exponentiated: e^20 is 5e8."""
+"""Log-ratios, of a token or summed up over a row, are clamped to +- this where a ratio is formed: e^20 is 5e8."""
 
 
 def log_ratio(policy_logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
@@ -41,9 +41,9 @@ def kl_estimate(
 
         k1 = d      k2 = d^2 / 2      k3 = exp(-d) - 1 + d      abs = |d|
 
-    k1 and k3 are unbiased; k3 is never negative (d is clamped to +-20 for it). As a *loss*, k1 has a gradient with mean
-    zero, and only k2 has the gradient of the divergence. `straight_through` gives any of them k2's gradient and keeps
-    the value.
+    k1 and k3 are unbiased; k3 is never negative. Where exp(-d) overflows (d < -88 in float32), k3 keeps the value and
+    the gradient that it has at that bound. As a *loss*, k1 has a gradient with mean zero, and only k2 has the gradient
+    of the divergence. `straight_through` gives any of them k2's gradient and keeps the value.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; for the gradients Tang and Munos 2025,
     arXiv:2506.09477.
@@ -55,9 +55,11 @@ def kl_estimate(
         case "k2":
             value = 0.5 * d.square()
         case "k3":
-            clamped = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            lowest = 0.7 - math.log(torch.finfo(d.dtype).max)
+            # A clamp would have no gradient, and the penalty would vanish where the policy is farthest.
+            d = torch.where(d < lowest, lowest + d - d.detach(), d)
             # Near 0 the terms cancel: expm1 keeps the digits, and rounding may leave the rest below 0.
-            value = (torch.expm1(-clamped) + clamped).clamp(min=0.0)
+            value = (torch.expm1(-d) + d).clamp(min=0.0)
         case "abs":
             value = d.abs()
         case _:
@@ -87,8 +89,8 @@ def binary_divergence(
     largest = -0.5 * torch.finfo(dtype).eps
     policy, other = (each.double().where(each < 0, largest) for each in (policy, other))
     log_ratios_of_rest = torch.log(torch.expm1(policy) / torch.expm1(other))
-    clamped = (policy - other).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    divergence = torch.expm1(other) * log_ratios_of_rest - other.exp() * clamped
+    log_ratios = (policy - other).masked_fill(other == -torch.inf, 0.0)
+    divergence = torch.expm1(other) * log_ratios_of_rest - other.exp() * log_ratios
     # Rounding may leave the difference of two near numbers a little below 0.
     return divergence.clamp(min=0.0).to(dtype)
 
