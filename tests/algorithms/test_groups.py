@@ -277,6 +277,22 @@ def test_the_optimal_token_baseline_equals_a_slow_loop():
             assert found[row, t].item() == pytest.approx(expected, abs=1e-12)
 
 
+def test_the_optimal_token_baseline_counts_the_squares_of_a_corrections_weights():
+    ones = torch.ones(2, 1, dtype=torch.float64)
+    rewards, weights = torch.tensor([[1.0], [0.0]]).double(), torch.tensor([[1.0], [2.0]]).double()
+    found = optimal_token_advantages(rewards, ones, ones.bool(), 2, weights)
+    assert found.flatten().tolist() == pytest.approx([0.8, -0.2])
+    # The baseline that makes the second moment of w (G - b) s smallest, over ten tokens and one group.
+    generator = torch.Generator().manual_seed(4)
+    norms, weights, rewards = (torch.rand(3, 10, generator=generator, dtype=torch.float64) for _ in range(3))
+    found = optimal_token_advantages(rewards, norms, torch.ones(3, 10).bool(), 3, weights)
+    for t in range(10):
+        energy = [sum(float(norms[row, k] * weights[row, k] ** 2) for k in range(t + 1)) for row in range(3)]
+        ahead = [float(rewards[row, t:].sum()) for row in range(3)]
+        baseline = sum(e * g for e, g in zip(energy, ahead, strict=True)) / sum(energy)
+        assert found[:, t].tolist() == pytest.approx([g - baseline for g in ahead])
+
+
 def test_equal_returns_have_an_optimal_token_advantage_of_exactly_zero():
     norms = torch.rand(7, 3, generator=torch.Generator().manual_seed(6))
     rewards = torch.zeros(7, 3)

@@ -253,6 +253,20 @@ def test_vespo_equals_a_slow_loop():
             assert policy.grad[b, t].item() == pytest.approx(-weight * a, rel=1e-12, abs=1e-12)
 
 
+def test_vespo_compares_with_the_sampler_where_a_correction_weighs_rows():
+    policy, old, advantages, mask = random_batch()
+    advantages = advantages[:, :1].expand_as(policy)
+    logs = torch.linspace(-0.5, 0.3, len(policy), dtype=torch.float64)
+    found = vespo_policy_loss(policy, old, advantages, mask, log_weights=logs)
+    for b in range(len(policy)):
+        places = [t for t in range(policy.shape[1]) if mask[b, t]]
+        w = math.exp(sum((policy[b, t] - old[b, t]).item() for t in places) + logs[b].item())
+        k, rate = (2.0, 3.0) if advantages[b, 0] >= 0 else (3.0, 2.0)
+        for t in places:
+            expected = -(w**k) * math.exp(rate * (1 - w)) * advantages[b, 0].item() * policy[b, t].item()
+            assert found[b, t].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
 def test_vespo_fades_on_both_sides_and_stays_finite():
     old = torch.zeros(3, 1, dtype=torch.float64)
     policy = torch.tensor([[-50.0], [0.0], [50.0]], dtype=torch.float64)

@@ -1,5 +1,6 @@
 """The correction inside a step: presets by hand, what rejection leaves, what is refused, one result on any split."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -174,6 +175,7 @@ def test_ranks_and_micro_batches_change_nothing_with_weights_and_rejections(fold
         ("rloo", "bypass"),
         ("gspo", "seq_mask_tis"),
         ("cispo", "icepop"),
+        ("vespo", "geometric"),
     ]
     (wide,) = on_ranks(1, train_all, folder, 2000, 0.7, pairs)
     others = [
@@ -189,3 +191,52 @@ def test_ranks_and_micro_batches_change_nothing_with_weights_and_rejections(fold
                 torch.testing.assert_close(other_weights[name], tensor, rtol=2e-4, atol=2e-6)
         plain, _ = uncorrected[pair[0], "off"]
         assert any(not torch.allclose(plain[name], tensor) for name, tensor in weights.items()), pair
+
+
+def first_step(topology, folder, algorithm, preset):
+    """Make one optimizer step on completions of another sampler; return what it was made of and its metrics."""
+    more = {"num_epochs": 1, "num_mini_batches": 1, "entropy_coef": 0.0}
+    run = build(topology, folder, algorithm, correction=preset, **more)
+    rows = random_rows(algorithm)
+    old = build(topology, folder, algorithm).prepare(rows).old_logprobs
+    noise = torch.randn(rows.mask.shape, generator=torch.Generator().manual_seed(5))
+    rows = replace(rows, sampler_logprobs=torch.where(rows.mask, old - 0.3 * noise, 0.0))
+    batch = run.prepare(rows)
+    return batch, run.update(batch), 0.3 * noise
+
+
+@pytest.mark.parametrize("preset", ["tis", "geometric"])
+def test_vespo_fades_by_the_ratio_to_the_sampler(folder, preset):
+    """The formula at the first step, where the ratio to the trainer is 1; in float64."""
+    for batch, metrics, logs in on_ranks(2, first_step, folder, "vespo", preset):
+        losses = []
+        for mask, log, advantages, logprobs in zip(
+            batch.rows.mask, logs, batch.advantages.double(), batch.old_logprobs.double(), strict=True
+        ):
+            if not mask.any():
+                continue
+            log = log[mask].double()
+            log_w = log.clamp(max=math.log(2)).sum() if preset == "tis" else log.mean()
+            k, rate = (2.0, 3.0) if advantages[mask][0] >= 0 else (3.0, 2.0)
+            fade = (k * log_w + rate * (1 - log_w.exp())).exp()
+            losses.append(-fade * advantages[mask] * logprobs[mask])
+        assert metrics["policy/loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["tis", "bypass"])
+def test_the_optimal_token_baseline_knows_the_weights_of_the_losses(folder, preset):
+    """Weights by the formula, the advantages of the first group by a loop, in float64."""
+    for batch, _, logs in on_ranks(1, first_step, folder, "otb", preset):
+        rows, norms = batch.rows, batch.rows.gradient_norms.double()
+        weights = logs.double().exp().clamp(max=2.0)
+        for start, t in itertools.product((0, 8), range(rows.mask.shape[1])):
+            there = [row for row in range(start, start + 4) if rows.mask[row, t]]
+            if len(there) < 2:
+                continue
+            energy = [
+                (norms * weights.square())[row, : t + 1][rows.mask[row, : t + 1]].sum() for row in there
+            ]
+            ahead = [rows.token_rewards[row, t:].double().sum() for row in there]
+            baseline = sum(e * g for e, g in zip(energy, ahead, strict=True)) / sum(energy)
+            for row, g in zip(there, ahead, strict=True):
+                assert batch.advantages[row, t].item() == pytest.approx(float(g - baseline), abs=1e-5)

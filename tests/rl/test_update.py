@@ -146,19 +146,26 @@ def penalty_step(topology, folder, kl_coef, hyperparameters=None, **more):
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean_token_mean", "sequence_sum_fixed"])
-@pytest.mark.parametrize(("kl_coef", "entropy_coef"), [(0.5, 0.0), (0.0, 0.5)])
-def test_penalty_and_bonus_are_reduced_as_the_loss_is(folder, reduction, kl_coef, entropy_coef):
-    """The k3 penalty and the entropy, row by row and in float64."""
-    on_rank = partial(penalty_step, hyperparameters={"reduction": reduction}, entropy_coef=entropy_coef)
+@pytest.mark.parametrize(("kl_coef", "entropy_coef", "share"), [(0.5, 0.0, 1.0), (0.5, 0.5, 0.3)])
+def test_penalty_and_bonus_are_reduced_as_the_loss_is(folder, reduction, kl_coef, entropy_coef, share):
+    """The k3 penalty, and the entropy of the tokens that are learned from, row by row and in float64."""
+    settings = {"hyperparameters": {"reduction": reduction}, "top_entropy_quantile": share}
+    on_rank = partial(penalty_step, entropy_coef=entropy_coef, **settings)
     gradient, metrics, reference, rows = on_ranks(2, on_rank, folder, kl_coef)[0]
     model, says = distributions(folder)
+    negative = [
+        (says[row][place - 1].exp() * says[row][place - 1]).sum().detach()
+        for row, place in rows.mask.nonzero().tolist()
+    ]
+    bound = torch.stack(negative).quantile(share)
     per_row = []
     for row, mask in enumerate(rows.mask):
         values = []
         for place in mask.nonzero()[:, 0].tolist():
             logprobs = says[row][place - 1]
             d = reference[row, place].double() - logprobs[rows.input_ids[row, place]]
-            values.append(kl_coef * (d.exp() - d - 1) + entropy_coef * (logprobs.exp() * logprobs).sum())
+            bonus = (logprobs.exp() * logprobs).sum()
+            values.append(kl_coef * (d.exp() - d - 1) + entropy_coef * bonus * (bonus <= bound))
         if values:
             per_row.append(torch.stack(values))
     loss = {
@@ -231,7 +238,7 @@ def masked_steps(topology, folder, algorithm):
         # Every other completion is 0.5 nats per token off, against 0.1.
         shift = torch.where(torch.arange(len(batch.advantages)) % 2 == 0, 0.5, 0.1)[:, None]
         sampler = torch.where(batch.rows.mask, batch.old_logprobs + shift, 0.0)
-        batch = replace(batch, rows=replace(batch.rows, sampler_logprobs=sampler), weights=None)
+        batch = replace(batch, rows=replace(batch.rows, sampler_logprobs=sampler, weights=None))
         is_masked = (shift > 0.3) & (batch.advantages < 0)
         if bound is None:
             batch = replace(batch, advantages=torch.where(is_masked, 0.0, batch.advantages))

@@ -104,7 +104,7 @@ def optimal_token(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Tens
     """Return the return of each token less the optimal baseline of its place."""
     assert batch.gradient_norms is not None
     rows = (batch.token_rewards, batch.gradient_norms, batch.mask)
-    return optimal_token_advantages(*rows, batch.rows_per_group)
+    return optimal_token_advantages(*rows, batch.rows_per_group, batch.weights)
 
 
 leave_one_out = _of_completions(lambda batch: leave_one_out_advantages(batch.rewards, batch.valid))
@@ -164,7 +164,7 @@ def vespo(inputs: LossInputs, hparams: VESPOSettings) -> torch.Tensor:
     """Return log-probabilities faded by the ratio of their completion."""
     positive = (hparams.shape_positive, hparams.rate_positive)
     negative = (hparams.shape_negative, hparams.rate_negative)
-    return vespo_policy_loss(*_rows(inputs), inputs.mask, positive, negative)
+    return vespo_policy_loss(*_rows(inputs), inputs.mask, positive, negative, inputs.log_weights)
 
 
 def _covariances(batch: RolloutBatch, advantages: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,9 @@ class RolloutBatch:
     """float32 [B, T], the policy's before the first optimizer step, for algorithms that need them."""
     gradient_norms: torch.Tensor | None = None
     """float32 [B, T], squared norms of the gradient of each log-probability by the logits, for those that need them."""
+    weights: torch.Tensor | None = None
+    """float32 [B, T], what the correction multiplies the policy's losses with, or with bypass did at the rollout's
+    weights; 1 where completions are only compared with. None counts every token once."""
     baseline_mask: torch.Tensor | None = None
     """bool [B, T], `mask` and completions that others are compared with but that are not trained on; None: none."""
 
@@ -105,6 +108,8 @@ class LossInputs:
     """K."""
     marked: torch.Tensor | None = None
     """bool [B, T], the tokens that `AlgorithmSpec.mark` chose."""
+    log_weights: torch.Tensor | None = None
+    """float [B], logarithms of the correction's weights of whole completions, where `AlgorithmSpec.reads_weights`."""
 
 
 def place_rewards(mask: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:

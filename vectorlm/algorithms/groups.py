@@ -141,7 +141,11 @@ def rescaled_advantages(rewards: torch.Tensor, valid: torch.Tensor | None = None
 
 
 def optimal_token_advantages(
-    token_rewards: torch.Tensor, gradient_norms: torch.Tensor, mask: torch.Tensor, group_size: int
+    token_rewards: torch.Tensor,
+    gradient_norms: torch.Tensor,
+    mask: torch.Tensor,
+    group_size: int,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compare the return of each token with the baseline of its place that has the least variance, float [B, T].
 
@@ -157,14 +161,16 @@ def optimal_token_advantages(
             ``1 - 2 pi + sum pi^2`` with pi of the token and of all tokens.
         mask: bool [B, T].
         group_size: Rows of a group; at least 2.
+        weights: float [B, T], what a correction multiplies each token's loss with, and its norm with the square of.
 
     Source: Li et al. 2026 (optimal token baseline), arXiv:2602.07078, with its logit-gradient proxy.
     """
     shape = (-1, group_size, mask.shape[1])
     is_there = mask.view(shape)
     returns = torch.where(mask, token_rewards, 0.0).flip(1).cumsum(1).flip(1).view(shape)
-    weights = torch.where(is_there, torch.where(mask, gradient_norms, 0.0).cumsum(1).view(shape), 0.0)
-    baseline = (weights * returns).sum(dim=1) / weights.sum(dim=1).clamp(min=torch.finfo(weights.dtype).tiny)
+    norms = gradient_norms if weights is None else gradient_norms * weights.square()
+    norms = torch.where(is_there, torch.where(mask, norms, 0.0).cumsum(1).view(shape), 0.0)
+    baseline = (norms * returns).sum(dim=1) / norms.sum(dim=1).clamp(min=torch.finfo(norms.dtype).tiny)
     # The last place up to here that two completions have.
     places = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(is_there.sum(dim=1) >= 2, places, -1).cummax(dim=1).values

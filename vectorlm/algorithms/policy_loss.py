@@ -181,16 +181,20 @@ def vespo_policy_loss(
     mask: torch.Tensor,
     positive: tuple[float, float] = (2.0, 3.0),
     negative: tuple[float, float] = (3.0, 2.0),
+    log_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return -sg(phi(w)) A log policy, with the row's ratio w = exp(sum log r) and phi(w) = w^k exp(l (1 - w)).
 
     ``phi(1) = 1``; rows that the policy has left, or that it now prefers, fade on both sides. k and l are `positive`
-    where A >= 0, else `negative`; a larger k fades small ratios faster, a larger l large ones.
+    where A >= 0, else `negative`; a larger k fades small ratios faster, a larger l large ones. `log_weights`, float
+    [B], the logarithms of a correction's weights of the rows, are added to log w: w then compares the policy with the
+    sampler, as in TRL.
 
     Source: Shen et al. 2026 (VESPO), arXiv:2602.10693.
     """
     advantages = advantages.detach()
-    logs = masked_sum(log_ratio(policy_logprobs, old_logprobs).detach(), mask)[:, None]
+    logs = masked_sum(log_ratio(policy_logprobs, old_logprobs).detach(), mask)
+    logs = (logs if log_weights is None else logs + log_weights)[:, None]
     shape, rate = (
         torch.where(advantages >= 0, above, below) for above, below in zip(positive, negative, strict=True)
     )

@@ -144,6 +144,7 @@ ROWS: tuple[AlgorithmSpec, ...] = (
         settings=SETTINGS["vespo"],
         loss=adapters.vespo,
         clips=None,
+        reads_weights=True,
         source="Shen et al. 2026, arXiv:2602.10693",
     ),
     REINFORCE,

@@ -89,6 +89,8 @@ class AlgorithmSpec:
     """Whether advantages or `mark` read the batch's `old_logprobs`."""
     needs_gradient_norms: bool = False
     """Whether advantages read the batch's `gradient_norms`."""
+    reads_weights: bool = False
+    """Whether the loss reads the correction's weights as `log_weights`, in place of being multiplied by them."""
     mark: MarkFunction | None = None
     """Chooses tokens over the whole batch, before its first optimizer step."""
     has_ratio: bool = False

@@ -26,8 +26,6 @@ class TrainBatch:
     """float32 [B, T]."""
     returns: torch.Tensor | None
     """float32 [B, T], the targets of the critic."""
-    weights: torch.Tensor | None = None
-    """float32 [B, T], factors of the policy's losses; None counts every token once."""
     marked: torch.Tensor | None = None
     """bool [B, T], the tokens that the algorithm's `mark` chose."""
     learns: torch.Tensor | None = None

@@ -15,7 +15,7 @@ from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.hyperparameters import WhiteningSettings
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch
-from vectorlm.rl.correction import apply_correction
+from vectorlm.rl.correction import apply_correction, weights_in_update
 from vectorlm.rl.metrics import correction_effect, count_log_ratios, mismatch_metrics
 from vectorlm.rl.micro_batch import RowFunction, map_rows
 from vectorlm.rl.models import RLModels
@@ -48,8 +48,8 @@ def prepare_batch(
     is_one_step = settings.update.num_epochs * settings.update.num_mini_batches == 1
     learns_tokens = settings.teacher is not None and settings.teacher.kind == "sampled"
     needs_old = in_reward or learns_tokens or correction.is_on or not is_one_step or spec.needs_old
-    old, gradient_norms, entropies = _first_pass(batch, models, spec, settings, needs_old, all_rows)
-    weights = log_ratios = None
+    old, gradient_norms, entropies, weights = _first_pass(batch, models, spec, settings, needs_old, all_rows)
+    log_ratios = None
     metrics: dict[str, float] = {}
     if old is not None and not correction.bypass:
         band = (mismatch.band_low, mismatch.band_high)
@@ -70,7 +70,10 @@ def prepare_batch(
         assert reference is not None
         divergence = kl_estimate(old, reference, settings.kl.kl_kind)
         batch = batch.penalised(torch.where(batch.mask, kl_coef * divergence, 0.0))
-    batch = replace(batch, values=values, old_logprobs=old, gradient_norms=gradient_norms)
+    if weights is not None:
+        # The correction does not weigh completions that are only compared with.
+        weights = torch.where(batch.mask, weights, 1.0)
+    batch = replace(batch, values=values, old_logprobs=old, gradient_norms=gradient_norms, weights=weights)
     compared = batch.for_baselines()
     advantages = spec.advantages(compared, settings.hparams)
     returns = None if values is None else torch.where(batch.mask, advantages + values, 0.0)
@@ -93,7 +96,6 @@ def prepare_batch(
         old,
         reference,
         returns,
-        weights=weights,
         marked=marked,
         learns=learns,
         metrics=metrics,
@@ -109,17 +111,18 @@ def _first_pass(
     settings: StepSettings,
     needs_old: bool,
     all_rows: AllRows,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return old log-probabilities, norms of their gradients and entropies, each if anything reads it."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return old log-probabilities, norms of their gradients, entropies, with bypass weights: each if it is read."""
 
     def logprobs_and_entropy(batch: RolloutBatch, kind: EntropyKind) -> tuple[torch.Tensor, torch.Tensor]:
         found = all_rows(batch, lambda rows: torch.stack(models.policy(rows, kind)[:2]))
         return found[0], found[1]
 
-    old = gradient_norms = entropies = None
+    old = gradient_norms = entropies = weights = None
     if spec.needs_gradient_norms:
         old, collision = logprobs_and_entropy(batch.for_baselines(), "collision")
         gradient_norms = 1 - 2 * old.exp() + collision
+        weights = weights_in_update(settings.correction, old, batch.sampler_logprobs, batch.mask)
     if settings.update.top_entropy_quantile < 1:
         logprobs, entropies = logprobs_and_entropy(batch, "value")
         old = logprobs if old is None else old
@@ -127,7 +130,7 @@ def _first_pass(
         old = batch.sampler_logprobs
     elif old is None and needs_old:
         old = all_rows(batch, models.policy.logprobs)
-    return old, gradient_norms, entropies
+    return old, gradient_norms, entropies, weights
 
 
 def _highest(entropies: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:

@@ -198,6 +198,11 @@ class Correction:
         """Whether tokens are weighted or rejected before the update, which needs the trainer's own forward pass."""
         return not self.bypass and (self.level is not None or self.gate is not None or self.veto is not None)
 
+    @property
+    def weighs_rows(self) -> bool:
+        """Whether all tokens of a completion have the same weight."""
+        return self.level == "sequence" or (self.level == "geometric" and self.mode == "truncate")
+
 
 NO_CORRECTION = Correction()
 """Every token counts once."""

@@ -190,7 +190,10 @@ class Updater:
             accumulator.add("policy/kl_loss", penalty)
             loss = loss + kl_coef * penalty
         if entropy_coef > 0:
-            loss = loss - entropy_coef * reduce_loss(entropy, inputs.mask, how, count)
+            bonus = (
+                entropy if batch.learns is None else torch.where(micro_batch.cut(batch.learns), entropy, 0.0)
+            )
+            loss = loss - entropy_coef * reduce_loss(bonus, inputs.mask, how, count)
         if compared is not None:
             assert teacher is not None
             divergence, reverse = compared.unbind(-1)
@@ -215,30 +218,35 @@ class Updater:
         def cut(x: torch.Tensor | None) -> torch.Tensor | None:
             return None if x is None else micro_batch.cut(x)
 
-        old = cut(batch.old_logprobs)
+        old, mask = cut(batch.old_logprobs), micro_batch.mask_of(batch.rows)
+        log_weights = None
+        if self.spec.reads_weights and batch.rows.weights is not None:
+            to_row = masked_mean if self.settings.correction.weighs_rows else masked_sum
+            log_weights = to_row(micro_batch.cut(batch.rows.weights).log(), mask)
         return LossInputs(
             policy_logprobs=logprobs,
             old_logprobs=logprobs.detach() if old is None else old,
             reference_logprobs=cut(batch.reference_logprobs),
             advantages=micro_batch.cut(batch.advantages),
             rewards=batch.rows.rewards.view(-1)[micro_batch.rows].to(micro_batch.device),
-            mask=micro_batch.mask_of(batch.rows),
+            mask=mask,
             rows_per_group=batch.rows.rows_per_group,
             marked=cut(batch.marked),
+            log_weights=log_weights,
         )
 
     def _weighted(
         self, losses: torch.Tensor, batch: TrainBatch, micro_batch: MicroBatch, inputs: LossInputs
     ) -> torch.Tensor:
         """Multiply losses by the weights of the correction; all tokens of a completion have its weight."""
-        if batch.weights is not None:
-            weights: torch.Tensor | None = micro_batch.cut(batch.weights)
-        else:
+        if self.settings.correction.bypass:
             sampler = micro_batch.cut(batch.rows.sampler_logprobs)
             weights = weights_in_update(
                 self.settings.correction, inputs.policy_logprobs, sampler, inputs.mask
             )
-        if weights is None:
+        else:
+            weights = None if batch.rows.weights is None else micro_batch.cut(batch.rows.weights)
+        if weights is None or self.spec.reads_weights:
             return losses
         return losses * (weights if self.spec.level == "token" else weights.amax(dim=1))
 
