@@ -1,8 +1,12 @@
 """``vectorlm evaluate``, as somebody at a terminal meets it."""
 
 import json
+import math
+from datetime import date
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from rl_runs import config_of, save_files
 
 from vectorlm.backends.transformers import HFEngine
@@ -90,6 +94,23 @@ def test_questions_and_a_reward_give_a_mean_with_its_error_and_a_file_with_every
     assert f"mean reward {mean:.4f} ± {error:.4f}" in line
     assert counted == "8 questions, 16 answers"
     assert seconds.endswith(" s")
+
+
+def test_the_file_is_json_whatever_the_columns_hold(files, tmp_path):
+    rows = [{"prompt": "ab", "wanted": "a", "when": date(2026, 1, 2), "share": math.nan}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "half.jsonl").write_text(
+        '{"prompt": "ab", "wanted": "a", "share": NaN, "half": "é\\ud83d"}\n'
+    )
+    for name, columns in (
+        ("rows.parquet", {"when": "2026-01-02", "share": None}),
+        ("half.jsonl", {"share": None, "half": "é\ud83d"}),
+    ):
+        asked = ["--prompts", tmp_path / name, "--reward", f"{files / 'rewards.py'}:letters"]
+        assert evaluate(files, *asked, "--max_tokens", 2, "--output", tmp_path / "found.json") == 0
+        text = (tmp_path / "found.json").read_text(encoding="utf-8")
+        (answer,) = json.loads(text, parse_constant=pytest.fail)["answers"]
+        assert answer["columns"] == {"wanted": "a", **columns}
 
 
 def test_a_run_s_config_brings_questions_rewards_and_sampling_parameters(files, tmp_path, capsys):

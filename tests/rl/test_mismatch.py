@@ -2,11 +2,16 @@
 
 import json
 import math
+from datetime import date, datetime, timedelta
+from decimal import Decimal
 
+import pyarrow as pa
 import pytest
 import torch
 from batches import batch_of
+from pyarrow import parquet
 
+from vectorlm.data.prompts import read_prompts
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.metrics import count_log_ratios, mismatch_metrics
 from vectorlm.rl.rollout import Rollout, RolloutGroup
@@ -74,3 +79,29 @@ def test_a_rollout_keeps_the_columns_of_its_question_and_of_long_ones_the_beginn
     assert (kept["target"], kept["numbers"]) == (24, [4, 6])
     assert kept["proof"] == '"' + "x" * 199 + "…"
     assert len(kept) == 20
+
+
+ANY = {
+    "when": (datetime(2026, 1, 2, 3, 4), "2026-01-02 03:04:00"),
+    "day": (date(2026, 1, 2), "2026-01-02"),
+    "price": (Decimal("1.50"), "1.50"),
+    "took": (timedelta(seconds=90), "0:01:30"),
+    "raw": (b"ab\xff", "b'ab\\xff'"),
+    "share": (math.nan, None),
+    "most": (-math.inf, None),
+    "deep": ([{"at": date(2026, 1, 2), "of": [math.nan, 1.5]}], [{"at": "2026-01-02", "of": [None, 1.5]}]),
+}
+
+
+@pytest.mark.parametrize("saves_tokens", [False, True])
+def test_columns_of_any_type_are_written_as_json(tmp_path, saves_tokens):
+    row = {"prompt": "ab", **{name: value for name, (value, _) in ANY.items()}}
+    parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    (record,) = read_prompts(tmp_path / "rows.parquet")
+    rollout = Rollout(record, (1, 2), (3,), (True,), (-1.0,), (0,), "c", "stop")
+    group = RolloutGroup([rollout], torch.tensor([math.nan]), {"mine": torch.tensor([math.nan])})
+    logger = RolloutLogger(tmp_path, show_every=0, saves_tokens=saves_tokens, say=lambda text: None)
+    logger.write(1, [group], None)
+    line = json.loads((tmp_path / "rollouts.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line["columns"] == {name: text for name, (_, text) in ANY.items()}
+    assert (line["reward"], line["rewards"]) == (None, {"mine": None})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import operator
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from vectorlm.config.schema import Config
 from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
+from vectorlm.report.step_lines import json_text
 from vectorlm.rewards.grade import grade
 from vectorlm.rewards.registry import get_reward, short_name
 from vectorlm.rewards.runner import score_answers
@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"{text}\n{seconds:.1f} s")
     if args.output is not None:
         result = {"model": args.model, "engine": args.engine, "seconds": seconds, **found}
-        # What is not a number, which JSON does not have, becomes null.
-        plain = json.loads(json.dumps(result), parse_constant=lambda name: None)
-        Path(args.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n")
+        # Half a character, as JSON lines may hold it, is written as its escape.
+        text = json_text(result, indent=1, ensure_ascii=False) + "\n"
+        Path(args.output).write_text(text, encoding="utf-8", errors="backslashreplace")
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import time
@@ -36,8 +35,7 @@ class JsonlSink:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the line of `step`."""
-        numbers = {name: float(value) for name, value in values.items()}
-        self._lines.write(step, [{name: x if math.isfinite(x) else None for name, x in numbers.items()}])
+        self._lines.write(step, [{name: float(value) for name, value in values.items()}])
 
     def __enter__(self) -> Self:
         return self

@@ -13,6 +13,15 @@ from vectorlm.errors import CheckpointError
 from vectorlm.report.phases import PHASES
 
 
+def json_text(value: Any, **options: Any) -> str:
+    """Return a value as JSON: what JSON has no form for as its text, NaN and infinity as null."""
+    try:
+        return json.dumps(value, default=str, allow_nan=False, **options)
+    except ValueError:
+        plain = json.loads(json.dumps(value, default=str), parse_constant=lambda name: None)
+        return json.dumps(plain, **options)
+
+
 class StepLines:
     """Appends lines ``{"train_step": 10, …}``; they are handed to the system when `write` returns.
 
@@ -47,7 +56,7 @@ class StepLines:
     def write(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append the lines of `step`."""
         with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({self._key: step, **line}) + "\n" for line in lines)
+            file.writelines(json_text({self._key: step, **line}) + "\n" for line in lines)
 
     def _lines_until(self, last_step: int) -> Iterator[str]:
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)

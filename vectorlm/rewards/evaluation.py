@@ -93,7 +93,7 @@ class Evaluator:
                 "time_taken": time_taken_s,
             }
             if rewards is not None:
-                line["rewards"] = [None if math.isnan(each) else each for each in rewards[index]]
+                line["rewards"] = rewards[index]
             yield line
 
     def _summary(self, step: int, answers: Answers, rewards: list[list[float]] | None) -> str:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vectorlm.algorithms.reduce import masked_mean
 from vectorlm.encoding import shown_prompt
-from vectorlm.report.step_lines import StepLines
+from vectorlm.report.step_lines import StepLines, json_text
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.rollout import RolloutGroup, kept_groups
 from vectorlm.rollouts.replay import record_of
@@ -93,8 +90,8 @@ class RolloutLogger:
                     "prompt": rollout.prompt_record.prompt,
                     "columns": _bounded(rollout.prompt_record.columns),
                     "completion": rollout.text,
-                    "reward": _number(group.rewards[g]),
-                    "rewards": {name: _number(values[g]) for name, values in group.rewards_by_name.items()},
+                    "reward": group.rewards[g].item(),
+                    "rewards": {name: values[g].item() for name, values in group.rewards_by_name.items()},
                     "advantage": advantages.get((p, g)),
                     "version": min((v for v in rollout.versions if v >= 0), default=None),
                     "finish_reason": rollout.finish_reason,
@@ -131,16 +128,11 @@ def _advantages(batch: TrainBatch | None) -> dict[tuple[int, int], float]:
 
 def _bounded(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the question's own columns; of a value that is long only the beginning of its text."""
-    found = {name: (value, json.dumps(value, ensure_ascii=False)) for name, value in columns.items()}
+    found = {name: (value, json_text(value, ensure_ascii=False)) for name, value in columns.items()}
     return {
         name: value if len(text) <= MAX_COLUMN else f"{text[:MAX_COLUMN]}…"
         for name, (value, text) in list(found.items())[:MAX_COLUMNS]
     }
-
-
-def _number(value: torch.Tensor) -> float | None:
-    """Return a number that JSON can hold."""
-    return None if value.isnan() else value.item()
 
 
 def _short(text: str) -> str:
