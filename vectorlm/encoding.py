@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,15 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
+def require_whole_characters(value: Any) -> None:
+    """Raise ValueError if half a character is in a text or JSON value, as a cut escape of JSON leaves it."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"it holds half a character, {text[error.start]!a}, which no text has") from None
+
+
 def is_messages(prompt: Any) -> bool:
     """Return whether a prompt is chat messages."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
@@ -61,8 +71,11 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
         prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
     if isinstance(prompt, str):
         # A class of a script's may print itself in another way.
-        return list(tokenizer().encode(str.__str__(prompt)))
+        text = str.__str__(prompt)
+        require_whole_characters(text)
+        return list(tokenizer().encode(text))
     if is_messages(prompt):
+        require_whole_characters(prompt)
         has_begun = prompt[-1]["role"] == "assistant"
         rendered = render_chat(
             tokenizer(),

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset, DatasetDict
-from letters import make
+from letters import letter_tokenizer, make
 
+from vectorlm.data.prompts import read_prompts
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import open_source, write_rows
 from vectorlm.errors import ConfigError, DatasetError
@@ -194,3 +195,33 @@ def test_a_configuration_of_the_hub_is_refused_for_files():
     write_every_form()
     with pytest.raises(ConfigError, match="hub_config='main' has no effect"):
         texts_of("rows.jsonl", hub_config="main")
+
+
+HALF = "a\ud83d"
+SAID, HALVED = ([{"role": "user", "content": text}] for text in ("ab", HALF))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": HALF},
+        {"prompt": "ab", "completion": HALF},
+        {"prompt": HALF, "completion": "ab"},
+        {"messages": HALVED},
+        {"prompt": SAID, "completion": HALVED},
+        {"prompt": HALVED, "completion": SAID},
+    ],
+)
+def test_half_a_character_is_named_with_its_line(row):
+    whole = json.loads(json.dumps(row).replace(r"\ud83d", ""))
+    Path("rows.jsonl").write_text(jsonl([whole, whole, row]))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(DatasetError, match=r"rows\.jsonl:3: '\w+' cannot be read: it holds half a character, '\\ud83d'"):
+        make(load_path="rows.jsonl", tokenizer=letter_tokenizer(template=template))
+
+
+@pytest.mark.parametrize("prompt", [HALF, HALVED])
+def test_half_a_character_in_a_prompt_is_named_with_its_line(prompt):
+    Path("rows.jsonl").write_text(jsonl([{"prompt": "ab"}, {"prompt": prompt}]))
+    with pytest.raises(DatasetError, match=r"rows\.jsonl:2 is .*half a character, '\\ud83d'"):
+        read_prompts("rows.jsonl")

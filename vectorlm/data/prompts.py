@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vectorlm.encoding import encode
-from vectorlm.errors import DatasetError
+from vectorlm.encoding import encode, require_whole_characters
+from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.types import PromptRecord
 
 if TYPE_CHECKING:
@@ -105,15 +105,29 @@ def _prompt_record_of(columns: Any) -> PromptRecord:
         isinstance(prompt, str) or of_tokens or (is_list and all(isinstance(each, dict) for each in prompt))
     ):
         raise TypeError(f"the prompt is {str(prompt)[:40]}")
+    if not of_tokens:
+        require_whole_characters(prompt)
     return PromptRecord(prompt, columns)
 
 
 def check_lengths(
-    prompt_records: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, max_tokens: int, setting: str
+    prompt_records: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, max_tokens: float, setting: str
 ) -> None:
-    """Raise a `DatasetError` that names the first prompt longer than `max_tokens`; `setting` names their source."""
+    """Encode the prompts of `setting`.
+
+    Raises:
+        ConfigError: One cannot be encoded: the tokenizer has no chat template, or it refuses the messages.
+        DatasetError: One is longer than `max_tokens`.
+    """
     for index, prompt_record in enumerate(prompt_records):
-        length = len(encode(prompt_record.prompt, lambda: tokenizer))
+        try:
+            length = len(encode(prompt_record.prompt, lambda: tokenizer))
+        except Exception as error:  # A template may raise whatever its author chose.
+            name = tokenizer.name_or_path
+            raise ConfigError(
+                f"prompt {index} of {setting} cannot be encoded with the tokenizer of {name!r} "
+                f"({type(error).__name__}: {error}). Correct the prompt, or the template in {name}/chat_template.jinja."
+            ) from error
         if length > max_tokens:
             raise DatasetError(
                 f"prompt {index} of {setting} has {length} tokens, more than the {max_tokens} that leave room for an "

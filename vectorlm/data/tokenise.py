@@ -16,7 +16,7 @@ from vectorlm.data.chat import Chat, Message
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import Source
 from vectorlm.ranks.wait import EVERY_S, how_far, say
-from vectorlm.encoding import without_nulls
+from vectorlm.encoding import require_whole_characters, without_nulls
 from vectorlm.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
@@ -187,6 +187,10 @@ class Tokeniser:
             raise DatasetError(
                 f"{name} has no {column!r}, but {', '.join(row) or 'nothing'}. Correct it, or remove the row."
             )
+        try:
+            require_whole_characters(row[column])
+        except ValueError as error:
+            raise DatasetError(f"{name}: {column!r} cannot be read: {error}. Correct it, or remove the row.") from error
         return row[column]
 
 

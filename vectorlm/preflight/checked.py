@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vectorlm.config.schema import Config
 from vectorlm.config.value import raise_problems
-from vectorlm.data.prompts import read_prompts
+from vectorlm.data.prompts import check_lengths, read_prompts
+from vectorlm.encoding import is_messages
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.preflight.files import file_problems
 from vectorlm.preflight.local_model import resolve_model
@@ -41,7 +43,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         num_nodes: Number of machines of the run.
 
     Raises:
-        ConfigError: Lists every problem found.
+        ConfigError: Lists every problem found, or a prompt cannot be encoded.
         CheckpointError: The checkpoints in the output folder are of another run, or cannot be read.
         DatasetError: A prompt leaves no room for an answer.
         EngineError: The teacher's server does not answer.
@@ -53,6 +55,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         *file_problems(config),
     ]
     rl, sampler = config.rl, config.train_parameters.sampler
+    max_tokens = math.inf
     # These cost more than a minute: they are needed after models are loaded.
     prompts = [] if rl is None else _read(config, "rl.prompts", rl.collect.prompts, problems)
     questions = None if sampler is None else sampler.evaluation.prompts
@@ -65,14 +68,21 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         problems.append(str(error))
     if rl is not None:
         # These import torch, which the check of a config for fine-tuning does without.
-        from vectorlm.preflight.rl import check_lengths, rl_problems
+        from vectorlm.preflight.rl import longest_sequence, rl_problems
         from vectorlm.preflight.teacher import check_teacher
 
         problems += rl_problems(config, rl)
         raise_problems(problems)
-        check_lengths(config, prompts)
+        max_tokens = longest_sequence(config) - 1
         check_teacher(config)
     raise_problems(problems)
+    # Costs more than a minute: the prompt may be one of the last, and models are loaded first.
+    if rl is not None or any(is_messages(record.prompt) for record in evaluation_prompts):
+        from vectorlm.train.load import load_tokenizer
+
+        tokenizer = load_tokenizer(config.model)
+        check_lengths(prompts, tokenizer, max_tokens, "rl.prompts")
+        check_lengths(evaluation_prompts, tokenizer, max_tokens, "train_parameters.sampler.prompts")
     # Costs more than a minute: checkpoints are looked for after models are loaded.
     return CheckedConfig(config, prompts, evaluation_prompts, find_resumption(config, world_size))
 

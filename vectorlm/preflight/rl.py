@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.config.schema import Config, RLSettings
 from vectorlm.config.setting import all_settings, refuse, settings_of, to_plain, value_at
-from vectorlm.data.prompts import check_lengths as check_prompt_lengths
 from vectorlm.errors import ConfigError
 from vectorlm.hyperparameters import ClipCovSettings, OnlineDPOSettings, PassAtKSettings
 from vectorlm.plugin import load_plugin
@@ -19,9 +18,7 @@ from vectorlm.preflight.teacher import teacher_problems
 from vectorlm.rewards.registry import short_name
 from vectorlm.rl.correction import correction_of
 from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, CriticSettings
-from vectorlm.train.load import load_tokenizer
 from vectorlm.train.optimizer_step import BY_LOSS
-from vectorlm.types import PromptRecord
 
 # Parameters that change which tokens can be drawn, or how likely they are, and that the trainer does not follow; with
 # the values that change nothing.
@@ -58,13 +55,6 @@ def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
             load_plugin(rl.collect.environment)
         except ConfigError as error:
             yield str(error)
-
-
-def check_lengths(config: Config, prompts: Sequence[PromptRecord]) -> None:
-    """Tokenise ``rl.prompts``; raise `DatasetError` where one leaves no room for an answer."""
-    # Costs more than a minute: the prompt may be one of the last.
-    longest = longest_sequence(config) - 1
-    check_prompt_lengths(prompts, load_tokenizer(config.model), longest, "rl.prompts")
 
 
 def longest_sequence(config: Config) -> int:

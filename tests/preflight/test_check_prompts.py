@@ -1,0 +1,88 @@
+"""Prompts that cannot be encoded, or leave no room for an answer, are found before models are loaded."""
+
+import json
+
+import pytest
+from rl_runs import config_of, save_files
+
+from vectorlm.config import load_config
+from vectorlm.errors import ConfigError, DatasetError
+from vectorlm.preflight.checked import preflight
+
+CHAT = [{"role": "user", "content": "abc"}]
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+TEXT = """
+model: {files}/model
+dataset: {{train_ds: {files}/train, eval_ds: {files}/eval, train_bs: 1, eval_bs: 1}}
+train_parameters:
+  output_dir: {files}/run
+  max_seq_len: 32
+  epochs: 1
+  optimizer: {{lr: 1.0e-3}}
+  sampler: {{prompts: {files}/asked.jsonl}}
+"""
+RL, SAMPLER = "rl.prompts", "train_parameters.sampler.prompts"
+
+
+@pytest.fixture
+def files(tmp_path):
+    return save_files(tmp_path)
+
+
+def ask(files, setting, prompts, template):
+    """Check a run whose prompts of one setting are these, with a tokenizer that has this chat template."""
+    path = files / "model" / "chat_template.jinja"
+    path.unlink(missing_ok=True)
+    if template is not None:
+        path.write_text(template)
+    (files / "asked.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt, "wanted": "a"}) + "\n" for prompt in prompts)
+    )
+    return preflight(config_of(files, files / "out", overrides=[f"{setting}={files / 'asked.jsonl'}"]), 1)
+
+
+@pytest.mark.parametrize("setting", [RL, SAMPLER])
+@pytest.mark.parametrize(
+    ("template", "cause"),
+    [
+        (None, "chat_template is not set"),
+        ("{{ raise_exception('no system prompt') }}", "no system prompt"),
+        ("{{ messages[0].content.missing.more }}", "has no attribute 'missing'"),
+        ("{{ 1 + messages[0].content }}", "TypeError"),
+        ("{% for m in messages %}", "TemplateSyntaxError"),
+    ],
+)
+def test_messages_that_cannot_be_rendered_are_refused_with_the_tokenizer(files, setting, template, cause):
+    assert ask(files, setting, [CHAT], TEMPLATE)
+    with pytest.raises(ConfigError) as caught:
+        ask(files, setting, ["abc", CHAT], template)
+    assert f"prompt 1 of {setting} cannot be encoded with the tokenizer of '{files / 'model'}'" in str(
+        caught.value
+    )
+    assert cause in str(caught.value)
+
+
+def test_messages_of_fine_tuning_are_rendered_too(files):
+    (files / "asked.jsonl").write_text(json.dumps({"prompt": CHAT}) + "\n")
+    (files / "model" / "chat_template.jinja").write_text("{{ raise_exception('no user') }}")
+    for split in ("train", "eval"):
+        (files / split).mkdir()
+        (files / split / "dataset_info.json").write_text("{}")
+    path = files / "text.yaml"
+    path.write_text(TEXT.format(files=files))
+    with pytest.raises(ConfigError, match=rf"prompt 0 of {SAMPLER} .*no user"):
+        preflight(load_config(path), 1)
+
+
+@pytest.mark.parametrize("setting", [RL, SAMPLER])
+def test_a_prompt_that_leaves_no_room_is_refused(files, setting):
+    with pytest.raises(DatasetError, match=rf"prompt 1 of {setting} has \d+ tokens"):
+        ask(files, setting, ["abc", "abc" * 99], None)
+
+
+def test_half_a_character_in_a_list_of_prompts_is_refused_by_its_place(files):
+    (files / "plain.py").write_text("def one(completion):\n    return 1.0\n")
+    reward = f"rl.rewards={{'{files / 'plain.py'}:one': 1.0}}"
+    config = config_of(files, files / "out", overrides=[r'rl.prompts=["abc", "a\ud83d"]', reward])
+    with pytest.raises(ConfigError, match=r"prompt 1 of rl\.prompts .*half a character, '\\ud83d'"):
+        preflight(config, 1)
