@@ -40,6 +40,33 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: An
     return tokenizer.apply_chat_template(without_nulls(list(messages)), **how)
 
 
+def marked_spans(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[tuple[int, int]]:
+    """Return from where to where, in characters of the rendered chat, its template marks ``{% generation %}``."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered: Any = render_jinja_template(  # It returns the spans too, and is said to return text.
+        [without_nulls(list(messages))],
+        tools,
+        chat_template=tokenizer.get_chat_template(None, tools),
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )
+    return list(rendered[1][0])
+
+
+def end_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the ids that end an answer: the tokenizer's EOS, and those that the model in its folder names."""
+    ends = [tokenizer.eos_token_id]
+    # transformers and vLLM read config.json where there is no generation_config.json.
+    for name in ("generation_config.json", "config.json"):
+        path = Path(tokenizer.name_or_path or "", name)
+        if path.is_file():
+            named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            ends += named if isinstance(named, list) else [named]
+            break
+    return frozenset(end for end in ends if end is not None)
+
+
 def without_nulls(value: Any) -> Any:
     """Return a JSON value without the keys of its objects that are null."""
     if isinstance(value, Mapping):

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 from letters import letter_tokenizer, make, spell
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from vectorlm.encoding import encode
 from vectorlm.errors import ConfigError, DatasetError
 
 PLAIN = (
@@ -189,3 +192,83 @@ def test_messages_are_packed_like_text():
     )
     one = ("u:x$\na:y$\n", ".......y$.")
     assert rows == [(one[0] * 2, one[1] * 2), one]
+
+
+def byte_tokenizer(template):
+    """A byte-level tokenizer, in which white space merges with what follows it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["</s>", "<|u|>", "<|a|>"]
+    trainer = trainers.BpeTrainer(
+        special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["user: hi\nassistant: hello\n\n\n   hello   hi\n\n"] * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", chat_template=template)
+
+
+SPACED = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+LINED = SPACED.replace(": ", ":\n")
+SPACED_MARKED = (
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [SPACED, LINED, SPACED_MARKED])
+@pytest.mark.parametrize("answer", ["hello", "  hello", "\n\nhello", "\n", "   "])
+@pytest.mark.parametrize("form", ["messages", "pair"])
+def test_prompt_and_answer_are_tokenised_apart_whatever_the_answer_begins_with(template, answer, form):
+    tokenizer = byte_tokenizer(template)
+    # What was said before an answer that is taken whole is tokenised as a prompt.
+    prompt = say("uhi", "ahello", "uhi") if form == "pair" else say("uhi")
+    row = {"messages": [*prompt, *say("a" + answer)]}
+    if form == "pair":
+        row = {"prompt": prompt, "completion": say("a" + answer)}
+    Path("raw.jsonl").write_text(json.dumps(row) + "\n")
+    dataset, _ = make(512, tokenizer, load_path="raw.jsonl", assistant_only_loss=form == "messages")
+    ids, labels = dataset[0]["input_ids"], dataset[0]["labels"]
+    asked = encode(prompt, lambda: tokenizer)
+    said = tokenizer.encode(answer + "</s>", add_special_tokens=False)
+    assert (ids[: len(asked)], ids[len(asked) : len(asked) + len(said)]) == (asked, said)
+    assert [label for label in labels[len(asked) :] if label != -100] == said
+
+
+def test_the_tokens_of_a_chat_are_those_of_its_whole_text_where_none_lies_across_a_border():
+    tokenizer = byte_tokenizer(LINED)
+    Path("raw.jsonl").write_text(json.dumps({"messages": say("uhi", "ahello hi", "uhi", "ahi")}) + "\n")
+    dataset, _ = make(512, tokenizer, load_path="raw.jsonl", assistant_only_loss=True)
+    text = "user:\nhi</s>\nassistant:\nhello hi</s>\nuser:\nhi</s>\nassistant:\nhi</s>\n"
+    assert dataset[0]["input_ids"] == tokenizer.encode(text)
+
+
+NAMED = (
+    "{% for m in messages %}<|{{ m.role[0] }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|a|>\n{% endif %}"
+)
+MARKED_SHORT = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}</s>"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_the_next_roles_marker_counts_where_the_model_ends_answers_with_it():
+    tokenizer = byte_tokenizer(NAMED)
+    Path("model").mkdir()
+    tokenizer.save_pretrained("model")
+    user = tokenizer.convert_tokens_to_ids("<|u|>")
+    Path("model/generation_config.json").write_text(json.dumps({"eos_token_id": [0, user]}))
+    Path("raw.jsonl").write_text(json.dumps({"messages": say("uhi", "ahello", "uhi", "ahi")}) + "\n")
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    dataset, _ = make(512, tokenizer, load_path="raw.jsonl", assistant_only_loss=True)
+    counted = [label for label in dataset[0]["labels"] if label != -100]
+    assert tokenizer.decode(counted) == "hello<|u|>hi"
+
+
+def test_the_end_behind_what_a_template_marks_counts():
+    rows, _ = chat_rows([{"messages": TWO_TURNS}], MARKED_SHORT, assistant_only_loss=True)
+    assert rows == [("xyz$vw$", ".yz$.w$")]

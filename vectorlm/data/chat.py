@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
-from vectorlm.encoding import render_chat
+from vectorlm.encoding import end_tokens, marked_spans, render_chat
 from vectorlm.errors import ConfigError, DatasetError
 
 Message = dict[str, Any]
@@ -17,7 +18,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Chat:
-    """Renders messages, and tells which tokens the assistant says."""
+    """Renders messages, and tells which tokens count in the loss."""
 
     tokenizer: Any
 
@@ -29,89 +30,131 @@ class Chat:
                 f"{name}/chat_template.jinja, use an instruction-tuned model, or write the rows as text."
             )
 
-    def render(self, name: str, messages: Sequence[Message], tools: Any, **how: Any) -> dict[str, list[int]]:
-        """Return `input_ids`, and what else `how` asks the tokenizer for; `name` stands for the row in an error."""
+    def render(self, name: str, messages: Sequence[Message], tools: Any, **how: Any) -> str:
+        """Return messages as the template writes them; `name` stands for the row in an error."""
         from jinja2.exceptions import TemplateError
 
         try:
-            rendered: dict[str, list[int]] = render_chat(
-                self.tokenizer, messages, tools=tools, return_dict=True, **how
-            )
-            return rendered
+            return str(render_chat(self.tokenizer, messages, tools=tools, tokenize=False, **how))
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise DatasetError(
                 f"{name}: the chat template refuses the messages ({error}). Correct them, or remove the row."
             ) from error
 
-    def assistant(self, name: str, messages: Sequence[Message], tools: Any) -> tuple[list[int], list[bool]]:
-        """Return all tokens, and which of them the assistant says, with the end of its turns.
-
-        The template's ``{% generation %}`` says it; without that, it is what each of the assistant's messages adds.
-        """
-        if self._marks_generation:
-            found = self.render(name, messages, tools, return_assistant_tokens_mask=True)
-            return found["input_ids"], [bool(value) for value in found["assistant_masks"]]
-        whole = self.render(name, messages, tools)["input_ids"]
-        counted = [False] * len(whole)
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                start = self._start(name, messages, index, tools, whole)
-                end = self._prefix(name, messages, index + 1, tools, whole)
-                end = self._end_of_turn(whole, start, end)
-                counted[start:end] = [True] * (end - start)
-        return whole, counted
-
-    def completion(
-        self, name: str, prompt: Sequence[Message], completion: Sequence[Message], tools: Any
+    def tokenise(
+        self,
+        name: str,
+        messages: Sequence[Message],
+        tools: Any,
+        *,
+        num_prompt: int | None = None,
+        only_assistant: bool = False,
+        left_out: Collection[int] = (),
     ) -> tuple[list[int], list[bool]]:
-        """Return all tokens, and which of them belong to the completion."""
-        messages = [*prompt, *completion]
-        whole = self.render(name, messages, tools)["input_ids"]
-        start = (
-            self._start(name, messages, len(prompt), tools, whole)
-            if completion[0]["role"] == "assistant"
-            else self._prefix(name, messages, len(prompt), tools, whole)
-        )
-        end = self._end_of_turn(whole, start, len(whole))
-        return whole, [start <= place < end for place in range(len(whole))]
+        """Return all tokens, and which of them count.
+
+        Everything counts, or what follows the first `num_prompt` messages, or what the assistant says up to the end of
+        its turns: the template's ``{% generation %}`` marks it, and without that it is what each of the assistant's
+        messages adds. The messages with the indices `left_out` never count.
+        """
+        text = self.render(name, messages, tools)
+        start = 0
+        if num_prompt is not None:
+            is_reply = messages[num_prompt]["role"] == "assistant"
+            start = (self._start if is_reply else self._end)(name, messages, num_prompt, tools, text)
+        counts = bytearray(start) + b"\1" * (len(text) - start)
+        if only_assistant:
+            said = bytearray(len(text))
+            for first, last in self._said(name, messages, tools, text):
+                said[first:last] = b"\1" * (last - first)
+            counts = bytearray(one & other for one, other in zip(counts, said, strict=True))
+        for index in left_out:
+            first, last = (self._end(name, messages, num, tools, text) for num in (index, index + 1))
+            counts[first:last] = bytes(last - first)
+        spans = [found.span() for found in re.finditer(rb"[^\0]+", counts)]
+        is_marked = only_assistant and self._marks_generation
+        return self._tokens(text, spans, cut=not is_marked and (only_assistant or num_prompt is not None))
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        return end_tokens(self.tokenizer)
 
     @cached_property
     def _marks_generation(self) -> bool:
         templates = self.tokenizer.chat_template
         text = "".join(templates.values()) if isinstance(templates, dict) else templates
         text = re.sub(r"\{#.*?#\}", "", text, flags=re.DOTALL)
-        # transformers finds the tokens of a stretch of text with fast tokenizers alone.
-        return bool(re.search(r"\{%-?\s*generation\s*-?%\}", text)) and self.tokenizer.is_fast
+        return bool(re.search(r"\{%-?\s*generation\s*-?%\}", text))
 
-    def _start(self, name: str, messages: Sequence[Message], index: int, tools: Any, whole: list[int]) -> int:
-        """Return the place in `whole` from which message `index`, the assistant's, is the model's to write.
+    def _said(
+        self, name: str, messages: Sequence[Message], tools: Any, text: str
+    ) -> list[tuple[int, int]]:
+        if self._marks_generation:
+            return marked_spans(self.tokenizer, messages, tools)
+        return [
+            (
+                self._start(name, messages, index, tools, text),
+                self._end(name, messages, index + 1, tools, text),
+            )
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
 
-        That is behind the generation prompt. If there is none, or `whole` goes another way (a prompt may open a
+    def _start(self, name: str, messages: Sequence[Message], index: int, tools: Any, text: str) -> int:
+        """Return the place in `text` from which message `index`, the assistant's, is the model's to write.
+
+        That is behind the generation prompt. If there is none, or `text` goes another way (a prompt may open a
         thought that the message does not have), it is where this message begins to differ from another in its place.
         """
-        prompt = whole
+        prompt = text
         if index:  # Templates need a message.
-            prompt = self.render(name, messages[:index], tools, add_generation_prompt=True)["input_ids"]
-            if whole[: len(prompt)] == prompt:
+            prompt = self.render(name, messages[:index], tools, add_generation_prompt=True)
+            if text.startswith(prompt):
                 return len(prompt)
-        self._prefix(name, messages, index + 1, tools, whole)
+        self._end(name, messages, index + 1, tools, text)
         message = messages[index]
         content = "y" if str(message.get("content", "")).lstrip().startswith("x") else "x"
-        other = self.render(name, [*messages[:index], {**message, "content": content}], tools)["input_ids"]
-        return len(os.path.commonprefix([whole, other, prompt]))
+        other = self.render(name, [*messages[:index], {**message, "content": content}], tools)
+        return len(os.path.commonprefix([text, other, prompt]))
 
-    def _prefix(self, name: str, messages: Sequence[Message], num: int, tools: Any, whole: list[int]) -> int:
-        """Return how many tokens the first `num` messages are, after checking that `whole` begins with them."""
-        tokens = self.render(name, messages[:num], tools)["input_ids"] if num else []
-        if whole[: len(tokens)] != tokens:
+    def _end(self, name: str, messages: Sequence[Message], num: int, tools: Any, text: str) -> int:
+        """Return where the first `num` messages end in `text`, after checking that it begins with them."""
+        begin = self.render(name, messages[:num], tools) if num else ""
+        if not text.startswith(begin):
             raise DatasetError(
                 f"{name}: the chat template of {self.tokenizer.name_or_path!r} renders the first {num} messages "
                 "differently when others follow, so that what the assistant says cannot be told apart. Mark it in the "
                 "template with {% generation %} and {% endgeneration %}, or leave out assistant_only_loss and `prompt`."
             )
-        return len(tokens)
+        return len(begin)
 
-    def _end_of_turn(self, tokens: list[int], start: int, end: int) -> int:
-        """Return the place behind the last EOS, where there is one: what templates write behind it, nobody says."""
-        ends = [place + 1 for place in range(start, end) if tokens[place] == self.tokenizer.eos_token_id]
-        return ends[-1] if ends else end
+    def _tokens(
+        self, text: str, spans: Sequence[tuple[int, int]], *, cut: bool
+    ) -> tuple[list[int], list[bool]]:
+        """Tokenise the text; of the characters in `spans` the tokens count.
+
+        No token holds characters of both sides: the model continues the tokens of a prompt. With `cut`, what the
+        template writes behind the last end in a span does not count, since nobody says it.
+        """
+        tokens: list[int] = []
+        borders = [0]
+        for start, end in pairwise([0, *(place for span in spans for place in span), len(text)]):
+            # Where no token lies across a border, these are the tokens of the whole text.
+            until = self._encode(text[:end])
+            tokens = until if until[: len(tokens)] == tokens else tokens + self._encode(text[start:end])
+            borders.append(len(tokens))
+        counted = [False] * len(tokens)
+        for first, last in zip(borders[1:-1:2], borders[2::2], strict=True):
+            ends = [place + 1 for place in range(first, last) if tokens[place] in self.ends]
+            if ends and cut:
+                last = ends[-1]
+            elif not ends and last > first and last < len(tokens) and tokens[last] in self.ends:
+                # The end of the turn that the template writes behind it, or the next role's marker.
+                last += 1
+            counted[first:last] = [True] * (last - first)
+        return tokens, counted
+
+    def _encode(self, text: str) -> list[int]:
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return tokens

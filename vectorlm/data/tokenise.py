@@ -163,16 +163,13 @@ class Tokeniser:
         tools = row.get("tools")
         tools = json.loads(tools) if isinstance(tools, str) else tools
         only_assistant = self.settings.assistant_only_loss
-        if len(parts) == 2:
-            tokens, counted = self.chat.completion(name, parts[0], parts[1], tools)
-            if only_assistant:
-                _, said = self.chat.assistant(name, parts[0] + parts[1], tools)
-                counted = [both and each for both, each in zip(counted, said, strict=True)]
-        elif only_assistant:
-            tokens, counted = self.chat.assistant(name, parts[0], tools)
-        else:
-            tokens = self.chat.render(name, parts[0], tools)["input_ids"]
-            counted = [True] * len(tokens)
+        tokens, counted = self.chat.tokenise(
+            name,
+            sum(parts, []),
+            tools,
+            num_prompt=len(parts[0]) if len(parts) == 2 else None,
+            only_assistant=only_assistant,
+        )
         if only_assistant and not any(counted):
             return Tokens([], [], "nothing that the assistant says")
         return Tokens(tokens, counted, "no tokens")
