@@ -209,17 +209,26 @@ def test_a_gradient_norm_that_is_not_finite_stops_before_the_weights_change(mode
         assert weights_are_unchanged
 
 
-def train_on_an_unknown_token(topology, model_dir):
+def train_on_an_unknown_token(topology, model_dir, input_ids, labels):
     training = build_loop(topology, model_dir)
-    examples = [
-        {"input_ids": [1, 2, 3, 40 if index < 20 else 48], "labels": [1, 2, 3, 4]} for index in range(21)
-    ]
+    examples = [{"input_ids": [1, 2, 3, 40], "labels": [1, 2, 3, 4]} for index in range(20)]
+    examples.append({"input_ids": input_ids, "labels": labels})
     training.train_loader = loader(topology, examples, shuffle=False)
     with pytest.raises(DatasetError) as caught:
         training.run()
     return str(caught.value)
 
 
-def test_a_token_that_the_model_does_not_know_is_named_with_its_row(model_dir):
-    (text,) = on_ranks(1, train_on_an_unknown_token, model_dir)
-    assert text.startswith("row 20 of the dataset holds the token 48, and the model has 48 tokens.")
+@pytest.mark.parametrize(
+    ("input_ids", "labels", "what"),
+    [
+        ([1, 2, 3, 48], [1, 2, 3, 4], "token 48"),
+        ([1, 2, -1, 4], [1, 2, 3, 4], "token -1"),
+        ([1, 2, 3, 4], [1, 2, 3, 500], "label 500"),
+        ([1, 2, 3, 4], [-1, -1, -1, 4], "label -1"),
+    ],
+)
+def test_what_the_model_has_no_token_for_is_named_with_its_row(model_dir, input_ids, labels, what):
+    (text,) = on_ranks(1, train_on_an_unknown_token, model_dir, input_ids, labels)
+    assert text.startswith(f"row 20 of the dataset holds the {what}, and the model has 48 tokens;")
+    assert "dataset.ignore_index=-100" in text

@@ -153,7 +153,7 @@ class Batch:
     labels: torch.Tensor
     """int64 [B, T], the tokens of `input_ids` that count in the loss, the ignore index elsewhere; not shifted."""
     ids: torch.Tensor
-    """int64 [B], the `id` of each sequence, -1 for a sequence that only fills up the batch."""
+    """int64 [B], the index of each sequence in the dataset, -1 for a sequence that only fills up the batch."""
     text_ids: torch.Tensor
     """int64 [B, T], which text of its sequence a token belongs to, from 0."""
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FILLER_ID = -1
-"""The id of a row that only fills up a batch."""
+"""The id, the index in the dataset, of a row that only fills up a batch."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,26 @@ class Collator:
 
     def _tokens(self, row: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the tokens, labels and text ids that a row keeps, int64 [T] each."""
-        length = len(row["input_ids"])
+        input_ids, labels = row["input_ids"] or [], row["labels"] or []
+        length = len(input_ids)
         mask = row.get("attention_mask") or [1] * length
-        lengths = row.get("seq_lengths") or [length]
-        text_ids = [text for text, length in enumerate(lengths) for _ in range(length)]
-        if not length == len(row["labels"]) == len(mask) == len(text_ids) or not any(mask):
+        try:
+            lengths = row.get("seq_lengths") or [length]
+            text_ids = [text for text, length in enumerate(lengths) for _ in range(length)]
+            columns = [torch.tensor(each, dtype=torch.int64) for each in (input_ids, labels, text_ids)]
+            is_kept = torch.tensor(mask, dtype=torch.bool)
+        except (TypeError, ValueError, RuntimeError) as error:  # A null or a text in a list, or a number beyond int64.
             raise DatasetError(
-                f"the row with id {row['id']} has {length} input_ids, {len(row['labels'])} labels, {len(mask)} "
+                f"row {row['id']} of the dataset holds something else than lists of integers ({error}). Preprocess the "
+                "dataset again."
+            ) from error
+        if not length == len(labels) == len(mask) == len(text_ids) or not any(mask):
+            raise DatasetError(
+                f"row {row['id']} of the dataset has {length} input_ids, {len(labels)} labels, {len(mask)} "
                 f"attention_mask values, and texts of {len(text_ids)} tokens by seq_lengths: these numbers must be "
                 "equal, and at least 1. Preprocess the dataset again."
             )
-        is_kept = torch.tensor(mask, dtype=torch.bool)
-        columns = (row["input_ids"], row["labels"], text_ids)
-        return [torch.tensor(each, dtype=torch.int64)[is_kept][: self.max_seq_len] for each in columns]
+        return [each[is_kept][: self.max_seq_len] for each in columns]
 
 
 class StepLoader:
@@ -79,8 +86,7 @@ class StepLoader:
     of forward passes. There is no state to save: the loader can start from any step of any epoch.
 
     Args:
-        dataset: Rows with `input_ids` and `labels`, optionally `attention_mask`, `seq_lengths` (of a row's texts) and
-            `id` (else the row's index).
+        dataset: Rows with `input_ids` and `labels`, optionally `attention_mask` and `seq_lengths` (of a row's texts).
         collator: Turns rows into batches.
         topology: This rank's place.
         micro_batch_size: Rows of one forward pass on one rank.
@@ -104,7 +110,7 @@ class StepLoader:
         seed: int,
         shuffle: bool,
     ) -> None:
-        optional = ("attention_mask", "seq_lengths", "id")
+        optional = ("attention_mask", "seq_lengths")
         columns = ["input_ids", "labels", *(name for name in optional if name in dataset.column_names)]
         self._dataset = dataset.select_columns(columns).with_format(None)
         _require_target(self._dataset, collator)
@@ -156,7 +162,7 @@ class StepLoader:
     def _batch(self, indices: Sequence[int]) -> Batch:
         columns: dict[str, Any] = self._dataset[list(indices)] if indices else {}
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        rows = [{"id": index} | row for index, row in zip(indices, rows, strict=True)]
+        rows = [{"id": index, **row} for index, row in zip(indices, rows, strict=True)]
         return self._collator.collate(rows, self._micro_batch_size)
 
 
@@ -165,7 +171,8 @@ def _require_target(dataset: Dataset, collator: Collator) -> None:
     for index in range(len(dataset)):
         # The first token of a row is not predicted.
         if any(
-            label != collator.ignore_index for label in dataset[index]["labels"][1 : collator.max_seq_len]
+            label != collator.ignore_index
+            for label in (dataset[index]["labels"] or [])[1 : collator.max_seq_len]
         ):
             return
     raise DatasetError(

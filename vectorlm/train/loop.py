@@ -159,7 +159,7 @@ class FineTuningLoop:
         """Return the sum of the next-token losses of one micro-batch.
 
         Raises:
-            DatasetError: A token is not in the model's vocabulary.
+            DatasetError: A token, or a label that counts, is not in the model's vocabulary.
         """
         self._require_known_tokens(batch)
         rows = Rows(
@@ -170,13 +170,16 @@ class FineTuningLoop:
     def _require_known_tokens(self, batch: Batch) -> None:
         """Look on the CPU, where the batch still is: on CUDA an unknown token ends the process without its name."""
         num_tokens = self.optimizer_step.model.get_input_embeddings().num_embeddings
-        is_unknown = (batch.input_ids < 0) | (batch.input_ids >= num_tokens)
-        if is_unknown.any():
-            row, column = is_unknown.nonzero()[0].tolist()
-            raise DatasetError(
-                f"row {batch.ids[row]} of the dataset holds the token {batch.input_ids[row, column]}, and the model "
-                f"has {num_tokens} tokens. Preprocess the dataset with the model's own tokenizer."
-            )
+        labels = batch.labels.where(self._is_target(batch), 0)
+        for name, values in (("token", batch.input_ids), ("label", labels)):
+            is_unknown = (values < 0) | (values >= num_tokens)
+            if is_unknown.any():
+                row, column = is_unknown.nonzero()[0].tolist()
+                raise DatasetError(
+                    f"row {batch.ids[row]} of the dataset holds the {name} {values[row, column]}, and the model has "
+                    f"{num_tokens} tokens; labels that do not count are dataset.ignore_index={self.ignore_index}. "
+                    "Preprocess the dataset with the model's own tokenizer, or set dataset.ignore_index."
+                )
 
     def _apart(self, batch: Batch) -> Batch:
         """Make each text a row of its own where that takes no padding, so that no text sees the one before it."""
