@@ -293,6 +293,8 @@ def test_a_reward_that_fails_ends_the_run_with_its_prompt(files, tmp_path):
         ("gdpo", ["rl.dynamic_sampling=True"]),
         ("ppo", ["rl.group_size=1", "rl.dynamic_sampling=True"]),
         ("ppo", ["rl.critic.warmup_steps=4"]),
+        ("reinforce_pp", ["rl.group_size=1", "rl.prompts_per_step=1"]),
+        ("reinforce", ["rl.group_size=1", "rl.whiten_advantages=True", "rl.prompts_per_step=1"]),
         ("online_dpo", ["rl.preference=ipo", "rl.label_smoothing=0.1"]),
         ("online_dpo", ["rl.off_policy_mask=0.5"]),
         ("grpo", ["rl.correction.preset=bypass", "rl.correction.level=token"]),

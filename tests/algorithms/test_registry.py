@@ -49,6 +49,16 @@ def test_a_row_names_its_source_and_starts_where_its_name_does(name):
     assert spec.settings is SETTINGS[name]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_takes_a_step_of_one_completion_learns_from_it(name):
+    spec = get_algorithm(name)
+    batch = replace(
+        batch_of([[True, True]], torch.ones(1, 1)), values=torch.zeros(1, 2), greedy_rewards=torch.zeros(1)
+    )
+    if spec.min_group_size == spec.min_completions == 1 and not spec.needs_teacher:
+        assert spec.advantages(batch, spec.settings).any()
+
+
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ConfigError, match=r"'gpro' is not known: use one of best_of_k, .* or file.py:NAME"):
         get_algorithm("gpro")

@@ -207,6 +207,7 @@ ROWS: tuple[AlgorithmSpec, ...] = (
         loss=adapters.ppo,
         has_ratio=True,
         clips="token",
+        min_completions=2,
         source="Hu 2025, arXiv:2501.03262",
     ),
     AlgorithmSpec(

@@ -105,6 +105,8 @@ class AlgorithmSpec:
     """Computes metrics of this algorithm, logged as means over completions or groups."""
     min_group_size: int = 1
     """Smallest number of completions per prompt for which the algorithm is defined."""
+    min_completions: int = 1
+    """Smallest number of completions per step for which it is."""
     settings: AlgorithmSettings = field(default_factory=TokenSettings)
     """Where the algorithm starts, and by its class which settings it has under ``rl``; a config's values win."""
     source: str = ""

@@ -12,7 +12,7 @@ from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.config.schema import Config, RLSettings
 from vectorlm.config.setting import all_settings, refuse, settings_of, to_plain, value_at
 from vectorlm.errors import ConfigError
-from vectorlm.hyperparameters import ClipCovSettings, OnlineDPOSettings, PassAtKSettings
+from vectorlm.hyperparameters import ClipCovSettings, OnlineDPOSettings, PassAtKSettings, WhiteningSettings
 from vectorlm.plugin import load_plugin
 from vectorlm.preflight.teacher import teacher_problems
 from vectorlm.rewards.registry import short_name
@@ -70,6 +70,17 @@ def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iter
     if collect.group_size < spec.min_group_size:
         rule = f"is too small for {spec.name}, which compares completions of one prompt"
         yield refuse(config, "rl.group_size", rule, f"Use {spec.min_group_size} or more.")
+    # A critic's advantages differ within a completion; others that are whitened do not.
+    hparams = rl.hyperparameters
+    whitens = isinstance(hparams, WhiteningSettings) and hparams.whiten_advantages and not spec.needs_critic
+    num_completions, least = (
+        collect.prompts_per_step * collect.group_size,
+        2 if whitens else spec.min_completions,
+    )
+    if num_completions < least:
+        what = "rl.whiten_advantages" if whitens else spec.name
+        rule = f"makes a step of {num_completions} completions, and {what} compares the completions of a step"
+        yield refuse(config, "rl.prompts_per_step", rule, f"Use {least} or more.")
     # Silent: the run would sample on and on.
     if collect.group_size < 2 and rl.hyperparameters.dynamic_sampling:
         rule = "would drop every group with rl.dynamic_sampling, as one completion has nothing to differ from"
