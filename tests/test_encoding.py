@@ -152,3 +152,12 @@ def test_one_place_calls_chat_templates():
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "apply_chat_template"
     ]
     assert calls == ["encoding.py"]
+
+
+def test_a_bos_that_the_text_begins_with_is_not_doubled_and_that_is_said():
+    tokenizer = make_tokenizer()
+    plain = encode("ab", lambda: tokenizer)
+    with pytest.warns(UserWarning, match="begins with <s>, which is not doubled"):
+        assert encode("<s>ab", lambda: tokenizer) == plain
+    with pytest.warns(UserWarning, match="not doubled"):
+        assert encode("<s><s>ab", lambda: tokenizer) == [plain[0], *plain]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,14 @@ OF_VLLM = {"prompt", "prompt_token_ids"}
 def has_tokenizer(model: str | Path) -> bool:
     """Return whether there is a tokenizer beside a model; of a name that is no folder, the hub has to say."""
     return not Path(model).is_dir() or any((Path(model) / name).exists() for name in TOKENIZER_FILES)
+
+
+def has_chat_template(model: str | Path) -> bool:
+    """Return whether the tokenizer in a model's folder has a chat template."""
+    settings = Path(model, "tokenizer_config.json")
+    return Path(model, "chat_template.jinja").is_file() or (
+        settings.is_file() and bool(json.loads(settings.read_text(encoding="utf-8")).get("chat_template"))
+    )
 
 
 def load_tokenizer(name: str | Path, **options: Any) -> Any:
@@ -91,8 +100,8 @@ def is_messages(prompt: Any) -> bool:
 def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
     """Return the token ids of one prompt; `tokenizer` is called for text and messages alone.
 
-    Text gets the tokenizer's special tokens; those of messages are the template's. A last message of the assistant's is
-    an answer that has begun, and is left open.
+    Text gets the tokenizer's special tokens, but no second BOS; those of messages are the template's. A last message of
+    the assistant's is an answer that has begun, and is left open.
     """
     if isinstance(prompt, Mapping):
         prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
@@ -100,7 +109,17 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
         # A class of a script's may print itself in another way.
         text = str.__str__(prompt)
         require_whole_characters(text)
-        return list(tokenizer().encode(text))
+        tokens = list(tokenizer().encode(text))
+        bos = getattr(tokenizer(), "bos_token", None)
+        if bos and text.startswith(bos):
+            written = tokenizer().encode(text, add_special_tokens=False)
+            if written[0] == tokenizer().bos_token_id and tokens[: len(written) + 1] == [
+                written[0],
+                *written,
+            ]:
+                warnings.warn(f"a prompt begins with {bos}, which is not doubled", stacklevel=2)
+                return tokens[1:]
+        return tokens
     if is_messages(prompt):
         require_whole_characters(prompt)
         has_begun = prompt[-1]["role"] == "assistant"

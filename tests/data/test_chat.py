@@ -272,3 +272,86 @@ def test_the_next_roles_marker_counts_where_the_model_ends_answers_with_it():
 def test_the_end_behind_what_a_template_marks_counts():
     rows, _ = chat_rows([{"messages": TWO_TURNS}], MARKED_SHORT, assistant_only_loss=True)
     assert rows == [("xyz$vw$", ".yz$.w$")]
+
+
+CALL = {"function": {"name": "add", "arguments": {"x": 1}}}
+CALLS = PLAIN.replace("{{ m.content }}", "{{ m.content or '' }}{% if m.tool_calls %}!{% endif %}")
+
+
+def remarks_of(summary):
+    return {remark: num for remark, (num, _) in summary.remarks.items()}
+
+
+@pytest.mark.parametrize("only_assistant", [True, False])
+def test_tool_calls_that_the_template_does_not_render_are_told_and_no_empty_turn_is_learned(only_assistant):
+    called = [*say("ux"), {"role": "assistant", "content": "", "tool_calls": [CALL]}, *say("ay")]
+    rows = [{"messages": called, "tools": [CALL]}, {"messages": TWO_TURNS}]
+    made, summary = chat_rows(rows, assistant_only_loss=only_assistant)
+    assert made[0] == ("u:x$\na:$\na:y$\n", "." * 11 + "y$." if only_assistant else "u:x$\n....a:y$\n")
+    assert remarks_of(summary) == {
+        "the chat template does not render the column 'tools'": 1,
+        "the chat template does not render 'tool_calls' of messages": 1,
+        "the assistant says nothing in a turn, which does not count": 1,
+    }
+    called[1]["content"] = None
+    rows, summary = chat_rows([{"messages": called}], CALLS, assistant_only_loss=True)
+    assert rows[0] == ("u:x$\na:!$\na:y$\n", ".......!$...y$.")
+    assert not summary.remarks
+
+
+def test_a_chat_in_which_the_assistant_says_nothing_is_left_out():
+    rows = [{"messages": say("ux", "a")}, {"messages": TWO_TURNS}]
+    made, summary = chat_rows(rows, assistant_only_loss=True)
+    assert (len(made), summary.skipped) == (1, {"nothing that the assistant says": (1, "raw.jsonl:1")})
+    rows = [{"prompt": say("ux"), "completion": say("a")}, {"prompt": say("ux"), "completion": say("ay")}]
+    made, summary = chat_rows(rows)
+    assert (len(made), summary.skipped) == (1, {"nothing that the assistant says": (1, "raw.jsonl:1")})
+    _, summary = chat_rows([{"prompt": "x", "completion": ""}, {"prompt": "x", "completion": "y"}])
+    assert summary.skipped == {"an empty completion": (1, "raw.jsonl:1")}
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_weight_of_0_leaves_a_message_or_a_row_out_of_the_loss(template):
+    turns = say("ux", "ayz", "uv", "aw")
+    turns[1]["weight"], turns[3]["weight"] = 0, 1
+    rows = [{"messages": turns}, {"messages": TWO_TURNS, "weight": 0}, {"messages": TWO_TURNS, "weight": 1}]
+    made, summary = chat_rows(rows, template, assistant_only_loss=True)
+    assert made == [(WHOLE, "..................w$."), (WHOLE, ".......yz$........w$.")]
+    assert summary.skipped == {"a weight of 0": (1, "raw.jsonl:2")}
+    assert not summary.remarks
+    assert not summary.unread
+    assert chat_rows(rows[:1], template)[0] == [(WHOLE, "u:x$\n......u:v$\na:w$\n")]
+    turns[1]["weight"] = 0.5
+    with pytest.raises(DatasetError, match=r"raw\.jsonl:1 has the weight 0\.5: it must be 0 or 1"):
+        chat_rows(rows, template)
+
+
+def test_columns_and_keys_that_nothing_reads_are_named_once():
+    rows = [{"messages": [{**turn, "name": "n"} for turn in TWO_TURNS], "id": 1, "lang": "en"}] * 3
+    _, summary = chat_rows(rows)
+    assert summary.unread == ["id", "lang"]
+    assert remarks_of(summary) == {"the chat template does not render 'name' of messages": 3}
+    assert str(summary).count("note: not read: id, lang.") == 1
+    Dataset.from_list([{"text": "ab", "id": 1}] * 2).save_to_disk("raw")
+    assert make()[1].unread == ["id"]
+
+
+def test_a_chat_without_an_end_that_counts_is_told():
+    endless = PLAIN.replace("{{ eos_token }}", "")
+    _, summary = chat_rows([{"messages": TWO_TURNS}] * 2, endless, assistant_only_loss=True)
+    assert remarks_of(summary) == {
+        "no end of text counts in the loss, from which the model would learn to stop": 2
+    }
+    _, summary = chat_rows([{"messages": TWO_TURNS}], assistant_only_loss=True)
+    assert not summary.remarks
+
+
+def test_best_fit_cuts_conversations_apart_unless_it_truncates():
+    long = say("ux", "a" + "y" * 12)
+    rows = [{"messages": long}, {"messages": say("uq", "aw")}]
+    made, summary = chat_rows(rows, packing_type="best_fit", max_seq_len=12)
+    assert (len(made), summary.goes_on) == (3, 1)
+    assert "cut in the middle of a text: 1 times" in str(summary)
+    made, summary = chat_rows(rows, packing_type="best_fit", max_seq_len=12, truncate=True)
+    assert made == [("u:x$\na:yyyyy", "u:x$\na:yyyyy"), ("u:q$\na:w$\n", "u:q$\na:w$\n")]
+    assert (summary.truncated, summary.lost_tokens, summary.lost_loss_tokens, summary.goes_on) == (1, 9, 9, 0)

@@ -9,9 +9,10 @@ from letters import BOS, EOS, IGNORE, letter_tokenizer, made_of, spell
 
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.data.pack import best_fit
+from vectorlm.data.summary import Summary
 from vectorlm.data.tokenise import Progress
-from vectorlm.ranks.topology import Topology
 from vectorlm.errors import ConfigError, DatasetError
+from vectorlm.ranks.topology import Topology
 
 TEXTS = ["abc", "defgh", "", "ijklmnopq", "r"]
 
@@ -169,7 +170,7 @@ def test_a_dataset_of_nothing_but_empty_texts_is_refused():
 
 def test_special_tokens_that_the_tokenizer_lacks_are_refused_unless_not_asked_for():
     tokenizer = letter_tokenizer(with_special_tokens=False)
-    with pytest.raises(ConfigError, match="the tokenizer has no bos_token and no eos_token"):
+    with pytest.raises(ConfigError, match="neither a bos_token nor an eos_token"):
         made_of(["ab"], tokenizer=tokenizer)
     rows, _ = made_of(["ab"], tokenizer=tokenizer, add_bos_eos_tokens=False)
     assert rows[0]["input_ids"] == [ord("a"), ord("b")]
@@ -235,19 +236,20 @@ def test_several_processes_make_the_same_dataset(num_proc):
 def test_the_summary_counts_what_is_there():
     dataset, summary = made_of(["abc:de", "fg:", "", "none", "h:i"], 5, seperator=":", save_path="first")
     assert (summary.rows_in, summary.rows_out, summary.longest) == (5, 3, 8)
-    # ^abc:de$ and ^fg:$ and ^h:i$; "de$", "$" and "i$" count.
-    assert (summary.tokens, summary.loss_tokens) == (8 + 5 + 5, 3 + 1 + 2)
+    # ^abc:de$ and ^fg:$ and ^h:i$; "$" and "i$" count, and "de$" is cut off.
+    assert (summary.tokens, summary.loss_tokens) == (8 + 5 + 5, 0 + 1 + 2)
     assert summary.tokens == sum(map(len, dataset["input_ids"]))
     assert (summary.long_rows, summary.cut_tokens) == (1, 3)
     assert summary.efficiency == 15 / 15
     assert (
-        "warning: rows longer than max_seq_len=5: 1. Training will cut 3 tokens off them. Set truncate: True"
+        "note: rows longer than max_seq_len=5: 1. Training will cut 3 tokens off them, 3 of which count in the loss."
         in str(summary)
     )
+    assert "note: 1 of 3 rows have no counted token within 5." in str(summary)
     _, packed = made_of(["ab", "cd"], 4, packing_type="full", add_bos_eos_tokens=False)
     # Nothing predicts the first token of a text.
     assert (packed.rows_out, packed.tokens, packed.loss_tokens) == (1, 4, 2)
-    assert "warning" not in str(packed)
+    assert [note for note in packed.notes() if "no end of text" not in note] == []
 
 
 def test_a_dataset_is_replaced_when_the_new_one_is_complete_and_not_before():
@@ -266,7 +268,7 @@ def test_an_interrupt_leaves_no_half_dataset(monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vectorlm.data.preprocess.Summary.add", interrupt)
+    monkeypatch.setattr("vectorlm.data.preprocess.Summary.count", interrupt)
     with pytest.raises(KeyboardInterrupt):
         made_of(["ab", "cd"])
     assert [path.name for path in Path().iterdir()] == ["raw"]
@@ -292,3 +294,49 @@ def test_where_no_terminal_is_progress_is_told_in_plain_lines(monkeypatch, capsy
     for _ in range(2):
         progress.add(100)
     assert capsys.readouterr().err == "tokenise, rows: 200 of 400, 20 s so far, about 20 s left\n"
+
+
+def test_a_cut_says_what_it_took_and_which_rows_have_nothing_left():
+    _, summary = made_of(["abcdef:g", "a:bcdefgh", "a:b"], truncate=True, seperator=":")
+    # ^abcd| ef:g$ and ^a:bc| defgh$.
+    assert (summary.truncated, summary.lost_tokens, summary.lost_loss_tokens) == (2, 5 + 6, 2 + 6)
+    assert (summary.loss_tokens, summary.idle_rows) == (2 + 2, 1)
+    assert "2 texts, which lost 11 tokens, 8 of them counted in the loss" in str(summary)
+    assert "1 of 3 rows have no counted token within 6" in str(summary)
+
+
+@pytest.mark.parametrize("options", [{}, {"packing_type": "full"}, {"packing_type": "best_fit"}])
+def test_the_summary_of_a_run_is_that_of_preprocessing_or_counted_for_its_own_length(options):
+    texts = ["abc:defgh", "x:y", "abcdefghijkl:mn"]
+    dataset, made = made_of(texts, 16, seperator=":", **options)
+    assert Summary.of(dataset, 16, IGNORE) == made
+    at_6 = Summary.of(dataset, 6, IGNORE)
+    rows = [[(t, each) for t, each in enumerate(row) if each != IGNORE] for row in dataset["labels"]]
+    assert at_6.loss_tokens == sum(t < 6 for row in rows for t, _ in row)
+    assert at_6.cut_loss_tokens == sum(t >= 6 for row in rows for t, _ in row)
+    assert at_6.idle_rows == sum(all(t >= 6 for t, _ in row) for row in rows)
+    assert (at_6.tokens, at_6.longest) == (made.tokens, made.longest)
+    assert Summary.of(load_dataset("rows").select([0]), 16, IGNORE).rows_out == 1
+
+
+def test_rows_of_ones_own_are_counted_as_training_takes_them():
+    rows = {"input_ids": [[1, 2, 3, 4]], "labels": [[IGNORE, 2, 3, 4]], "attention_mask": [[0, 1, 1, 1]]}
+    found = Summary.of(Dataset.from_dict(rows), 2, IGNORE)
+    # 1 is dropped, nothing predicts 2, 4 is cut off.
+    assert (found.tokens, found.loss_tokens, found.cut_loss_tokens, found.long_rows) == (3, 1, 1, 1)
+
+
+@pytest.mark.parametrize("text", ["<s>ab</s>", "<s>ab", "ab</s>", "ab"])
+def test_a_bos_or_eos_of_the_text_is_not_doubled(text):
+    dataset, summary = made_of([text], 16)
+    assert (spell(dataset[0]["input_ids"]), spell(dataset[0]["labels"])) == ("^ab$", ".ab$")
+    assert [num for num, _ in summary.remarks.values()] == [1] * (text != "ab")
+
+
+def test_the_one_token_that_a_tokenizer_has_is_put_there():
+    tokenizer = letter_tokenizer()
+    tokenizer.bos_token = None
+    dataset, _ = made_of(["ab"], tokenizer=tokenizer)
+    assert spell(dataset[0]["input_ids"]) == "ab$"
+    _, summary = made_of(["ab"], tokenizer=tokenizer, add_bos_eos_tokens=False)
+    assert "1 row: no end of text counts in the loss" in str(summary)

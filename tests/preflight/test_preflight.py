@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from config_texts import MINIMAL
+from datasets import Dataset
+from letters import letter_tokenizer
 from safetensors.torch import save_file
 
 from vectorlm.config import load_config
-from vectorlm.errors import ConfigError
+from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.packages import fields_of
 from vectorlm.preflight import files, packages, settings
 from vectorlm.preflight.checked import preflight
@@ -223,3 +225,33 @@ def test_reinforcement_learning_needs_a_reward_to_keep_the_best(complete):
 def test_a_description_that_is_no_json_object_is_left_to_transformers(complete):
     Path("models/tiny/config.json").write_text(json.dumps([]))
     passes(complete)
+
+
+def test_what_becomes_of_the_rows_at_this_length_is_noted(complete):
+    rows = {"input_ids": [[1, 2, 3, 4, 5]] * 3, "labels": [[-100, 2, 3, 4, 5], [-100] * 4 + [5], [-100] * 5]}
+    Dataset.from_dict(rows).save_to_disk("data/train")
+    assert passes(complete).config.notes == (
+        "data/train: 3 rows of 3 texts, 15 tokens, of which 5 count in the loss",
+        "data/train: 1 of 3 rows have no counted token within 128",
+    )
+    assert passes(complete, f"{TRAIN}.max_seq_len=3").config.notes == (
+        "data/train: 3 rows of 3 texts, 15 tokens, of which 2 count in the loss",
+        "data/train: rows longer than max_seq_len=3: 3. Training will cut 6 tokens off them, 3 of which count in the "
+        "loss. Set truncate: True or a packing_type, or raise max_seq_len",
+        "data/train: 2 of 3 rows have no counted token within 3",
+    )
+
+
+def test_texts_for_a_model_with_a_chat_template_are_noted_and_long_prompts_refused(complete):
+    def notes():
+        return [note for note in passes(complete, SAMPLER).config.notes if "sampler.prompts" in note]
+
+    assert notes() == []
+    Path("models/tiny/chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert len(notes()) == 1
+    letter_tokenizer().save_pretrained("models/tiny")
+    Path("p.jsonl").write_text(json.dumps({"prompt": "a" * 256}))
+    with pytest.raises(DatasetError, match=r"prompt 0 of train_parameters\.sampler\.prompts has 256 tokens"):
+        passes(complete, SAMPLER)
+    Path("p.jsonl").write_text(json.dumps({"prompt": "a" * 255}))
+    passes(complete, SAMPLER)

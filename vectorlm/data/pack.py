@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
+from vectorlm.data.summary import Summary
 from vectorlm.errors import ConfigError
 
 
@@ -88,31 +89,40 @@ class Frame:
         return TokenisedText.counted([] if self.eos_token_id is None else [self.eos_token_id])
 
 
-def frame_texts(texts: Iterable[TokenisedText], frame: Frame, *, truncate: bool) -> Iterator[TokenisedText]:
+def frame_texts(
+    texts: Iterable[TokenisedText], frame: Frame, summary: Summary, *, truncate: bool
+) -> Iterator[TokenisedText]:
     """Make each text one row. Texts without tokens are dropped.
 
-    With `truncate` a row is cut off at `frame.max_seq_len`, and ends in an EOS that does not count in the loss.
+    With `truncate` a row is cut off at `frame.max_seq_len`, and ends in an EOS that does not count in the loss; what it
+    loses goes into `summary`.
     """
     for text in filter(len, texts):
         row = frame.opening + text + frame.ending
         if truncate and len(row) > frame.max_seq_len:
-            row = row[: frame.max_seq_len - len(frame.closing)] + frame.closing
+            length = frame.max_seq_len - len(frame.closing)
+            lost = row.labels[length:]
+            summary.truncated += 1
+            summary.lost_tokens += len(lost)
+            summary.lost_loss_tokens += len(lost) - lost.count(frame.ignore_index)
+            row = row[:length] + frame.closing
         yield row
 
 
 def pack_texts(
-    texts: Iterable[TokenisedText], frame: Frame, packing_type: Literal["full", "partial"]
+    texts: Iterable[TokenisedText], frame: Frame, summary: Summary, packing_type: Literal["full", "partial"]
 ) -> Iterator[TokenisedText]:
-    """Cut texts into chunks of at most `frame.max_seq_len` tokens.
+    """Cut texts into chunks of at most `frame.max_seq_len` tokens; `summary` counts the cuts within texts.
 
     ``partial`` cuts each text by itself, so that its last chunk may be short; ``full`` joins all texts, with EOS
     between them, so that only the very last chunk may be short. No token counts in the loss twice.
     """
     waiting = _NOTHING
     for text in filter(len, texts):
-        rows, waiting = _cut(waiting.followed_by(text, frame), frame, is_last=packing_type == "partial")
+        waiting = waiting.followed_by(text, frame)
+        rows, waiting = _cut(waiting, frame, summary, is_last=packing_type == "partial")
         yield from rows
-    rows, _ = _cut(waiting, frame, is_last=True)
+    rows, _ = _cut(waiting, frame, summary, is_last=True)
     yield from rows
 
 
@@ -171,7 +181,9 @@ class _Stretch:
 _NOTHING = _Stretch(TokenisedText([], []), [], 0)
 
 
-def _cut(stretch: _Stretch, frame: Frame, *, is_last: bool) -> tuple[list[TokenisedText], _Stretch]:
+def _cut(
+    stretch: _Stretch, frame: Frame, summary: Summary, *, is_last: bool
+) -> tuple[list[TokenisedText], _Stretch]:
     """Cut off all complete chunks, or everything when nothing follows; return them and the rest."""
     rows = []
     start, fresh, length = 0, stretch.num_repeated, len(stretch.text)
@@ -181,6 +193,7 @@ def _cut(stretch: _Stretch, frame: Frame, *, is_last: bool) -> tuple[list[Tokeni
         if end < length and stretch.ends[end] and frame.ending:
             end += 1
         repeated = TokenisedText.ignored(stretch.text[start:fresh].input_ids, frame.ignore_index)
+        summary.goes_on += not stretch.ends[end - 1]
         closing = TokenisedText([], []) if stretch.ends[end - 1] else frame.closing
         row = frame.opening + repeated + stretch.text[fresh:end] + closing
         inner = [place + 1 for place in range(start, end - 1) if stretch.ends[place]]

@@ -6,8 +6,6 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vectorlm.data.pack import Frame, TokenisedText, best_fit, frame_texts, join, pack_texts
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import open_source, write_rows
+from vectorlm.data.summary import Summary, add_row
 from vectorlm.data.tokenise import ROWS_PER_CALL, make_tokeniser
 from vectorlm.ranks.wait import count_rows
 from vectorlm.errors import ConfigError, DatasetError
@@ -26,74 +25,6 @@ if TYPE_CHECKING:
 _TOKENS_PER_WRITE = 2**18
 _OWN_FILES = ("*.arrow", "state.json", "dataset_info.json")
 """What `save_to_disk` writes, and the caches that datasets puts beside it."""
-
-
-@dataclass
-class Summary:
-    """Counts rows as they come in, are skipped and go out."""
-
-    max_seq_len: int
-    ignore_index: int
-    rows_in: int = 0
-    """Rows of the source, those that are skipped included."""
-    rows_out: int = 0
-    """Rows to train on."""
-    tokens: int = 0
-    """Tokens of all rows."""
-    loss_tokens: int = 0
-    """Tokens that count in the loss; the first of a text does not, because nothing predicts it."""
-    longest: int = 0
-    """Tokens of the longest row."""
-    long_rows: int = 0
-    """Rows longer than `max_seq_len`."""
-    cut_tokens: int = 0
-    """Tokens that training will cut off long rows."""
-    skipped: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """For each reason the number of rows that were left out, and the name of the first."""
-
-    def skip(self, reason: str, name: str) -> None:
-        """Count a row that is left out."""
-        num, first = self.skipped.get(reason, (0, name))
-        self.skipped[reason] = (num + 1, first)
-
-    def add(self, row: TokenisedText) -> None:
-        """Count a row to train on."""
-        self.rows_out += 1
-        self.tokens += len(row)
-        self.longest = max(self.longest, len(row))
-        firsts = accumulate(row.seq_lengths[:-1], initial=0)
-        counted = len(row) - row.labels.count(self.ignore_index)
-        self.loss_tokens += counted - sum(row.labels[first] != self.ignore_index for first in firsts)
-        if len(row) > self.max_seq_len:
-            self.long_rows += 1
-            self.cut_tokens += len(row) - self.max_seq_len
-
-    @property
-    def efficiency(self) -> float:
-        """Share of `max_seq_len` that the tokens of a row take up in the mean, as training sees them; from 0 to 1."""
-        return (self.tokens - self.cut_tokens) / (self.rows_out * self.max_seq_len)
-
-    def why_skipped(self) -> str:
-        """Say how many rows were left out, and why."""
-        reasons = [f"{num:,} with {why} (first: {name})" for why, (num, name) in self.skipped.items()]
-        return f"{sum(num for num, _ in self.skipped.values()):,}: {', '.join(reasons)}" if reasons else "0"
-
-    def __str__(self) -> str:
-        lines = {
-            "rows in": f"{self.rows_in:,}",
-            "skipped": self.why_skipped(),
-            "rows out": f"{self.rows_out:,}",
-            "tokens": f"{self.tokens:,}, of which {self.loss_tokens:,} count in the loss",
-            "longest row": f"{self.longest:,} tokens",
-            "efficiency": f"{100 * self.efficiency:.1f} % of rows out x max_seq_len={self.max_seq_len}",
-        }
-        text = "\n".join(f"  {name:12}{value}" for name, value in lines.items())
-        if not self.long_rows:
-            return text
-        return (
-            f"{text}\nwarning: rows longer than max_seq_len={self.max_seq_len}: {self.long_rows:,}. Training will cut "
-            f"{self.cut_tokens:,} tokens off them. Set truncate: True or a packing_type, or raise max_seq_len."
-        )
 
 
 def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -> Summary:
@@ -127,19 +58,19 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
         tokeniser = make_tokeniser(source, tokenizer, settings)
         frame = _frame(tokenizer, settings, max_seq_len, is_chat=tokeniser.is_chat)
         tokens = tokeniser.map(scratch / "tokens.arrow")
-        summary = Summary(max_seq_len, settings.ignore_index)
+        summary = Summary(max_seq_len, settings.ignore_index, unread=list(tokeniser.unread))
         texts = _texts(tokens, summary, settings.ignore_index)
-        if settings.packing_type is None:
-            rows = frame_texts(texts, frame, truncate=settings.truncate)
-        elif settings.packing_type == "best_fit":
-            rows = _best_fit(pack_texts(texts, frame, "partial"), max_seq_len, scratch)
+        packing, fits = settings.packing_type, settings.packing_type == "best_fit"
+        if packing is None or (fits and settings.truncate):
+            rows = frame_texts(texts, frame, summary, truncate=settings.truncate)
         else:
-            rows = pack_texts(texts, frame, settings.packing_type)
-        _save(rows, summary, scratch)
+            rows = pack_texts(texts, frame, summary, "full" if packing == "full" else "partial")
+        _save(_best_fit(rows, max_seq_len, scratch) if fits else rows, summary, scratch)
         if not summary.loss_tokens:
             raise DatasetError(
                 f"nothing is left to learn from: of {summary.rows_in:,} rows were skipped {summary.why_skipped()}, and "
-                "no token of the others counts in the loss. Check data_field and seperator."
+                f"no token of the others counts in the loss within max_seq_len={max_seq_len}. Check data_field and "
+                "seperator, or raise max_seq_len."
             )
         if path.exists():
             path.rename(scratch / "before")
@@ -184,11 +115,10 @@ def _frame(tokenizer: Any, settings: PreprocessSettings, max_seq_len: int, *, is
     if is_chat or not settings.add_bos_eos_tokens:
         return Frame(max_seq_len, None, None, settings.overlap, settings.ignore_index)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    missing = [name for name, token in (("bos_token", bos), ("eos_token", eos)) if token is None]
-    if missing:
+    if bos is None and eos is None:
         raise ConfigError(
-            f"add_bos_eos_tokens=True needs both tokens, but the tokenizer has no {' and no '.join(missing)}. "
-            "Set add_bos_eos_tokens: False, or add them to the tokenizer."
+            "add_bos_eos_tokens=True has no effect: the tokenizer has neither a bos_token nor an eos_token. Set "
+            "add_bos_eos_tokens: False, or add them to the tokenizer."
         )
     return Frame(max_seq_len, bos, eos, settings.overlap, settings.ignore_index)
 
@@ -196,13 +126,16 @@ def _frame(tokenizer: Any, settings: PreprocessSettings, max_seq_len: int, *, is
 def _texts(tokens: Dataset, summary: Summary, ignore_index: int) -> Iterator[TokenisedText]:
     """Yield the texts that are not skipped."""
     batches = tokens.with_format(None).iter(ROWS_PER_CALL)
-    columns = ("input_ids", "counted", "skipped", "name")
+    columns = ("input_ids", "counted", "skipped", "remarks", "unread", "name")
     rows = (row for batch in batches for row in zip(*(batch[name] for name in columns), strict=True))
-    for input_ids, counted, skipped, name in count_rows(rows, len(tokens), "pack"):
+    for input_ids, counted, skipped, remarks, unread, name in count_rows(rows, len(tokens), "pack"):
         summary.rows_in += 1
+        summary.unread += [each for each in unread if each not in summary.unread]
         if skipped:
-            summary.skip(skipped, name)
+            add_row(summary.skipped, skipped, name)
         else:
+            for remark in remarks:
+                add_row(summary.remarks, remark, name)
             labels = [
                 token if counts else ignore_index for token, counts in zip(input_ids, counted, strict=True)
             ]
@@ -237,7 +170,6 @@ def _save(rows: Iterable[TokenisedText], summary: Summary, scratch: Path) -> Non
 
     def columns() -> Iterator[dict[str, Any]]:
         for index, row in enumerate(rows):
-            summary.add(row)
             yield {
                 "input_ids": row.input_ids,
                 "labels": row.labels,
@@ -255,4 +187,7 @@ def _save(rows: Iterable[TokenisedText], summary: Summary, scratch: Path) -> Non
     )
     path = scratch / "rows.arrow"
     rows_per_write = max(1, _TOKENS_PER_WRITE // summary.max_seq_len)
-    write_rows(columns(), features, path, rows_per_write).save_to_disk(scratch / "rows")
+    dataset = write_rows(columns(), features, path, rows_per_write)
+    summary.count(dataset)
+    summary.keep_in(dataset)
+    dataset.save_to_disk(scratch / "rows")

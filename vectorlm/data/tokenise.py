@@ -6,8 +6,8 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,14 @@ from vectorlm.data.chat import Chat, Message
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import Source
 from vectorlm.ranks.wait import EVERY_S, how_far, say
-from vectorlm.encoding import require_whole_characters, without_nulls
+from vectorlm.encoding import end_tokens, require_whole_characters, without_nulls
 from vectorlm.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 ROWS_PER_CALL = 200
+NO_END = "no end of text counts in the loss, from which the model would learn to stop"
 _BY_DEFAULT = (("messages",), ("prompt", "completion"), ("text",))
 """The columns to take where `data_field` is null: the first of these that are there."""
 
@@ -35,6 +36,8 @@ class Tokens:
     counted: list[bool]
     reason: str
     """Why there are no tokens, where there are none."""
+    remarks: Sequence[str] = ()
+    """What the reader of the summary should know of this row."""
 
     @property
     def skipped(self) -> str:
@@ -69,6 +72,13 @@ class Tokeniser:
     is_chat: bool
     """Whether rows are messages rather than text."""
     progress: Progress
+    named: set[str] = field(default_factory=set)
+    """Columns of lines that this process has named as not read."""
+
+    @property
+    def unread(self) -> list[str]:
+        """Columns of a table that nothing reads; lines name theirs as they come."""
+        return [] if self.source.lines else self._unread(self.source.dataset.column_names)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int], rank: int | None) -> dict:
         """Tokenise some rows, as `datasets.Dataset.map` wants it."""
@@ -85,8 +95,22 @@ class Tokeniser:
             "input_ids": [each.input_ids for each in results],
             "counted": [each.counted for each in results],
             "skipped": [each.skipped for each in results],
-            "name": [name if each.skipped else "" for (name, _), each in zip(named, results, strict=True)],
+            "remarks": [list(each.remarks) for each in results],
+            "unread": [self._unread(row) if self.source.lines and row else [] for _, row in named],
+            "name": [
+                name if each.skipped or each.remarks else ""
+                for (name, _), each in zip(named, results, strict=True)
+            ],
         }
+
+    def _unread(self, columns: Iterable[str]) -> list[str]:
+        new = [name for name in columns if name not in self._read and name not in self.named]
+        self.named.update(new)
+        return new
+
+    @property
+    def _read(self) -> tuple[str, ...]:
+        return (*self.columns, "tools", "weight") if self.is_chat else self.columns
 
     def map(self, path: Path) -> Dataset:
         """Tokenise all rows, in `num_proc` processes, to a file at `path`: `Tokens`, and the names of skipped rows."""
@@ -94,12 +118,14 @@ class Tokeniser:
 
         dataset = self.source.dataset.with_format(None)
         if self.source.lines is None:
-            read = [name for name in (*self.columns, "tools") if name in dataset.column_names]
+            read = [name for name in self._read if name in dataset.column_names]
             dataset = dataset.select_columns(read)
         features = Features(
             input_ids=Sequence(Value("int32")),
             counted=Sequence(Value("bool")),
             skipped=Value("string"),
+            remarks=Sequence(Value("string")),
+            unread=Sequence(Value("string")),
             name=Value("string"),
         )
         try:
@@ -130,11 +156,24 @@ class Tokeniser:
         prompts = self._encode([pair[0] if pair else "" for pair in pairs])
         completions = self._encode([pair[1] if pair else "" for pair in pairs])
         return [
-            Tokens(prompt + completion, [False] * len(prompt) + [True] * len(completion), "an empty text")
-            if pair
-            else Tokens([], [], f"no separator {self.settings.seperator!r}")
+            self._text(prompt, completion) if pair else Tokens([], [], f"no separator {self.settings.seperator!r}")
             for pair, prompt, completion in zip(pairs, prompts, completions, strict=True)
         ]
+
+    def _text(self, prompt: list[int], completion: list[int]) -> Tokens:
+        """Join a prompt, which does not count, and a completion, without the BOS and EOS that are put around them."""
+        if len(self.columns) == 2 and not completion:
+            return Tokens([], [], "an empty completion")
+        tokens, counted = prompt + completion, [False] * len(prompt) + [True] * len(completion)
+        bos, eos, remarks = None, None, []
+        if self.settings.add_bos_eos_tokens:
+            bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        first, last = int(tokens[:1] == [bos]), len(tokens) - (tokens[-1:] == [eos])
+        if (first, last) != (0, len(tokens)):
+            remarks.append("the text has a BOS or EOS of its own, which add_bos_eos_tokens does not double")
+        if eos is None and not any(each in self.ends for each in completion):
+            remarks.append(NO_END)
+        return Tokens(tokens[first:last], counted[first:last], "an empty text", remarks)
 
     def _pair(self, name: str, row: Mapping[str, Any]) -> tuple[str, str] | None:
         """Split a row into a prompt and a completion; None where it lacks the separator."""
@@ -160,24 +199,66 @@ class Tokeniser:
         parts = [_messages(name, self._value(name, row, column)) for column in self.columns]
         if not all(parts):
             return Tokens([], [], "no messages")
+        if _weight(name, row) == 0:
+            return Tokens([], [], "a weight of 0")
         tools = row.get("tools")
         tools = json.loads(tools) if isinstance(tools, str) else tools
+        messages = sum(parts, [])
+        left_out = {index for index, message in enumerate(messages) if _weight(name, message) == 0}
+        messages, remarks = self._rendered(name, messages, tools)
+        silent = {
+            index
+            for index, each in enumerate(messages)
+            if each["role"] == "assistant" and not any(each[key] for key in each if key != "role")
+        }
+        if silent:
+            remarks.append("the assistant says nothing in a turn, which does not count")
         only_assistant = self.settings.assistant_only_loss
         tokens, counted = self.chat.tokenise(
             name,
-            sum(parts, []),
+            messages,
             tools,
             num_prompt=len(parts[0]) if len(parts) == 2 else None,
             only_assistant=only_assistant,
+            left_out=left_out | silent,
         )
-        if only_assistant and not any(counted):
+        if not any(counted) and tokens:
             return Tokens([], [], "nothing that the assistant says")
-        return Tokens(tokens, counted, "no tokens")
+        if not any(counts and token in self.ends for token, counts in zip(tokens, counted, strict=True)):
+            remarks.append(NO_END)
+        return Tokens(tokens, counted, "no tokens", remarks)
+
+    def _rendered(
+        self, name: str, messages: list[Message], tools: Any
+    ) -> tuple[list[Message], list[str]]:
+        """Return messages without the keys that the template does not render, and a remark on each of these."""
+        remarks = []
+        messages = [{key: value for key, value in each.items() if key != "weight"} for each in messages]
+        text = self.chat.render(name, messages, tools)
+        if tools and self._renders_same(name, text, messages, None):
+            remarks.append("the chat template does not render the column 'tools'")
+        for key in sorted({key for message in messages for key in message} - {"role", "content"}):
+            others = [{name: value for name, value in each.items() if name != key} for each in messages]
+            if self._renders_same(name, text, others, tools):
+                messages = others
+                remarks.append(f"the chat template does not render {key!r} of messages")
+        return messages, remarks
+
+    def _renders_same(self, name: str, text: str, messages: list[Message], tools: Any) -> bool:
+        try:
+            return self.chat.render(name, messages, tools) == text
+        except DatasetError:
+            return False
 
     @cached_property
     def chat(self) -> Chat:
         """The tokenizer's chat template."""
         return Chat(self.tokenizer)
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        return end_tokens(self.tokenizer)
 
     def _value(self, name: str, row: Mapping[str, Any], column: str) -> Any:
         if column not in row:
@@ -206,6 +287,17 @@ def _messages(name: str, value: Any) -> list[Message]:
                 "Correct it, or remove the row."
             )
     return messages
+
+
+def _weight(name: str, of: Mapping[str, Any]) -> int:
+    """Return the `weight` of a row of messages, or of a message: 0 leaves it out of the loss, as OpenAI's does."""
+    weight = 1 if of.get("weight") is None else of["weight"]
+    if weight not in (0, 1):
+        raise DatasetError(
+            f"{name} has the weight {weight!r}: it must be 0 or 1, for the loss of rows and messages counts or does "
+            "not. Correct it, or rename the key."
+        )
+    return int(weight)
 
 
 def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings) -> Tokeniser:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from vectorlm.config.schema import Config
 from vectorlm.config.value import raise_problems
 from vectorlm.data.prompts import check_lengths, read_prompts
-from vectorlm.encoding import is_messages
+from vectorlm.data.source import load_saved
+from vectorlm.data.summary import Summary
+from vectorlm.encoding import has_chat_template, is_messages
 from vectorlm.errors import ConfigError, DatasetError
+from vectorlm.packages import is_installed
 from vectorlm.preflight.files import file_problems
-from vectorlm.preflight.local_model import resolve_model
+from vectorlm.preflight.local_model import description_of, own_length, resolve_model
 from vectorlm.preflight.packages import package_problems
 from vectorlm.preflight.resume import Resumption, find_resumption
 from vectorlm.preflight.rewards import reward_problems
@@ -76,8 +80,24 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         max_tokens = longest_sequence(config) - 1
         check_teacher(config)
     raise_problems(problems)
-    # Costs more than a minute: the prompt may be one of the last, and models are loaded first.
-    if rl is not None or any(is_messages(record.prompt) for record in evaluation_prompts):
+    if rl is None:
+        config = replace(config, notes=(*config.notes, *_data_notes(config)))
+        if sampler is not None:
+            limit = own_length(description_of(Path(config.model)) or {})
+            max_tokens = (sampler.engine.engine_args.get("max_model_len") or limit or math.inf) - 1
+    if has_chat_template(config.model) and any(isinstance(each.prompt, str) for each in evaluation_prompts):
+        note = (
+            "train_parameters.sampler.prompts: texts are answered as they are, without the model's chat template. "
+            "Write them as messages, in a JSONL file, to ask as in a chat"
+        )
+        config = replace(config, notes=(*config.notes, note))
+    # Costs more than a minute: the prompt may be one of the last, and models are loaded first. The tokenizer is loaded
+    # (which imports torch) where it matters: no text has more tokens than bytes, but for those put around it.
+    is_long = any(
+        is_messages(each.prompt) or len(str(each.prompt).encode()) + 2 > max_tokens
+        for each in evaluation_prompts
+    )
+    if rl is not None or is_long:
         from vectorlm.train.load import load_tokenizer
 
         tokenizer = load_tokenizer(config.model)
@@ -85,6 +105,19 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         check_lengths(evaluation_prompts, tokenizer, max_tokens, "train_parameters.sampler.prompts")
     # Costs more than a minute: checkpoints are looked for after models are loaded.
     return CheckedConfig(config, prompts, evaluation_prompts, find_resumption(config, world_size))
+
+
+def _data_notes(config: Config) -> Iterator[str]:
+    """Say what the run will see of its datasets, in the words of preprocessing."""
+    data, max_seq_len = config.text, config.train_parameters.max_seq_len
+    for name in dict.fromkeys((data.train_ds, data.eval_ds)) if is_installed("datasets") else ():
+        try:
+            dataset = load_saved(Path(name), repr(name))
+        except DatasetError:
+            continue  # Training says what is wrong with it, before it loads a model.
+        summary = Summary.of(dataset, max_seq_len, data.ignore_index)
+        yield f"{name}: {summary.head()}"
+        yield from (f"{name}: {note}" for note in summary.notes())
 
 
 def _read(
