@@ -184,14 +184,29 @@ def test_a_batch_that_fails_fails_for_all():
         return [1.0]
 
     found = run_reward(reward, items("a", "b"))
-    assert [each.error for each in found] == ["ValueError: it returned 1 rewards for 2 completions"] * 2
+    rule = "it returned 1 rewards for 2 completions, and must return one reward per completion"
+    assert [each.error for each in found] == [f"ValueError: {rule}"] * 2
+    assert [each.is_counted for each in found] == [True, False]
 
 
 @pytest.mark.parametrize("answer", [{"a": 1.0, "b": 2.0}, "12", b"12", 1.0, None])
 def test_what_is_no_list_of_rewards_is_an_error_that_says_what_is(answer):
     for result in run_reward(lambda completions: answer, items("a", "b")):
         assert result.error.startswith("TypeError")
-        assert "one reward for each of 2 completions" in result.error
+        assert "one reward per completion, of which there are 2" in result.error
+
+
+@pytest.mark.parametrize("answer", [{"a": 1.0}, [0.5, 1.0], "much", 1j])
+@pytest.mark.parametrize("as_lists", [False, True])
+def test_what_is_no_reward_of_one_completion_is_an_error_that_says_what_is(answer, as_lists):
+    reward = (lambda completions: [answer] * 3) if as_lists else (lambda completion: answer)
+    found = run_reward(reward, items("a", "b", "c"))
+    for result in found:
+        assert (
+            f"a {type(answer).__name__}, and one reward per completion must be a number, or None"
+            in result.error
+        )
+    assert [each.is_counted for each in found] == [True, not as_lists, not as_lists]
 
 
 def leave(completion):

@@ -81,6 +81,20 @@ def test_or_its_completion_is_skipped_and_counted():
     assert "'ask bad'" in error
 
 
+@pytest.mark.parametrize("answer", [1.0, ["much", "a", 1.0]])
+def test_a_call_for_several_completions_that_fails_is_one_error(answer):
+    quiet = RewardScorer(
+        functions={"all": lambda completions: answer},
+        weights={"all": 1.0},
+        topology=Topology(),
+        on_error="skip",
+    )
+    first, second = quiet.score([*groups_of("a", "b"), rollouts("c")])[:2]
+    assert first.rewards.isnan()
+    assert second.rewards.isnan()
+    assert (len(first.errors), len(second.errors)) == (1, 0)
+
+
 def test_a_completion_that_no_function_scores_has_no_reward():
     quiet = RewardScorer(functions={"none": lambda text: None}, weights={"none": 1.0}, topology=Topology())
     (group,) = quiet.score(groups_of("a"))

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,8 @@ class RewardResult:
     reward: float
     """NaN where the completion could not be scored: the function returned None, raised or ran out of time."""
     error: str | None = None
+    is_counted: bool = True
+    """Whether the error stands for the call: one call with lists may fail for many completions."""
 
 
 def run_reward(
@@ -152,17 +154,20 @@ def _run_lists(
         if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Iterable):
             raise TypeError(
                 f"it returned {str(answer)[:40]!r}, a {type(answer).__name__}, and must return a list with one reward "
-                f"for each of {len(items)} completions"
+                f"per completion, of which there are {len(items)}"
             )
         found = list(answer)
         if len(found) != len(items):
-            raise ValueError(f"it returned {len(found)} rewards for {len(items)} completions")
+            raise ValueError(
+                f"it returned {len(found)} rewards for {len(items)} completions, and must return one reward per "
+                "completion"
+            )
         return found
 
     answer = _attempt(call, timeout_s)
-    if isinstance(answer, RewardResult):
-        return [answer] * len(items)
-    return [_attempt(partial(_to_result, value)) for value in answer]
+    found = [answer] * len(items) if isinstance(answer, RewardResult) else list(map(_to_result, answer))
+    first = next((index for index, result in enumerate(found) if result.error is not None), 0)
+    return [replace(result, is_counted=index == first) for index, result in enumerate(found)]
 
 
 async def _run_together(
@@ -196,7 +201,14 @@ def _attempt(call: Callable[[], Any], timeout_s: float | None = None) -> Any:
 def _to_result(value: Any) -> RewardResult:
     if value is None:
         return RewardResult(math.nan)
-    reward = float(value)
+    try:
+        reward = float(value)
+    except Exception as error:  # The value's own class may raise whatever it likes.
+        return RewardResult(
+            math.nan,
+            f"{type(error).__name__}: it returned {str(value)[:40]!r}, a {type(value).__name__}, and one reward per "
+            "completion must be a number, or None",
+        )
     if abs(reward) > MAX_REWARD:
         return RewardResult(math.nan, f"it returned {reward}, and rewards must be finite in float32")
     return RewardResult(reward)

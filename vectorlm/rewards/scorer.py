@@ -59,7 +59,8 @@ class RewardScorer:
                     )
                     if self.on_error == "stop":
                         raise RewardError(f"{text}. Correct the function, or set rl.on_reward_error: skip.")
-                    errors[owners[index]].append(text)
+                    if result.is_counted:
+                        errors[owners[index]].append(text)
                     has_failed[index] = True
         total = torch.zeros(len(rollouts))
         if rewards:
