@@ -1,6 +1,9 @@
+import shutil
+
 import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from vectorlm.algorithms import token_logprobs
@@ -157,13 +160,31 @@ def filled_from_main(topology, model_dir, lora, settings):
 
 
 @pytest.mark.parametrize(
-    ("lora", "settings"), [(False, {}), (True, {"low_cpu_mem_usage": True}), (False, {"cpu_offload": True})]
+    ("lora", "settings"),
+    [
+        (False, {}),
+        (True, {"low_cpu_mem_usage": True}),
+        (False, {"cpu_offload": True}),
+        (False, {"sharding_strategy": "NO_SHARD"}),
+        (False, {"sharding_strategy": "HYBRID_SHARD"}),
+    ],
+    ids=str,
 )
-def test_ranks_that_start_empty_get_their_shards_from_rank_0(model_dir, lora, settings):
+@pytest.mark.parametrize("has_own_head", [False, True])
+def test_ranks_that_start_empty_get_their_shards_from_rank_0(
+    model_dir, tmp_path, lora, settings, has_own_head
+):
+    if has_own_head:
+        # As some merges leave it: the config ties the head, and the file has another one.
+        model_dir = shutil.copytree(model_dir, tmp_path / "merged")
+        tensors = load_file(model_dir / "model.safetensors")
+        tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"]
+        save_file(tensors, model_dir / "model.safetensors", {"format": "pt"})
     (first, weights, first_logits), (second, _, second_logits) = on_ranks(
         2, filled_from_main, model_dir, lora, settings
     )
     assert first.keys() == second.keys()
+    assert has_own_head is any("lm_head" in name for name in first)
     for name in first:
         assert torch.equal(first[name], weights[name])
         assert torch.equal(second[name], weights[name])

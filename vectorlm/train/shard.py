@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
@@ -31,6 +32,21 @@ def load_sharded(
     if not settings.loads_on_main(topology.world_size):
         return shard_model(load(False), topology, settings)
     model = load(not topology.is_main)
+    # A group of its own: other objects are sent over the default group (settings and checks before this, resumption and
+    # names of files after it) and over the engine's, and none of them can be taken for weights here.
+    group = dist.new_group()
+    of_main: list[Any] = [_structure(model) if topology.is_main else None]
+    dist.broadcast_object_list(of_main, src=0, group=group)
+    # Files may hold more than the config says, by which the others are built: a head beside tie_word_embeddings.
+    mine = _structure(model)
+    for name, parameter in of_main[0].items():
+        if parameter != mine.get(name):
+            first, shape, dtype, requires_grad = parameter
+            owner, _, attribute = name.rpartition(".")
+            new = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
+            setattr(
+                model.get_submodule(owner), attribute, new if first == name else model.get_parameter(first)
+            )
     weights = model.state_dict() if topology.is_main else {}
     shard_model(model, topology, settings)
     if not topology.is_main:
@@ -39,10 +55,29 @@ def load_sharded(
         for name, buffer in buffers.items():
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, buffer)
-    # One tensor at a time.
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
+    for name, tensor in model.state_dict().items():
+        if topology.is_main:
+            whole = weights[name].to(topology.device)
+        else:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=topology.device)
+        dist.broadcast(whole, src=0, group=group)
+        if isinstance(tensor, DTensor):
+            whole = distribute_tensor(
+                whole, tensor.device_mesh, tensor.placements, src_data_rank=None
+            ).to_local()
+            tensor = tensor.to_local()
+        tensor.copy_(whole)
+    dist.destroy_process_group(group)
     return model
+
+
+def _structure(model: nn.Module) -> dict[str, tuple[str, torch.Size, torch.dtype, bool]]:
+    """Return of each parameter the first of its names, its shape and dtype, and whether it is trained."""
+    firsts: dict[nn.Parameter, str] = {}
+    return {
+        name: (firsts.setdefault(each, name), each.shape, each.dtype, each.requires_grad)
+        for name, each in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAULTS) -> nn.Module:
