@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from vectorlm.backends.server.serve import server_environment
 from vectorlm.engine.environment import CORES_VARIABLE, sampler_environment
 from vectorlm.ranks.topology import Topology
 
@@ -72,3 +73,13 @@ def test_threads_wait_in_short_loops_unless_the_user_says_otherwise():
     assert spins() == ("10000", None)
     assert spins(GOMP_SPINCOUNT="7") == ("7", None)
     assert spins(OMP_WAIT_POLICY="ACTIVE") == (None, "ACTIVE")
+
+
+@pytest.mark.parametrize(
+    "of_process", [lambda given: sampler_environment(given, "scratch", TWO_RANKS), server_environment]
+)
+def test_vllm_keeps_its_ports_on_this_machine_unless_the_user_names_an_interface(of_process):
+    """Its store and gloo listen on the address that the host's name resolves to, and take anybody's word."""
+    assert {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}.items() <= of_process({}).items()
+    own = {"GLOO_SOCKET_IFNAME": "eth0", "VLLM_HOST_IP": "10.0.0.1"}
+    assert own.items() <= of_process(own).items()

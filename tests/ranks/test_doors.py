@@ -1,10 +1,13 @@
 """What a run on one machine listens on, and what a stranger can do to it."""
 
+import contextlib
 import hmac
 import itertools
 import os
 import re
 import socket
+import stat
+import struct
 from pathlib import Path
 from unittest import mock
 
@@ -106,6 +109,45 @@ def test_a_stranger_from_another_machine_is_refused():
     answers = vectorlm.launch(knock, address, world_size=2)[0]
     assert answers
     assert set(answers) == {"refused"}
+
+
+def rewrite_the_meeting(key):
+    """Write a stranger's address for rank 1 wherever a store of this run takes it; return who took it, and a sum."""
+    import torch
+    import torch.distributed as dist
+
+    text = b"".join(struct.pack("<Q", len(each)) + each for each in (key.encode(), b"a stranger's address"))
+    # As torch's store is spoken to: who we are, a `set`, and the question how many keys there are.
+    message = b"\0" + struct.pack("<I", 0x3C85F7CE) + b"\1" + text + b"\7"
+    dist.all_reduce(torch.zeros(1))
+    took = []
+    is_stranger = vectorlm.Topology.from_environment().is_main
+    for address in listening(descendants(os.getppid())) if is_stranger else []:
+        with socket.create_connection(("127.0.0.1", address[1]), timeout=1) as stranger:
+            stranger.sendall(message)
+            with contextlib.suppress(OSError):
+                took += [address] if stranger.recv(8) else []
+    dist.all_reduce(torch.zeros(1))
+    total = torch.ones(1)
+    dist.all_reduce(total, group=dist.new_group(backend="gloo"))
+    return took, int(total)
+
+
+def test_a_stranger_cannot_write_where_the_ranks_meet():
+    """gloo connects to the address that it finds in the store, and torch loads the pickles that come from there."""
+    results = vectorlm.launch(rewrite_the_meeting, "/0//cpu//0/1", world_size=2)
+    assert results == [([], 2), ([], 2)]
+
+
+def modes_of_the_meeting():
+    """Return the modes of the folders in which this run meets."""
+    Collectives(vectorlm.Topology.from_environment(), 20.0).all_gather_object("the start")
+    scratch = Path(os.environ["VECTORLM_SCRATCH"])
+    return [stat.S_IMODE(each.stat().st_mode) for each in (scratch, *scratch.glob("vectorlm-*"))]
+
+
+def test_the_ranks_meet_in_a_folder_that_only_their_user_can_open():
+    assert vectorlm.launch(modes_of_the_meeting, world_size=2)[0] == [0o700, 0o700]
 
 
 class Bomb:

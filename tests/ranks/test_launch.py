@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -149,6 +150,28 @@ def test_a_killed_rank_is_noticed_although_what_it_started_keeps_its_pipes_open(
     with pytest.raises(RankFailed, match="rank 0 of 1 was ended by SIGKILL"):
         vectorlm.launch(leave_a_fork_behind, tmp_path / "began")
     assert time.time() - float((tmp_path / "began").read_text()) < 30
+
+
+def fork_and_go_on(how):
+    """Let rank 0 fork; return who is back, and what the fork left in the run's folder."""
+    import torch
+    import torch.distributed as dist
+
+    rank = vectorlm.Topology.from_environment().rank
+    if rank == 0:
+        if (child := os.fork()) == 0:
+            if how == "return":
+                return "the fork"
+            raise SystemExit(0) if how == "exit" else KeyError("of the fork")
+        assert os.waitpid(child, 0)[1] == (256 if how == "raise" else 0)
+    dist.all_reduce(torch.zeros(1))
+    return "the rank", [str(path) for path in Path(os.environ["VECTORLM_SCRATCH"]).rglob("error.json")]
+
+
+@pytest.mark.parametrize("how", ["return", "exit", "raise"])
+def test_a_fork_that_comes_back_from_the_function_is_not_the_rank(how):
+    """It sent its own result, or noted an error as the rank's, and deleted the folder in which the run meets."""
+    assert vectorlm.launch(fork_and_go_on, how, world_size=2) == [("the rank", [])] * 2
 
 
 @pytest.mark.parametrize("code", [3, 0])

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import vectorlm
-from vectorlm.ranks.placement import bounded_spin
+from vectorlm.ranks.placement import bounded_spin, on_loopback
 from vectorlm.ranks.process_end import without_tracker_warnings
 from vectorlm.ranks.topology import Topology
 
@@ -43,7 +43,12 @@ def sampler_environment(
         and kept.get("OMP_NUM_THREADS") == "1"
     ):
         del kept["OMP_NUM_THREADS"]
-    defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", **bounded_spin(trainer)}
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        **on_loopback(),
+        **bounded_spin(trainer),
+    }
     of_engine = ranks_per_engine or topology.local_world_size
     if topology.is_cuda:
         own = range(topology.local_rank, topology.local_rank + of_engine) if devices is None else devices

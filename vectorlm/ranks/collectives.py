@@ -9,11 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vectorlm.errors import EngineError, HandoffTimeout, LaunchError, RankFailed, RankMismatch
+from vectorlm.ranks.note_folder import NoteFolder
 from vectorlm.ranks.process_end import require_own_process
 from vectorlm.ranks.topology import Topology
 from vectorlm.ranks.wait import EVERY_S, say, span
@@ -30,7 +32,7 @@ KEY_BYTES = SIGNATURE_BYTES = 32
 
 
 class Collectives:
-    """Exchange small objects over the process group's key-value store, and large arrays over gloo.
+    """Exchange small objects over the process group's key-value store or a folder, and large arrays over gloo.
 
     A collective only says that it timed out; the store can tell which ranks came, and what a missing rank did last. The
     gloo group belongs to this object alone, so its traffic never mixes with the trainer's.
@@ -52,7 +54,12 @@ class Collectives:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             self._key = self._agree_on_key()
             # torch gives a group the same name on every rank and no name twice, so no two objects share keys.
-            self._store = dist.PrefixStore(f"vectorlm/{self._group.group_name}", _get_default_store())
+            name, store = f"vectorlm-{self._group.group_name}", _get_default_store()
+            self._store = dist.PrefixStore(name, store)
+            while isinstance(store, dist.PrefixStore):
+                store = store.underlying_store
+            if isinstance(store, dist.FileStore) and topology.num_nodes == 1:
+                self._store = NoteFolder(Path(store.path).with_name(name))  # type: ignore[attr-defined]
 
     def all_gather_object(self, place: str, note: Any = None) -> list[Any]:
         """Wait until every rank is at `place`, and return their notes, small picklable objects, by rank.

@@ -8,11 +8,11 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import resource_tracker
@@ -23,7 +23,7 @@ from typing import Any
 import cloudpickle
 
 from vectorlm.errors import LaunchError, RankFailed
-from vectorlm.ranks.placement import bounded_spin, share_cores
+from vectorlm.ranks.placement import LOOPBACK, bounded_spin, on_loopback, share_cores
 from vectorlm.ranks.process_end import (
     absent_ranks,
     first_fault,
@@ -37,7 +37,6 @@ from vectorlm.ranks.process_end import (
 from vectorlm.ranks.topology import Topology, device_of, is_rank, with_rank_variables
 from vectorlm.ranks.wait import report_wait
 
-LOOPBACK = "127.0.0.1"
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 TIMED_OUT = re.compile("(?i)(?<!engine)timed? ?out")
 """How gloo, NCCL, torch's store and `HandoffTimeout` say that a rank waited for others in vain."""
@@ -120,19 +119,29 @@ def _call_here(fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, t
         if topology.error_file is not None:
             follow_parent(os.getppid())
         with process_group(topology, timeout_s):
-            return fn(*args)
+            return _call_without_forks(fn, args)
     except Exception as error:
         if topology.error_file is not None:
             write_fault(topology.error_file, topology.rank, error)
         raise
 
 
+def _call_without_forks(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call the function, and end a fork that comes back from it: result, errors and group are its parent's."""
+    pid = os.getpid()
+    try:
+        return fn(*args)
+    finally:
+        if os.getpid() != pid:
+            error = sys.exception()
+            if error is not None and not isinstance(error, SystemExit):
+                traceback.print_exception(error)
+            os._exit(int(getattr(error, "code", error) not in (None, 0)))
+
+
 def _run_ranks(payload: bytes, world_size: int, timeout_s: float, scratch: str) -> list[Any]:
     """Run the pickled function on new ranks; `scratch` takes their temporary files and errors."""
     context = multiprocessing.get_context("spawn")
-    # A lone rank needs no store that others reach.
-    store = _open_store() if world_size > 1 else None
-    port = None if store is None else store.port
     ranks: list[Any] = []
     readers: list[Connection] = []
     with _signals_end_the_run(world_size):
@@ -140,9 +149,9 @@ def _run_ranks(payload: bytes, world_size: int, timeout_s: float, scratch: str) 
             for rank in range(world_size):
                 reader, writer = context.Pipe(duplex=False)
                 readers.append(reader)
-                arguments = (payload, os.getpid(), scratch, timeout_s, port, writer)
+                arguments = (payload, os.getpid(), scratch, timeout_s, writer)
                 ranks.append(context.Process(target=_rank_main, args=arguments))
-                with _environment(_variables_of_rank(rank, world_size, port or 0, scratch)):
+                with _environment(_variables_of_rank(rank, world_size, scratch)):
                     ranks[-1].start()
                 writer.close()
             results, failed = _wait_for(ranks, readers)
@@ -223,7 +232,7 @@ def _signals_end_the_run(world_size: int) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _variables_of_rank(rank: int, world_size: int, port: int, scratch: str) -> dict[str, str]:
+def _variables_of_rank(rank: int, world_size: int, scratch: str) -> dict[str, str]:
     """Return the variables that a rank starts with: torchrun's, and what it must have before it loads torch."""
     error_file = _error_file(scratch, rank)
     error_file.parent.mkdir()
@@ -233,8 +242,9 @@ def _variables_of_rank(rank: int, world_size: int, port: int, scratch: str) -> d
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_WORLD_SIZE": "1",
+        # Nobody listens there: the ranks meet in the scratch folder.
         "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": "0",
         "TORCHELASTIC_ERROR_FILE": str(error_file),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         SCRATCH_VARIABLE: scratch,
@@ -270,23 +280,11 @@ def _error_file(scratch: str, rank: int) -> Path:
     return Path(scratch, f"rank-{rank}", "error.json")
 
 
-def _open_store() -> Any:
-    """Open the key-value store of the ranks, on a free port of the loopback interface alone."""
-    from torch.distributed import TCPStore
-
-    listener = socket.create_server((LOOPBACK, 0))
-    port = listener.getsockname()[1]
-    return TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-
-
 def _rank_main(
     payload: bytes,
     parent_pid: int,
     scratch: str,
     timeout_s: float,
-    store_port: int | None,
     results: Connection,
 ) -> None:
     """Run one rank: set the process up, call the function, send its result; write an error file when it raises."""
@@ -299,8 +297,8 @@ def _rank_main(
     has_failed = False
     try:
         fn, args = cloudpickle.loads(payload)
-        with process_group(topology, timeout_s, store_port):
-            result = cloudpickle.dumps(fn(*args))
+        with process_group(topology, timeout_s, scratch):
+            result = cloudpickle.dumps(_call_without_forks(fn, args))
         results.send_bytes(result)
     except BaseException as error:
         if topology.error_file is not None:
@@ -334,14 +332,15 @@ def _first_failure(failed: Mapping[int, int], scratch: str, world_size: int) -> 
 
 @contextlib.contextmanager
 def process_group(
-    topology: Topology, timeout_s: float = 1800.0, store_port: int | None = None
+    topology: Topology, timeout_s: float = 1800.0, scratch: str | None = None
 ) -> Iterator[None]:
     """Initialise the default process group for the block; a group that exists already is used and left alone.
 
     gloo carries CPU tensors and NCCL those on CUDA. `timeout_s` is the longest wait of one collective. Ranks on CPU
     share the cores of their node, unless the environment names a number of threads. On one machine gloo listens on the
-    loopback interface alone, unless GLOO_SOCKET_IFNAME names another; `store_port` is `launch`'s store, and where it is
-    left out torchrun's is used.
+    loopback interface alone, unless GLOO_SOCKET_IFNAME names another. The ranks meet in the folder `scratch`, and over
+    torchrun's store where it is left out: what is written to a store leads gloo to its peers, whose pickles it loads,
+    so no stranger may write there.
     """
     import torch
     import torch.distributed as dist
@@ -353,16 +352,17 @@ def process_group(
         torch.cuda.set_device(topology.device)
     else:
         share_cores(topology)
-    if topology.num_nodes == 1 and "lo" in {name for _, name in socket.if_nameindex()}:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if topology.num_nodes == 1:
+        os.environ.update({**on_loopback(), **os.environ})
     store: Any = None
     if topology.world_size == 1:
         store = dist.HashStore()
-    elif store_port is not None:
-        store = dist.TCPStore(LOOPBACK, store_port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    elif scratch is not None:
+        store = dist.FileStore(f"{scratch}/store", topology.world_size)
+        store.set_timeout(timedelta(seconds=timeout_s))
     # On the first rank of each node: it may wait for a machine for ever.
     speaks = topology.local_rank == 0 and topology.world_size > 1
-    place = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    place = scratch or ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     what = f"rank {topology.rank} is waiting for the other ranks of {topology.world_size}, at {place}"
     with report_wait(what, is_on=speaks):
         dist.init_process_group(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,15 @@ def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
         if "OMP_WAIT_POLICY" in environment
         else {"GOMP_SPINCOUNT": environment.get("GOMP_SPINCOUNT", "10000")}
     )
+
+
+def on_loopback() -> dict[str, str]:
+    """Return the variables that keep the ports of gloo and vLLM, which ask nobody for a password, on this machine.
+
+    Without them both listen on the address that the host's name resolves to.
+    """
+    has_lo = "lo" in {name for _, name in socket.if_nameindex()}
+    return {"VLLM_HOST_IP": LOOPBACK, **({"GLOO_SOCKET_IFNAME": "lo"} if has_lo else {})}
 
 
 def tensor_parallel_size(num_devices: int, num_heads: int, weight_bytes: int, room_bytes: float) -> int:

@@ -11,9 +11,8 @@ from typing import Any
 
 from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES
 from vectorlm.errors import ConfigError
-from vectorlm.ranks.placement import bounded_spin
+from vectorlm.ranks.placement import LOOPBACK, bounded_spin, on_loopback
 
-LOOPBACK = "127.0.0.1"
 PORT = 8000
 
 TOKEN_VARIABLE = "VECTORLM_SERVER_TOKEN"
@@ -75,6 +74,7 @@ def server_environment(given: Mapping[str, str]) -> dict[str, str]:
     defaults = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
+        **on_loopback(),
         **bounded_spin(given),
     }
     if not torch.cuda.is_available():
