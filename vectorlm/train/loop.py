@@ -220,7 +220,7 @@ class FineTuningLoop:
         totals = torch.zeros(2 + topology.world_size, dtype=torch.int64, device=self._device)
         for batch in micro_batches:
             totals[0] += self._is_target(batch).sum()
-            totals[1] += batch.attention_mask.sum()
+            totals[1] += batch.attention_mask[batch.ids >= 0].sum()  # Without rows that fill up a short step.
         totals[2 + topology.rank] = memory_bytes(self._device)
         dist.all_reduce(totals)
         num_targets, num_tokens, *each_bytes = totals.tolist()
