@@ -93,7 +93,7 @@ def test_flash_attention_without_a_cuda_device_is_torch_s_attention(model_dir, m
     assert load_model(model_dir, flash_attention=True).config._attn_implementation == "sdpa"
 
 
-def test_a_tokenizer_without_a_padding_token_pads_with_its_end_token(model_dir):
-    assert "pad_token" not in json.loads((model_dir / "tokenizer_config.json").read_text())
-    tokenizer = load_tokenizer(model_dir)
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+def test_a_tokenizer_without_a_padding_token_is_saved_as_it_was_read(model_dir, tmp_path):
+    load_tokenizer(model_dir).save_pretrained(tmp_path)
+    for folder in (model_dir, tmp_path):
+        assert "pad_token" not in json.loads((folder / "tokenizer_config.json").read_text())

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Read the tokenizer saved beside a model; where it has no padding token, its end token pads.
+    """Read the tokenizer saved beside a model, as it is.
 
     Raises:
         ConfigError: There is no model or no tokenizer, or fewer embeddings than the tokenizer has tokens.
@@ -34,8 +34,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"model={str(path)!r} has embeddings for {num_embeddings} tokens, and its tokenizer has a token "
             f"{largest}. Resize the embeddings (docs/data.md shows how), or save the tokenizer that belongs to it."
         )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
