@@ -115,3 +115,9 @@ def test_one_stop_string_may_stand_alone():
     assert read_parameters({"stop": "ab"}).stop_strings == ("ab",)
     assert read_parameters({"stop": ["a", "b"]}).stop_strings == ("a", "b")
     assert read_parameters({}).stop_strings == ()
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""]])
+def test_an_empty_stop_string_is_refused(stop):
+    with pytest.raises(EngineError, match=r"stop=.* must be texts that are not empty"):
+        read_parameters({"stop": stop})

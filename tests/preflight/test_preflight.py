@@ -255,3 +255,10 @@ def test_texts_for_a_model_with_a_chat_template_are_noted_and_long_prompts_refus
         passes(complete, SAMPLER)
     Path("p.jsonl").write_text(json.dumps({"prompt": "a" * 255}))
     passes(complete, SAMPLER)
+
+
+def test_a_stop_token_that_the_model_does_not_have_is_refused(complete):
+    Path("models/tiny/config.json").write_text(json.dumps({"vocab_size": 99}))
+    stops = f"{TRAIN}.sampler.sampling_params={{stop_token_ids: [%d]}}"
+    passes(complete, SAMPLER, stops % 98)
+    assert refused(complete, SAMPLER, stops % 99) == [f"{TRAIN}.sampler.sampling_params.stop_token_ids"]

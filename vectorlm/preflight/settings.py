@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from vectorlm.config.schema import Config
@@ -10,6 +12,7 @@ from vectorlm.config.setting import all_settings, refuse, to_plain, value_at
 from vectorlm.config.value import describe_refusal, show
 from vectorlm.lora.options import largest_rank, refused_options
 from vectorlm.packages import fields_of
+from vectorlm.preflight.local_model import description_of, number_in
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.profile import short_run
 from vectorlm.settings import nearest
@@ -131,6 +134,13 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
             fix = nearest(str(name), known) or "Leave it out."
             rule = "is not a sampling parameter of vLLM"
             yield refuse(config, f"{path}.{name}", rule, fix, parameters[name])
+    # Costs more than a minute: vLLM looks at them at the first prompt, and other engines never stop there.
+    size = number_in(description_of(Path(config.model)) or {}, ("vocab_size",)) or math.inf
+    for path, parameters in given.items():
+        stops = parameters.get("stop_token_ids")
+        if isinstance(stops, list | tuple) and any(isinstance(each, int) and each >= size for each in stops):
+            rule = f"holds a token that the model does not have: it has {size}"
+            yield refuse(config, f"{path}.stop_token_ids", rule, "Leave it out.", stops)
 
 
 def _lora_problems(config: Config) -> Iterator[str]:

@@ -59,6 +59,7 @@ class Parameters:
             "min_p": (0 <= self.min_p <= 1, "0 to 1"),
             "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "above 0"),
             "max_tokens": (self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
+            "stop": (all(self.stop_strings), "texts that are not empty"),
             "min_tokens": (0 <= self.min_tokens <= (self.max_tokens or self.min_tokens), "0 to max_tokens"),
         }
         for name, (is_right, rule) in ranges.items():
