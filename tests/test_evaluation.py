@@ -83,24 +83,46 @@ def test_an_evaluation_samples_with_the_models_weights_scores_first_answers_and_
     prompt_records = [PromptRecord("abc", {"first_letter": " <"}), PromptRecord("xyz", {"first_letter": "q"})]
     evaluator = Evaluator(turn, prompt_records, samples_path=path, reward=reward, say=said.append)
     metrics = evaluator.evaluate(40)
-    assert metrics["eval/accuracy"] == 0.5
+    assert (metrics["eval/accuracy"], metrics["eval/reward"]) == (0.5, pytest.approx(0.55))
     (report,) = reports
     assert report.version == 40
     times = [metrics[f"weights/{what}_s"] for what in ("publish", "load", "update")]
     assert times == [report.publish_s, report.load_s, report.total_s]
     assert metrics["sampler/tokens_per_s"] * metrics["sampler/generate_s"] == pytest.approx(8)
     answer = " </s>" * 4
-    assert said == [f"step 40: 1/2 right\n  right: abc{answer}\n  wrong: xyz{answer}"]
+    assert said == [f"step 40: 1/2 right, mean reward 0.55\n  right: abc{answer}\n  wrong: xyz{answer}"]
     assert lines(path) == [
         {
             "train_step": 40,
             "prompt": prompt,
             "options": [answer],
+            "finish_reasons": ["length"],
             "time_taken": metrics["sampler/generate_s"],
             "rewards": [mark],
         }
         for prompt, mark in (("abc", 1.0), ("xyz", 0.1))
     ]
+
+
+def test_answers_that_the_context_cuts_off_before_max_tokens_are_counted(model_dir):
+    model = load_model(model_dir)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    said = []
+    turn = turn_of(model_dir, model)
+    for max_tokens in (4, 5):
+        evaluator = Evaluator(
+            turn, [PromptRecord("abc")], samples_path=None, max_tokens=max_tokens, say=said.append
+        )
+        evaluator._lines = StringLines()
+        evaluator.evaluate(1)
+    cut = "  1 answers met the engine's max_model_len before max_tokens, and were cut off there"
+    assert [text.split("\n")[1] == cut for text in said] == [False, True]
+
+
+class StringLines:
+    def write(self, step, lines):
+        assert [line["finish_reasons"] for line in lines] == [["length"]]
 
 
 def test_the_accuracy_is_what_evaluate_reports_of_several_answers(model_dir):
@@ -201,4 +223,4 @@ def test_chat_messages_are_shown_as_the_last_ones_text_and_token_ids_as_their_nu
     )
     evaluator.evaluate(1)
     answer = " </s>" * 4
-    assert said == [f"step 1: 1/2 right\n  right: abc {answer}\n  wrong: (3 tokens) {answer}"]
+    assert said == [f"step 1: 1/2 right, mean reward 0.55\n  right: abc {answer}\n  wrong: (3 tokens) {answer}"]

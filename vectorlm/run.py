@@ -117,12 +117,19 @@ class Run:
     def make_schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Schedule:
         """Return the learning rate's schedule over `num_steps` optimizer steps."""
         settings = self.config.train_parameters.schedule
-        return Schedule(
-            settings.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=math.ceil(settings.warmup_ratio * num_steps),
-            num_steps=num_steps,
-        )
+        try:
+            return Schedule(
+                settings.lr_scheduler_type,
+                optimizer,
+                num_warmup_steps=math.ceil(settings.warmup_ratio * num_steps),
+                num_steps=num_steps,
+                **settings.lr_scheduler_kwargs,
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"train_parameters.lr_scheduler_kwargs={dict(settings.lr_scheduler_kwargs)} cannot be used with "
+                f"{settings.lr_scheduler_type}: {error}. Correct it, or leave it out."
+            ) from error
 
     def make_turn(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> DeviceTurn | None:
         """Return what hands the devices over to the engine; None without an engine."""
@@ -225,6 +232,8 @@ class Run:
             resume_step=resume_step,
             reward=get_reward(reward) if reward else None,
             timeout_s=sampler.engine.timeout_s,
+            # The default of vLLM, and of the other backends.
+            max_tokens=sampler.engine.sampling_params.get("max_tokens", 16) or math.inf,
             say=say,
         )
 

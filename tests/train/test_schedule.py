@@ -86,3 +86,10 @@ def test_a_schedule_goes_on_from_its_state_with_the_optimizers(name):
         straight.observe(9.0)
         resumed.observe(9.0)
     assert rates(resumed, 8) == rates(straight, 8)
+
+
+def test_arguments_of_a_schedules_own_reach_transformers():
+    schedule = Schedule("cosine_with_min_lr", sgd(), num_warmup_steps=2, num_steps=10, min_lr_rate=0.1)
+    assert rates(schedule, 11)[-1] == pytest.approx(0.1)
+    schedule = Schedule("warmup_stable_decay", sgd(), num_warmup_steps=2, num_steps=10, num_decay_steps=4)
+    assert rates(schedule, 11) == pytest.approx([0, 0.5, 1, 1, 1, 1, 1, 0.853553, 0.5, 0.146447, 0], abs=1e-5)

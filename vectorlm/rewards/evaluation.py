@@ -34,18 +34,21 @@ class Evaluator:
         resume_step: int | None = None,
         reward: Callable[..., Any] | None = None,
         timeout_s: float | None = None,
+        max_tokens: float = 0,
         say: Callable[[str], None] = print,
     ) -> None:
         """Open `samples_path` on rank 0, with its lines up to `resume_step`; the other ranks pass None.
 
         The `reward` has any form that `vectorlm.rewards.runner` takes, and `timeout_s` for each call; an answer is
-        right when its reward is 1.
+        right when its reward is 1. An answer may have `max_tokens`; the
+        context may leave it less, which is said.
         """
         self._turn = turn
         self._prompt_records = prompt_records
         self._lines = None if samples_path is None else StepLines(samples_path, resume_step)
         self._reward = reward
         self._timeout_s = timeout_s
+        self._max_tokens = max_tokens
         self._say = say
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -77,7 +80,7 @@ class Evaluator:
                 setting="sampler.reward",
             )
             if (found := grade(rewards)).num_questions:
-                metrics["eval/accuracy"] = found.accuracy
+                metrics |= {"eval/accuracy": found.accuracy, "eval/reward": found.mean}
         if self._lines is not None:
             self._lines.write(step, self._samples(answers, rewards, generate_s))
             self._say(self._summary(step, answers, rewards))
@@ -90,6 +93,7 @@ class Evaluator:
             line: dict[str, Any] = {
                 "prompt": record.prompt,
                 "options": [completion.text for completion in options],
+                "finish_reasons": [completion.finish_reason for completion in options],
                 "time_taken": time_taken_s,
             }
             if rewards is not None:
@@ -104,7 +108,18 @@ class Evaluator:
             marks = ["" if math.isnan(options[0]) else words[options[0] == 1.0] for options in rewards]
             scored = [each for options in rewards for each in options if not math.isnan(each)]
             head = f"step {step}: {scored.count(1.0)}/{len(scored)} right"
+            if not {0.0, 1.0}.issuperset(scored):
+                head += f", mean reward {sum(scored) / len(scored):.4g}"
         lines = [head]
+        num_short = sum(
+            each.finish_reason == "length" and len(each.token_ids) < self._max_tokens
+            for options in answers
+            for each in options
+        )
+        if num_short:
+            lines.append(
+                f"  {num_short} answers met the engine's max_model_len before max_tokens, and were cut off there"
+            )
         for mark, record, options in zip(marks[:NUM_SHOWN], self._prompt_records, answers, strict=False):
             # An answer continues a text, and follows chat messages or ids.
             space = "" if isinstance(record.prompt, str) else " "

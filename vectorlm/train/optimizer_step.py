@@ -106,11 +106,14 @@ class Schedule:
     ReduceLROnPlateau); ``greedy`` does so with transformers' GreedyLR, which may rise again, up to the peak.
     """
 
-    def __init__(self, name: str, optimizer: Optimizer, *, num_warmup_steps: int, num_steps: int) -> None:
+    def __init__(
+        self, name: str, optimizer: Optimizer, *, num_warmup_steps: int, num_steps: int, **arguments: Any
+    ) -> None:
         """Set the learning rate of the first step; the optimizer holds the peak learning rate.
 
         Raises:
-            ValueError: transformers has no schedule `name`, or none that takes no other settings.
+            ValueError: transformers has no schedule `name`, or one that needs other `arguments` of its own.
+            TypeError: It takes no such argument.
         """
         from transformers import get_scheduler
 
@@ -121,11 +124,12 @@ class Schedule:
         self._follows_loss = name in BY_LOSS
         self._inner: Any
         if name in PLATEAU_NAMES:
-            self._inner = ReduceLROnPlateau(optimizer)
+            self._inner = ReduceLROnPlateau(optimizer, **arguments)
         else:
             # GreedyLR's own bounds (1e-3 to 1) would lift any usual learning rate by orders of magnitude.
-            bounds = {"min_lr": 0.0, "max_lr": list(self._peaks)} if name == "greedy" else None
-            self._inner = get_scheduler(name, optimizer, num_warmup_steps, num_steps, bounds)
+            bounds = {"min_lr": 0.0, "max_lr": list(self._peaks)} if name == "greedy" else {}
+            own = {**bounds, **arguments}
+            self._inner = get_scheduler(name, optimizer, num_warmup_steps, num_steps, own)
         if self._follows_loss:
             self._warm_up()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
@@ -23,13 +24,14 @@ from vectorlm.settings import (
 
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 
-# transformers' schedules, without the three that cannot be built from a warmup and a length alone
-# (cosine_with_min_lr, cosine_warmup_with_min_lr, warmup_stable_decay).
 ScheduleName = Annotated[
     Literal[
         "linear",
         "cosine",
         "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "warmup_stable_decay",
         "polynomial",
         "constant",
         "constant_with_warmup",
@@ -146,6 +148,8 @@ class ScheduleSettings:
 
     lr_scheduler_type: ScheduleName = "cosine"
     """Schedule of transformers, or `plateau-with-warmup` (also written `plataeu-with-warmup`)."""
+    lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """The schedule's own arguments in transformers, such as `{min_lr_rate: 0.1}` of cosine_with_min_lr."""
     warmup_ratio: Annotated[UnitInterval, WARMS_UP] = 0.0
     """Share of all optimizer steps spent on a linear warmup."""
 
