@@ -9,6 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from vectorlm.engine.handle import BatchHandle, exchange_results
 from vectorlm.engine.hot_swap import HotSwap
 from vectorlm.engine.inline_channel import InlineChannel
 from vectorlm.engine.last_error import let_go_of_last_error
+from vectorlm.engine.local_requests import LocalRequests
 from vectorlm.engine.process_channel import ProcessChannel
 from vectorlm.engine.settings import Channels, EngineSettings
 from vectorlm.errors import EngineError, EngineTimeout
@@ -103,7 +105,8 @@ class SamplingEngine:
         self._settings = settings
         self._start_timeout_s = start_timeout_s
         self._collectives = Collectives(topology, settings.timeout_s)
-        self._engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
+        self.engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
+        """The ranks that own an engine, and their meetings with the others."""
         self._ready: messages.Ready | None = None
         self._start_error: EngineError | None = None
         self._closed = False
@@ -112,10 +115,12 @@ class SamplingEngine:
         self._open: list[BatchHandle] = []
         start = messages.Start(str(model), engine_args, settings.receiver, settings.inference)
         self._channel = self._open_channel(start, channel, devices, log_path)
+        self.local = None if self._channel is None else LocalRequests(self._channel, settings.timeout_s)
+        """What a thread of this rank asks the engine with that the rank owns; None where it owns none."""
         # Nothing here may point back to the engine: dropped by a notebook cell, it must end at once.
         self._swap = HotSwap(
             topology,
-            self._engine_ranks,
+            self.engine_ranks,
             self._channel,
             lora_mode=settings.lora_mode,
             silence_s=settings.timeout_s,
@@ -142,7 +147,7 @@ class SamplingEngine:
         self, start: messages.Start, channel: str, devices: Sequence[int] | None, log_path: str | Path | None
     ) -> Any:
         """Return this rank's `messages.Channel` to its engine; None where another rank owns it."""
-        if not self._engine_ranks.owns_an_engine:
+        if not self.engine_ranks.owns_an_engine:
             return None
         if channel == "inline":
             return InlineChannel(start, while_waiting=self._collectives.show_life)
@@ -153,7 +158,7 @@ class SamplingEngine:
         return ProcessChannel(
             start,
             self._topology,
-            ranks_per_engine=self._engine_ranks.ranks_per_engine,
+            ranks_per_engine=self.engine_ranks.ranks_per_engine,
             devices=devices,
             log_path=log,
             while_waiting=self._collectives.show_life,
@@ -189,7 +194,7 @@ class SamplingEngine:
         if self._ready is None:
             require_equal(self._collectives.all_gather_object("start the engine", self._same))
             try:
-                self._ready = self._engine_ranks.on_engine_ranks(
+                self._ready = self.engine_ranks.on_engine_ranks(
                     "load the engine",
                     lambda: self._channel.answer(0, self._start_timeout_s, "loading the model"),
                 )[0]
@@ -347,14 +352,14 @@ class SamplingEngine:
             )
         require_choice("in_flight", in_flight, InFlight)
         ready = self.wait_until_ready()
-        if in_flight == "drain":
+        with nullcontext() if self.local is None else self.local.held():
+            if in_flight == "drain":
+                self._drain()
+            return self._swap.update(model, train_step, in_flight, ready.transports)
 
-            def ended() -> bool:
-                return all(batch.look() for batch in self._open)
-
-            while not all(self._look("drain", ended, lambda: capture(ended) != (False, None), WAIT_S)):
-                pass
-        return self._swap.update(model, train_step, in_flight, ready.transports)
+    def next_name(self) -> str:
+        """Return a name that nothing else of this engine has, the same on all ranks."""
+        return str(next(self._names))
 
     def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> None:
         """Free the device memory of weights or KV cache; until `wake_up` the engine samples nothing.
@@ -428,7 +433,7 @@ class SamplingEngine:
         encoded, error = capture(lambda: [(self._encode(prompts), params) for prompts, params in pairs])
         asked = [prompt for prompts, _ in pairs for prompt in prompts]
         first = f", the first {str(asked[0])[:60]!r}" if asked else ""
-        self._engine_ranks.check_same_args(place, (encoded, repr(error)), f"{len(asked)} prompts{first}")
+        self.engine_ranks.check_same_args(place, (encoded, repr(error)), f"{len(asked)} prompts{first}")
         if error is not None:
             raise error
         return [self._begin(token_ids, params, as_request_outputs) for token_ids, params in encoded]
@@ -444,7 +449,7 @@ class SamplingEngine:
             each = self._settings.sampling_params if params is None else params
             return token_ids, arguments.one_each(each, len(token_ids))
 
-        of_ranks = self._engine_ranks.on_all_ranks("sample sharded", mine)
+        of_ranks = self.engine_ranks.on_all_ranks("sample sharded", mine)
         first = sum(len(token_ids) for token_ids, _ in of_ranks[: self._topology.rank])
         return self._begin(
             [each for token_ids, _ in of_ranks for each in token_ids],
@@ -459,12 +464,27 @@ class SamplingEngine:
         """Look at the batches in flight on every rank, once this rank's engine has something to tell."""
         if self._channel is not None:
             self._channel.advance(until, min(wait_s, WAIT_S))
-        return self._engine_ranks.on_all_ranks(place, look)
+        return self.engine_ranks.on_all_ranks(place, look)
+
+    def _drain(self) -> None:
+        """Wait until nothing is in flight any more."""
+
+        def ended() -> bool:
+            is_idle = self.local is None or not self.local.num_in_flight
+            return is_idle and all(batch.look() for batch in self._open)
+
+        def look() -> bool:
+            if self.local is not None:
+                self.local.advance()
+            return ended()
+
+        while not all(self._look("drain", look, lambda: capture(ended) != (False, None), WAIT_S)):
+            pass
 
     def _rest(self, command: messages.Sleep | messages.WakeUp, place: str) -> None:
         self.wait_until_ready()
-        self._engine_ranks.check_same_args(place, command, str(command))
-        self._engine_ranks.on_engine_ranks(
+        self.engine_ranks.check_same_args(place, command, str(command))
+        self.engine_ranks.on_engine_ranks(
             place, lambda: self._channel.call(command, self._settings.timeout_s)
         )
 
@@ -475,12 +495,12 @@ class SamplingEngine:
         self, prompts: list[list[int]], params: Any, as_request_outputs: bool, places: range | None = None
     ) -> BatchHandle:
         return BatchHandle(
-            str(next(self._names)),
+            self.next_name(),
             prompts,
             params,
             places=range(len(prompts)) if places is None else places,
             as_request_outputs=as_request_outputs,
-            engine_ranks=self._engine_ranks,
+            engine_ranks=self.engine_ranks,
             collectives=self._collectives,
             channel=self._channel,
             max_num_seqs=self.wait_until_ready().max_num_seqs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vectorlm.engine import messages
@@ -21,6 +21,7 @@ class InlineChannel:
         self._while_waiting = while_waiting
         self._count = itertools.count()
         self._answers: dict[int, messages.Answer | messages.Failed] = {}
+        self._tell: dict[int, messages.TakeAnswer] = {}
         self._moved_at = time.monotonic()
         self._scheduler: Scheduler | None = None
         began = time.perf_counter()
@@ -42,6 +43,12 @@ class InlineChannel:
         self._answers.update(self._scheduler.carry_out(number, command))
         return number
 
+    def ask(self, commands: Sequence[messages.Generate], tell: messages.TakeAnswer) -> list[int]:
+        """Carry out commands; `advance` tells their answers."""
+        numbers = [self.send(command) for command in commands]
+        self._tell |= dict.fromkeys(numbers, tell)
+        return numbers
+
     def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:
         """Sample for a slice, and go on while there is time and `until()` does not hold."""
         deadline_s = time.monotonic() + timeout_s
@@ -51,7 +58,9 @@ class InlineChannel:
                 self._moved_at, self._scheduler.has_progressed = time.monotonic(), False
             self._while_waiting()
             if time.monotonic() >= deadline_s or until():
-                return
+                break
+        for number in sorted(self._tell.keys() & self._answers.keys()):
+            self._tell.pop(number)(number, self._answers.pop(number))
 
     def has_answer(self, number: int, silence_s: float) -> bool:
         """Return whether the answer is there; raise where nothing would bring it."""
@@ -88,6 +97,7 @@ class InlineChannel:
 
     def cancel(self, number: int) -> None:
         """Abort a `Generate`."""
+        self._tell.pop(number, None)
         if self._answers.pop(number, None) is None and self._scheduler is not None:
             self._scheduler.carry_out(number, messages.Abort(number))
 

@@ -156,11 +156,21 @@ class Failed:
     error: Exception
 
 
+TakeAnswer = Callable[[int, Answer | Failed], None]
+"""Gets the answer to the command with this number."""
+
+
 class Channel(Protocol):
     """A rank's connection to the engine that it owns: `ProcessChannel` or `InlineChannel`."""
 
     def send(self, command: Any) -> int:
         """Send a command and return its number, under which `answer` waits; raises `EngineDied`."""
+
+    def ask(self, commands: Sequence[Generate], tell: TakeAnswer) -> list[int]:
+        """Send commands of which the engine begins none before it has all; return their numbers.
+
+        `tell` gets each answer: from another thread, or of an inline engine inside `advance`. Raises `EngineDied`.
+        """
 
     def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:
         """Wait until `until()` holds, `timeout_s` at most; an inline engine samples meanwhile, a slice at least."""

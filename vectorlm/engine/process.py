@@ -71,17 +71,18 @@ def serve(connection: Connection, scratch: str) -> None:
     last_sign = time.monotonic()
     while True:
         while not scheduler.busy or connection.poll():
-            number, message = connection.recv()
-            try:
-                command = pickle.loads(message)
-            except Exception as error:
-                connection.send((number, messages.Failed(portable(_unreadable(error)))))
-                continue
-            if isinstance(command, messages.Stop):
-                scheduler.close()
-                return
-            for numbered in scheduler.carry_out(number, command):
-                connection.send(numbered)
+            received = connection.recv()
+            for number, message in received if isinstance(received, list) else [received]:
+                try:
+                    command = pickle.loads(message)
+                except Exception as error:
+                    connection.send((number, messages.Failed(portable(_unreadable(error)))))
+                    continue
+                if isinstance(command, messages.Stop):
+                    scheduler.close()
+                    return
+                for numbered in scheduler.carry_out(number, command):
+                    connection.send(numbered)
         for numbered in scheduler.step():
             connection.send(numbered)
         if scheduler.has_progressed and time.monotonic() - last_sign > ALIVE_EVERY_S:

@@ -73,6 +73,7 @@ class ProcessChannel:
         self._answers: dict[int, messages.Answer | messages.Failed] = {}
         self._awaited: dict[int, float] = {}
         """When each command was sent that still has no answer."""
+        self._tell: dict[int, messages.TakeAnswer] = {}
         self._heard_at = self._ticked_at = time.monotonic()
         self._is_cut = False
         log = open(log_path, "a") if log_path else None  # noqa: SIM115 (the reader thread closes it)
@@ -118,6 +119,21 @@ class ProcessChannel:
         self._awaited[number] = time.monotonic()
         self._outbox.put(message)
         return number
+
+    def ask(self, commands: Sequence[messages.Generate], tell: messages.TakeAnswer) -> list[int]:
+        """Send commands as one message; the receiving thread tells their answers."""
+        require_own_process(self._pid)
+        numbers = [next(self._count) for _ in commands]
+        message = pickle.dumps(
+            [(number, pickle.dumps(each)) for number, each in zip(numbers, commands, strict=True)]
+        )
+        with self._news:
+            if not self._is_cut:
+                self._awaited |= dict.fromkeys(numbers, time.monotonic())
+                self._tell |= dict.fromkeys(numbers, tell)
+                self._outbox.put(message)
+                return numbers
+        raise self._death()
 
     def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:
         """Wait: the process works by itself."""
@@ -167,6 +183,7 @@ class ProcessChannel:
         with self._news:
             self._awaited.pop(number, None)
             self._answers.pop(number, None)
+            self._tell.pop(number, None)
         if not self._is_cut:
             # It is never answered.
             self._awaited.pop(self.send(messages.Abort(number)), None)
@@ -214,15 +231,20 @@ class ProcessChannel:
                 number, message = self._connection.recv()
                 with self._news:
                     self._heard_at = time.monotonic()
-                    if self._awaited.pop(number, None) is not None:
+                    tell = self._tell.pop(number, None)
+                    if self._awaited.pop(number, None) is not None and tell is None:
                         self._answers[number] = message
                     self._news.notify_all()
+                if tell is not None:
+                    tell(number, message)
         except (EOFError, OSError):
             pass
         finally:
             with self._news:
                 self._is_cut = True
                 self._news.notify_all()
+            for number, tell in self._tell.items():
+                tell(number, messages.Failed(self._death()))
 
     def _size(self) -> str:
         """Say how much memory the process holds: it grows while weights are read."""

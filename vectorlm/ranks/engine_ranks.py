@@ -25,7 +25,7 @@ class EngineRanks:
     def __init__(self, topology: Topology, collectives: Collectives, engines_per_node: int = 1) -> None:
         """Spread the engine ranks evenly over the ranks of each node, which `engines_per_node` divides."""
         per_node = topology.local_world_size
-        self._topology, self._collectives = topology, collectives
+        self.topology, self.collectives = topology, collectives
         self.ranks_per_engine: int = per_node // engines_per_node
         """Ranks that each engine serves; on CUDA also the number of devices that it may use."""
         self.ranks: tuple[int, ...] = tuple(range(0, topology.world_size, self.ranks_per_engine))
@@ -35,17 +35,17 @@ class EngineRanks:
     @property
     def owns_an_engine(self) -> bool:
         """Whether this rank is an engine rank."""
-        return self._topology.rank in self.ranks
+        return self.topology.rank in self.ranks
 
     def check_same_args(self, place: str, arguments: Any, summary: str) -> None:
         """Raise `RankMismatch` on every rank if a rank passes other arguments than rank 0."""
         text = repr(arguments)
         digest = hashlib.blake2b(text.encode()).hexdigest()
-        notes = self._collectives.all_gather_object(place, (digest, summary))
+        notes = self.collectives.all_gather_object(place, (digest, summary))
         odd = [rank for rank, note in enumerate(notes) if note[0] != notes[0][0]]
         if odd:
             # Every rank has found the same, so all come here.
-            texts = self._collectives.all_gather_object(f"compare the arguments of {place}", text)
+            texts = self.collectives.all_gather_object(f"compare the arguments of {place}", text)
             pairs = enumerate(zip(texts[0], texts[odd[0]], strict=False))
             first = max(next((place for place, (one, other) in pairs if one != other), 0) - 30, 0)
             others = "; ".join(f"rank {rank}: {notes[rank][1]}" for rank in odd)
@@ -60,13 +60,13 @@ class EngineRanks:
     ) -> list[Result]:
         """Do `work` on every engine rank, or some; return all results or raise the first error on every rank."""
         engine_ranks = self.ranks if engine_ranks is None else engine_ranks
-        mine = capture(work) if self._topology.rank in engine_ranks else None
-        broadcast = self._collectives.broadcast_object
+        mine = capture(work) if self.topology.rank in engine_ranks else None
+        broadcast = self.collectives.broadcast_object
         return results_or_first_error([broadcast(place, mine, root=rank)[0] for rank in engine_ranks])
 
     def on_all_ranks(self, place: str, work: Callable[[], Result]) -> list[Result]:
         """Do `work` on every rank; return all results, or raise the first error, on every rank."""
-        return results_or_first_error(self._collectives.all_gather_object(place, capture(work)))
+        return results_or_first_error(self.collectives.all_gather_object(place, capture(work)))
 
 
 def comparable(settings: Mapping[str, Any]) -> dict[str, str]:
