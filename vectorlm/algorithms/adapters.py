@@ -36,6 +36,7 @@ from vectorlm.algorithms.policy_loss import (
 from vectorlm.algorithms.preference import copg_loss, online_dpo_loss
 from vectorlm.algorithms.reduce import masked_mean, masked_sum
 from vectorlm.algorithms.spec import AdvantageFunction
+from vectorlm.algorithms.turns import scaled_as_groups, turn_advantages
 from vectorlm.hyperparameters import (
     AlgorithmSettings,
     CISPOSettings,
@@ -77,8 +78,16 @@ def greedy_baseline(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Te
     return batch.spread(baseline_advantages(batch.rewards, batch.greedy_rewards, batch.valid))
 
 
+def _of_turns(batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    assert batch.turns is not None
+    return turn_advantages(batch.token_rewards, batch.turns, batch.mask, batch.rows_per_group)
+
+
 def group(batch: RolloutBatch, hparams: ScaleSettings) -> torch.Tensor:
     """Return rewards against the group's."""
+    if batch.turns is not None:
+        advantages, has_turn = _of_turns(batch)
+        return batch.spread_turns(scaled_as_groups(advantages, has_turn, hparams.scale_rewards))
     return batch.spread(group_advantages(batch.rewards, hparams.scale_rewards, batch.valid))
 
 
@@ -107,9 +116,30 @@ def optimal_token(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Tens
     return optimal_token_advantages(*rows, batch.rows_per_group, batch.weights)
 
 
-leave_one_out = _of_completions(lambda batch: leave_one_out_advantages(batch.rewards, batch.valid))
-rescaled = _of_completions(lambda batch: rescaled_advantages(batch.rewards, batch.valid))
-reward = _of_completions(lambda batch: torch.where(batch.valid, batch.rewards, 0.0))
+def leave_one_out(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Tensor:
+    """Return rewards against the mean of the others of the group."""
+    if batch.turns is not None:
+        return batch.spread_turns(_of_turns(batch)[0])
+    return batch.spread(leave_one_out_advantages(batch.rewards, batch.valid))
+
+
+def rescaled(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Tensor:
+    """Return rewards against the group's, times groups over groups that differ."""
+    if batch.turns is not None:
+        advantages = scaled_as_groups(*_of_turns(batch), "none")
+        num_differing = advantages.flatten(1).any(dim=1).sum().clamp(min=1)
+        return batch.spread_turns(advantages * (len(advantages) / num_differing))
+    return batch.spread(rescaled_advantages(batch.rewards, batch.valid))
+
+
+def reward(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Tensor:
+    """Return rewards; with rewards of turns, what is left of them from each turn on."""
+    if batch.turns is not None:
+        left = torch.where(batch.mask, batch.token_rewards, 0.0).flip(1).cumsum(1).flip(1)
+        return torch.where(batch.mask, left, 0.0)
+    return batch.spread(torch.where(batch.valid, batch.rewards, 0.0))
+
+
 zero = _of_completions(lambda batch: torch.zeros_like(batch.rewards))
 one = _of_completions(lambda batch: batch.valid.to(batch.rewards.dtype))
 

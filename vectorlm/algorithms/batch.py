@@ -30,7 +30,8 @@ class RolloutBatch:
     columns: torch.Tensor
     """int64 [P, K], each row's index among the completions that were sampled for its prompt."""
     token_rewards: torch.Tensor
-    """float32 [B, T]: the reward at the last token of each completion, less the KL penalty at each token."""
+    """float32 [B, T]: the reward at the last token of each completion, or of each turn that has one, less the KL
+    penalty at each token."""
     values: torch.Tensor | None = None
     """float32 [B, T], the critic's, for algorithms that need one."""
     greedy_rewards: torch.Tensor | None = None
@@ -48,6 +49,11 @@ class RolloutBatch:
     weights; 1 where completions are only compared with. None counts every token once."""
     baseline_mask: torch.Tensor | None = None
     """bool [B, T], `mask` and completions that others are compared with but that are not trained on; None: none."""
+
+    turns: torch.Tensor | None = None
+    """int64 [B, T], the turn of each token that the policy chose, from 0; None where no turn has its own reward."""
+    turn_rewards: torch.Tensor | None = None
+    """float32 [B, T], what the environment gave for a turn, at its last token; part of `rewards`."""
 
     @property
     def rows_per_group(self) -> int:
@@ -73,6 +79,12 @@ class RolloutBatch:
         """Give each token the advantage of its completion: [P, K] to [B, T]."""
         return torch.where(self.mask, advantages.reshape(-1, 1), 0.0)
 
+    def spread_turns(self, advantages: torch.Tensor) -> torch.Tensor:
+        """Give each token the advantage of its turn: [P, K, S] to [B, T]."""
+        assert self.turns is not None
+        turns = torch.where(self.mask, self.turns, 0)
+        return torch.where(self.mask, advantages.flatten(0, 1).gather(1, turns), 0.0)
+
     def without(self, rejected: torch.Tensor) -> RolloutBatch:
         """Remove the `rejected` tokens, bool [B, T], from the mask; a row that loses all its tokens becomes invalid."""
         mask = self.mask & ~rejected
@@ -80,7 +92,8 @@ class RolloutBatch:
         left = replace(self, mask=mask, valid=self.valid & ~lost)
         if self.baseline_mask is not None:
             left = replace(left, baseline_mask=self.baseline_mask & ~(self.mask & rejected))
-        return replace(left, token_rewards=place_rewards(left.for_baselines().mask, self.rewards))
+        placed = place_rewards(left.for_baselines().mask, self.rewards, self.turn_rewards)
+        return replace(left, token_rewards=placed)
 
     def penalised(self, penalty: torch.Tensor) -> RolloutBatch:
         """Subtract a penalty for each token, float32 [B, T], from the rewards."""
@@ -112,10 +125,21 @@ class LossInputs:
     """float [B], logarithms of the correction's weights of whole completions, where `AlgorithmSpec.reads_weights`."""
 
 
-def place_rewards(mask: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
-    """Put the rewards [P, K] on the last masked token of each row, float32 [B, T]."""
+def place_rewards(
+    mask: torch.Tensor, rewards: torch.Tensor, turn_rewards: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Put the rewards [P, K] on the last masked token of each row, float32 [B, T].
+
+    What `turn_rewards` [B, T] hold of them stays where it is, or at the last masked token before: no token is credited
+    with what came before it.
+    """
     token_rewards = torch.zeros(mask.shape)
-    last = torch.where(mask, torch.arange(mask.shape[1]), -1).amax(dim=1)
+    places = torch.where(mask, torch.arange(mask.shape[1]), -1).cummax(dim=1).values
+    last = places[:, -1]
     rows = torch.nonzero(last >= 0)[:, 0]
-    token_rewards[rows, last[rows]] = rewards.view(-1)[rows]
+    rest = rewards.view(-1)
+    if turn_rewards is not None:
+        token_rewards.scatter_add_(1, places.clamp(min=0), torch.where(places >= 0, turn_rewards, 0.0))
+        rest = rest - turn_rewards.sum(dim=1)
+    token_rewards[rows, last[rows]] += rest[rows]
     return token_rewards

@@ -10,7 +10,7 @@ import torch
 
 from vectorlm.algorithms.batch import RolloutBatch, place_rewards
 from vectorlm.algorithms.spec import AlgorithmSpec
-from vectorlm.rl.rollout import RolloutGroup, kept_groups
+from vectorlm.rl.rollout import Rollout, RolloutGroup, kept_groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +44,12 @@ def make_batch(
     *,
     pad_token_id: int = 0,
     drop_truncated: bool = False,
+    oldest_version: int | None = None,
 ) -> RolloutBatch | None:
     """Lay out the rollouts that the algorithm trains on; None where there is nothing to learn.
 
     Rows that are not valid have an empty mask. With `drop_truncated`, truncated completions have one too, but stay in
-    the baselines that others are compared with.
+    the baselines that others are compared with. Tokens of versions before `oldest_version` count as never sampled.
     """
     groups = kept_groups(groups)
     if not groups:
@@ -71,6 +72,7 @@ def make_batch(
     input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
     attention_mask = torch.zeros(shape, dtype=torch.int64)
     mask = torch.zeros(shape, dtype=torch.bool)
+    is_stale = torch.zeros(shape, dtype=torch.bool)
     is_left_out = torch.zeros(len(rollouts), 1, dtype=torch.bool)
     sampler_logprobs = torch.zeros(shape)
     for row, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
@@ -78,6 +80,8 @@ def make_batch(
         input_ids[row, :length] = torch.tensor([*rollout.prompt_token_ids, *rollout.token_ids])
         attention_mask[row, :length] = 1
         sampler_logprobs[row, start:length] = torch.tensor(rollout.sampler_logprobs)
+        if oldest_version is not None:
+            is_stale[row, start:length] = torch.tensor(rollout.versions) < oldest_version
         is_left_out[row] = drop_truncated and rollout.is_truncated
         if is_valid[row]:
             mask[row, start:length] = torch.tensor(rollout.policy_mask, dtype=torch.bool)
@@ -88,6 +92,10 @@ def make_batch(
         part_weights = torch.tensor(list(weights.values()))
         by_name = [torch.stack([group.rewards_by_name[name] for group in groups]) for name in weights]
         parts = torch.stack([each.gather(1, columns) for each in by_name])
+    turns = turn_rewards = None
+    # A loss of completions has one advantage for all turns.
+    if spec.level == "token" and any(any(each.turn_rewards) for each in rollouts):
+        turns, turn_rewards = _turns_of(rollouts, shape)
     batch = RolloutBatch(
         input_ids,
         attention_mask,
@@ -96,10 +104,28 @@ def make_batch(
         rewards,
         valid,
         columns,
-        place_rewards(mask, rewards),
+        place_rewards(mask, rewards, turn_rewards),
         greedy_rewards=torch.stack(greedy) if greedy else None,
         reward_parts=parts,
         part_weights=part_weights,
         baseline_mask=mask if is_left_out.any() else None,
+        turns=turns,
+        turn_rewards=turn_rewards,
     )
+    if is_stale.any():
+        batch = batch.without(is_stale)
     return batch if batch.mask.any() else None
+
+
+def _turns_of(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the turn of each token, int64 [B, T], and the reward of each turn at its last token, float32 [B, T]."""
+    turns, rewards = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+    for row, rollout in enumerate(rollouts):
+        first = start = len(rollout.prompt_token_ids)
+        for turn, end in enumerate(rollout.turn_ends):
+            turns[row, start : first + end] = turn
+            start = first + end
+            if turn < len(rollout.turn_rewards) and start:
+                # At the last token of what was written up to here: a turn may be empty.
+                rewards[row, start - 1] += rollout.turn_rewards[turn]
+    return turns, rewards

@@ -33,6 +33,10 @@ class Rollout:
     """How the last turn ended: ``stop``, ``length`` or ``abort``."""
     num_turns: int = 1
     """Number of turns of the policy."""
+    turn_ends: tuple[int, ...] = ()
+    """Where each turn ends in `token_ids`; those of an environment's turns."""
+    turn_rewards: tuple[float, ...] = ()
+    """What the environment gave for each turn, 0 for nothing; missing ones at the end are 0."""
     is_replayed: bool = False
     """Whether it comes from a file; its `versions` count the steps of the run that wrote the file."""
 
@@ -58,6 +62,7 @@ class Rollout:
             completion.versions,
             completion.text,
             completion.finish_reason,
+            turn_ends=(len(completion.token_ids),),
         )
 
     def continued(self, reply_ids: tuple[int, ...], reply: str, completion: Completion) -> Rollout:
@@ -73,6 +78,8 @@ class Rollout:
             self.text + reply + completion.text,
             completion.finish_reason,
             self.num_turns + 1,
+            (*self.turn_ends, len(self.token_ids) + gap + turn),
+            self.turn_rewards,
         )
 
 
@@ -96,7 +103,9 @@ class RolloutGroup:
 
     @property
     def is_constant(self) -> bool:
-        """Whether all rewards are equal, so that the group teaches nothing."""
+        """Whether all rewards are equal, and those of each turn, so that the group teaches nothing."""
+        if any(map(any, by_turn := {rollout.turn_rewards for rollout in self.rollouts})) and len(by_turn) > 1:
+            return False
         return bool(is_constant(self.rewards[None], ~self.rewards[None].isnan()))
 
 

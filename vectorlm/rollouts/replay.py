@@ -25,6 +25,8 @@ def record_of(rollout: Rollout) -> dict[str, Any]:
         "policy_mask": [int(each) for each in rollout.policy_mask],
         "sampler_logprobs": list(rollout.sampler_logprobs),
         "versions": list(rollout.versions),
+        "turn_ends": list(rollout.turn_ends),
+        "turn_rewards": list(rollout.turn_rewards),
     }
 
 
@@ -77,6 +79,9 @@ def _placed_rollout_of(row: Mapping[str, Any]) -> tuple[tuple[int, int], Rollout
         str(row["completion"]),
         row["finish_reason"],
         int(row["num_turns"]),
+        # Files of earlier versions have neither.
+        tuple(row.get("turn_ends", ())),
+        tuple(row.get("turn_rewards", ())),
         is_replayed=True,
     )
     return (int(row["train_step"]), int(row["group"])), rollout
