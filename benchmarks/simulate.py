@@ -1,6 +1,6 @@
 """A step of reinforcement learning as a simulation: which placement of engine and trainer wins, and when.
 
-The library's own collector and asynchronous source run on a simulated clock, engine and trainer, so the rules of
+The library's own source of rollouts runs on a simulated clock, engine and trainer, so the rules of
 dynamic sampling and of staleness are the real ones. With ``--check`` this machine's costs are measured, before each
 case of benchmarks/async.py and after the last, and its runs are repeated and compared. Then published figures of H100
 GPUs say what 8 GPUs and 8 nodes would do, which is not measured. Run: python benchmarks/simulate.py --check

@@ -1,20 +1,21 @@
-"""Engines and a trainer on a simulated clock, driven by the library's own collector and asynchronous source."""
+"""Engines and a trainer on a simulated clock, driven by the library's own source of rollouts."""
 
 from __future__ import annotations
 
 import heapq
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from vectorlm.rl.collector import RolloutCollector
 from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.rollout import RolloutGroup, kept_groups
 from vectorlm.rl.settings import AsyncSettings, CollectSettings
-from vectorlm.rollouts.async_source import AsyncRolloutSource
+from vectorlm.rollouts.sampler import SampledGroup, Task
+from vectorlm.rollouts.scoring import GroupScorer
+from vectorlm.rollouts.source import RolloutSource
 from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
 
@@ -59,17 +60,10 @@ class Clock:
 
 
 class Handle:
-    """Sequences of one request."""
+    """The sequences of one group."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths, self.left = lengths, len(lengths)
-
-    def result(self) -> list[Sequence[int]]:
-        """Return the lengths of the completions."""
-        return [self.lengths]
-
-    def cancel(self) -> None:
-        """Do nothing: no case here drops what is late."""
+    def __init__(self, number: int, lengths: Sequence[int]) -> None:
+        self.number, self.lengths, self.left = number, lengths, len(lengths)
 
 
 class Engine:
@@ -125,31 +119,40 @@ class Engine:
 
 
 class Engines:
-    """What the library's collector takes for its engine."""
+    """What the library's source takes for its queue; a "rollout" is its number of tokens."""
 
     def __init__(self, clock: Clock, costs: Costs) -> None:
-        self.clock, self.costs, self.count = clock, costs, 0
+        self.clock, self.costs, self.count, self.num_groups = clock, costs, 0, 0
         self.engines = [Engine(costs) for _ in range(costs.num_engines)]
         self.finished: list[Handle] = []
 
-    def submit_many(self, requests: Iterable[Any]) -> list[Handle]:
+    def submit(self, tasks: Sequence[Task]) -> list[int]:
         """Give each sequence to the engine with the fewest."""
-        handles = []
-        for (record,), _ in requests:
-            handles.append(Handle(record))
-            for length in record:
+        numbers = []
+        for task in tasks:
+            self.num_groups += 1
+            numbers.append(self.num_groups)
+            handle = Handle(self.num_groups, task.prompt_record.columns["lengths"])
+            for length in handle.lengths:
                 engine = min(self.engines, key=lambda each: each.load)
                 engine.now = max(engine.now, self.clock.now) if not engine.load else engine.now
                 self.count += 1
-                engine.waiting.append((length, self.count, handles[-1]))
-        return handles
+                engine.waiting.append((length, self.count, handle))
+        return numbers
 
-    def poll(self, timeout_s: float = 0.0) -> list[Handle]:
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Do nothing: no case here drops what is late."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return nothing."""
+        return {}
+
+    def poll(self, timeout_s: float, at_least: int = 1) -> dict[int, SampledGroup]:
         """Let time pass until something has finished, if there is time at all."""
-        while timeout_s and not self.finished and any(each.load for each in self.engines):
+        while timeout_s and len(self.finished) < at_least and any(each.load for each in self.engines):
             self.advance(self._next_end())
         found, self.finished = self.finished, []
-        return found
+        return {each.number: SampledGroup(each.lengths) for each in found}  # type: ignore[arg-type]
 
     def _next_end(self) -> float:
         # A little later, or rounding would leave the step before it.
@@ -180,32 +183,6 @@ class Engines:
             engine.now = max(engine.now, self.clock.now)
 
 
-class Conversation:
-    """One turn of each prompt; a "rollout" is its number of tokens."""
-
-    def __init__(self, records: Sequence[PromptRecord]) -> None:
-        self.asked = [([record.columns["lengths"]], None) for record in records]
-        self.groups = [record.columns["lengths"] for record in records]
-
-    def next_request(self) -> Any:
-        """Return what has not been asked yet."""
-        return self.asked.pop() if self.asked else None
-
-    def receive(self, answers: Any) -> None:
-        """Take nothing: the lengths are known."""
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """What the collector reads of `GroupSampler`."""
-
-    settings: CollectSettings
-
-    def begin(self, records: Sequence[PromptRecord], position: int) -> Conversation:
-        """Begin groups."""
-        return Conversation(records)
-
-
 @dataclass
 class Scorer:
     """Gives equal rewards to the groups of `dropped` lengths, which are told apart by identity."""
@@ -215,7 +192,16 @@ class Scorer:
     def score(self, groups: Sequence[Any], greedy: Any) -> list[RolloutGroup]:
         """Score groups; their rollouts are their lengths."""
         equal, others = torch.ones(2), torch.tensor([0.0, 1.0])
-        return [RolloutGroup(group, equal if self.dropped[id(group)] else others, {}) for group in groups]
+        return [Lengths(group, equal if self.dropped[id(group)] else others, {}) for group in groups]
+
+
+class Lengths(RolloutGroup):
+    """A group of rollouts that are numbers of tokens."""
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether dynamic sampling drops it."""
+        return bool(self.rewards[0] == self.rewards[1])
 
 
 def simulate(
@@ -234,18 +220,13 @@ def simulate(
         group_size=len(work.groups[0][0]),
         max_sampling_rounds=work.rounds,
     )
-    collector = RolloutCollector(
-        engine=engines,  # type: ignore[arg-type]
-        sampler=Sampler(settings),  # type: ignore[arg-type]
-        prompts=PromptOrder(records, 0),
-        scorer=Scorer({id(record.columns["lengths"]): record.columns["equal"] for record in records}),
-        # Also where none is dropped: each group is a request of its own then, so that several engines share them.
-        drops_constant_groups=True,
-    )
-    source: Any = collector
+    overlap = None
     if max_staleness:
-        update = "drain" if drains else "keep"
-        source = AsyncRolloutSource(collector, AsyncSettings(max_staleness=max_staleness, update=update))
+        overlap = AsyncSettings(max_staleness=max_staleness, update="drain" if drains else "keep")
+    dropped = {id(record.columns["lengths"]): record.columns["equal"] for record in records}
+    # Also where none is dropped: finished groups are looked at one by one then.
+    scorer = GroupScorer(scorer=Scorer(dropped), settings=settings, drops_constant_groups=True)
+    source = RolloutSource(engines, scorer, PromptOrder(records, 0), overlap=overlap)
     ends, waits, busy = [], [], []
     for step in range(SKIPPED + num_steps):
         engines.swap(drains)

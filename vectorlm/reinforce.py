@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.algorithms.registry import get_algorithm
@@ -17,8 +18,6 @@ from vectorlm.report.step_lines import Timeline
 from vectorlm.rewards.registry import get_reward, short_name
 from vectorlm.rewards.reward_model import RewardModel
 from vectorlm.rewards.scorer import RewardScorer
-from vectorlm.rl.collector import RolloutCollector, RolloutSource
-from vectorlm.rl.conversation import GroupSampler
 from vectorlm.rl.correction import correction_of
 from vectorlm.rl.loop import RLLoop
 from vectorlm.rl.models import (
@@ -33,9 +32,12 @@ from vectorlm.rl.models import (
 from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.settings import StepSettings
 from vectorlm.rl.teacher import ServerTeacher, Teacher
-from vectorlm.rollouts.async_source import AsyncRolloutSource
 from vectorlm.rollouts.logger import RolloutLogger
+from vectorlm.rollouts.queue import GroupQueue
 from vectorlm.rollouts.replay import read_rollouts, replay_order
+from vectorlm.rollouts.sampler import GroupSampler
+from vectorlm.rollouts.scoring import GroupScorer
+from vectorlm.rollouts.source import RolloutSource
 from vectorlm.run import Run, open_run
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.optimizer_step import OptimizerStep
@@ -193,32 +195,35 @@ def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSetting
 
 
 def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
-    settings, tokenizer = run.config.train_parameters, run.tokenizer
+    seed = run.config.train_parameters.seed
+    # A copy: the actor encodes in a thread of its own.
+    tokenizer = copy.deepcopy(run.tokenizer)
     assert run.engine is not None
-    longest = longest_sequence(run.config)
     replay = None
     if rl.rollout.path is not None:
-        replay = replay_order(read_rollouts(rl.rollout.path), rl.collect.group_size, settings.seed)
-    collector = RolloutCollector(
-        engine=run.engine,
-        sampler=GroupSampler(
-            settings=rl.collect,
-            seed=settings.seed,
-            max_model_len=longest,
-            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
-            make_environment=None if rl.collect.environment is None else load_plugin(rl.collect.environment),
-            topology=run.topology,
-        ),
-        prompts=PromptOrder(run.checked.prompts, settings.seed),
-        scorer=_scorer(run, rl),
+        replay = replay_order(read_rollouts(rl.rollout.path), rl.collect.group_size, seed)
+    sampler = GroupSampler(
+        settings=rl.collect,
+        seed=seed,
+        max_model_len=longest_sequence(run.config),
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        make_environment=None if rl.collect.environment is None else load_plugin(rl.collect.environment),
         needs_greedy=spec.needs_greedy,
-        drops_constant_groups=rl.hyperparameters.dynamic_sampling,
+    )
+    groups = GroupQueue(run.engine, sampler)
+    run.stack.callback(groups.close)
+    return RolloutSource(
+        groups,
+        GroupScorer(
+            scorer=_scorer(run, rl),
+            settings=rl.collect,
+            drops_constant_groups=rl.hyperparameters.dynamic_sampling,
+        ),
+        PromptOrder(run.checked.prompts, seed),
+        overlap=rl.async_,
         replay=replay,
         replayed_share=rl.rollout.replayed_share,
     )
-    if rl.async_ is None or rl.async_.max_staleness == 0:
-        return collector
-    return AsyncRolloutSource(collector, rl.async_)
 
 
 def _scorer(run: Run, rl: RLSettings) -> RewardScorer:

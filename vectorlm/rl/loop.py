@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from vectorlm.algorithms.kl import AdaptiveKL
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch, make_batch
-from vectorlm.rl.collector import RolloutSource
 from vectorlm.rl.metrics import SpeedMeter, batch_metrics, rollout_metrics
 from vectorlm.rl.models import RLModels
 from vectorlm.rl.prepare import prepare_batch
@@ -18,7 +17,36 @@ from vectorlm.rl.rollout import RolloutGroup
 from vectorlm.rl.settings import StepSettings
 from vectorlm.rl.update import Updater
 from vectorlm.train.device_turn import DeviceTurn
-from vectorlm.train.recorder import Recorder, Span
+from vectorlm.train.recorder import Recorder, Span, Timer
+
+
+class Source(Protocol):
+    """Where the rollouts of a step come from; its calls are collective."""
+
+    @property
+    def group_size(self) -> int:
+        """Return G."""
+        ...
+
+    def collect(self, step: int, timer: Timer) -> list[RolloutGroup]:
+        """Return the scored rollouts of `step`, while the engine holds the weights of that step."""
+        ...
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Describe what is still in flight while the ranks train on the rollouts of `step`."""
+        ...
+
+    def oldest_version(self, step: int) -> int | None:
+        """Return the first version whose tokens `step` trains on; None where it trains on all."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Resume from what `state` returned."""
+        ...
 
 
 class RolloutLog(Protocol):
@@ -42,7 +70,7 @@ class RLLoop:
         self,
         models: RLModels,
         spec: AlgorithmSpec,
-        source: RolloutSource,
+        source: Source,
         settings: StepSettings,
         turn: DeviceTurn,
         recorder: Recorder,
@@ -99,13 +127,15 @@ class RLLoop:
                 self._busy, self.turn.busy = self.turn.busy, []
                 metrics = self.meter.engine_idle(self._busy, self.turn.swapped_at)
                 groups = self.source.collect(self.step, timer)
-            metrics |= rollout_metrics(groups, self.step) | self.source.metrics(self.step)
+            oldest = self.source.oldest_version(self.step)
+            metrics |= rollout_metrics(groups, self.step, oldest) | self.source.metrics(self.step)
             metrics |= {"time/publish_s": report.total_s, "time/stall_s": report.stall_s}
             rows = make_batch(
                 groups,
                 self.spec,
                 pad_token_id=self.settings.pad_token_id,
                 drop_truncated=self.settings.update.drop_truncated,
+                oldest_version=oldest,
             )
             if rows is not None:
                 with timer.span("time/assess_s"):

@@ -23,8 +23,13 @@ NUM_POSITIONS = 32
 """Bins of the position of a token in its completion."""
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
-    """Describe what was sampled, dropped groups included, and its rewards; `step` is the version being trained."""
+def rollout_metrics(
+    groups: Sequence[RolloutGroup], step: int, oldest_version: int | None = None
+) -> dict[str, float]:
+    """Describe what was sampled, dropped groups included, and its rewards.
+
+    `step` is the version being trained; tokens of versions before `oldest_version` are left out.
+    """
     metrics = {
         "rollout/groups": float(len(kept_groups(groups))),
         "reward/unscored": float(sum(int(group.rewards.isnan().sum()) for group in groups)),
@@ -57,7 +62,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, floa
     metrics["rollout/replayed"] = 1 - sum(not each.is_replayed for each in rollouts) / len(rollouts)
     # Dropped groups are not trained on, so their age does not matter.
     trained = [rollout for group in kept_groups(groups) for rollout in group.rollouts]
-    return metrics | _staleness([each for each in trained if not each.is_replayed], step)
+    return metrics | _staleness([each for each in trained if not each.is_replayed], step, oldest_version)
 
 
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
@@ -245,7 +250,7 @@ class MetricAccumulator:
         }
 
 
-def _staleness(rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
+def _staleness(rollouts: Sequence[Rollout], step: int, oldest_version: int | None) -> dict[str, float]:
     """Describe how old the tokens are that are trained on."""
     versions = [[version for version in each.versions if version >= 0] for each in rollouts]
     versions = [each for each in versions if each]
@@ -253,7 +258,10 @@ def _staleness(rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
         return {}
     lags = [step - version for each in versions for version in each]
     spans = [max(each) - min(each) for each in versions]
-    return {
+    masked = {}
+    if oldest_version is not None:
+        masked["staleness/masked_tokens"] = sum(lag > step - oldest_version for lag in lags) / len(lags)
+    return masked | {
         "staleness/token_max": float(max(lags)),
         "staleness/token_mean": sum(lags) / len(lags),
         "staleness/sequence_max": float(max(spans)),

@@ -53,6 +53,9 @@ class CollectSettings:
     """Longest response of an environment, in seconds; null waits without limit."""
     max_turns: Annotated[PositiveInt, ReadIf("rl.environment")] = 4
     """With an environment, turns of the policy after which a rollout ends."""
+    rollouts_per_engine: PositiveInt | None = None
+    """Rollouts that may ask an engine at the same time; those that wait for their environment do not count. null means
+    as many groups as the engine samples sequences at once."""
     max_sampling_rounds: PositiveInt = 4
     """Rounds of sampling with `dynamic_sampling`; groups that are still missing then stay missing."""
     overlong_buffer_tokens: NonNegativeInt = 0
@@ -277,9 +280,9 @@ class AsyncSettings:
     update: Literal["keep", "recompute", "drain"] = "keep"
     """What happens to requests in flight when new weights arrive: they keep the KV cache of the old weights, it is
     recomputed, or the update waits until they have finished."""
-    overdue: Annotated[Literal["wait", "correct", "drop"], ReadIf("rl.async.max_staleness")] = "wait"
+    overdue: Annotated[Literal["wait", "correct", "mask", "drop"], ReadIf("rl.async.max_staleness")] = "wait"
     """What happens to completions still in flight at the last step that may train on them: the step waits for them, a
-    later step trains on them anyway, or they are dropped."""
+    later step trains on them anyway, or on their tokens that are not too old, or they are dropped."""
     placement: Literal["shared", "split"] = "shared"
     """Whether engine and ranks compute on the same devices, or each on its own: CUDA devices behind those of the ranks,
     or cores."""

@@ -4,73 +4,46 @@ import random
 
 import pytest
 import torch
-from collectors import make_collector
 from metrics_page import METRICS
+from scripted_groups import Echo, make_source
 
+from vectorlm.algorithms.registry import get_algorithm
+from vectorlm.rl.batch import make_batch
 from vectorlm.rl.metrics import rollout_metrics
 from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.rollout import kept_groups
 from vectorlm.rl.settings import AsyncSettings
-from vectorlm.rollouts.async_source import AsyncRolloutSource
 from vectorlm.train.recorder import Timer
 from vectorlm.types import Completion, PromptRecord
 
 PROMPTS, GROUP = 4, 2
 
 
-class Handle:
-    def __init__(self, prompts, params, version):
-        self.prompts, self.params, self.begun, self.ended = prompts, params, version, None
-        self.is_cancelled = False
-
-    def cancel(self):
-        self.is_cancelled = True
-
-    def result(self):
-        return [
-            [answer(prompt, params, index, self.begun, self.ended) for index in range(params["n"])]
-            for prompt, params in zip(self.prompts, self.params, strict=True)
-        ]
-
-
-def answer(prompt, params, index, begun, ended):
-    text = "abc"[(params["seed"] + index) % 3] * 2 if "seed" in params else "greedy"
-    ids = tuple(map(ord, text))
-    versions = (begun, *(ended,) * (len(ids) - 1))
-    return Completion((1,), ids, (-0.5,) * len(ids), versions, text, "stop")
-
-
-class Engine:
-    """Finishes requests in the order that `choose` says, which gets those in flight at each poll."""
+class Engine(Echo):
+    """Finishes groups in the order that `choose` says, which gets those in flight at each poll."""
 
     def __init__(self, choose=list):
-        self.choose, self.version, self.in_flight, self.most = choose, 0, [], 0
+        super().__init__(None, choose)
+        self.version = 0
 
-    def submit_many(self, requests):
-        self.forget_cancelled()
-        handles = [Handle(*request, self.version) for request in requests]
-        self.in_flight += handles
-        self.most = max(self.most, len(self.in_flight))
-        return handles
-
-    def forget_cancelled(self):
-        self.in_flight = [handle for handle in self.in_flight if not handle.is_cancelled]
-
-    def poll(self, timeout_s=0.0):
-        self.forget_cancelled()
-        finished = self.choose(self.in_flight)
-        self.in_flight = [handle for handle in self.in_flight if handle not in finished]
-        for handle in finished:
-            handle.ended = self.version
-        return finished
+    def completion(self, prompt, params, index, group):
+        text = "abc"[(params["seed"] + index) % 3] * 2 if "seed" in params else "greedy"
+        ids = tuple(map(ord, text))
+        versions = (group.version, *(self.version,) * (len(ids) - 1))
+        return Completion((1,), ids, (-0.5,) * len(ids), versions, text, "stop")
 
 
-def collector_of(engine, reward=lambda text: float(text[0] == "a"), **more):
-    return make_collector(engine, reward, group_size=GROUP, num_groups=PROMPTS, num_prompts=23, **more)
+def is_first_a(text):
+    return float(text[0] == "a")
 
 
-def async_source(collector, max_staleness, overdue="wait"):
-    return AsyncRolloutSource(collector, AsyncSettings(max_staleness=max_staleness, overdue=overdue))
+def source_of(engine, max_staleness=None, overdue="wait", reward=is_first_a, **more):
+    overlap = None
+    if max_staleness is not None:
+        overlap = AsyncSettings(max_staleness=max_staleness, overdue=overdue)
+    return make_source(
+        engine, reward, group_size=GROUP, num_groups=PROMPTS, num_prompts=23, overlap=overlap, **more
+    )
 
 
 def prompts_of(groups):
@@ -102,10 +75,11 @@ def test_without_staleness_the_rollouts_are_those_of_a_synchronous_run(drops, ne
         "needs_greedy": needs_greedy,
     }
     engine = Engine(newest_first)
-    source = async_source(collector_of(engine, **options), 0, "wait")
-    alone = collector_of(Engine(), **options)
+    source = source_of(engine, 0, "wait", **options)
+    alone_engine = Engine()
+    alone = source_of(alone_engine, **options)
     for step in range(6):
-        engine.version = alone.engine.version = step
+        engine.version = alone_engine.version = step
         found, expected = source.collect(step, Timer()), alone.collect(step, Timer())
         assert prompts_of(found) == prompts_of(expected)
         assert rollouts_of(found) == rollouts_of(expected)
@@ -123,7 +97,7 @@ def test_without_staleness_the_rollouts_are_those_of_a_synchronous_run(drops, ne
 def test_nothing_is_older_than_it_may_be_in_whatever_order_it_finishes(max_staleness, overdue, drops):
     for seed in range(10):
         engine = Engine(a_few(random.Random(seed)))
-        source = async_source(collector_of(engine, drops_constant_groups=drops), max_staleness, overdue)
+        source = source_of(engine, max_staleness, overdue, drops_constant_groups=drops)
         num_dropped, oldest = 0.0, 0
         for step in range(20):
             engine.version = step
@@ -133,8 +107,9 @@ def test_nothing_is_older_than_it_may_be_in_whatever_order_it_finishes(max_stale
             assert num_kept == PROMPTS or (drops and num_kept < PROMPTS)
             if num_kept:
                 oldest = max(oldest, int(metrics["staleness/token_max"]))
-            num_dropped += metrics["queue/dropped"]
-            assert metrics["queue/in_flight"] + metrics["queue/finished"] <= max_staleness * PROMPTS
+            num_dropped += metrics.get("queue/dropped", 0.0)
+            if max_staleness:
+                assert metrics["queue/in_flight"] + metrics["queue/finished"] <= max_staleness * PROMPTS
             assert set(metrics) <= METRICS | {f"reward/mine/{each}" for each in ("mean", "std")}
         assert oldest <= max_staleness
         if max_staleness:
@@ -145,7 +120,7 @@ def test_nothing_is_older_than_it_may_be_in_whatever_order_it_finishes(max_stale
 
 def stuck(prompt):
     """Return an order in which the requests of one prompt never finish until they are let go."""
-    return lambda in_flight: [each for each in in_flight if each.prompts != [prompt] or prompt in LET_GO]
+    return lambda in_flight: [each for each in in_flight if each.prompt != prompt or prompt in LET_GO]
 
 
 LET_GO: set[str] = set()
@@ -162,7 +137,7 @@ def first_prompt():
 
 def test_a_late_group_is_dropped_and_another_begun_in_its_place():
     engine = Engine(stuck(first_prompt()))
-    source = async_source(collector_of(engine), 1, "drop")
+    source = source_of(engine, 1, "drop")
     for step in range(3):
         engine.version = step
         found = source.collect(step, Timer())
@@ -170,12 +145,12 @@ def test_a_late_group_is_dropped_and_another_begun_in_its_place():
         assert len(found) == PROMPTS
         # Started at version 0: step 1 is the last that may train on it.
         assert source.metrics(step)["queue/dropped"] == float(step == 1)
-    assert not any(handle.prompts == [first_prompt()] for handle in engine.in_flight)
+    assert not any(each.prompt == first_prompt() for each in engine.in_flight)
 
 
 def test_a_late_group_may_be_trained_on_all_the_same():
     engine = Engine(stuck(first_prompt()))
-    source = async_source(collector_of(engine), 1, "correct")
+    source = source_of(engine, 1, "correct")
     for step in range(4):
         engine.version = step
         assert first_prompt() not in prompts_of(source.collect(step, Timer()))
@@ -187,14 +162,41 @@ def test_a_late_group_may_be_trained_on_all_the_same():
     assert rollout_metrics(found, 4)["staleness/sequence_max"] == 4.0
 
 
+def test_a_late_group_may_be_trained_on_without_its_oldest_tokens():
+    engine = Engine(stuck(first_prompt()))
+    source = source_of(engine, 1, "mask")
+    for step in range(4):
+        engine.version = step
+        found = source.collect(step, Timer())
+        assert first_prompt() not in prompts_of(found)
+        assert rollout_metrics(found, step, source.oldest_version(step))["staleness/masked_tokens"] == 0.0
+    LET_GO.add(first_prompt())
+    engine.version = 4
+    found = source.collect(4, Timer())
+    assert prompts_of(found)[0] == first_prompt()
+    assert source.oldest_version(4) == 3
+    # Its first token is of version 0, its second of version 4.
+    assert [rollout.versions for rollout in found[0].rollouts] == [(0, 4)] * GROUP
+    share = rollout_metrics(found, 4, 3)["staleness/masked_tokens"]
+    assert share == GROUP / (2 * GROUP * PROMPTS)
+    batch = make_batch(found, get_algorithm("grpo"), oldest_version=3)
+    assert batch.mask[:, 1:3].tolist() == [[False, True]] * GROUP + [[True, True]] * GROUP * (PROMPTS - 1)
+    assert batch.valid.all()
+    whole = make_batch(found, get_algorithm("grpo"))
+    assert torch.equal(batch.token_rewards, whole.token_rewards)
+    # A completion of which nothing is left counts nowhere.
+    assert make_batch(found, get_algorithm("grpo"), oldest_version=5) is None
+    assert source_of(Engine(), 1, "correct").oldest_version(4) is None
+
+
 def test_a_run_that_resumes_samples_again_what_was_not_trained_on():
     engine = Engine(stuck(first_prompt()))
-    source = async_source(collector_of(engine), 2, "wait")
+    source = source_of(engine, 2, "wait")
     trained = [prompts_of(source.collect(0, Timer()))]
     state = source.state()
     resumed_engine = Engine()
     resumed_engine.version = 1
-    resumed = async_source(collector_of(resumed_engine), 2, "wait")
+    resumed = source_of(resumed_engine, 2, "wait")
     resumed.load_state(state)
     assert resumed.state() == state
     for step in range(1, 6):
@@ -219,8 +221,9 @@ class Tool:
 def test_conversations_go_on_beside_each_other():
     engine = Engine(newest_first)
     options = {"make_environment": Tool, "settings": {"max_turns": 3}}
-    source = async_source(collector_of(engine, **options), 0, "wait")
-    alone = collector_of(Engine(), **options)
+    source = source_of(engine, 0, "wait", **options)
+    alone_engine = Engine()
+    alone = source_of(alone_engine, **options)
     found, expected = source.collect(0, Timer()), alone.collect(0, Timer())
     assert texts_of(found) == texts_of(expected)
     assert {rollout.num_turns for group in found for rollout in group.rollouts} == {3}
@@ -228,7 +231,7 @@ def test_conversations_go_on_beside_each_other():
 
 def test_a_step_whose_groups_are_all_the_same_ends():
     options = {"drops_constant_groups": True, "settings": {"max_sampling_rounds": 2}}
-    source = async_source(collector_of(Engine(), lambda text: 1.0, **options), 1)
+    source = source_of(Engine(), 1, reward=lambda text: 1.0, **options)
     found = source.collect(0, Timer())
     assert kept_groups(found) == []
     assert len(found) == 4 * PROMPTS

@@ -1,0 +1,103 @@
+"""A source of scripted rollouts and what samples them, for the tests of what samples and scores."""
+
+import asyncio
+
+from vectorlm.ranks.topology import Topology
+from vectorlm.rewards.scorer import RewardScorer
+from vectorlm.rl.prompts import PromptOrder
+from vectorlm.rl.settings import CollectSettings
+from vectorlm.rollouts.sampler import GroupSampler
+from vectorlm.rollouts.scoring import GroupScorer
+from vectorlm.rollouts.source import RolloutSource
+from vectorlm.types import Completion, PromptRecord
+
+
+class InFlight:
+    """A group in flight."""
+
+    def __init__(self, number, task, version):
+        self.number, self.task, self.version = number, task, version
+        self.prompt = task.prompt_record.prompt
+
+
+class Echo:
+    """Keeps `Groups` with a script, and keeps what the engine was asked; tokens are letters.
+
+    `choose` gets the groups in flight at each poll and says which of them finish, all by default.
+    """
+
+    def __init__(self, script, choose=list):
+        self.script, self.choose, self.calls, self.in_flight = script, choose, [], []
+        self.loop = asyncio.new_event_loop()
+        self.sampler, self.count, self.most, self.version = None, 0, 0, 4
+
+    def submit(self, tasks):
+        begun = [InFlight(self.count + index, task, self.version) for index, task in enumerate(tasks)]
+        self.count += len(tasks)
+        self.in_flight += begun
+        self.most = max(self.most, len(self.in_flight))
+        return [each.number for each in begun]
+
+    def poll(self, timeout_s=0.0, at_least=1):
+        finished = self.choose(self.in_flight)
+        self.in_flight = [each for each in self.in_flight if each not in finished]
+        return {each.number: self.sample(each) for each in finished}
+
+    def cancel(self, numbers):
+        self.in_flight = [each for each in self.in_flight if each.number not in numbers]
+
+    def metrics(self):
+        return {}
+
+    def sample(self, group):
+        async def ask(prompt, params):
+            self.calls.append((prompt, params))
+            return [self.completion(prompt, params, index, group) for index in range(params["n"])]
+
+        return self.loop.run_until_complete(self.sampler.sample(group.task, ask))
+
+    def completion(self, prompt, params, index, group):
+        text = self.script(prompt, index)
+        ids = tuple(map(ord, prompt)) if isinstance(prompt, str) else tuple(prompt)
+        reason = "length" if text.endswith("…") else "stop"
+        versions = (self.version,) * len(text)
+        return Completion(ids, tuple(map(ord, text)), (-0.5,) * len(text), versions, text, reason)
+
+
+def make_source(
+    engine,
+    reward,
+    *,
+    group_size=2,
+    num_groups=3,
+    num_prompts=20,
+    max_tokens=10,
+    make_environment=None,
+    settings=None,
+    needs_greedy=False,
+    drops_constant_groups=False,
+    **more,
+):
+    """Return a source over the prompts q0, q1 …; `settings` changes single settings, `more` the source."""
+    records = [PromptRecord(f"q{index}", {"index": index}) for index in range(num_prompts)]
+    settings = CollectSettings(
+        prompts=tuple(record.prompt for record in records),
+        prompts_per_step=num_groups,
+        group_size=group_size,
+        sampling_params={"max_tokens": max_tokens},
+        **(settings or {}),
+    )
+    engine.sampler = GroupSampler(
+        settings=settings,
+        seed=5,
+        max_model_len=100,
+        encode=lambda text: list(map(ord, text)),
+        make_environment=make_environment,
+        needs_greedy=needs_greedy,
+    )
+    scorer = GroupScorer(
+        scorer=RewardScorer(functions={"mine": reward}, weights={"mine": 1.0}, topology=Topology()),
+        settings=settings,
+        drops_constant_groups=drops_constant_groups,
+    )
+    return RolloutSource(engine, scorer, PromptOrder(records, 0), **more)
