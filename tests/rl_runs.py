@@ -46,7 +46,6 @@ train_parameters:
     sample_frequency: 2
     prompts: {questions}
     reward: {rewards}:letters
-    vllm_dtype: float32
     sampling_params: {{temperature: 1.0, max_tokens: 8, seed: 7}}
     engine: {{max_model_len: 64, kv_cache_memory_bytes: 16777216}}
 rl:

@@ -1,6 +1,7 @@
 """``vectorlm sample``, as somebody at a terminal meets it."""
 
 import io
+import shutil
 import subprocess
 import sys
 
@@ -49,6 +50,16 @@ def test_without_a_prompt_every_line_of_the_input_is_one(model_path, capsys, mon
         "> abc",
         "> xyz",
     ]
+
+
+def test_a_prompt_for_a_model_of_chats_is_said_to_be_plain_text(model_path, tmp_path, capsys):
+    note = "this tokenizer has a chat template"
+    assert ask(model_path, "--prompt", "abc", "--max_tokens", "1") == 0
+    assert note in capsys.readouterr().err
+    folder = shutil.copytree(model_path, tmp_path / "plain")
+    (folder / "chat_template.jinja").unlink()
+    assert ask(str(folder), "--prompt", "abc", "--max_tokens", "1") == 0
+    assert note not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

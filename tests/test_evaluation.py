@@ -223,4 +223,6 @@ def test_chat_messages_are_shown_as_the_last_ones_text_and_token_ids_as_their_nu
     )
     evaluator.evaluate(1)
     answer = " </s>" * 4
-    assert said == [f"step 1: 1/2 right, mean reward 0.55\n  right: abc {answer}\n  wrong: (3 tokens) {answer}"]
+    assert said == [
+        f"step 1: 1/2 right, mean reward 0.55\n  right: abc {answer}\n  wrong: (3 tokens) {answer}"
+    ]

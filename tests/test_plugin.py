@@ -73,3 +73,17 @@ def test_a_package_that_a_module_needs_is_not_taken_for_the_module(tmp_path, mon
         ConfigError, match=r"cannot be imported: ModuleNotFoundError: .*no_such_package_at_all"
     ):
         load_plugin("needs_more:x")
+
+
+def test_a_file_finds_its_neighbours_also_when_it_is_called(tmp_path):
+    """A second neighbour of the same name is not looked for: Python has that module already."""
+    for folder, answer in (("one", 1), ("other", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "my_neighbour.py").write_text(f"ANSWER = {answer}\n")
+        (tmp_path / folder / "late_neighbour.py").write_text("LATE = 3\n")
+        (tmp_path / folder / "mine.py").write_text(
+            "import my_neighbour\n\n"
+            "def score():\n    from late_neighbour import LATE\n    return my_neighbour.ANSWER + LATE\n"
+        )
+    assert load_plugin(f"{tmp_path}/one/mine.py:score")() == 4
+    assert load_plugin(f"{tmp_path}/other/mine.py:score")() == 4

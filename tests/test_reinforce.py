@@ -362,7 +362,6 @@ def test_truncated_completions_are_trained_on_as_they_were_drawn(
 def test_transformers_samples_what_the_trainer_computes(files, tmp_path):
     overrides = [
         "train_parameters.sampler.inference=transformers",
-        "train_parameters.sampler.vllm_dtype=auto",
         "train_parameters.sampler.engine={}",
         "rl.sampling_params={max_tokens: 8, temperature: 0.7, top_p: 0.9}",
         "rl.max_steps=2",

@@ -90,6 +90,9 @@ def _load_file(path: Path, name: str) -> Any:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        # As for a script, so that it finds its neighbours, now and when it is called; behind what is installed.
+        if (folder := str(path.resolve().parent)) not in sys.path:
+            sys.path.append(folder)
         sys.modules[key] = module
         try:
             spec.loader.exec_module(module)

@@ -399,6 +399,7 @@ def open_engine(
         {} if config.rl is None else {"max_model_len": config.train_parameters.max_seq_len}
     )
     if settings.inference == "vllm":
+        of_run["dtype"] = config.train_parameters.engine_dtype(topology.is_cuda)
         of_run["enable_sleep_mode"] = sampler.turn.sleep != "none"
         if adapters is not None and settings.lora_mode_of_run == "adapter":
             of_run |= engine_arguments(adapters)

@@ -69,6 +69,8 @@ def test_every_note_is_a_sentence_and_every_entry_says_something():
             "rl.max_completion_length=256",
             "Did you mean 'rl.sampling_params.max_tokens'? It is 16 where nothing is set.",
         ),
+        ("rl.zzzz=1", "No setting is like it; docs/config.md lists them all."),
+        ("rl.push_to_hub=true", "There is none: `hf upload` sends a folder to the Hub."),
         ("train_parameters.learning_rate=1e-6", "Did you mean 'train_parameters.optimizer.lr'?"),
         (
             "beta=0.04",

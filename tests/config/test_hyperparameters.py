@@ -62,7 +62,7 @@ def test_a_config_wins_over_where_the_algorithm_starts(load):
     ("overrides", "key", "rows"),
     [
         (["rl.pass_k=2"], "rl.pass_k=2", ["grpo has no such setting", "pass_at_k"]),
-        (["rl.beta=0.04"], "rl.beta=0.04", ["grpo has no such setting", "copg, online_dpo", "rl.kl_coef?"]),
+        (["rl.beta=0.0"], "rl.beta=0.0", ["grpo has no such setting", "copg, online_dpo", "rl.kl_coef?"]),
         (["rl.algorithm=gmpo", "rl.reduction=token_mean"], "rl.reduction", ["gmpo has no such", "dapo"]),
         (["rl.algorithm=best_of_k", "rl.whiten_advantages=true"], "rl.whiten_advantages", ["ppo"]),
         ([OWN, "rl.clip_low=0.1"], "rl.clip_low=0.1", ["mine.py:MARGIN has no such setting", "grpo"]),

@@ -257,7 +257,6 @@ def test_reinforcement_learning_samples_from_a_server(folder, tmp_path, monkeypa
         overrides = [
             f"model={folder}",
             "train_parameters.sampler.inference=server",
-            "train_parameters.sampler.vllm_dtype=auto",
             f"train_parameters.sampler.engine={{url: {url}}}",
             "rl.async={max_staleness: 2, update: keep, placement: split}",
             "rl.sampling_params={max_tokens: 30, temperature: 0.7}",

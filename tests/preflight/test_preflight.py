@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from vectorlm.config import load_config
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.packages import fields_of
-from vectorlm.preflight import files, packages, settings
+from vectorlm.preflight import files, packages, settings, summary
 from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.settings import LORA_CONFIG
 
@@ -122,6 +122,37 @@ def test_a_sampling_parameter_that_vllm_does_not_know_is_refused(complete):
     params = f"{TRAIN}.sampler.sampling_params"
     assert refused(complete, SAMPLER, f"{params}.temprature=1") == [f"{params}.temprature"]
     passes(complete, SAMPLER, f"{params}.temprature=1", f"{TRAIN}.sampler.inference=transformers")
+    with pytest.raises(ConfigError, match=rf"Did you mean '{params}.max_tokens'"):
+        passes(complete, SAMPLER, f"{params}.max_completion_length=48")
+
+
+def test_adapters_are_no_model_to_start_from(complete):
+    Path("models/tiny/config.json").rename("models/tiny/adapter_config.json")
+    with pytest.raises(ConfigError, match="vectorlm export models/tiny --merge"):
+        passes(complete)
+
+
+@pytest.mark.parametrize(
+    ("is_cuda", "overrides", "said"),
+    [
+        (False, [], ""),
+        (False, ["vllm_dtype: bfloat16"], "engine in bfloat16, trainer in float32"),
+        (False, ["vllm_dtype: float32"], ""),
+        (True, [], ""),
+        (True, ["vllm_dtype: float16"], "engine in float16, trainer in bfloat16"),
+    ],
+)
+def test_a_dtype_of_the_engine_that_is_not_the_trainers_is_said(
+    complete, monkeypatch, is_cuda, overrides, said
+):
+    """Left out, it is the trainer's on CPU."""
+    monkeypatch.setattr(summary, "has_gpu", lambda: is_cuda)
+    rl = (
+        "rl={algorithm: grpo, max_steps: 2, prompts: [a], prompts_per_step: 1, rewards: {'mine.py:score': 1}}"
+    )
+    config = load_config(complete, [rl, f"{TRAIN}.epochs=1", f"{TRAIN}.sampler={{{', '.join(overrides)}}}"])
+    assert said in " ".join(summary.notes_of(config))
+    assert bool(said) == ("engine in" in " ".join(summary.notes_of(config)))
 
 
 def test_on_cuda_every_worker_of_the_engine_needs_the_device_of_a_rank(complete, monkeypatch):

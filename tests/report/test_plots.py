@@ -63,14 +63,16 @@ def test_losses_and_share_of_right_answers_are_drawn_over_steps(tmp_path, figure
         tmp_path,
         (10, {"train/loss": 2.0}),
         (20, {"train/loss": 1.0, "eval/loss": 1.25, "eval/accuracy": 0.25}),
-        (40, {"eval/loss": 1.0, "eval/accuracy": 0.75}),
+        (30, {"eval/accuracy": 0.75}),
+        (40, {"eval/loss": 1.0, "eval/accuracy": 0.5}),
     )
     assert plot_runs([run], tmp_path / "pictures" / "run.png")
     assert curves(figures[0]) == {
         "Loss: train": [(10, 2.0), (20, 1.0)],
         "Loss: held out": [(20, 1.25), (40, 1.0)],
-        "Right answers: held out": [(20, 0.25), (40, 0.75)],
+        "Right answers: held out": [(20, 0.25), (30, 0.75), (40, 0.5)],
     }
+    assert [text.get_text() for text in panels(figures[0])["Right answers"].texts][-2:] == ["best 75%", "50%"]
     assert imread(tmp_path / "pictures" / "run.png").shape[:2] == (432, 1056)
 
 

@@ -183,3 +183,6 @@ def test_runs_are_told_apart_by_the_settings_that_differ(tmp_path):
     assert names_of(runs) == ["a/run", "b/run"]
     assert names_of([runs[0], runs[0]]) == ["run (1)", "run (2)"]
     assert differences(runs) == {"rl.algorithm": ["grpo", "ppo"], "rl.critic.lr": [None, 1]}
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "config.yaml").write_text("model: m\nrl: null\ndataset: {train_ds: x}\n")
+    assert differences([runs[1], RunFolder(tmp_path / "text")]) == {"rl.algorithm": ["ppo", None]}

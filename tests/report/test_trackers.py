@@ -3,6 +3,7 @@
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,6 +42,17 @@ def test_tensorboard_gets_every_value_and_the_config(tmp_path):
     expected = [(1, "train/loss", 2.5), (2, "train/loss", 2.25), (2, "eval/accuracy", 0.5)]
     assert scalars(folder) == expected
     assert any(b"model: tiny" in event.SerializeToString() for event in events(folder))
+
+
+def test_tensorboard_has_a_step_soon_although_the_run_has_not_ended(tmp_path):
+    (sink,) = open_trackers({"tensorboard": {"logdir": str(tmp_path)}}, Path("unused"), {}, None)
+    with sink:
+        sink.write(1, {"train/loss": 1.0})
+        for _ in range(200):
+            if (1, "train/loss", 1.0) in scalars(tmp_path):
+                return
+            time.sleep(0.1)
+        pytest.fail("the step is not in the file")
 
 
 def test_tensorboard_hides_the_steps_that_a_resumed_run_makes_again(tmp_path):

@@ -105,3 +105,14 @@ def test_columns_of_any_type_are_written_as_json(tmp_path, saves_tokens):
     line = json.loads((tmp_path / "rollouts.jsonl").read_text(), parse_constant=pytest.fail)
     assert line["columns"] == {name: text for name, (_, text) in ANY.items()}
     assert (line["reward"], line["rewards"]) == (None, {"mine": None})
+
+
+def test_the_table_keeps_the_end_of_a_prompt_and_the_beginning_of_a_completion(tmp_path):
+    prompt, text = "State\nthe answer. " * 9 + "2 + 2 = ?", "It is\n4. " + "x" * 90
+    rollout = Rollout(PromptRecord(prompt, {}), (1,), (3,), (True,), (-1.0,), (0,), text, "stop")
+    said = []
+    logger = RolloutLogger(tmp_path, show_every=1, say=said.append)
+    logger.write(1, [RolloutGroup([rollout], torch.tensor([0.5]), {})], None)
+    row = said[-1].splitlines()[-1]
+    assert "answer. 2 + 2 = ?  It is\\n4. xxx" in row
+    assert len(row) == len("  reward  ") + 60 + 2 + 60

@@ -24,6 +24,7 @@ from vectorlm.config.schema import Config
 from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
+from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.step_lines import json_text
 from vectorlm.rewards.grade import grade
 from vectorlm.rewards.registry import get_reward, short_name
@@ -153,7 +154,8 @@ def _exam_of(config: Config, reads_prompts: bool) -> Exam:
     settings, held_out = sampler.engine, sampler.evaluation
     exam = Exam(sampling_params=settings.sampling_params, timeout_s=settings.timeout_s)
     if settings.inference == "vllm":
-        exam = replace(exam, engine_args={"dtype": settings.vllm_dtype, **settings.engine_args})
+        dtype = config.train_parameters.engine_dtype(has_gpu())
+        exam = replace(exam, engine_args={"dtype": dtype, **settings.engine_args})
     if reads_prompts and held_out.prompts is not None:
         exam = replace(exam, prompt_records=read_prompts(held_out.prompts))
     if held_out.reward is not None:

@@ -79,6 +79,10 @@ def run(args: argparse.Namespace) -> int:
             texts = [f"[{number}] {text}" for number, text in enumerate(texts, start=1)]
         pages.append("\n".join([f"> {prompt}", *texts]))
     print(printable("\n\n".join(pages)))
+    from transformers import AutoTokenizer
+
+    if AutoTokenizer.from_pretrained(model).chat_template:
+        print("this tokenizer has a chat template; the prompt was taken as plain text", file=sys.stderr)
     return 0
 
 

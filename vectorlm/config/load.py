@@ -143,12 +143,14 @@ def _settings_of_algorithm(
         problems.append(
             f"{algorithm.value} declares '{prefix}{key}', which means something else: rename it. ({algorithm.origin})"
         )
-    for key, child in entry.value.items():
+    for key, child in list(entry.value.items()):
         owners = [name for name, start in SETTINGS.items() if key in asdict(start)]
         if owners and key not in own and child.value is not None:
             rule = f"cannot be set: {algorithm.value} has no such setting ({', '.join(owners)} have it)"
             fix = "Did you mean rl.kl_coef?" if key == "beta" else "Leave it out."
             problems.append(describe_refusal(f"{prefix}{key}", child.plain(), rule, fix, child.origin))
+            # Its value breaks no rule that matters.
+            del entry.value[key]
     return {key: replace(each, hint=each.hint | None) for key, each in own.items()}
 
 
@@ -212,7 +214,8 @@ def _describe_unknown(section: type, prefix: str, key: Any, origin: str) -> str:
         fix = f"Did you mean '{candidates[0]}'?"
     else:
         place = f"'{prefix.removesuffix('.')}'" if prefix else "the top level"
-        fix = f"The settings of {place} are: {', '.join(known)}."
+        few = f"The settings of {place} are: {', '.join(known)}."
+        fix = few if len(known) < 12 else "No setting is like it; docs/config.md lists them all."
     return f"unknown setting '{prefix}{key}' ({origin}). {fix}"
 
 

@@ -81,6 +81,13 @@ class TrainSettings:
     sampler: SamplerSettings | None = None
     """How the engine samples; null means the defaults with `rl`, and no sampling in fine-tuning."""
 
+    def engine_dtype(self, is_cuda: bool) -> str:
+        """What vLLM's engine computes in, on this kind of device; on CUDA `auto` stays, which is vLLM's choice."""
+        given = "auto" if self.sampler is None else self.sampler.engine.vllm_dtype
+        if given != "auto" or is_cuda:
+            return given
+        return self.model.dtype_on(is_cuda)
+
     @property
     def samples_path(self) -> Path:
         """The file that samples are appended to, whether or not it was named."""

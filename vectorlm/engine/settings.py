@@ -38,7 +38,8 @@ class EngineSettings:
     gpu_memory_utilization: Annotated[Fraction, OF_VLLM] = DEVICE_SHARE
     """Share of each device's memory that the engine may use."""
     vllm_dtype: Annotated[EngineDtype, OF_VLLM] = "auto"
-    """The engine's dtype; `half` and `float` mean `float16` and `float32`."""
+    """The engine's dtype; `half` and `float` mean `float16` and `float32`, and `auto` is the trainer's on CPU, on CUDA
+    vLLM's choice."""
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `vllm.SamplingParams`."""
     inference: Text = "vllm"

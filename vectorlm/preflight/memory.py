@@ -6,6 +6,7 @@ import psutil
 
 from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES, packs_by_itself
 from vectorlm.config import Config, SamplerSettings
+from vectorlm.config.schema import TrainSettings
 from vectorlm.engine.settings import BUCKET_BYTES
 from vectorlm.preflight.container import container_limits
 from vectorlm.preflight.memory_plan import Demand, EngineDemand, MemoryPlan, plan_memory
@@ -70,7 +71,7 @@ def plan_of_config(
         num_frozen_copies=frozen_copies,
         learns_distributions=teacher is not None and teacher.kind == "full",
         sequence_tokens=train.max_seq_len,
-        engine=_engine_demand(train.sampler, model, device_bytes, near)
+        engine=_engine_demand(train, train.sampler, model, device_bytes, near)
         if train.sampler and is_shared
         else None,
         device_bytes=host_memory_bytes() if device_bytes is None else device_bytes,
@@ -102,11 +103,15 @@ def _other_models(config: Config, model: ModelSize, is_cpu: bool) -> tuple[int, 
 
 
 def _engine_demand(
-    sampler: SamplerSettings, model: ModelSize, device_bytes: int | None, num_devices: int
+    train: TrainSettings,
+    sampler: SamplerSettings,
+    model: ModelSize,
+    device_bytes: int | None,
+    num_devices: int,
 ) -> EngineDemand:
     is_cpu, share = device_bytes is None, sampler.engine.gpu_memory_utilization
-    # By default, vLLM computes in bf16 with weights that were saved in fp32.
-    per_weight = 4 if sampler.engine.vllm_dtype == "float32" else 2
+    # By default, vLLM computes in bf16 on CUDA with weights that were saved in fp32.
+    per_weight = 4 if train.engine_dtype(not is_cpu) == "float32" else 2
     size = sampler.engine.engine_args.get("tensor_parallel_size") or 1
     if device_bytes is not None and not {"tensor_parallel_size", "data_parallel_size"} & set(
         sampler.engine.engine_args

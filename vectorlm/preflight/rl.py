@@ -51,6 +51,12 @@ def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     yield from _length_problems(config, rl, spec)
     # Costs more than a minute: it is first called after models are loaded.
     if rl.collect.environment is not None:
+        sampler = config.train_parameters.sampler
+        # Silent: an evaluation takes one turn, and would score an answer that has not ended.
+        if sampler is not None and sampler.evaluation.prompts is not None:
+            rule = "is asked for one answer each, and rl.environment takes turns"
+            fix = "Leave it out, or drop rl.environment."
+            yield refuse(config, "train_parameters.sampler.prompts", rule, fix)
         try:
             load_plugin(rl.collect.environment)
         except ConfigError as error:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from vectorlm.config.foreign import FOREIGN
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import all_settings, refuse, to_plain, value_at
 from vectorlm.config.value import describe_refusal, show
@@ -131,7 +132,11 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
         given["rl.sampling_params"] = config.rl.collect.sampling_params
     for path, parameters in given.items() if known and sampler.engine.inference in ("vllm", "server") else ():
         for name in parameters.keys() - known:
-            fix = nearest(str(name), known) or "Leave it out."
+            # Of other libraries, the name may be that of a sampling parameter.
+            places = FOREIGN[str(name)].places if str(name) in FOREIGN else ()
+            ours = next((place for place in places if place.startswith("rl.sampling_params.")), "")
+            here = ours.replace("rl.sampling_params", path)
+            fix = f"Did you mean {here!r}?" if here else nearest(str(name), known) or "Leave it out."
             rule = "is not a sampling parameter of vLLM"
             yield refuse(config, f"{path}.{name}", rule, fix, parameters[name])
     # Costs more than a minute: vLLM looks at them at the first prompt, and other engines never stop there.

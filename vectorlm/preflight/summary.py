@@ -15,9 +15,7 @@ def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1) -> st
     """Return what the run will do, one aspect a line."""
     config, train = checked.config, checked.config.train_parameters
     ranks = f"{world_size}" + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
-    on_cpu, on_cuda = (
-        "bfloat16" if train.model.computes_in_bf16(is_cuda) else "float32" for is_cuda in (False, True)
-    )
+    on_cpu, on_cuda = map(train.model.dtype_on, (False, True))
     precision = on_cpu if on_cpu == on_cuda else f"{on_cpu} ({on_cuda} on CUDA)"
     rows = {
         "model": config.model + (" with LoRA adapters" if train.lora_peft_config is not None else ""),
@@ -46,6 +44,14 @@ def notes_of(config: Config) -> Iterator[str]:
         yield "pictures: none, for the package matplotlib is not installed. Run `pip install matplotlib`."
     if config.train_parameters.model.use_flash_attention and not has_gpu():
         yield "use_flash_attention: there is no CUDA device, so attention is torch's own (SDPA)"
+    train, is_cuda = config.train_parameters, has_gpu()
+    if config.rl is not None and train.sampler is not None and train.sampler.engine.inference == "vllm":
+        trainer, engine = (
+            train.model.dtype_on(is_cuda),
+            train.engine_dtype(is_cuda).replace("auto", "bfloat16"),
+        )
+        if engine != trainer:
+            yield f"engine in {engine}, trainer in {trainer}: their log-probabilities differ (sampler.vllm_dtype)"
 
 
 def _text_rows(config: Config, world_size: int) -> dict[str, str]:

@@ -91,7 +91,7 @@ class ProgressSink:
         self._interval_s = interval_s
         self._stream = stream or sys.stderr
         self._clock = clock
-        self._latest: dict[str, float] = {}
+        self._latest: dict[str, tuple[int, float]] = {}
         self._is_short = total_steps - initial_step <= FEW_STEPS
         self._next_line_s = self._last_step_s = clock()
         self._bar: tqdm | None = None
@@ -102,9 +102,11 @@ class ProgressSink:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Show `step` with the newest loss, learning rate, tokens/s and evaluation."""
-        self._latest.update(values)
+        self._latest |= {name: (step, value) for name, value in values.items()}
         shown = ", ".join(
-            form.format(self._latest[name]) for name, form in _SHOWN.items() if name in self._latest
+            form.format(self._latest[name][1]) + self._since(name, step)
+            for name, form in _SHOWN.items()
+            if name in self._latest
         )
         if self._bar is not None:
             self._bar.set_postfix_str(shown, refresh=False)
@@ -113,6 +115,11 @@ class ProgressSink:
             self._next_line_s = now + self._interval_s
             line = f"step {step}/{self._total_steps}" + (f": {shown}" if shown else "")
             print(line, file=self._stream, flush=True)
+
+    def _since(self, name: str, step: int) -> str:
+        """Name the step of an evaluation that is not of this step."""
+        evaluated = self._latest[name][0]
+        return f" at step {evaluated}" if name.startswith("eval/") and evaluated != step else ""
 
     def _is_due(self, step: int, values: Mapping[str, float], now: float) -> bool:
         is_slow = now - self._last_step_s > self._interval_s / 2

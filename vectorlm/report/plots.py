@@ -250,11 +250,12 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[RunFolder]) -> None:
             # Two shares at 100% lie on each other.
             line = "-" if is_alone and not panel.shares else line
             _draw(axes, points, label, COLOURS[(order if is_alone else place) % len(COLOURS)], line)
-            step, last = points[-1]
-            if is_alone and panel.title == "Right answers" and math.isfinite(last):
-                axes.annotate(
-                    f"{last:.0%}", (step, last), (0, 6), textcoords="offset points", ha="right", fontsize=9
-                )
+            finite = [point for point in points if math.isfinite(point[1])]
+            if is_alone and panel.title == "Right answers" and finite:
+                best = max(finite, key=lambda point: point[1])
+                texts = {best: f"best {best[1]:.0%}", finite[-1]: f"{finite[-1][1]:.0%}"}
+                for point, text in texts.items():
+                    axes.annotate(text, point, (0, 6), textcoords="offset points", ha="right", fontsize=9)
     _finish(axes, panel)
     if is_alone and (len(panel.curves) > 1 or panel.always_named):
         axes.legend(frameon=False, fontsize=8)

@@ -249,12 +249,20 @@ def names_of(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def differences(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
-    """Return the settings that differ between the runs, with the value of each run; not where the runs write to."""
+    """Return the settings that differ between the runs, with the value of each run; not where the runs write to.
+
+    Of `rl` and `dataset`, which fine-tuning and reinforcement learning have alone, only the algorithm is named then.
+    """
     known = [run.config for run in runs]
     every = set().union(*known) - {"train_parameters.output_dir"}
     # A section that is empty in one run has settings of its own in another.
     sections = {name.rpartition(".")[0] for name in every}
-    names = sorted(every - sections)
+    has_all = {
+        top: all(any(name.startswith(top) for name in config) for config in known)
+        for top in ("rl.", "dataset.")
+    }
+    alone = {name for name in every for top in has_all if name.startswith(top) and not has_all[top]}
+    names = sorted(every - sections - (alone - {"rl.algorithm"}))
     found = {name: [config.get(name) for config in known] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 

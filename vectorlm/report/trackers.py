@@ -85,9 +85,9 @@ class TensorBoardSink:
     ) -> None:
         with _needing("tensorboardX", "trackers.tensorboard", "leave the tracker out"):
             from tensorboardX import SummaryWriter
-        self._writer = SummaryWriter(
-            **{"purge_step": None if resume_step is None else resume_step + 1, **arguments}
-        )
+        purge_step = None if resume_step is None else resume_step + 1
+        # What waits in its buffer, for two minutes by default, is lost when Ctrl-C ends the process.
+        self._writer = SummaryWriter(**{"purge_step": purge_step, "flush_secs": 1, **arguments})
         text = yaml.safe_dump(dict(run_config), sort_keys=False)
         self._writer.add_text("config", "    " + text.replace("\n", "\n    "), resume_step or 0)
 

@@ -103,8 +103,14 @@ class RolloutLogger:
         rows = [("reward", "prompt", "completion")]
         for group in groups[: self._num_shown]:
             first = group.rollouts[0]
-            prompt = _short(shown_prompt(first.prompt_record.prompt))
-            rows.append((f"{group.rewards[0].item():.2f}", prompt, _short(first.text)))
+            prompt = _line(shown_prompt(first.prompt_record.prompt))
+            if len(prompt) > WIDTH:
+                # The question is at its end.
+                prompt = "…" + prompt[1 - WIDTH :]
+            completion = _line(first.text)
+            if len(completion) > WIDTH:
+                completion = completion[: WIDTH - 1] + "…"
+            rows.append((f"{group.rewards[0].item():.2f}", prompt, completion))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = (
             "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows
@@ -135,6 +141,5 @@ def _bounded(columns: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _short(text: str) -> str:
-    line = text.replace("\n", "\\n")
-    return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"
+def _line(text: str) -> str:
+    return text.replace("\n", "\\n")

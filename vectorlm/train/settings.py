@@ -89,6 +89,10 @@ class ModelSettings:
         """Whether the model computes in bfloat16 on this kind of device."""
         return self.dtype == "bfloat16" or (is_cuda if self.use_mp is None else self.use_mp)
 
+    def dtype_on(self, is_cuda: bool) -> Literal["bfloat16", "float32"]:
+        """What the model computes in, on this kind of device."""
+        return "bfloat16" if self.computes_in_bf16(is_cuda) else "float32"
+
     def loads_on_main(self, world_size: int) -> bool:
         """Whether rank 0 alone reads the weights."""
         return world_size > 1 if self.low_cpu_mem_usage is None else self.low_cpu_mem_usage
