@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.errors import EngineError
-from vectorlm.types import Prompt
+from vectorlm.types import Prompt, PromptRecord
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-OF_VLLM = {"prompt", "prompt_token_ids"}
-"""Keys of vLLM's ``TextPrompt`` and ``TokensPrompt``."""
+KEYS = {"prompt", "prompt_token_ids", "tools"}
+"""Keys of a prompt that is a mapping: those of vLLM's ``TextPrompt`` and ``TokensPrompt``, and the template's tools."""
 
 
 def has_tokenizer(model: str | Path) -> bool:
@@ -83,6 +83,18 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
+def tools_of(columns: Mapping[str, Any]) -> Any:
+    """Return what a row's column ``tools`` holds, as objects or as JSON, without nulls; None if there is none."""
+    tools = columns.get("tools")
+    return without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
+
+
+def asked(record: PromptRecord) -> Any:
+    """Return what a model is asked: the prompt, and with messages the tools of its row."""
+    tools = tools_of(record.columns) if is_messages(record.prompt) else None
+    return {"prompt": record.prompt, "tools": tools} if tools else record.prompt
+
+
 def require_whole_characters(value: Any) -> None:
     """Raise ValueError if half a character is in a text or JSON value, as a cut escape of JSON leaves it."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -103,7 +115,9 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
     Text gets the tokenizer's special tokens, but no second BOS; those of messages are the template's. A last message of
     the assistant's is an answer that has begun, and is left open.
     """
+    tools = None
     if isinstance(prompt, Mapping):
+        tools = prompt.get("tools")
         prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
     if isinstance(prompt, str):
         # A class of a script's may print itself in another way.
@@ -126,6 +140,7 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
         rendered = render_chat(
             tokenizer(),
             prompt,
+            tools=tools,
             add_generation_prompt=not has_begun,
             continue_final_message=has_begun,
             return_dict=True,
@@ -189,7 +204,7 @@ def _is_prompt(prompt: Any) -> bool:
     if isinstance(prompt, str):
         return True
     if isinstance(prompt, Mapping):
-        return bool(prompt) and prompt.keys() <= OF_VLLM
+        return bool(prompt) and prompt.keys() <= KEYS
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
         # Arrays and tensors of token ids are not a `Sequence`.
         return hasattr(prompt, "tolist") and hasattr(prompt, "__len__") and getattr(prompt, "ndim", 1) == 1

@@ -22,6 +22,7 @@ from vectorlm.cli.sample import (
 from vectorlm.config.load import add_set_argument, load_config
 from vectorlm.config.schema import Config
 from vectorlm.data.prompts import read_prompts
+from vectorlm.encoding import asked
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
 from vectorlm.ranks.topology import has_gpu
@@ -176,7 +177,7 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     functions = [get_reward(name) for name in exam.rewards]
     records = exam.prompt_records
     model, adapter = require_model(args)
-    prompts = [record.prompt for record in records]
+    prompts = [asked(record) for record in records]
     answers = ask(args.engine, model, adapter, prompts, exam.sampling_params, exam.engine_args)
     scored = {
         label: score_answers(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vectorlm.encoding import encode, require_whole_characters
+from vectorlm.encoding import asked, encode, require_whole_characters
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.types import PromptRecord
 
@@ -121,7 +121,7 @@ def check_lengths(
     """
     for index, prompt_record in enumerate(prompt_records):
         try:
-            length = len(encode(prompt_record.prompt, lambda: tokenizer))
+            length = len(encode(asked(prompt_record), lambda: tokenizer))
         except Exception as error:  # A template may raise whatever its author chose.
             name = tokenizer.name_or_path
             raise ConfigError(

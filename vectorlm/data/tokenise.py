@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
@@ -16,7 +15,7 @@ from vectorlm.data.chat import Chat, Message
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import Source
 from vectorlm.ranks.wait import EVERY_S, how_far, say
-from vectorlm.encoding import end_tokens, require_whole_characters, without_nulls
+from vectorlm.encoding import end_tokens, require_whole_characters, tools_of, without_nulls
 from vectorlm.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
@@ -201,8 +200,7 @@ class Tokeniser:
             return Tokens([], [], "no messages")
         if _weight(name, row) == 0:
             return Tokens([], [], "a weight of 0")
-        tools = row.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
+        tools = tools_of(row)
         messages = sum(parts, [])
         left_out = {index for index, message in enumerate(messages) if _weight(name, message) == 0}
         messages, remarks = self._rendered(name, messages, tools)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vectorlm.encoding import shown_prompt
+from vectorlm.encoding import asked, shown_prompt
 from vectorlm.report.progress import sample_with_progress
 from vectorlm.report.step_lines import StepLines
 from vectorlm.rewards.grade import grade
@@ -57,7 +57,7 @@ class Evaluator:
             start_s = time.perf_counter()
             answers = sample_with_progress(
                 self._turn.engine,
-                [record.prompt for record in self._prompt_records],
+                [asked(record) for record in self._prompt_records],
                 what=f"step {step}: sampling the held-out prompts",
                 is_on=self._lines is not None,
             )

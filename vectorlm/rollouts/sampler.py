@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from vectorlm.encoding import asked
 from vectorlm.errors import RolloutError
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.settings import CollectSettings
@@ -82,7 +83,7 @@ class GroupSampler:
         if not self.needs_greedy:
             return SampledGroup(await self._group(task, ask))
         params = {**self._params, "n": 1, "temperature": 0.0}
-        greedy = ask(task.prompt_record.prompt, params)
+        greedy = ask(asked(task.prompt_record), params)
         rollouts, (completion,) = await asyncio.gather(self._group(task, ask), greedy)
         return SampledGroup(rollouts, Rollout.begun(task.prompt_record, completion))
 
@@ -91,7 +92,7 @@ class GroupSampler:
             return task.stored
         size, record = self.settings.group_size, task.prompt_record
         params = {**self._params, "n": size, "seed": self._draw_seed(task.position)}
-        begun = [Rollout.begun(record, each) for each in await ask(record.prompt, params)]
+        begun = [Rollout.begun(record, each) for each in await ask(asked(record), params)]
         if self.make_environment is None:
             return begun
         turns = (self._go_on(task, index, rollout, ask) for index, rollout in enumerate(begun))
