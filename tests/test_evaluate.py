@@ -96,6 +96,13 @@ def test_questions_and_a_reward_give_a_mean_with_its_error_and_a_file_with_every
     assert seconds.endswith(" s")
 
 
+def test_one_question_has_no_error(files, capsys):
+    assert evaluate(files, *questions(files), "--limit", 1, "--max_tokens", 2) == 0
+    line = capsys.readouterr().out.splitlines()[0]
+    assert "mean reward" in line
+    assert "±" not in line
+
+
 def test_the_file_is_json_whatever_the_columns_hold(files, tmp_path):
     rows = [{"prompt": "ab", "wanted": "a", "when": date(2026, 1, 2), "share": math.nan}]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")

@@ -194,9 +194,13 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     grades = {name: grade(rewards) for name, rewards in scored.items()}
     lines = []
     for name, each in grades.items():
-        right = f"{each.accuracy:6.1%} ± {each.accuracy_error:.1%} right, " if name != "sum" else ""
+        # One question has no error.
+        of_right, of_mean = f" ± {each.accuracy_error:.1%}", f" ± {each.mean_error:.4f}"
+        if each.num_questions < 2:
+            of_right = of_mean = ""
+        right = f"{each.accuracy:6.1%}{of_right} right, " if name != "sum" else ""
         unscored = f", {each.num_unscored} answers without a reward" if each.num_unscored else ""
-        mean = f"mean reward {each.mean:.4f} ± {each.mean_error:.4f}"
+        mean = f"mean reward {each.mean:.4f}{of_mean}"
         lines.append(f"{name:{max(map(len, grades))}}  {right}{mean}{unscored}")
     num_answers = sum(map(len, answers))
     lines.append(f"{len(records)} questions, {num_answers} answers")
