@@ -309,7 +309,8 @@ def test_a_cut_says_what_it_took_and_which_rows_have_nothing_left():
 def test_the_summary_of_a_run_is_that_of_preprocessing_or_counted_for_its_own_length(options):
     texts = ["abc:defgh", "x:y", "abcdefghijkl:mn"]
     dataset, made = made_of(texts, 16, seperator=":", **options)
-    assert Summary.of(dataset, 16, IGNORE) == made
+    assert str(Summary.of(dataset, 16, IGNORE)) == str(made)
+    assert Summary.of(dataset, 100, IGNORE).cut_tokens == 0
     at_6 = Summary.of(dataset, 6, IGNORE)
     rows = [[(t, each) for t, each in enumerate(row) if each != IGNORE] for row in dataset["labels"]]
     assert at_6.loss_tokens == sum(t < 6 for row in rows for t, _ in row)
@@ -330,7 +331,12 @@ def test_rows_of_ones_own_are_counted_as_training_takes_them():
 def test_a_bos_or_eos_of_the_text_is_not_doubled(text):
     dataset, summary = made_of([text], 16)
     assert (spell(dataset[0]["input_ids"]), spell(dataset[0]["labels"])) == ("^ab$", ".ab$")
-    assert [num for num, _ in summary.remarks.values()] == [1] * (text != "ab")
+    told = [remark for remark in summary.remarks if "which add_bos_eos_tokens does not double" in remark]
+    assert len(told) == (text != "ab")
+    # The tokenizer of letters has a BOS, and puts none before a prompt.
+    assert (
+        summary.remarks["a BOS is put before the text, and the tokenizer puts none before a prompt"][0] == 1
+    )
 
 
 def test_the_one_token_that_a_tokenizer_has_is_put_there():

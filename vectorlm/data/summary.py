@@ -70,10 +70,11 @@ class Summary:
         except (ValueError, KeyError, TypeError):
             found = cls(max_seq_len, ignore_index)
         is_other = (found.rows_out, found.ignore_index) != (len(dataset), ignore_index)
-        if is_other or min(found.longest, found.max_seq_len) > max_seq_len or found.long_rows:
-            found.max_seq_len, found.ignore_index = max_seq_len, ignore_index
+        cuts_other = max_seq_len != found.max_seq_len and found.longest > min(max_seq_len, found.max_seq_len)
+        found.max_seq_len, found.ignore_index = max_seq_len, ignore_index
+        if is_other or cuts_other:
+            # 0.14 s for a million tokens.
             found.count(dataset)
-        found.max_seq_len = max_seq_len
         return found
 
     def keep_in(self, dataset: Dataset) -> None:
@@ -122,7 +123,7 @@ class Summary:
         if self.goes_on:
             yield (
                 f"cut in the middle of a text: {self.goes_on:,} times. The rest is in another row, which does not see "
-                "what came before. Raise max_seq_len, or use packing_type: best_fit with truncate: True"
+                "what came before (an EOS at such a cut does not count in the loss). Raise max_seq_len, or use packing_type: best_fit with truncate: True"
             )
         if self.long_rows:
             yield (

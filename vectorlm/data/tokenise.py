@@ -15,7 +15,7 @@ from vectorlm.data.chat import Chat, Message
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import Source
 from vectorlm.ranks.wait import EVERY_S, how_far, say
-from vectorlm.encoding import end_tokens, require_whole_characters, tools_of, without_nulls
+from vectorlm.encoding import encode, end_tokens, require_whole_characters, tools_of, without_nulls
 from vectorlm.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
@@ -170,6 +170,8 @@ class Tokeniser:
         first, last = int(tokens[:1] == [bos]), len(tokens) - (tokens[-1:] == [eos])
         if (first, last) != (0, len(tokens)):
             remarks.append("the text has a BOS or EOS of its own, which add_bos_eos_tokens does not double")
+        if bos is not None and not self._prompts_begin_with_bos:
+            remarks.append("a BOS is put before the text, and the tokenizer puts none before a prompt")
         if eos is None and not any(each in self.ends for each in completion):
             remarks.append(NO_END)
         return Tokens(tokens[first:last], counted[first:last], "an empty text", remarks)
@@ -252,6 +254,10 @@ class Tokeniser:
     def chat(self) -> Chat:
         """The tokenizer's chat template."""
         return Chat(self.tokenizer)
+
+    @cached_property
+    def _prompts_begin_with_bos(self) -> bool:
+        return encode("a", lambda: self.tokenizer)[:1] == [self.tokenizer.bos_token_id]
 
     @cached_property
     def ends(self) -> frozenset[int]:
