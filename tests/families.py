@@ -91,6 +91,40 @@ FAMILIES = {
     ),
 }
 
+WITH_BUFFERS = {
+    "Apertus": Family("ApertusConfig", "numbers of the activation are buffers"),
+    "GLM-4-MoE": Family(
+        "Glm4MoeConfig",
+        "the correction of the router is a buffer",
+        {
+            **_EXPERTS,
+            "head_dim": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "dots.llm1": Family(
+        "Dots1Config",
+        "the same; vLLM runs the transformers code",
+        {
+            **_EXPERTS,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+}
+"""What these models compute with and no optimizer trains."""
+
 
 def save_family(family: Family, path: Path, *, tied: bool = False) -> Path:
     """Save a model of `family` with random weights and no tokenizer; with `tied`, its head is the embedding table."""

@@ -15,6 +15,7 @@ from vectorlm.engine import transport
 from vectorlm.engine.handle import WorkQueue
 from vectorlm.weights.arena import Arena
 from vectorlm.weights.module_source import ModuleSource
+from vectorlm.weights.plan import persistent_buffers
 
 PROMPTS = [[2, 3, 4], [5, 6, 7, 8, 9], [10]]
 NUM_TOKENS = 10
@@ -32,6 +33,10 @@ def perturb(model, reference, seed):
             whole.add_(torch.randn(whole.shape, generator=generator) * 0.05)
             sharded = isinstance(ours, DTensor)
             ours.copy_(distribute_tensor(whole, ours.device_mesh, ours.placements) if sharded else whole)
+        for each in (model, reference):
+            for name, buffer in persistent_buffers(each).items():
+                # Apertus' activation needs its other number as it is.
+                buffer.add_(0.0 if name.endswith(".eps") else 0.1 * (seed + 1))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from families import WITH_BUFFERS, save_family
 from interrupt import interrupt
 from peft import LoraConfig, get_peft_model
 from rank_processes import save_tiny_llama
@@ -191,6 +192,24 @@ def test_a_bfloat16_copy_holds_the_trainers_weights_rounded(model_path):
     held = backend.model.state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(held[name], tensor.bfloat16())
+
+
+def test_buffers_that_a_model_computes_with_are_sent(tmp_path):
+    folder = save_family(WITH_BUFFERS["Apertus"], tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, buffer in model.named_buffers():
+        if name.endswith(".beta"):
+            buffer.fill_(0.9)
+    with HFEngine(folder) as engine:
+        before = engine.sample([[5, 6, 7]], GREEDY)
+        engine.update(model, 0)
+        ((completion,),) = engine.sample([[5, 6, 7]], GREEDY)
+    ids = torch.tensor([[5, 6, 7, *completion.token_ids]])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0].log_softmax(-1)[2:-1]
+    expected = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist()
+    assert completion.sampler_logprobs == pytest.approx(expected, abs=1e-4)
+    assert completion.sampler_logprobs != pytest.approx(before[0][0].sampler_logprobs, abs=1e-2)
 
 
 def test_adapters_are_merged_on_the_way(engine, model_path):

@@ -1,4 +1,5 @@
 import pytest
+from families import WITH_BUFFERS, save_family
 from rank_processes import save_tiny_llama
 from swap_cases import consecutive_samples_differ, swap_and_compare
 
@@ -30,6 +31,21 @@ def test_after_each_update_the_engine_is_the_trainer(tmp_path, world_size, tied,
             assert all(equal), f"rank {rank}: greedy completions differ"
             assert gap < FP32_GAP, f"rank {rank}"
         assert consecutive_samples_differ(seen), "the updates changed nothing, so equality proves nothing"
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    [
+        ("Apertus", 1),
+        pytest.param("GLM-4-MoE", 2, marks=pytest.mark.slow),
+        pytest.param("dots.llm1", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_buffers_that_the_model_computes_with_are_sent_as_parameters_are(tmp_path, family, world_size):
+    folder = str(save_family(WITH_BUFFERS[family], tmp_path / "model"))
+    for rank, seen, _ in vectorlm.launch(swap_and_compare, folder, "live", 2, world_size=world_size):
+        assert max(gap for _, gap, _ in seen) < FP32_GAP, f"rank {rank}"
+        assert consecutive_samples_differ(seen)
 
 
 @pytest.mark.slow

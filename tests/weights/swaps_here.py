@@ -29,10 +29,14 @@ class Model(nn.Module):
         self.head = nn.Linear(4, 7, bias=False)
         if tied:
             self.head.weight = self.table.weight
+        # A number that engines load, a count, and what engines make themselves.
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(2, 5).tril().bool())
 
     def forward(self, ids):
         x = self.norm(self.table(ids))
-        return self.head(x + self.down(self.up(x) * self.gate(x)))
+        return self.head(x * self.scale + self.down(self.up(x) * self.gate(x)))
 
 
 class Worker(nn.Module):
@@ -53,6 +57,8 @@ class Worker(nn.Module):
             shapes["head"] = (7, 4)
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
+        self.register_buffer("scale", torch.ones((), dtype=dtype))
+        self.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
 
     def load_weights(self, weights):
         for name, tensor in weights:
@@ -110,11 +116,14 @@ class Engine:
         """Name the parameters that are not what the workers' own loader makes of the weights of `model`."""
         expected = self.make()
         for worker in expected:
-            worker.load_weights((name, each.detach()) for name, each in model.named_parameters())
+            tensors = {**dict(model.named_parameters()), "scale": model.scale, "steps": model.steps}
+            worker.load_weights((name, each.detach()) for name, each in tensors.items())
         return [
             name
             for worker, other in zip(self.workers, expected, strict=True)
-            for (name, ours), theirs in zip(worker.named_parameters(), other.parameters(), strict=True)
+            for (name, ours), theirs in zip(
+                worker.state_dict().items(), other.state_dict().values(), strict=True
+            )
             if not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
         ]
 
@@ -139,3 +148,6 @@ def move(model, reference, seed):
             whole.copy_(torch.randn(whole.shape, generator=generator))
             is_sharded = isinstance(ours, DTensor)
             ours.copy_(distribute_tensor(whole, ours.device_mesh, ours.placements) if is_sharded else whole)
+        for each in (model, reference):
+            each.scale.fill_(seed + 0.5)
+            each.steps += 1

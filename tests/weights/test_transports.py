@@ -185,7 +185,7 @@ def test_a_changed_bit_in_the_engine_is_caught(transport, monkeypatch):
             engine.workers[0].gate_up.view(torch.int32)[1, 2] ^= 1
 
     monkeypatch.setattr(CopyList, "copy_round", copy_and_spoil)
-    with pytest.raises(ChecksumMismatch, match=r"1 of 8 tensors .*\['gate.weight'\]"):
+    with pytest.raises(ChecksumMismatch, match=r"1 of 10 tensors .*\['gate.weight'\]"):
         update(swap, model, 1)
     monkeypatch.undo()
     monkeypatch.setattr(transports, "BUCKET_BYTES", SMALL_BUCKET)
@@ -207,7 +207,7 @@ def test_a_weight_that_changes_after_it_was_summed_is_caught(monkeypatch):
     swap, _ = swap_of(Topology(), "pull")
     update(swap, model, 0)
     monkeypatch.setattr(ExportedRows, "publish", publish_and_write)
-    with pytest.raises(ChecksumMismatch, match=r"1 of 8 tensors .*\['down.weight'\]"):
+    with pytest.raises(ChecksumMismatch, match=r"1 of 10 tensors .*\['down.weight'\]"):
         update(swap, model, 1)
 
 

@@ -16,7 +16,7 @@ from vectorlm.errors import EngineDied, NonFiniteWeights, StaleHandle, WeightMis
 from vectorlm.plugin import load_plugin
 from vectorlm.types import InFlight, UpdateReport
 from vectorlm.weights.inspection import FiniteCheck, Inspection, require_sound
-from vectorlm.weights.plan import BASE, adapter_prefixes, require_same, shortened
+from vectorlm.weights.plan import BASE, adapter_prefixes, persistent_buffers, require_same, shortened
 
 if TYPE_CHECKING:
     from vectorlm.engine.transport import Transport
@@ -397,7 +397,8 @@ def _reference(model: Any) -> Callable[[], Any]:
 
 
 def _changes(model: Any) -> dict[int, int]:
-    """Return, by parameter, a number that grows with every change in place; nothing for other sources."""
-    parameters = list(getattr(model, "parameters", list)())
+    """Return, by tensor, a number that grows with every change in place; nothing for other sources."""
+    tensors = list(getattr(model, "parameters", list)())
+    tensors += persistent_buffers(model).values() if hasattr(model, "named_modules") else ()
     # An operation on a DTensor counts on the DTensor alone, one on its shard on the shard alone.
-    return {id(each): each._version + getattr(each, "_local_tensor", each)._version for each in parameters}
+    return {id(each): each._version + getattr(each, "_local_tensor", each)._version for each in tensors}

@@ -141,7 +141,7 @@ class ExportedRows:
         """Export the rows; on CPU this moves their storages into shared memory."""
         dtypes = {slot.name: dtype_of(slot.dtype) for slot in layout.slots}
         self._staged = {
-            name: torch.empty(write.rows.shape, dtype=dtypes[name], device=write.rows.device)
+            name: torch.empty(write.rows.shape, dtype=dtypes.get(name), device=write.rows.device)
             for name, write in writes.items()
             if _is_staged(write)
         }

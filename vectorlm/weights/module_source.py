@@ -77,7 +77,7 @@ class ModuleSource:
             model: The trained module.
             topology: This rank's place in the run.
             arenas: Keeps arenas mapped from one update to the next.
-            tensors: What is sent, by name, each plain or a DTensor; the module's parameters when omitted.
+            tensors: What is sent, by name, each plain or a DTensor; the module's own tensors when omitted.
             changes: A function that changes the rows of a tensor while they are written, by the tensor's name.
             beside: What `changes` read, by name; it is inspected, as buffers are.
         """
@@ -117,8 +117,7 @@ class ModuleSource:
         """Sum all rows that this rank holds, and look for numbers that are not finite in those that it writes."""
         buffers = persistent_buffers(self._model)
         others = {**self._beside, **buffers}
-        beside = {name: rows_of(tensor, self._topology) for name, tensor in others.items()}
-        shards = {**self.writes, **beside}
+        shards = {name: rows_of(tensor, self._topology) for name, tensor in others.items()} | self.writes
         dtypes = {name: shard.held.dtype for name, shard in shards.items()}
         words = {
             slot.name: slot.word_bytes
@@ -131,7 +130,7 @@ class ModuleSource:
         for name, shard in shards.items():
             if with_checksums:
                 rows.append((row_sums(shard.held, words.get(name, 0)), shard.first_held))
-            # A mask may hold infinities, and buffers are not sent.
+            # A mask may hold infinities.
             if check_finite and name not in buffers:
                 finite.look_at(name, shard.rows, dtypes[name])
         totals = dict(zip(shards, checksums(rows), strict=True)) if with_checksums else {}
@@ -217,7 +216,7 @@ def _shard_place(
 def manifest_of(
     model: torch.nn.Module, tensors: Mapping[str, torch.Tensor] | None = None
 ) -> tuple[TensorSpec, ...]:
-    """List the parameters of `model`, or its `trainer_tensors`, with full shapes and what the checkpoint calls them.
+    """List the `trainer_tensors` of `model`, with full shapes and what the checkpoint calls them.
 
     Raises:
         WeightMismatch: The checkpoint joins several parameters to one tensor, or computes with them.
@@ -227,7 +226,10 @@ def manifest_of(
     known = _MANIFESTS.get(model)
     if known is None or [(spec.name, spec.shape) for spec in known] != list(shapes.items()):
         pieces = checkpoint_pieces(model, shapes)
-        known = tuple(TensorSpec(name, shape, pieces.get(name, ())) for name, shape in shapes.items())
+        known = tuple(
+            TensorSpec(name, shape, pieces.get(name, ()), not isinstance(tensors[name], torch.nn.Parameter))
+            for name, shape in shapes.items()
+        )
         _MANIFESTS[model] = known
     return known
 

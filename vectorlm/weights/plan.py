@@ -39,7 +39,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One trainer parameter, whole."""
+    """One trainer parameter or buffer, whole."""
 
     name: str
     """Its name in the trainer's model."""
@@ -47,6 +47,8 @@ class TensorSpec:
     """Its full, unsharded shape."""
     pieces: tuple[Piece, ...] = ()
     """The checkpoint tensors that it holds; none where it is one tensor of the same name."""
+    is_buffer: bool = False
+    """Whether it is sent only to engines that load such a tensor: others compute it themselves."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,11 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-def trainer_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of `model` under their names without wrappers, resharded; tied ones appear once.
+def trainer_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers of `model`, resharded; tied ones appear once.
 
-    Of a PEFT model these are the base model's own, with ``modules_to_save`` in place of what they replace.
+    Their names are without those of wrappers. Of a PEFT model these are the base model's own, with
+    ``modules_to_save`` in place of what they replace.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -138,7 +141,7 @@ def trainer_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         )
     reshard(model)
     foreign = adapter_prefixes(model)
-    tensors: dict[str, torch.nn.Parameter] = {}
+    tensors: dict[str, torch.Tensor] = {}
     seen = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in seen and not name.startswith(foreign):
@@ -148,22 +151,26 @@ def trainer_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
                 )
             seen.add(id(parameter))
             tensors[checkpoint_name(name)] = parameter
-    return tensors
+    return tensors | persistent_buffers(model)
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers of `model` that its checkpoint holds, by name."""
+    """Return the buffers of `model` that its checkpoint holds, by the names there."""
+    foreign = adapter_prefixes(model)
     return {
-        f"{prefix}.{name}".removeprefix("."): buffer
+        checkpoint_name(f"{prefix}.{name}".removeprefix(".")): buffer
         for prefix, module in model.named_modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
+        if buffer is not None
+        and name not in module._non_persistent_buffers_set
+        and not f"{prefix}.".startswith(foreign)
     }
 
 
 def require_same(sent: Sequence[TensorSpec], held: Sequence[TensorSpec | Slot]) -> None:
     """Raise `WeightMismatch` unless the trainer sends what the engine holds; the text lists names and shapes."""
-    theirs = {each.name: tuple(each.shape) for each in sent}
+    names = {each.name for each in held}
+    theirs = {each.name: tuple(each.shape) for each in sent if not each.is_buffer or each.name in names}
     ours = {each.name: tuple(each.shape) for each in held}
     if list(theirs.items()) == list(ours.items()):
         return

@@ -19,7 +19,16 @@ from vectorlm.weights.checksum import checksums, row_sums, widest_word
 from vectorlm.weights.copy_list import CopyList
 from vectorlm.weights.exports import Export
 from vectorlm.weights.layout import in_rounds, place_slots
-from vectorlm.weights.plan import BASE, Layout, Slot, TensorSpec, dtype_name, dtype_of, shortened
+from vectorlm.weights.plan import (
+    BASE,
+    Layout,
+    Slot,
+    TensorSpec,
+    dtype_name,
+    dtype_of,
+    persistent_buffers,
+    shortened,
+)
 from vectorlm.weights.record import Copy, LoadPlan, View, join_copies, record_loading
 
 Call = Callable[..., list[CallResult]]
@@ -56,8 +65,9 @@ class EngineReceiver:
         Raises:
             WeightMismatch: The two sides do not hold the same model; nothing has changed.
         """
-        manifest = tuple(manifest)
-        load_plans: list[LoadPlan] = self._call("vectorlm_describe", weight_set, manifest)
+        load_plans: list[LoadPlan] = self._call("vectorlm_describe", weight_set, tuple(manifest))
+        taken = {copy.source for load_plan in load_plans for copy in load_plan.copies}
+        manifest = tuple(spec for spec in manifest if not spec.is_buffer or spec.name in taken)
         pieces = HeldPieces(manifest, load_plans)
         num_bytes, slots = place_slots(manifest, load_plans[0])
         slots = tuple(
@@ -199,7 +209,7 @@ class WorkerReceiver:
 
     def describe(self, manifest: Sequence[TensorSpec]) -> LoadPlan:
         """Match the trainer's tensors with this worker's parameters; say what it takes of them."""
-        parameters = dict(self._model.named_parameters())
+        parameters = _loaded_tensors(self._model)
         recorded = record_loading(self._model.load_weights, parameters, manifest)
         copies = join_copies(recorded, manifest, parameters)
         _require_all_filled(self._model, copies)
@@ -216,7 +226,7 @@ class WorkerReceiver:
         Returns:
             Bytes that each update will copy; the engine computes with the rest where it lies.
         """
-        earlier, parameters = self.copies, dict(self._model.named_parameters())
+        earlier, parameters = self.copies, _loaded_tensors(self._model)
         self.copies = CopyList(layout, exports, self._load_plan, parameters, may_alias=True)
         self._slots = {slot.name: slot for slot in layout.slots}
         if earlier is not None:
@@ -233,13 +243,18 @@ class WorkerReceiver:
 
         The parameters themselves, not the arena: a parameter that lost its alias must not pass.
         """
-        parameters = dict(self._model.named_parameters())
+        parameters = _loaded_tensors(self._model)
         sums = []
         for copy in self._load_plan.copies:
             slot = self._slots[copy.source]
             rows, first_row = _as_source_rows(copy, parameters[copy.parameter].data, slot)
             sums.append((row_sums(rows, slot.word_bytes), first_row))
         return checksums(sums)
+
+
+def _loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a model's loader may fill."""
+    return {**persistent_buffers(model), **dict(model.named_parameters())}
 
 
 def _as_source_rows(copy: Copy, parameter: torch.Tensor, source: Slot) -> tuple[torch.Tensor, int]:

@@ -109,6 +109,8 @@ def record_loading(
         except WeightMismatch:
             raise
         except Exception as error:
+            if spec.is_buffer:
+                continue
             raise WeightMismatch(
                 f"the trainer sends {spec.name!r} with shape {spec.shape}, which the engine's loader rejects: "
                 f"{type(error).__name__}: {textwrap.shorten(str(error), MAX_LETTERS, placeholder=' …')}"
