@@ -89,6 +89,17 @@ def test_other_content_under_the_same_name_is_noticed(path):
     assert "the content of model is another" in refused(path, SAMPLER, RL)
 
 
+@pytest.mark.parametrize("num_bytes", [100, 5000, 1_000_000])
+def test_another_base_of_the_same_sizes_is_noticed(path, num_bytes):
+    weights = Path("models/tiny/model.safetensors")
+    start = b"\2" + bytes(7) + b"{}"
+    weights.write_bytes(start + b"a" * num_bytes)
+    save(path)
+    assert found(path).changes == ()
+    weights.write_bytes(start + b"b" * num_bytes)
+    assert "the content of model is another" in refused(path)
+
+
 @pytest.mark.parametrize(
     ("override", "text"),
     [
