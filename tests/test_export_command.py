@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sft_runs import make_config, train
 from transformers import LlamaForCausalLM
 
@@ -116,8 +116,50 @@ def test_an_embedding_that_the_head_shares_cannot_be_merged(tmp_path, capsys):
     model = get_peft_model(base, LoraConfig(r=2, target_modules=["embed_tokens"], task_type="CAUSAL_LM"))
     model.save_pretrained(tmp_path / "adapters")
     assert main(["export", str(tmp_path / "adapters"), "--merge"]) == 2
-    assert "both share one weight (tie_word_embeddings)" in capsys.readouterr().err
+    assert "share one weight (tie_word_embeddings)" in capsys.readouterr().err
     assert sorted(each.name for each in tmp_path.iterdir()) == ["adapters", "tied"]
+
+
+def elsewhere(tensors):
+    return {
+        name.replace("model.layers", "model.language_model.layers"): each for name, each in tensors.items()
+    }
+
+
+def deeper(tensors):
+    return tensors | {name.replace("layers.0", "layers.7"): each for name, each in tensors.items()}
+
+
+def shallower(tensors):
+    return {name: each for name, each in tensors.items() if "layers.0" not in name}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (elsewhere, "12 tensors have no place in it (base_model.model.model.language_model.layers.0."),
+        (deeper, "4 tensors have no place in it (base_model.model.model.layers.7."),
+        (shallower, "4 tensors are missing (base_model.model.model.layers.0."),
+        (lambda tensors: {}, "13 tensors are missing"),
+    ],
+)
+def test_adapters_that_do_not_fit_their_base_are_refused_wherever_they_are_read(
+    adapters, tmp_path, capsys, change, message
+):
+    path = tmp_path / "adapters"
+    shutil.copytree(adapters / "final-model", path)
+    save_file(change(load_file(path / "adapter_model.safetensors")), path / "adapter_model.safetensors")
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "abc", "numbers": [1], "target": 1}\n')
+    of_questions = ["--prompts", str(questions), "--reward", "countdown"]
+    for command in (
+        lambda: main(["export", str(path), "--merge"]),
+        lambda: sample(path, "--engine", "hf"),
+        lambda: main(["evaluate", "--model", str(path), "--engine", "hf", *of_questions]),
+    ):
+        assert command() == 2
+        assert message in capsys.readouterr().err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["adapters", "questions.jsonl"]
 
 
 def test_what_cannot_be_exported_is_one_line_that_says_what_to_do(full, adapters, tmp_path, capsys):

@@ -55,6 +55,8 @@ def num_of(error):
         (2, 1, [SAMPLER, f"{LORA}={{r: 4, bias: none, use_dora: false, modules_to_save: null}}"]),
         (2, 1, [f"{LORA}={{use_dora: true, modules_to_save: [lm_head]}}"]),
         (2, 1, [SAMPLER, f"{TRAIN}.sampler.lora_mode=merged", f"{LORA}={{use_dora: true}}"]),
+        (1, 1, [f"{LORA}={{init_lora_weights: gaussian}}"]),
+        (1, 1, [f"{LORA}={{init_lora_weights: false}}"]),
         (1, 1, [SAMPLER, f"{TRAIN}.sampler.engine={{tensor_parallel_size: 4}}"]),
         (1, 1, ["trackers={tensorboard: }"]),
     ],
@@ -92,6 +94,11 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
         ([SAMPLER, f"{LORA}={{r: 8, rank_pattern: {{q_proj: 600}}}}"], {}, [f"{LORA}.r"]),
         ([SAMPLER, f"{TRAIN}.sampler.lora_mode=merged", f"{LORA}={{lora_bias: true}}"], {}, [f"{LORA}.lora_bias"]),
         ([f"{LORA}={{r: 4, lora_alhpa: null}}"], {}, [f"{LORA}.lora_alhpa"]),
+        ([f"{LORA}={{trainable_token_indices: [5, 6]}}"], {}, [f"{LORA}.trainable_token_indices"]),
+        *(
+            ([f"{LORA}={{init_lora_weights: {start}}}"], {}, [f"{LORA}.init_lora_weights"])
+            for start in ("pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "eva", "loftq", "lora_ga", "mica")
+        ),
         (
             [SAMPLER, f"{LORA}={{r: 9}}", f"{TRAIN}.sampler.engine.max_lora_rank=8"],
             {},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,17 +49,28 @@ def load_adapters(path: Path, base: PreTrainedModel) -> Any:
     """Put the adapters in `path` on their base model.
 
     Raises:
-        ConfigError: They do not fit it.
+        ConfigError: They do not fit it, or not all of them have a place in it.
     """
     from peft import PeftModel
 
     try:
-        return PeftModel.from_pretrained(base, path, is_trainable=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)
+            model = PeftModel.from_pretrained(base, path, is_trainable=True)
+        # Again, since this call alone says what had no place, or no tensor.
+        found = model.load_adapter(path, model.active_adapter, is_trainable=True)
+        for what, names in (
+            ("have no place in it", found.unexpected_keys),
+            ("are missing", found.missing_keys),
+        ):
+            if names:
+                raise ValueError(f"{len(names)} tensors {what} ({', '.join(names[:3])})")
     except (ValueError, RuntimeError, KeyError) as error:
         raise ConfigError(
             f"the adapters in {path} do not fit {base.config.name_or_path}: {error}. Correct base_model_name_or_path "
             f"in {path / ADAPTER_CONFIG}."
         ) from error
+    return model
 
 
 def merged(model: Any) -> PreTrainedModel:
@@ -69,11 +81,14 @@ def merged(model: Any) -> PreTrainedModel:
     """
     base = model.get_base_model()
     layers = (base.get_input_embeddings(), base.get_output_embeddings())
-    if base.config.tie_word_embeddings and any(hasattr(each, "active_adapters") for each in layers):
+    changed = [
+        name for name, each in base.named_modules() if each in layers and hasattr(each, "active_adapters")
+    ]
+    if base.config.tie_word_embeddings and changed:
         raise ConfigError(
-            "adapters of the embeddings, or of the head, cannot be merged into this model: both share one weight "
-            "(tie_word_embeddings), and would be two after the merge. Serve base and adapters apart, or train without "
-            "these layers in target_modules and modules_to_save."
+            f"the adapters of {' and '.join(changed)} cannot be merged: embeddings and head share one weight "
+            "(tie_word_embeddings), which would be two. Leave both layers out of target_modules and modules_to_save in "
+            "train_parameters.lora_peft_config."
         )
     return model.merge_and_unload()
 

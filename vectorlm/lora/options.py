@@ -22,6 +22,9 @@ SERVED = frozenset(
 MERGEABLE = frozenset({"use_dora", "bias", "modules_to_save"})
 """Options that end up in the base model's own tensors, which `merged` publishes."""
 
+STARTS = (True, False, "gaussian", "orthogonal")
+"""Values of `init_lora_weights` that leave the base as it is."""
+
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as ``max_lora_rank`` (0.26 to 0.32)."""
 
@@ -39,13 +42,30 @@ def refused_options(options: Mapping[str, Any], lora_mode: str) -> Iterator[Refu
             continue
         if option not in MERGEABLE:
             rule = "changes the model in a way that neither vLLM's LoRA layers nor merged weights express"
-            yield option, value, rule, "Leave it out, or train without a sampler."
+            yield option, value, rule, "Leave it out."
         elif lora_mode == "adapter":
             rule = "is beyond vLLM's LoRA layers"
             yield option, value, rule, f"Leave it out, or use {MERGED}, which publishes merged weights."
     if lora_mode == "adapter" and (rank := largest_rank(options)) > ENGINE_RANKS[-1]:
         rule = f"is beyond vLLM's largest adapter rank of {ENGINE_RANKS[-1]}"
         yield "r", rank, rule, f"Use a smaller rank, or {MERGED}."
+
+
+def rewriting_starts(options: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield the initialisation of adapters that makes a base of its own, which no export holds, or that reads data."""
+    start = options.get("init_lora_weights", True)
+    if (start.lower() if isinstance(start, str) else start) not in STARTS:
+        rule = "trains adapters of another base than the one that their export is loaded on"
+        yield "init_lora_weights", start, rule, "Use true, gaussian or orthogonal."
+
+
+def moving_references(options: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield the options with which a policy without its adapters is not what it was before training."""
+    if (bias := options.get("bias", "none")) != "none":
+        yield "bias", bias, "trains biases of the base, which is the reference", "Use none."
+    if options.get("init_lora_weights", True) is False:
+        rule = "starts from another policy than the base, which is the reference"
+        yield "init_lora_weights", False, rule, "Use true."
 
 
 def largest_rank(options: Mapping[str, Any]) -> int:

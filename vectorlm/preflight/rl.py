@@ -13,6 +13,7 @@ from vectorlm.config.schema import Config, RLSettings
 from vectorlm.config.setting import all_settings, refuse, settings_of, to_plain, value_at
 from vectorlm.errors import ConfigError
 from vectorlm.hyperparameters import ClipCovSettings, OnlineDPOSettings, PassAtKSettings, WhiteningSettings
+from vectorlm.lora.options import moving_references
 from vectorlm.plugin import load_plugin
 from vectorlm.preflight.teacher import teacher_problems
 from vectorlm.rewards.registry import short_name
@@ -301,9 +302,14 @@ def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterato
     if kl.kl_target is not None and kl.kl_coef == 0:
         rule = "needs an rl.kl_coef above 0 to start from"
         yield refuse(config, "rl.kl_target", rule, "Set rl.kl_coef: 0.05.")
-    if kl.reference_sync_every is not None and config.train_parameters.lora_peft_config is not None:
+    lora = config.train_parameters.lora_peft_config
+    if kl.reference_sync_every is not None and lora is not None:
         rule = "cannot be done with LoRA, whose reference is the base without adapters"
         yield refuse(config, "rl.reference_sync_every", rule, "Leave it out.")
+    # Silent: the reference would not be the policy before training.
+    if lora is not None and (spec.needs_reference or kl.kl_coef > 0):
+        for option, value, rule, fix in moving_references(lora):
+            yield refuse(config, f"train_parameters.lora_peft_config.{option}", rule, fix, value)
 
 
 def _length_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:

@@ -11,7 +11,7 @@ from vectorlm.config.foreign import FOREIGN
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import all_settings, refuse, to_plain, value_at
 from vectorlm.config.value import describe_refusal, show
-from vectorlm.lora.options import largest_rank, refused_options
+from vectorlm.lora.options import largest_rank, refused_options, rewriting_starts
 from vectorlm.packages import fields_of
 from vectorlm.preflight.local_model import description_of, number_in
 from vectorlm.ranks.topology import has_gpu
@@ -160,11 +160,12 @@ def _lora_problems(config: Config) -> Iterator[str]:
             yield refuse(
                 config, path, "is not an argument of peft.LoraConfig", fix or "Leave it out.", options[option]
             )
+    # Silent: an engine would sample from other weights than the ones that are trained, in the run or after it.
+    mode = "merged" if sampler is None else sampler.engine.lora_mode_of_run
+    for option, value, rule, fix in (*refused_options(options, mode), *rewriting_starts(options)):
+        yield refuse(config, f"train_parameters.lora_peft_config.{option}", rule, fix, value)
     if sampler is None:
         return
-    # Silent: the engine would sample from other weights than the ones that are trained.
-    for option, value, rule, fix in refused_options(options, sampler.engine.lora_mode_of_run):
-        yield refuse(config, f"train_parameters.lora_peft_config.{option}", rule, fix, value)
     # Costs more than a minute: vLLM refuses the adapters at the first update.
     rank, room = largest_rank(options), sampler.engine.engine_args.get("max_lora_rank")
     if isinstance(room, int) and rank > room:
