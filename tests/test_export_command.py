@@ -127,7 +127,7 @@ def elsewhere(tensors):
 
 
 def deeper(tensors):
-    return tensors | {name.replace("layers.0", "layers.7"): each for name, each in tensors.items()}
+    return tensors | {name.replace("layers.0", "layers.7"): each.clone() for name, each in tensors.items()}
 
 
 def shallower(tensors):

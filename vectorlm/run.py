@@ -35,6 +35,7 @@ from vectorlm.packages import is_installed
 from vectorlm.preflight.checked import CheckedConfig, preflight
 from vectorlm.preflight.local_model import resolve_model
 from vectorlm.preflight.memory import memory_report
+from vectorlm.preflight.rehearsal import rehearse
 from vectorlm.preflight.resume import Resumption, find_resumption, identity_of, settings_of_rank
 from vectorlm.preflight.summary import notes_of
 from vectorlm.ranks.engine_ranks import capture, comparable, gather, require_equal, results_or_first_error
@@ -356,7 +357,7 @@ def _look(
     total = torch.cuda.get_device_properties(topology.device).total_memory if topology.is_cuda else None
     near = topology.local_world_size
     report = memory_report(checked.config, topology.world_size, device_bytes=total, ranks_per_node=near)
-    notes = [f"  note: {note}" for note in notes_of(checked.config)]
+    notes = [f"  note: {note}" for note in (*notes_of(checked.config), *rehearse(checked.config))]
     print(*notes, report, sep="\n", file=sys.stderr, flush=True)
     output = Path(config.train_parameters.output_dir)
     stack.enter_context(held(output))

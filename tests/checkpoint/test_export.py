@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import on_ranks, save_tiny_llama
+from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaForCausalLM
 
@@ -228,7 +229,7 @@ def test_a_lone_process_saves_without_a_process_group_and_leaves_other_folders_a
 def test_a_generation_config_is_saved_as_the_model_came_with_it(tmp_path):
     """Some models ship settings that contradict each other, which transformers reads and refuses to write."""
     model_dir = save_tiny_llama(tmp_path / "llama")
-    shipped = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "eos_token_id": 1}
+    shipped = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}
     (Path(model_dir) / "generation_config.json").write_text(json.dumps(shipped))
     model = load_model(model_dir)
     with pytest.raises(ValueError, match="temperature"):
@@ -236,6 +237,34 @@ def test_a_generation_config_is_saved_as_the_model_came_with_it(tmp_path):
     vectorlm.save_model(model, tmp_path / "mine")
     assert shipped.items() <= json.loads((tmp_path / "mine/generation_config.json").read_text()).items()
     assert load_model(tmp_path / "mine").generation_config.top_p == 0.6
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"), [(1, [0, 1]), ([3, 1], [0, 1, 3]), (0, 0), ([1, 0], [1, 0]), (None, [0])]
+)
+def test_an_exported_model_ends_a_text_where_the_runs_engines_did(tmp_path, named, expected):
+    model_dir = save_tiny_llama(tmp_path / "llama")
+    (Path(model_dir) / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    model = load_model(model_dir)
+    model.generation_config.eos_token_id = named
+    vectorlm.save_model(model, tmp_path / "mine")
+    assert load_model(tmp_path / "mine").generation_config.eos_token_id == expected
+
+
+def test_an_export_that_fails_leaves_the_weights(tmp_path, monkeypatch):
+    model_dir = save_tiny_llama(tmp_path / "llama", tied=True)
+    model = load_model(model_dir)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(load_tokenizer(model_dir)), "save_pretrained", lambda *_: {}["no such file"])
+        with pytest.raises(
+            CheckpointError, match=r"KeyError.*The weights alone are in .*mine-weights\.safetensors"
+        ):
+            vectorlm.save_model(model, tmp_path / "mine")
+    kept = load_file(tmp_path / "mine-weights.safetensors")
+    assert all(torch.equal(kept[name], each) for name, each in model.named_parameters())
+    assert not (tmp_path / "mine").exists()
+    vectorlm.save_model(model, tmp_path / "mine")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["llama", "mine"]
 
 
 def test_what_cannot_be_saved_is_refused_with_what_to_pass(tmp_path):

@@ -99,7 +99,7 @@ def test_check_looks_at_the_disk_and_the_ranks(complete, capsys):
     )
 
 
-def test_check_imports_neither_torch_nor_vllm(complete):
+def test_check_of_a_description_imports_neither_torch_nor_vllm(complete):
     code = (
         "import sys; from vectorlm.cli import main; code = main(['check', 'my.yaml']); "
         "sys.exit(code or bool({'torch', 'vllm', 'transformers', 'datasets'} & set(sys.modules)))"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import glob
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vectorlm.checkpoint import folder
+from vectorlm.encoding import end_tokens
 from vectorlm.lora.folder import lasting_name
 from vectorlm.ranks.engine_ranks import capture, results_or_first_error
 from vectorlm.ranks.wait import report_wait
@@ -108,19 +112,15 @@ def export_model(
         with folder.naming(path, "export"):
             # Of this folder alone: other programs may be writing beside it.
             work = folder.begin(path, glob.escape(path.name))
+            rescued = path.with_name(f"{path.name}-weights.safetensors")
             try:
-                for options in getattr(model, "peft_config", {}).values():
-                    options.base_model_name_or_path = lasting_name(options.base_model_name_or_path)
-                _save_model(model, work, weights)
-                if given is not None:
-                    given.save_pretrained(work)
-                # peft leaves a template of a card.
-                (work / "README.md").unlink(missing_ok=True)
-                if card is not None:
-                    (work / "README.md").write_text(card, encoding="utf-8")
+                write_model(model, weights, given, work, card)
                 folder.finish(path)
-            except BaseException:
+                rescued.unlink(missing_ok=True)
+            except BaseException as error:
                 shutil.rmtree(work, ignore_errors=True)
+                if isinstance(error, Exception) and not isinstance(error, OSError):
+                    _rescue(weights, rescued, error)
                 raise
 
     with report_wait(f"writing the model {path}", is_on=_is_main()):
@@ -131,18 +131,44 @@ def export_model(
         results_or_first_error(written)
 
 
-def _save_model(model: Any, work: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Save weights and configuration; the generation config as it came, which transformers would refuse to write."""
-    generation_config = getattr(model, "generation_config", None)
-    if generation_config is None or hasattr(model, "peft_config"):
-        model.save_pretrained(work, state_dict=weights, max_shard_size=MAX_SHARD)
-        return
-    model.generation_config = type(generation_config)()
+def write_model(
+    model: Any, weights: Mapping[str, torch.Tensor], tokenizer: Any, work: Path, card: str | None
+) -> None:
+    """Write the files of an exported model into the folder `work`; `weights` are what `saved_tensors` names."""
+    for options in getattr(model, "peft_config", {}).values():
+        options.base_model_name_or_path = lasting_name(options.base_model_name_or_path)
+    generation_config: Any = getattr(model, "generation_config", None)
+    is_whole = generation_config is not None and not hasattr(model, "peft_config")
+    if is_whole:
+        # transformers would refuse to write some that it reads.
+        model.generation_config = type(generation_config)()
     try:
-        model.save_pretrained(work, state_dict=weights, max_shard_size=MAX_SHARD)
+        model.save_pretrained(work, state_dict=dict(weights), max_shard_size=MAX_SHARD)
     finally:
-        model.generation_config = generation_config
-    generation_config.to_json_file(work / "generation_config.json", keys_to_pop=["compile_config"])
+        if is_whole:
+            model.generation_config = generation_config
+    if is_whole:
+        written, named = copy.copy(generation_config), generation_config.eos_token_id
+        ends = {named} if isinstance(named, int) else set(named or ())
+        # As it came, unless the engines of the run stopped at more.
+        if tokenizer is not None and not end_tokens(tokenizer) <= ends:
+            written.eos_token_id = sorted(ends | end_tokens(tokenizer))
+        written.to_json_file(work / "generation_config.json", keys_to_pop=["compile_config"])
+    if tokenizer is not None:
+        tokenizer.save_pretrained(work)
+    # peft leaves a template of a card.
+    (work / "README.md").unlink(missing_ok=True)
+    if card is not None:
+        (work / "README.md").write_text(card, encoding="utf-8")
+
+
+def _rescue(weights: Mapping[str, torch.Tensor], path: Path, error: Exception) -> None:
+    """Write the weights alone to the file `path`, and add to `error` where they are."""
+    try:
+        save_file({name: each.contiguous() for name, each in weights.items()}, path)
+        error.add_note(f"The weights alone are in {path}.")
+    except Exception:
+        path.unlink(missing_ok=True)
 
 
 def _is_main() -> bool:
@@ -154,20 +180,28 @@ def gather_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
     A shared parameter comes once, under its first name; frozen weights under adapters are left out.
     """
-    # Also makes FSDP2 take back the bf16 copies of a forward without backward.
-    saved = model.state_dict().keys()
-    has_adapters = hasattr(model, "peft_config")
-    trained = [
-        (name, each) for name, each in model.named_parameters() if each.requires_grad or not has_adapters
-    ]
-    buffers = [(name, each) for name, each in model.named_buffers() if name in saved]
     weights: dict[str, torch.Tensor] = {}
-    for name, tensor in trained + buffers:
+    for name, tensor in saved_tensors(model).items():
         whole = tensor.detach()
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
         if _is_main():
-            for part in WRAPPERS:
-                name = name.replace(part, "")
             weights[name] = whole.cpu()
     return weights
+
+
+def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what is exported of `model`, as its rank holds it."""
+    # Also makes FSDP2 take back the bf16 copies of a forward without backward.
+    saved = model.state_dict().keys()
+    has_adapters = hasattr(model, "peft_config")
+    # PEFT wants a trained tensor that two modules share under both names.
+    named = model.named_parameters(remove_duplicate=not has_adapters)
+    trained = [(name, each) for name, each in named if each.requires_grad or not has_adapters]
+    buffers = [(name, each) for name, each in model.named_buffers() if name in saved]
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in trained + buffers:
+        for part in WRAPPERS:
+            name = name.replace(part, "")
+        tensors[name] = tensor
+    return tensors

@@ -36,7 +36,7 @@ FAILURES = {
     ),
     "export": (
         "the model {} cannot be written",
-        "No half of it is left: once the disk can be written to, the same command writes it.",
+        "No half of it is left: with a checkpoint, the same command writes it once the cause is gone.",
     ),
 }
 """What could not be done with a folder, and what to do then."""
@@ -117,7 +117,8 @@ def naming(path: Path, doing: Literal["read", "write", "export"]) -> Iterator[No
             # Not every library that writes says so.
             text = f"No space left on device: {text}"
         what, fix = FAILURES[doing]
-        raise CheckpointError(f"{what.format(path)} ({text}). {fix}") from error
+        notes = " ".join(["", *getattr(error, "__notes__", ())])
+        raise CheckpointError(f"{what.format(path)} ({text}). {fix}{notes}") from error
 
 
 @contextlib.contextmanager

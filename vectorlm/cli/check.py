@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 
 from vectorlm.config.load import add_override_arguments, add_path_argument, config_from_arguments
 from vectorlm.preflight.checked import preflight
+from vectorlm.preflight.local_model import missing_files
 from vectorlm.preflight.memory import device_memory_bytes, memory_report
 from vectorlm.preflight.memory_plan import GIB
 from vectorlm.preflight.summary import summarise
@@ -37,8 +39,15 @@ def run(args: argparse.Namespace) -> int:
         device_bytes=device_bytes,
         ranks_per_node=args.world_size // args.nnodes,
     )
+    notes = []
+    # A description alone is planned with.
+    if not missing_files(Path(checked.config.model)):
+        # It imports torch and transformers.
+        from vectorlm.preflight.rehearsal import rehearse
+
+        notes = rehearse(checked.config)
     print(f"{args.yaml_path}: ok")
-    print(summarise(checked, args.world_size, args.nnodes))
+    print(summarise(checked, args.world_size, args.nnodes, notes))
     print(report)
     return 0
 

@@ -203,7 +203,7 @@ class LanguageModel:
     def _compared(self) -> str | None:
         """Compute a few rows padded, then packed; where they differ, go back to padding and say why."""
         causal = inner_model(self.model)
-        input_ids = torch.arange(40).view(4, 10) % causal.get_input_embeddings().num_embeddings
+        input_ids = torch.arange(40).view(4, 10) % causal.config.get_text_config().vocab_size
         input_ids[1:3, :5] = input_ids[0, :5]
         lengths = torch.tensor([7, 10, 6, 9])[:, None]
         attention_mask = (torch.arange(10) < lengths).long()

@@ -169,7 +169,7 @@ class FineTuningLoop:
 
     def _require_known_tokens(self, batch: Batch) -> None:
         """Look on the CPU, where the batch still is: on CUDA an unknown token ends the process without its name."""
-        num_tokens = self.optimizer_step.model.get_input_embeddings().num_embeddings
+        num_tokens = self.optimizer_step.model.config.get_text_config().vocab_size
         labels = batch.labels.where(self._is_target(batch), 0)
         for name, values in (("token", batch.input_ids), ("label", labels)):
             is_unknown = (values < 0) | (values >= num_tokens)

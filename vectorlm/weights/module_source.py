@@ -117,7 +117,8 @@ class ModuleSource:
         """Sum all rows that this rank holds, and look for numbers that are not finite in those that it writes."""
         buffers = persistent_buffers(self._model)
         others = {**self._beside, **buffers}
-        shards = {name: rows_of(tensor, self._topology) for name, tensor in others.items()} | self.writes
+        beside = {name: rows_of(tensor, self._topology) for name, tensor in others.items()}
+        shards = {**beside, **self.writes}
         dtypes = {name: shard.held.dtype for name, shard in shards.items()}
         words = {
             slot.name: slot.word_bytes
