@@ -12,6 +12,7 @@ from vectorlm.data.prompts import check_lengths, read_prompts
 from vectorlm.errors import DatasetError, RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.evaluation import Evaluator
+from vectorlm.rewards.function import RewardFunction
 from vectorlm.train.device_turn import DeviceTurn
 from vectorlm.train.load import load_model
 from vectorlm.types import PromptRecord
@@ -81,7 +82,9 @@ def test_an_evaluation_samples_with_the_models_weights_scores_first_answers_and_
     update = engine.update
     engine.update = lambda *args, **how: reports.append(update(*args, **how)) or reports[-1]
     prompt_records = [PromptRecord("abc", {"first_letter": " <"}), PromptRecord("xyz", {"first_letter": "q"})]
-    evaluator = Evaluator(turn, prompt_records, samples_path=path, reward=reward, say=said.append)
+    evaluator = Evaluator(
+        turn, prompt_records, samples_path=path, reward=RewardFunction(reward), say=said.append
+    )
     metrics = evaluator.evaluate(40)
     assert (metrics["eval/accuracy"], metrics["eval/reward"]) == (0.5, pytest.approx(0.55))
     (report,) = reports
@@ -131,7 +134,7 @@ def test_the_accuracy_is_what_evaluate_reports_of_several_answers(model_dir):
     engine = HFEngine(model_dir, sampling_params={"n": 4, "max_tokens": 2})
     turn = turn_of(model_dir, load_model(model_dir), engine=engine)
     records = [PromptRecord("abc"), PromptRecord("xyz"), PromptRecord("uvw")]
-    evaluator = Evaluator(turn, records, samples_path=None, reward=lambda text: next(given))
+    evaluator = Evaluator(turn, records, samples_path=None, reward=RewardFunction(lambda text: next(given)))
     assert evaluator.evaluate(1)["eval/accuracy"] == pytest.approx((2 / 3 + 1 / 4) / 2)
 
 
@@ -167,7 +170,7 @@ def train_with_evaluations(topology, model_dir, path):
         turn_of(model_dir, training.optimizer_step.model, topology),
         [PromptRecord("abc", {"first_letter": "d"})],
         samples_path=path if topology.is_main else None,
-        reward=reward,
+        reward=RewardFunction(reward),
         say=lambda text: None,
     )
     training.recorder = replace(training.recorder, evaluation=evaluation, evaluate_every=4)
@@ -186,8 +189,10 @@ def test_a_reward_that_fails_is_named_with_its_prompt(model_dir):
         raise KeyError("gone")
 
     turn = turn_of(model_dir, load_model(model_dir))
-    evaluator = Evaluator(turn, [PromptRecord("a b")], samples_path=None, reward=reward)
-    with pytest.raises(RewardError, match=r"sampler.reward failed: KeyError: 'gone' \(prompt 'a b'"):
+    evaluator = Evaluator(turn, [PromptRecord("a b")], samples_path=None, reward=RewardFunction(reward))
+    with pytest.raises(
+        RewardError, match=r"sampler.reward failed: KeyError: 'gone' \(.*py:\d+\) \(prompt 'a b'"
+    ):
         evaluator.evaluate(1)
 
 
@@ -218,7 +223,7 @@ def test_chat_messages_are_shown_as_the_last_ones_text_and_token_ids_as_their_nu
         turn_of(model_dir, model),
         [PromptRecord(messages, {"first_letter": " <"}), PromptRecord([5, 6, 7], {"first_letter": "q"})],
         samples_path=tmp_path / "samples.jsonl",
-        reward=reward,
+        reward=RewardFunction(reward),
         say=said.append,
     )
     evaluator.evaluate(1)

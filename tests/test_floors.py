@@ -30,7 +30,7 @@ FLOORS = [
     {"types", "plugin", "settings", "packages"},
     {"hyperparameters"},
     {"ranks", "algorithms", "encoding"},
-    {"weights"},
+    {"weights", "workers"},
     {"contracts"},
     {"lora"},
     {"engine"},

@@ -258,7 +258,9 @@ def test_a_reward_that_fails_ends_the_run_with_its_prompt(files, tmp_path):
     config = config_of(files, tmp_path / "fails", overrides=overrides)
     with (
         FakeEngine(lambda prompt, version: "abc") as engine,
-        pytest.raises(RewardError, match=r"'fails' failed: KeyError: 'no such answer' \(prompt"),
+        pytest.raises(
+            RewardError, match=r"'fails' failed: KeyError: 'no such answer' \(.*rewards.py:\d+\) \(prompt"
+        ),
     ):
         reinforce(config, engine=engine)
 

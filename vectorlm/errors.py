@@ -74,6 +74,14 @@ class RolloutError(VectorLMError, RuntimeError):
     """An environment failed in the middle of a rollout."""
 
 
+class WorkerLost(VectorLMError, RuntimeError):
+    """A process that ran the user's code was too late and was ended, or has ended."""
+
+
+class WorkersDied(VectorLMError, RuntimeError):
+    """Processes that run the user's code die one after the other."""
+
+
 class NonFiniteLoss(VectorLMError, ArithmeticError):
     """The loss or the gradient norm is NaN or infinite."""
 

@@ -1,16 +1,12 @@
-"""Code of the user: objects by names like ``file.py:NAME`` or ``package.module:NAME``, and calls in limited time."""
+"""Code of the user: objects by names like ``file.py:NAME`` or ``package.module:NAME``."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
-import signal
 import sys
 import sysconfig
-import threading
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +14,9 @@ import cloudpickle
 
 from vectorlm.errors import ConfigError
 
-AGAIN_S = 0.1
-LIBRARIES = (__file__, "<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+PACKAGE = str(Path(__file__).parent)
+LIBRARIES = (PACKAGE, "<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 """How the names of files begin that are not the user's; code that is not in a file has a name in brackets."""
-
-
-class TookTooLong(BaseException):
-    """A `time_limit` has passed; not an `Exception`, which the user's code may catch."""
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `TookTooLong` in the block when it takes longer; only in the main thread, and not inside a call of C code.
-
-    A signal interrupts what another thread could not end: a loop, a regular expression, a wait for a server. Code that
-    sets an alarm of its own replaces this one.
-    """
-    if seconds is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(*_: object) -> None:
-        raise TookTooLong
-
-    before = signal.signal(signal.SIGALRM, end)
-    try:
-        # Again and again: code may catch the first one, and behind one coroutine that waits there are others.
-        signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def is_plugin(name: str) -> bool:
@@ -69,16 +37,23 @@ def load_plugin(name: str) -> Any:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        # The user's own line, not that of a library it calls: wandb replaces sys.exit, for example.
-        last = next((each for each in frames[::-1] if not each.filename.startswith(LIBRARIES)), frames[-1])
-        place = "" if isinstance(error, SyntaxError) else f" ({last.filename}:{last.lineno})"
-        raise ConfigError(
-            f"{name!r} cannot be imported: {type(error).__name__}: {error}{place}. Correct {where}."
-        ) from error
+        raise ConfigError(f"{name!r} cannot be imported: {raised_at(error)}. Correct {where}.") from error
     if not hasattr(module, what):
         raise ConfigError(f"{name!r} does not exist: {where} has no {what!r}.")
     return getattr(module, what)
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the type and text of an error that the user's code has raised, with file and line."""
+    frames = [
+        each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(PACKAGE)
+    ]
+    # The user's own line, not that of a library it calls: wandb replaces sys.exit, for example.
+    own = [each for each in frames if not each.filename.startswith(LIBRARIES)]
+    # The text of a SyntaxError names them.
+    places = [] if isinstance(error, SyntaxError) else (own or frames)[-1:]
+    place = "".join(f" ({each.filename}:{each.lineno})" for each in places)
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def _load_file(path: Path, name: str) -> Any:

@@ -15,7 +15,7 @@ from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.preflight.rl import longest_sequence
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.step_lines import Timeline
-from vectorlm.rewards.registry import get_reward, short_name
+from vectorlm.rewards.registry import short_name
 from vectorlm.rewards.reward_model import RewardModel
 from vectorlm.rewards.scorer import RewardScorer
 from vectorlm.rl.correction import correction_of
@@ -66,6 +66,7 @@ def reinforce(
         CheckpointError: The checkpoints in ``output_dir`` are of another run, or a node does not see them.
         NonFiniteLoss: Training diverged.
         RewardError: A reward function failed, and the run is set to stop then.
+        WorkersDied: The processes that run reward functions die one after the other.
         RolloutError: An environment failed.
         EngineError: The teacher's server does not answer.
     """
@@ -230,7 +231,7 @@ def _scorer(run: Run, rl: RLSettings) -> RewardScorer:
     weights = {**rl.reward.rewards, **rl.reward.reward_models}
     train = run.config.train_parameters
     return RewardScorer(
-        functions={short_name(name): get_reward(name) for name in rl.reward.rewards},
+        functions={short_name(name): name for name in rl.reward.rewards},
         weights={short_name(name): float(weight) for name, weight in weights.items()},
         models={
             short_name(path): RewardModel(
@@ -243,6 +244,7 @@ def _scorer(run: Run, rl: RLSettings) -> RewardScorer:
             )
             for path in rl.reward.reward_models
         },
+        pool=run.reward_workers,
         timeout_s=rl.reward.reward_timeout_s,
         on_error=rl.reward.on_reward_error,
         topology=run.topology,

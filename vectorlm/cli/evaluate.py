@@ -27,10 +27,11 @@ from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.step_lines import json_text
+from vectorlm.rewards.function import RewardFunction, score_answers
 from vectorlm.rewards.grade import grade
 from vectorlm.rewards.registry import get_reward, short_name
-from vectorlm.rewards.runner import score_answers
 from vectorlm.types import PromptRecord
+from vectorlm.workers import WorkerPool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,17 +175,20 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     # Functions of two files may have one name.
     short = [short_name(name) for name in exam.rewards]
     labels = short if len(set(short)) == len(short) else list(exam.rewards)
-    functions = [get_reward(name) for name in exam.rewards]
+    for name in exam.rewards:
+        get_reward(name)  # Refused before the model is loaded.
     records = exam.prompt_records
     model, adapter = require_model(args)
     prompts = [asked(record) for record in records]
     answers = ask(args.engine, model, adapter, prompts, exam.sampling_params, exam.engine_args)
-    scored = {
-        label: score_answers(
-            function, records, answers, timeout_s=exam.timeout_s, setting=f"the reward {name!r}"
-        )
-        for label, name, function in zip(labels, exam.rewards, functions, strict=True)
-    }
+    with WorkerPool(WorkerPool.auto_size()) as pool:
+        functions = [
+            RewardFunction(name, pool, timeout_s=exam.timeout_s, stops_at_error=True) for name in exam.rewards
+        ]
+        scored = {
+            label: score_answers(function, records, answers, f"the reward {name!r}")
+            for label, name, function in zip(labels, exam.rewards, functions, strict=True)
+        }
     if len(scored) > 1:
         weights = list(exam.rewards.values())
         scored["sum"] = [

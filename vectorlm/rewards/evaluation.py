@@ -11,8 +11,8 @@ from typing import Any
 from vectorlm.encoding import asked, shown_prompt
 from vectorlm.report.progress import sample_with_progress
 from vectorlm.report.step_lines import StepLines
+from vectorlm.rewards.function import RewardFunction, score_answers
 from vectorlm.rewards.grade import grade
-from vectorlm.rewards.runner import score_answers
 from vectorlm.train.device_turn import DeviceTurn
 from vectorlm.types import Completion, PromptRecord
 
@@ -32,22 +32,19 @@ class Evaluator:
         *,
         samples_path: Path | None,
         resume_step: int | None = None,
-        reward: Callable[..., Any] | None = None,
-        timeout_s: float | None = None,
+        reward: RewardFunction | None = None,
         max_tokens: float = 0,
         say: Callable[[str], None] = print,
     ) -> None:
         """Open `samples_path` on rank 0, with its lines up to `resume_step`; the other ranks pass None.
 
-        The `reward` has any form that `vectorlm.rewards.runner` takes, and `timeout_s` for each call; an answer is
-        right when its reward is 1. An answer may have `max_tokens`; the
-        context may leave it less, which is said.
+        An answer is right when its `reward` is 1. It may have `max_tokens`; the context may leave it less, which is
+        said.
         """
         self._turn = turn
         self._prompt_records = prompt_records
         self._lines = None if samples_path is None else StepLines(samples_path, resume_step)
         self._reward = reward
-        self._timeout_s = timeout_s
         self._max_tokens = max_tokens
         self._say = say
 
@@ -72,13 +69,7 @@ class Evaluator:
             }
         rewards = None
         if self._reward is not None:
-            rewards = score_answers(
-                self._reward,
-                self._prompt_records,
-                answers,
-                timeout_s=self._timeout_s,
-                setting="sampler.reward",
-            )
+            rewards = score_answers(self._reward, self._prompt_records, answers, "sampler.reward")
             if (found := grade(rewards)).num_questions:
                 metrics |= {"eval/accuracy": found.accuracy, "eval/reward": found.mean}
         if self._lines is not None:

@@ -1,26 +1,28 @@
-"""Reward functions of every form, run over completions with a time limit."""
+"""Calls of reward functions of every form, in the process that this runs in."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import cache
+from typing import Any, Literal
+
+import cloudpickle
 
 from vectorlm.encoding import is_messages
-from vectorlm.errors import RewardError
-from vectorlm.plugin import TookTooLong, time_limit
+from vectorlm.plugin import raised_at
+from vectorlm.rewards.registry import get_reward
 from vectorlm.rewards.signature import COMPLETIONS, IDS, PROMPTS, RESERVED, RewardSignature
-from vectorlm.types import Completion, PromptRecord
 
 MAX_REWARD = 3.4e38
 """The largest number in float32, about."""
-LOOP_GRACE_S = 1.0
-"""What all coroutines together may take beyond the limit of each, which ends them one by one."""
+Reward = str | bytes | Callable[..., Any]
+"""A reward function: its name, its bytes by cloudpickle, or itself."""
+Kind = Literal["lists", "together", "each"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class Scorable:
     columns: Mapping[str, Any]
     """The other columns of the prompt's line."""
 
+    def failure(self, error: str) -> str:
+        """Return an error with what the function was shown."""
+        return f"{error} (prompt {str(self.prompt)[:80]!r}, completion {self.text[:80]!r})"
+
 
 @dataclass(frozen=True)
 class RewardResult:
@@ -46,71 +52,71 @@ class RewardResult:
     """Whether the error stands for the call: one call with lists may fail for many completions."""
 
 
+def load_reward(reward: Reward) -> Callable[..., Any]:
+    """Return the function itself."""
+    if isinstance(reward, bytes):
+        return _unpickled(reward)
+    return get_reward(reward) if isinstance(reward, str) else reward
+
+
+@cache
+def _unpickled(reward: bytes) -> Callable[..., Any]:
+    """Return the same object each time: it may keep a state."""
+    function: Callable[..., Any] = cloudpickle.loads(reward)
+    return function
+
+
 def run_reward(
-    reward: Callable[..., Any],
+    reward: Reward,
     items: Sequence[Scorable],
     timeout_s: float | None = None,
     stops_at_error: bool = False,
 ) -> list[RewardResult]:
-    """Score completions with one function.
+    """Score completions with one function, in this process.
 
     The function gets the completion in its parameter `completion`, or the first one, and by name whatever it asks for
     of ``prompt``, ``completion_ids`` and the prompt's columns; with ``**columns``, all of them. It returns a float, or
-    None for a completion that cannot be scored. The calls of a coroutine function all run at once. If a parameter is
-    called ``completions`` or ``prompts`` it gets lists by name, as TRL passes them, and returns a list of the same
-    length; where a prompt is messages, its completion in such a list is messages too. One call may take `timeout_s`
-    (see `vectorlm.plugin.time_limit`). With `stops_at_error` the first call that fails is the last: the others have no
-    reward and no error.
+    None for a completion that cannot be scored. The calls of a coroutine function all run at once, each for `timeout_s`
+    at most; nothing here ends a call of another function. If a parameter is called ``completions`` or ``prompts`` it
+    gets lists by name, as TRL passes them, and returns a list of the same length; where a prompt is messages, its
+    completion in such a list is messages too. With `stops_at_error` the first call that fails is the last: the others
+    have no reward and no error.
     """
-    if not items:
-        return []
-    signature = RewardSignature.of(reward)
-    if signature.takes_lists:
-        return _run_lists(reward, items, signature, timeout_s)
-    if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
-        together = partial(asyncio_run, _run_together(reward, items, signature, timeout_s))
-        # For a coroutine that waits without `await`.
-        answer = _attempt(together, timeout_s and timeout_s + LOOP_GRACE_S)
-        return [answer] * len(items) if isinstance(answer, RewardResult) else answer
-
-    def score(item: Scorable) -> RewardResult:
-        return _to_result(signature.call(reward, _offered(item), item.text))
-
     results: list[RewardResult] = []
-    for item in items:
-        results.append(_attempt(partial(score, item), timeout_s))
-        if stops_at_error and results[-1].error is not None:
+    for part in scored(reward, items, timeout_s) if items else ():
+        results += part
+        if stops_at_error and any(each.error is not None for each in part):
             break
     return results + [RewardResult(math.nan)] * (len(items) - len(results))
 
 
-def score_answers(
-    reward: Callable[..., Any],
-    prompt_records: Sequence[PromptRecord],
-    answers: Sequence[Sequence[Completion]],
-    *,
-    timeout_s: float | None,
-    setting: str,
-) -> list[list[float]]:
-    """Return the reward of each answer to each prompt; NaN for an answer that the function returns None for.
+def scored(
+    reward: Reward, items: Sequence[Scorable], timeout_s: float | None
+) -> Iterator[list[RewardResult]]:
+    """Yield the results of each call, in the order of the items; first none, when the function is loaded."""
+    function = load_reward(reward)
+    yield []
+    signature, kind = RewardSignature.of(function), kind_of(function)
+    if kind == "lists":
+        yield _run_lists(function, items, signature)
+    elif kind == "together":
+        yield asyncio_run(_run_together(function, items, signature, timeout_s))
+    else:
+        for item in items:
+            yield [_attempt(lambda: _to_result(signature.call(function, _offered(item), item.text)))]  # noqa: B023
 
-    Raises:
-        RewardError: The function raised or took longer than `timeout_s`; the text begins with `setting`.
-    """
-    items = [
-        Scorable(completion.text, record.prompt, completion.token_ids, record.columns)
-        for record, options in zip(prompt_records, answers, strict=True)
-        for completion in options
-    ]
-    results = run_reward(reward, items, timeout_s, stops_at_error=True)
-    for item, result in zip(items, results, strict=True):
-        if result.error is not None:
-            raise RewardError(
-                f"{setting} failed: {result.error} (prompt {str(item.prompt)[:80]!r}, completion "
-                f"{item.text[:80]!r}). Correct the function."
-            )
-    rewards = iter(result.reward for result in results)
-    return [[next(rewards) for _ in options] for options in answers]
+
+def kind_of(reward: Callable[..., Any]) -> Kind:
+    """Return how a function is called: for all completions as lists, for each one together with others, or alone."""
+    if RewardSignature.of(reward).takes_lists:
+        return "lists"
+    is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+    return "together" if is_async else "each"
+
+
+def describe(reward: Reward) -> Iterator[Kind]:
+    """Yield the kind of a function; run by a worker."""
+    yield kind_of(load_reward(reward))
 
 
 def asyncio_run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -132,7 +138,7 @@ def _columns(item: Scorable) -> dict[str, Any]:
 
 
 def _run_lists(
-    reward: Callable[..., Any], items: Sequence[Scorable], signature: RewardSignature, timeout_s: float | None
+    reward: Callable[..., Any], items: Sequence[Scorable], signature: RewardSignature
 ) -> list[RewardResult]:
     def in_list(item: Scorable) -> Any:
         return [{"role": "assistant", "content": item.text}] if is_messages(item.prompt) else item.text
@@ -164,7 +170,7 @@ def _run_lists(
             )
         return found
 
-    answer = _attempt(call, timeout_s)
+    answer = _attempt(call)
     found = [answer] * len(items) if isinstance(answer, RewardResult) else list(map(_to_result, answer))
     first = next((index for index, result in enumerate(found) if result.error is not None), 0)
     return [replace(result, is_counted=index == first) for index, result in enumerate(found)]
@@ -187,13 +193,10 @@ async def _run_together(
     return await asyncio.gather(*map(one, items))
 
 
-def _attempt(call: Callable[[], Any], timeout_s: float | None = None) -> Any:
+def _attempt(call: Callable[[], Any]) -> Any:
     """Return what the call returned, or a `RewardResult` with its error."""
     try:
-        with time_limit(timeout_s):
-            return call()
-    except TookTooLong:
-        return _late(timeout_s)
+        return call()
     except (Exception, SystemExit) as error:  # What a model has written may call exit().
         return _raised(error)
 
@@ -215,7 +218,7 @@ def _to_result(value: Any) -> RewardResult:
 
 
 def _raised(error: BaseException) -> RewardResult:
-    return RewardResult(math.nan, f"{type(error).__name__}: {error}")
+    return RewardResult(math.nan, raised_at(error))
 
 
 def _late(timeout_s: float | None) -> RewardResult:

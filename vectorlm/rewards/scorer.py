@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from vectorlm.errors import RewardError
-from vectorlm.ranks.engine_ranks import gather
+from vectorlm.ranks.engine_ranks import capture, gather, results_or_first_error
 from vectorlm.ranks.topology import Topology
-from vectorlm.rewards.runner import RewardResult, Scorable, run_reward
+from vectorlm.rewards.function import RewardFunction
+from vectorlm.rewards.runner import Reward, RewardResult, Scorable
 from vectorlm.rl.rollout import Rollout, RolloutGroup
+from vectorlm.workers import WorkerPool
 
 RewardModel = Callable[[Sequence[Rollout]], list[float]]
 """Scores all rollouts, on all ranks together."""
@@ -24,11 +27,13 @@ RewardModel = Callable[[Sequence[Rollout]], list[float]]
 class RewardScorer:
     """Runs the rewards; its calls are collective, and the result is the same on all ranks."""
 
-    functions: Mapping[str, Callable[..., Any]]
+    functions: Mapping[str, Reward]
     """By the name that metrics call them; see `vectorlm.rewards.runner` for their forms."""
     weights: Mapping[str, float]
     """The weight of each function and model in the sum."""
     models: Mapping[str, RewardModel] = field(default_factory=dict)
+    pool: WorkerPool | None = None
+    """What runs this rank's share of the calls; None runs them in the rank."""
     timeout_s: float | None = None
     """Longest call of a function, in seconds."""
     on_error: Literal["stop", "skip"] = "stop"
@@ -53,10 +58,7 @@ class RewardScorer:
         for name, found in results.items():
             for index, (rollout, result) in enumerate(zip(rollouts, found, strict=True)):
                 if result.error is not None:
-                    text = (
-                        f"the reward {name!r} failed: {result.error} (prompt "
-                        f"{str(rollout.prompt_record.prompt)[:80]!r}, completion {rollout.text[:80]!r})"
-                    )
+                    text = f"the reward {name!r} failed: {_shown(rollout).failure(result.error)}"
                     if self.on_error == "stop":
                         raise RewardError(f"{text}. Correct the function, or set rl.on_reward_error: skip.")
                     if result.is_counted:
@@ -88,16 +90,23 @@ class RewardScorer:
         The completions of one prompt stay together: a batch function may compare them.
         """
         first, last = _blocks(rollouts, self.topology.world_size)[self.topology.rank]
-        items = [
-            Scorable(each.text, each.prompt_record.prompt, each.token_ids, each.prompt_record.columns)
-            for each in rollouts[first:last]
-        ]
-        mine = {
-            name: run_reward(reward, items, self.timeout_s, stops_at_error=self.on_error == "stop")
-            for name, reward in self.functions.items()
-        }
-        by_rank = gather(self.topology, mine)
+        items = [_shown(each) for each in rollouts[first:last]]
+        mine = capture(lambda: {name: each.score(items) for name, each in self._reward_functions.items()})
+        by_rank = results_or_first_error(gather(self.topology, mine))
         return {name: [each for found in by_rank for each in found[name]] for name in self.functions}
+
+    @cached_property
+    def _reward_functions(self) -> dict[str, RewardFunction]:
+        stops = self.on_error == "stop"
+        return {
+            name: RewardFunction(each, self.pool, timeout_s=self.timeout_s, stops_at_error=stops)
+            for name, each in self.functions.items()
+        }
+
+
+def _shown(rollout: Rollout) -> Scorable:
+    record = rollout.prompt_record
+    return Scorable(rollout.text, record.prompt, rollout.token_ids, record.columns)
 
 
 def _blocks(rollouts: Sequence[Rollout], count: int) -> list[tuple[int, int]]:

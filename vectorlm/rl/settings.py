@@ -81,6 +81,9 @@ class RewardSettings:
     """Weight of each sequence-classification model with one label, by folder."""
     reward_timeout_s: Annotated[PositiveFloat | None, ReadIf("rl.rewards")] = 300.0
     """Longest call of a reward function, in seconds; null waits without limit."""
+    reward_workers: Annotated[NonNegativeInt | Literal["auto"], ReadIf("rl.rewards")] = "auto"
+    """Processes that each rank runs reward functions in, by default its share of the cores, from 2 to 8. 0 runs them in
+    the ranks themselves, where nothing ends a call that hangs: for a debugger."""
     on_reward_error: Annotated[Literal["stop", "skip"], ReadIf("rl.rewards")] = "stop"
     """Whether a failing reward function ends the run, or its completion is left out."""
 

@@ -1,0 +1,154 @@
+"""A reward function that workers run: a call that is late or dies costs its own completion alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import cloudpickle
+
+from vectorlm.errors import RewardError, WorkerLost
+from vectorlm.rewards.runner import Kind, Reward, RewardResult, Scorable, run_reward
+from vectorlm.types import Completion, PromptRecord
+from vectorlm.workers import WorkerPool
+
+RUNNER = "vectorlm.rewards.runner"
+GRACE_S = 1.0
+"""What coroutines that run together may take beyond the limit of each, which ends them one by one."""
+CHUNKS_PER_WORKER = 4
+
+
+class RewardFunction:
+    """One function with what it may take; see `vectorlm.rewards.runner.run_reward` for its forms."""
+
+    def __init__(
+        self,
+        reward: Reward,
+        pool: WorkerPool | None = None,
+        *,
+        timeout_s: float | None = None,
+        stops_at_error: bool = False,
+    ) -> None:
+        """Take a function or its name.
+
+        Without a `pool` it runs in this process, where nothing ends a call that hangs.
+        """
+        self._pool, self._timeout_s, self._stops_at_error = pool, timeout_s, stops_at_error
+        is_sent = pool is not None and not isinstance(reward, str)
+        self._reward: Reward = cloudpickle.dumps(reward) if is_sent else reward
+        self._where = f" ({reward})" if isinstance(reward, str) else ""
+        self._kind: Kind | None = None
+
+    def score(self, items: Sequence[Scorable]) -> list[RewardResult]:
+        """Score completions; with `stops_at_error` those behind a failed call have no reward and no error.
+
+        Raises:
+            ConfigError: The function cannot be imported.
+            WorkersDied: The processes that should run it die one after the other.
+        """
+        if self._pool is None:
+            return run_reward(self._reward, items, self._timeout_s, self._stops_at_error)
+        return self._pool.submit(self.score_async(items)).result()
+
+    async def score_async(self, items: Sequence[Scorable]) -> list[RewardResult]:
+        """Do the same on the pool's event loop."""
+        if not items:
+            return []
+        if self._kind is None:
+            self._kind = await self._ask_kind()
+        assert self._pool is not None
+        scoring = _Scoring(items)
+        size = len(items)
+        if self._kind == "each":
+            size = math.ceil(size / (CHUNKS_PER_WORKER * self._pool.size))
+        places = range(len(items))
+        with contextlib.suppress(_Stopped):
+            await _all(self._score_chunk(scoring, places[start : start + size]) for start in places[::size])
+        return [scoring.results.get(place, RewardResult(math.nan)) for place in places]
+
+    async def _ask_kind(self) -> Kind:
+        """Ask a worker, which imports the user's file: this process does without it."""
+        assert self._pool is not None
+        while True:
+            with contextlib.suppress(WorkerLost):
+                async with self._pool.worker() as worker:
+                    kind: Kind = await worker.ask(f"{RUNNER}:describe", self._reward)
+                    return kind
+
+    async def _score_chunk(self, scoring: _Scoring, places: Sequence[int]) -> None:
+        """Score the completions at some places; after one that is late or dies, another worker goes on."""
+        assert self._pool is not None
+        runs_together = self._kind == "together"
+        limit_s = self._timeout_s and self._timeout_s + (GRACE_S if runs_together else 0.0)
+        missing = list(places)
+        while missing:
+            items = [scoring.items[place] for place in missing]
+            try:
+                async with self._pool.worker() as worker:
+                    work = worker.run(
+                        f"{RUNNER}:scored", self._reward, items, self._timeout_s, limit_s=limit_s
+                    )
+                    async for part in work:
+                        for result in part:
+                            self._note(scoring, missing.pop(0), result)
+            except WorkerLost as loss:
+                if runs_together and len(missing) > 1:
+                    # Alone each shows whether it is the one.
+                    await _all(self._score_chunk(scoring, [place]) for place in missing)
+                    return
+                for index in range(1 if self._kind == "each" else len(missing)):
+                    error = RewardResult(math.nan, f"{loss}{self._where}", is_counted=index == 0)
+                    self._note(scoring, missing.pop(0), error)
+
+    def _note(self, scoring: _Scoring, place: int, result: RewardResult) -> None:
+        scoring.results[place] = result
+        if self._stops_at_error and result.error is not None:
+            raise _Stopped
+
+
+@dataclass
+class _Scoring:
+    items: Sequence[Scorable]
+    results: dict[int, RewardResult] = field(default_factory=dict)
+    """By place."""
+
+
+class _Stopped(Exception):
+    """A call has failed, and no other is wanted."""
+
+
+async def _all(works: Iterable[Coroutine[None, None, None]]) -> None:
+    """Run coroutines together; the first that raises ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def score_answers(
+    reward: RewardFunction,
+    prompt_records: Sequence[PromptRecord],
+    answers: Sequence[Sequence[Completion]],
+    setting: str,
+) -> list[list[float]]:
+    """Return the reward of each answer to each prompt; NaN for an answer that the function returns None for.
+
+    Raises:
+        RewardError: The function raised or was late; the text begins with `setting`.
+    """
+    items = [
+        Scorable(completion.text, record.prompt, completion.token_ids, record.columns)
+        for record, options in zip(prompt_records, answers, strict=True)
+        for completion in options
+    ]
+    results = reward.score(items)
+    for item, result in zip(items, results, strict=True):
+        if result.error is not None:
+            raise RewardError(f"{setting} failed: {item.failure(result.error)}. Correct the function.")
+    rewards = iter(result.reward for result in results)
+    return [[next(rewards) for _ in options] for options in answers]
