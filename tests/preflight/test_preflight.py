@@ -128,9 +128,23 @@ def test_hidden_tokens_must_be_the_same_for_the_data_and_the_loss(complete):
 def test_a_sampling_parameter_that_vllm_does_not_know_is_refused(complete):
     params = f"{TRAIN}.sampler.sampling_params"
     assert refused(complete, SAMPLER, f"{params}.temprature=1") == [f"{params}.temprature"]
-    passes(complete, SAMPLER, f"{params}.temprature=1", f"{TRAIN}.sampler.inference=transformers")
     with pytest.raises(ConfigError, match=rf"Did you mean '{params}.max_tokens'"):
         passes(complete, SAMPLER, f"{params}.max_completion_length=48")
+
+
+@pytest.mark.parametrize(
+    ("parameter", "cause"),
+    [
+        ("temprature=1", "cannot honour the sampling parameter 'temprature'"),
+        ("logit_bias={1: 2.0}", "cannot honour the sampling parameter 'logit_bias'"),
+        ("top_p=2", "top_p=2 is out of range"),
+    ],
+)
+def test_a_sampling_parameter_that_transformers_cannot_honour_is_refused(complete, parameter, cause):
+    path, here = f"{TRAIN}.sampler.sampling_params", f"{TRAIN}.sampler.inference=transformers"
+    passes(complete, SAMPLER, f"{path}.top_p=0.9", f"{path}.presence_penalty=0", here)
+    with pytest.raises(ConfigError, match=f"{path} is not for inference: transformers: .*{cause}"):
+        passes(complete, SAMPLER, f"{path}.{parameter}", here)
 
 
 def test_adapters_are_no_model_to_start_from(complete):

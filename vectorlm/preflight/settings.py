@@ -11,6 +11,7 @@ from vectorlm.config.foreign import FOREIGN
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import all_settings, refuse, to_plain, value_at
 from vectorlm.config.value import describe_refusal, show
+from vectorlm.errors import EngineError
 from vectorlm.lora.options import largest_rank, refused_options, rewriting_starts
 from vectorlm.packages import fields_of
 from vectorlm.preflight.local_model import description_of, number_in
@@ -139,6 +140,15 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
             fix = f"Did you mean {here!r}?" if here else nearest(str(name), known) or "Leave it out."
             rule = "is not a sampling parameter of vLLM"
             yield refuse(config, f"{path}.{name}", rule, fix, parameters[name])
+    if sampler.engine.inference == "transformers":
+        # This imports torch, which the check for other engines does without.
+        from vectorlm.backends.transformers.parameters import read_parameters
+
+        for path, parameters in given.items():
+            try:
+                read_parameters(parameters)
+            except EngineError as error:
+                yield f"{path} is not for inference: transformers: {error}"
     # Costs more than a minute: vLLM looks at them at the first prompt, and other engines never stop there.
     size = number_in(description_of(Path(config.model)) or {}, ("vocab_size",)) or math.inf
     for path, parameters in given.items():
