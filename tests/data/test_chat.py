@@ -267,6 +267,11 @@ def test_the_next_roles_marker_counts_where_the_model_ends_answers_with_it():
     dataset, _ = make(512, tokenizer, load_path="raw.jsonl", assistant_only_loss=True)
     counted = [label for label in dataset[0]["labels"] if label != -100]
     assert tokenizer.decode(counted) == "hello<|u|>hi"
+    pair = {"prompt": say("uhi"), "completion": say("ahello", "uhi", "ahi")}
+    Path("raw.jsonl").write_text(json.dumps(pair) + "\n")
+    dataset, _ = make(512, tokenizer, load_path="raw.jsonl")
+    counted = [label for label in dataset[0]["labels"] if label != -100]
+    assert tokenizer.decode(counted) == "hello<|u|>\nhi<|a|>\nhi"
 
 
 def test_the_end_behind_what_a_template_marks_counts():

@@ -87,9 +87,7 @@ class Chat:
         text = re.sub(r"\{#.*?#\}", "", text, flags=re.DOTALL)
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", text))
 
-    def _said(
-        self, name: str, messages: Sequence[Message], tools: Any, text: str
-    ) -> list[tuple[int, int]]:
+    def _said(self, name: str, messages: Sequence[Message], tools: Any, text: str) -> list[tuple[int, int]]:
         if self._marks_generation:
             return marked_spans(self.tokenizer, messages, tools)
         return [
@@ -147,7 +145,12 @@ class Chat:
         counted = [False] * len(tokens)
         for first, last in zip(borders[1:-1:2], borders[2::2], strict=True):
             ends = [place + 1 for place in range(first, last) if tokens[place] in self.ends]
-            if ends and cut:
+            # Another end than EOS may be the next role's marker, behind which more is said.
+            is_last = bool(ends) and (
+                tokens[ends[-1] - 1] == self.tokenizer.eos_token_id
+                or not self.tokenizer.decode(tokens[ends[-1] : last]).strip()
+            )
+            if is_last and cut:
                 last = ends[-1]
             elif not ends and last > first and last < len(tokens) and tokens[last] in self.ends:
                 # The end of the turn that the template writes behind it, or the next role's marker.

@@ -111,7 +111,10 @@ def _prompt_record_of(columns: Any) -> PromptRecord:
 
 
 def check_lengths(
-    prompt_records: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, max_tokens: float, setting: str
+    prompt_records: Sequence[PromptRecord],
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: float,
+    setting: str,
 ) -> None:
     """Encode the prompts of `setting`.
 

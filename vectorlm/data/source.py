@@ -205,7 +205,6 @@ def _read_lines(files: Sequence[str], path: Path) -> Dataset:
     """Copy the lines of files to `path`, with the file and the number of each."""
     from datasets import Features, Value
 
-
     def lines() -> Iterator[dict[str, Any]]:
         for name in files:
             with _open(name) as file:

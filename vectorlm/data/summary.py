@@ -151,7 +151,9 @@ class Summary:
             "efficiency": f"{100 * self.efficiency:.1f} % of rows out x max_seq_len={self.max_seq_len}",
         }
         table = [f"  {name:12}{value}" for name, value in lines.items()]
-        return "\n".join(table + [f"note: {note}." for note in self.notes() if not note.startswith("skipped")])
+        return "\n".join(
+            table + [f"note: {note}." for note in self.notes() if not note.startswith("skipped")]
+        )
 
 
 def add_row(rows: Rows, reason: str, name: str) -> None:

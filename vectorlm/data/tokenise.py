@@ -155,7 +155,9 @@ class Tokeniser:
         prompts = self._encode([pair[0] if pair else "" for pair in pairs])
         completions = self._encode([pair[1] if pair else "" for pair in pairs])
         return [
-            self._text(prompt, completion) if pair else Tokens([], [], f"no separator {self.settings.seperator!r}")
+            self._text(prompt, completion)
+            if pair
+            else Tokens([], [], f"no separator {self.settings.seperator!r}")
             for pair, prompt, completion in zip(pairs, prompts, completions, strict=True)
         ]
 
@@ -228,9 +230,7 @@ class Tokeniser:
             remarks.append(NO_END)
         return Tokens(tokens, counted, "no tokens", remarks)
 
-    def _rendered(
-        self, name: str, messages: list[Message], tools: Any
-    ) -> tuple[list[Message], list[str]]:
+    def _rendered(self, name: str, messages: list[Message], tools: Any) -> tuple[list[Message], list[str]]:
         """Return messages without the keys that the template does not render, and a remark on each of these."""
         remarks = []
         messages = [{key: value for key, value in each.items() if key != "weight"} for each in messages]
@@ -272,7 +272,9 @@ class Tokeniser:
         try:
             require_whole_characters(row[column])
         except ValueError as error:
-            raise DatasetError(f"{name}: {column!r} cannot be read: {error}. Correct it, or remove the row.") from error
+            raise DatasetError(
+                f"{name}: {column!r} cannot be read: {error}. Correct it, or remove the row."
+            ) from error
         return row[column]
 
 
