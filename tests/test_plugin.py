@@ -1,5 +1,8 @@
 """Objects that a config names by file or module."""
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
 
 from vectorlm.errors import ConfigError
@@ -18,6 +21,14 @@ def test_a_file_is_run_once(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("first = object()\nsecond = first\n")
     assert load_plugin(f"{path}:first") is load_plugin(f"{path}:second")
+
+
+def test_functions_of_a_file_run_in_a_process_pool(tmp_path):
+    path = tmp_path / "a.file of-mine.py"
+    path.write_text("def double(number):\n    return 2 * number\n")
+    double = load_plugin(f"{path}:double")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        assert pool.submit(double, 21).result(timeout=60) == 42
 
 
 def test_a_module_on_the_path():

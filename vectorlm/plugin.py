@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import sysconfig
 import traceback
@@ -59,7 +61,9 @@ def raised_at(error: BaseException) -> str:
 def _load_file(path: Path, name: str) -> Any:
     if not path.is_file():
         raise ConfigError(f"{name!r} does not exist: {path} is not a file.")
-    key = f"vectorlm_plugin_{path.resolve()}"
+    # Without dots, which pickle takes for packages: a process pool of the user's runs functions of the file.
+    digest = hashlib.blake2b(os.fsencode(path.resolve()), digest_size=8).hexdigest()
+    key = f"vectorlm_plugin_{digest}"
     if key not in sys.modules:
         spec = importlib.util.spec_from_file_location(key, path)
         assert spec is not None
