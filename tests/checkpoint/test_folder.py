@@ -48,9 +48,26 @@ def test_a_kill_between_two_renames_loses_neither_copy_of_a_model(tmp_path, monk
         patch.setattr(folder.shutil, "rmtree", die)
         with pytest.raises(Killed):
             finish(path)
-    begin(tmp_path / "another")
+    begin(path)
+    folder.unfinished(path).rmdir()
     assert text_of(path) == ("new" if num_renames == 2 else "old")
     assert not list(tmp_path.glob(".final-model.*"))
+
+
+def test_what_others_write_beside_a_folder_is_left_alone(tmp_path):
+    others = [tmp_path / name for name in (".other.unfinished", ".other.retired", ".download.replaced")]
+    for other in others:
+        other.mkdir()
+    write(tmp_path / "mine", "text")
+    assert all(map(folder.Path.is_dir, others))
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path):
+    path = tmp_path / "step-00000001"
+    path.mkdir()
+    (path / "identity.json").write_text('{"format": 99}')
+    with pytest.raises(CheckpointError, match="has format 99, which a newer version of vectorlm wrote"):
+        folder.newest(tmp_path)
 
 
 def hold(path, entered, leave):

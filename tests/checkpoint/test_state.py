@@ -162,6 +162,7 @@ NAMED = r"the checkpoint \S+step-00000001 cannot be read (?s:.*)Delete it, and t
         (os.remove, "shards/__1_0.distcp", 2),
         (flip_a_bit, "shards/__0_0.distcp", 2),
         (flip_a_bit, "rank-1.pt", 2),
+        (flip_a_bit, "identity.json", 1),
     ],
 )
 def test_a_checkpoint_that_is_not_as_it_was_written_is_named(tmp_path, model_dir, spoil, broken, world_size):
@@ -170,6 +171,13 @@ def test_a_checkpoint_that_is_not_as_it_was_written_is_named(tmp_path, model_dir
     with pytest.raises(Exception, match=f"CheckpointError: {NAMED}") as caught:
         on_ranks(world_size, load_once, model_dir, tmp_path)
     assert broken == "files.json" or f"{broken} is not as it was written" in str(caught.value)
+
+
+def test_a_file_that_has_no_digest_is_named(tmp_path, model_dir):
+    on_ranks(1, save_once, model_dir, tmp_path)
+    (tmp_path / "step-00000001/files.json").write_text("{}")
+    with pytest.raises(Exception, match=r"rank-0\.pt.* is not as it was written"):
+        on_ranks(1, load_once, model_dir, tmp_path)
 
 
 def test_a_checkpoint_without_its_notes_is_named(tmp_path):

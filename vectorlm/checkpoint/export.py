@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import glob
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -111,7 +110,7 @@ def export_model(
             given = _tokenizer_of(model, tokenizer)
         with folder.naming(path, "export"):
             # Of this folder alone: other programs may be writing beside it.
-            work = folder.begin(path, glob.escape(path.name))
+            work = folder.begin(path)
             rescued = path.with_name(f"{path.name}-weights.safetensors")
             try:
                 write_model(model, weights, given, work, card)

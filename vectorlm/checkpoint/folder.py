@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -42,6 +43,8 @@ FAILURES = {
 """What could not be done with a folder, and what to do then."""
 EARLY = "stopped early"
 """What a run that stopped early notes in its newest checkpoint."""
+FORMAT = 1
+"""What a checkpoint holds; it goes up when an earlier version could not read a new one."""
 PATIENCE_S = 10.0
 """Network file systems may take some seconds to show another machine's new file."""
 
@@ -84,6 +87,11 @@ def newest(path: Path) -> FoundCheckpoint | None:
     with naming(found, "read"):
         identity = json.loads((found / "identity.json").read_text(encoding="utf-8"))
         assert isinstance(identity, dict), "identity.json holds no object"
+    if identity.get("format", 0) > FORMAT:
+        raise CheckpointError(
+            f"{found} has format {identity['format']}, which a newer version of vectorlm wrote; this one reads up to "
+            f"{FORMAT}. Install that version, or choose another output_dir."
+        )
     note = found / "finished"
     is_finished = note.exists()
     return FoundCheckpoint(steps[-1], found, identity, is_finished, is_finished and note.read_text() == EARLY)
@@ -147,8 +155,9 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.unfinished")
 
 
-def begin(path: Path, names: str = "*") -> Path:
-    """Make an empty folder to write `path` in, and tidy up what killed runs left beside it of folders so named."""
+def begin(path: Path, names: str | None = None) -> Path:
+    """Make an empty folder to write `path` in; remove what killed runs left of it, or of folders called `names`."""
+    names = names or glob.escape(path.name)
     for replaced in path.parent.glob(f".{names}.replaced"):
         name = path.with_name(replaced.name[1:].removesuffix(".replaced"))
         if not name.exists():

@@ -67,20 +67,20 @@ class CheckpointStore:
         work = folder.unfinished(target)
         with folder.naming(target, "write"), report_wait(f"writing the checkpoint {target}", is_on=rank == 0):
             if rank == 0:
-                folder.begin(target)
+                folder.begin(target, "step-*")
             dist.barrier()
             dcp.save({name: state_of(model) for name, model in models.items()}, checkpoint_id=work / "shards")
             fresh = [name for name, model in models.items() if _is_fresh(model)]
             torch.save({"loop": loop, "rng": capture_rng(), "fresh": fresh}, work / f"rank-{rank}.pt")
+            best = self._best_step() if rank == 0 else None
+            if rank == 0:
+                identity = {**self._identity, "format": folder.FORMAT, "best_step": best}
+                (work / "identity.json").write_text(json.dumps(identity, indent=2))
             dist.barrier()
             # torch reads its files without looking at their checksums.
-            files = sorted(str(each.relative_to(work)) for each in work.rglob("*") if each.is_file())
-            written = _digests(work, files)
+            written = _digests(work, _files(work))
             if rank == 0:
                 (work / DIGESTS).write_text(json.dumps(written, indent=2))
-                best = self._best_step()
-                identity = {**self._identity, "best_step": best}
-                (work / "identity.json").write_text(json.dumps(identity, indent=2))
                 folder.finish(target)
                 for old in folder.steps_in(self._path)[: -self._num_kept]:
                     if old != best:
@@ -133,9 +133,14 @@ def load_weights(path: Path, model: nn.Module, name: str = "policy") -> None:
 
 def _require_as_written(path: Path) -> None:
     written = json.loads((path / DIGESTS).read_text())
-    present = _digests(path, written)
-    if spoiled := [name for name in written if written[name] != present[name]]:
+    present = _digests(path, sorted({*written, *_files(path)} - {DIGESTS, "finished"}))
+    if spoiled := [name for name in present if written.get(name) != present[name]]:
         raise ValueError(f"{', '.join(spoiled)} is not as it was written")
+
+
+def _files(path: Path) -> list[str]:
+    """Return the names of all files below `path`."""
+    return sorted(str(each.relative_to(path)) for each in path.rglob("*") if each.is_file())
 
 
 def _digests(path: Path, names: Iterable[str]) -> dict[str, str]:
