@@ -23,6 +23,16 @@ def complete(write_config):
     return write_config
 
 
+def test_output_that_nobody_reads_ends_a_command_without_a_traceback():
+    code = "import sys; from vectorlm.cli import exit_code; sys.exit(exit_code(lambda: print('x' * 100_000)))"
+    reader = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    reader.stdout.close()
+    assert (reader.stderr.read(), reader.wait()) == ("", 141)
+    reader.stderr.close()
+
+
 def test_check_says_what_the_run_would_do(complete, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     for module in ("files", "summary"):

@@ -51,6 +51,23 @@ def page_of(tmp_path, *runs):
     return (tmp_path / "out" / "report.html").read_text()
 
 
+def test_a_config_whose_anchors_stand_for_billions_of_values_is_left_out(tmp_path):
+    """Seven hundred bytes kept the report busy for minutes."""
+    run = make_run(tmp_path / "run")
+    lines = ["a0: &a0 {" + ", ".join(f"k{number}: 1" for number in range(9)) + "}"]
+    for depth in range(1, 10):
+        values = ", ".join(f"k{number}: *a{depth - 1}" for number in range(9))
+        lines.append(f"a{depth}: &a{depth} {{{values}}}")
+    (run.path / "config.yaml").write_text("\n".join(lines))
+    assert data_of(page_of(tmp_path, run))["runs"][0]["config"] == {}
+
+
+def test_a_run_may_be_called_as_a_place_of_the_template(tmp_path):
+    page = page_of(tmp_path, make_run(tmp_path / "$DATA"), make_run(tmp_path / "$TITLE"))
+    assert "<title>$DATA, $TITLE</title>" in page
+    assert [run["name"] for run in data_of(page)["runs"]] == ["$DATA", "$TITLE"]
+
+
 def test_the_page_holds_the_run_and_asks_for_nothing_else(tmp_path):
     page = page_of(tmp_path, make_run(tmp_path / "run"))
     assert not re.search(r"https?:|<link|<img|src=|@import|url\(", page)

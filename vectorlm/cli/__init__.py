@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,8 +78,8 @@ COMMANDS = {
 }
 """By name; adding a command is adding a line here, and a module."""
 
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
+INTERRUPTED, UNREAD = (128 + number for number in (signal.SIGINT, signal.SIGPIPE))
+"""The exit codes after Ctrl-C, and where nobody reads the output any more, as shells have them."""
 
 HELP = """Train a language model with PyTorch FSDP and sample from it with vLLM on the same devices: the weights are
 hot-swapped inside the running engine between optimizer steps.
@@ -101,7 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def exit_code(command: Callable[[], int]) -> int:
     """Run a command and return its exit code; an error, or Ctrl-C, is one line on the standard error."""
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # As in `vectorlm check | head`; the interpreter would write the rest again as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
     except VectorLMError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from html import escape
@@ -38,11 +39,12 @@ def write_page(runs: Sequence[RunFolder], output: Path, reload_s: float | None =
         "runs": [_describe(run, name) for run, name in zip(runs, names, strict=True)],
     }
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    page = TEMPLATE.read_text(encoding="utf-8").replace("$TITLE", escape(", ".join(names), quote=False))
+    # In a script element nothing but "</" could end it.
+    parts = {"$TITLE": escape(", ".join(names), quote=False), "$DATA": text.replace("<", "\\u003c")}
+    # At once: a run may be called $DATA.
+    page = re.sub(r"\$(TITLE|DATA)", lambda found: parts[found[0]], TEMPLATE.read_text(encoding="utf-8"))
     output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = output.with_name(f".{output.name}.unfinished")
-    # In a script element nothing but "</" could end it.
-    page = page.replace("$DATA", text.replace("<", "\\u003c"))
     # Half a character of UTF-16 becomes its own escape, as JSON writes it.
     unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
     unfinished.replace(output)

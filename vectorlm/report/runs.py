@@ -232,7 +232,10 @@ def _sample(line: Mapping[str, Any], completion: Any, reward: float | None) -> S
 def read_settings(path: Path) -> dict[str, Any]:
     """Read a YAML or JSON file of a run; empty where there is none, or a crash left half of one."""
     try:
-        found = yaml.safe_load(path.read_bytes())
+        text = path.read_bytes()
+        # Runs write none, and those of seven hundred bytes may stand for billions of values.
+        has_aliases = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader))
+        found = {} if has_aliases else yaml.safe_load(text)
     except (FileNotFoundError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}
