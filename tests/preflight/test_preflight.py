@@ -85,6 +85,7 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
         ([SAMPLER, f"{TRAIN}.sampler.engine.dtype=half"], {}, [f"{TRAIN}.sampler.engine.dtype"]),
         ([SAMPLER, f"{TRAIN}.sampler.engine.token=hunter2"], {}, [f"{TRAIN}.sampler.engine.token"]),
         (["wandb_config.api_key=hunter2"], {}, ["wandb_config.api_key"]),
+        ([SAMPLER, f"{TRAIN}.sampler.engine.url=http://a:b@localhost:80"], {}, [f"{TRAIN}.sampler.engine.url"]),
         (["trackers={tensorboard: {hf_token: abc}}"], {}, ["trackers.tensorboard.hf_token"]),
         (["trackers={tensorbord: {}}"], {}, ["trackers.tensorbord"]),
         (["trackers={wandb: {}}"], {}, ["trackers.wandb"]),

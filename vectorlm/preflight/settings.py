@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from vectorlm.packages import fields_of
 from vectorlm.preflight.local_model import description_of, number_in
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.profile import short_run
+from vectorlm.report.runs import flat
 from vectorlm.settings import nearest
 
 _SAMPLER = "train_parameters.sampler"
@@ -29,6 +31,9 @@ _ENGINE_SETTINGS_ELSEWHERE = {
 
 _SECRETS = {"token": "VECTORLM_SERVER_TOKEN", "hf_token": "HF_TOKEN", "api_key": "WANDB_API_KEY"}
 """Keys that hold secrets, and the environment variables that they belong into."""
+
+PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
+"""In an address, as of ``http://user:password@host``."""
 
 LORA_CONFIG = (
     ("config.py", "PeftConfigMixin"),
@@ -185,7 +190,7 @@ def _lora_problems(config: Config) -> Iterator[str]:
 
 
 def _secret_problems(config: Config) -> Iterator[str]:
-    """Refuse secrets by their names."""
+    """Refuse secrets, by their names or as part of an address."""
     # Silent: a run saves its config where others may read it, and sends it to its trackers.
     sampler = config.train_parameters.sampler
     places: dict[str, Any] = {"wandb_config": config.wandb_config}
@@ -198,6 +203,10 @@ def _secret_problems(config: Config) -> Iterator[str]:
                 fix = f"Set the environment variable {_SECRETS[name]} instead."
                 # Without its origin: an option of the command line holds the secret.
                 yield describe_refusal(f"{path}.{name}", "…", rule, fix)
+    for path, value in flat(to_plain(config)):
+        if isinstance(value, str) and PASSWORD.search(value):
+            rule = "holds a password, and a run saves its config where others may read it"
+            yield describe_refusal(path, "…", rule, "Leave it out of the address.")
 
 
 def _unread_settings(config: Config) -> Iterator[str]:
