@@ -81,6 +81,24 @@ def test_a_rollout_keeps_the_columns_of_its_question_and_of_long_ones_the_beginn
     assert len(kept) == 20
 
 
+@pytest.mark.parametrize(
+    ("rewards", "reason", "causes"),
+    [
+        ([0.5, 0.5], "stop", "2 in groups of equal rewards"),
+        ([math.nan, math.nan], "stop", "2 without a reward"),
+        ([0.0, 1.0], "length", "2 truncated"),
+        ([0.0, 1.0], "stop", "all rejected"),
+    ],
+)
+def test_a_step_that_teaches_nothing_is_said_with_its_causes(tmp_path, rewards, reason, causes):
+    rollouts = [
+        Rollout(PromptRecord("ab"), (1, 2), (3,), (True,), (-1.0,), (0,), "c", reason) for _ in rewards
+    ]
+    group, said = RolloutGroup(rollouts, torch.tensor(rewards), {"mine": torch.tensor(rewards)}), []
+    RolloutLogger(tmp_path, show_every=0, say=said.append).write(3, [group], None)
+    assert said == [f"step 3: nothing to learn from 2 completions ({causes}); the weights stay as they are"]
+
+
 ANY = {
     "when": (datetime(2026, 1, 2, 3, 4), "2026-01-02 03:04:00"),
     "day": (date(2026, 1, 2), "2026-01-02"),

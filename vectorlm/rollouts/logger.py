@@ -58,11 +58,17 @@ class RolloutLogger:
             self._mismatch.write(step, [batch.mismatch])
             self._warn(step, batch.metrics["correction/ess"])
         if batch is None or not batch.rows.mask.any():
-            num_completions = sum(len(group.rollouts) for group in groups)
-            num_unscored = sum(int(group.rewards.isnan().sum()) for group in groups)
+            counts = {
+                "without a reward": sum(int(group.rewards.isnan().sum()) for group in groups),
+                "in groups of equal rewards": sum(
+                    int((~each.rewards.isnan()).sum()) for each in groups if each.is_constant
+                ),
+                "truncated": sum(each.is_truncated for group in groups for each in group.rollouts),
+            }
+            causes = ", ".join(f"{num} {what}" for what, num in counts.items() if num)
             self._say(
-                f"step {step}: nothing to learn from {num_completions} completions, {num_unscored} of them without a "
-                "reward; the weights stay as they are"
+                f"step {step}: nothing to learn from {sum(len(group.rollouts) for group in groups)} completions "
+                f"({causes or 'all rejected'}); the weights stay as they are"
             )
         errors = [error for group in groups for error in group.errors]
         if errors:
