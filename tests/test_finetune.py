@@ -100,6 +100,7 @@ def test_a_profile_of_a_run_that_is_too_short_is_refused(inputs, tmp_path):
         on_ranks(1, train, config)
 
 
+@pytest.mark.slow
 def test_what_saves_memory_changes_no_number(inputs, whole, tmp_path):
     ways = {"low_cpu_mem_usage": False, "use_activation_checkpointing": True, "cpu_offload": True}
     on_ranks(2, train, make_config(inputs, tmp_path / "thrifty", **ways))
@@ -161,6 +162,7 @@ def test_a_finished_run_trains_longer_and_with_another_learning_rate(inputs, who
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
 
 
+@pytest.mark.slow
 def test_two_nodes_train_as_one_and_go_on_from_a_checkpoint_in_the_folder_that_they_share(
     inputs, whole, tmp_path
 ):

@@ -91,7 +91,7 @@ KEEPS = {
 }
 
 
-@pytest.mark.parametrize(("world_size", "dies_at"), [pytest.param(1, 6, marks=pytest.mark.slow), (2, 7)])
+@pytest.mark.parametrize(("world_size", "dies_at"), [(1, 6), pytest.param(2, 7, marks=pytest.mark.slow)])
 def test_a_run_stops_early_ends_with_its_best_model_and_when_killed_ends_the_same(
     inputs, tmp_path, world_size, dies_at
 ):

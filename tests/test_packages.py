@@ -111,6 +111,7 @@ with FakeEngine(lambda prompt, version: "aeiou") as engine:
 """
 
 
+@pytest.mark.slow
 def test_reinforcement_learning_without_datasets_goes_on(tmp_path):
     config_of(save_files(tmp_path), tmp_path / "run")
     # The tokens of a FakeEngine are characters.

@@ -364,6 +364,7 @@ def test_truncated_completions_are_trained_on_as_they_were_drawn(
     assert "sampler/outside_support" in METRICS
 
 
+@pytest.mark.slow
 def test_transformers_samples_what_the_trainer_computes(files, tmp_path):
     overrides = [
         "train_parameters.sampler.inference=transformers",

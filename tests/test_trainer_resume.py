@@ -69,7 +69,14 @@ DEATHS = [
 ] + [(1, ("save", 0, 4)), (2, ("save", 0, 4)), (2, ("save", 1, 2))]
 
 
-@pytest.mark.parametrize(("world_size", "death"), DEATHS)
+@pytest.mark.parametrize(
+    ("world_size", "death"),
+    # The others die in the same places on another rank.
+    [
+        pytest.param(*each, marks=() if index in (2, 3, 5) else pytest.mark.slow)
+        for index, each in enumerate(DEATHS)
+    ],
+)
 def test_a_killed_run_started_again_ends_bit_for_bit_where_the_uninterrupted_one_ends(
     world_size, death, model_dir, uninterrupted, tmp_path
 ):

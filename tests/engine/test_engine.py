@@ -73,7 +73,7 @@ def test_several_models_take_turns_in_one_engine_under_one_step(engine, models, 
         assert compare(engine, model)[1] < 1e-4
 
 
-@pytest.mark.parametrize("receiver", ["live", "packed"])
+@pytest.mark.parametrize("receiver", ["live", pytest.param("packed", marks=pytest.mark.slow)])
 def test_an_engine_that_has_held_nan_is_right_after_the_next_good_update(folder, models, receiver):
     """Every prompt, also one whose blocks of the KV cache a NaN was written to."""
     # Few blocks, so that every prompt gets some that have held NaN.
@@ -290,6 +290,7 @@ def test_an_update_that_was_begun_and_never_finished_shuts_the_engine(engine, mo
     assert all(compare(engine, models[0])[0])
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_says_so_at_every_call(folder):
     with SamplingEngine(str(folder), max_model_len=10**6) as broken:
         for _ in range(2):

@@ -102,7 +102,11 @@ def test_the_table_is_made_of_the_recorded_results_and_holds_every_family():
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        (Family("LlamaConfig", "", {"head_dim": 16}), r"cannot run LlamaForCausalLM .*head_dim=16"),
+        pytest.param(
+            Family("LlamaConfig", "", {"head_dim": 16}),
+            r"cannot run LlamaForCausalLM .*head_dim=16",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             FAMILIES["Gemma 2"], r"cannot run Gemma2ForCausalLM .*'lm_head'", marks=pytest.mark.slow
         ),

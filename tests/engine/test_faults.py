@@ -33,9 +33,10 @@ class Run(WatchedRun):
             r"EngineDied: the sampler process \(pid \d+\) was ended by SIGKILL",
             marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             "engine killed while training",
             r"rank 0 of 2 raised EngineDied: the sampler process .* was ended by SIGKILL",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "engine cannot start",

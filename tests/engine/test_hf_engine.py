@@ -36,6 +36,7 @@ def tokens(answers):
     return [[completion.token_ids for completion in each] for each in answers]
 
 
+@pytest.mark.slow
 def test_whatever_is_deterministic_is_as_vllm_has_it(engine, model_path):
     """Greedy decoding shows penalty, limits, end tokens and texts; vLLM is the reference for all of them."""
     free = engine.sample(PROMPTS, GREEDY)

@@ -15,7 +15,7 @@ BF16_GAP = 0.15
 @pytest.mark.parametrize(
     ("world_size", "tied", "receiver"),
     [
-        (1, "tied", "live"),
+        pytest.param(1, "tied", "live", marks=pytest.mark.slow),
         (2, "untied", "packed"),
         pytest.param(1, "untied", "live", marks=pytest.mark.long),
         pytest.param(2, "tied", "packed", marks=pytest.mark.long),

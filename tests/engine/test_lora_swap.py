@@ -22,7 +22,7 @@ CASES = [
     ("world_size", "tied", "receiver", "engine_args"),
     [
         pytest.param(*case, marks=mark)
-        for case, mark in zip(CASES, [pytest.mark.long, (), *[pytest.mark.slow] * 2], strict=True)
+        for case, mark in zip(CASES, [pytest.mark.long, *[pytest.mark.slow] * 3], strict=True)
     ],
     ids=[
         f"{world_size} ranks, {'tied' if tied else 'untied'}, {receiver}, {'adapter' if args else 'merged'}, "

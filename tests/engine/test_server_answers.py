@@ -208,7 +208,8 @@ def sample_until_it_freezes(topology, url):
         return str(caught.value), time.monotonic() - start
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_server_that_freezes_is_an_error_on_every_rank_in_time(server, world_size):
     url = f"http://127.0.0.1:{server.server_address[1]}"
     for text, seconds in on_ranks(world_size, sample_until_it_freezes, url):

@@ -109,7 +109,7 @@ def kill_during_an_update(topology):
         return str(caught.value)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_whoever_finds_the_arena_gone_the_error_says_how_the_engine_ended(world_size):
     for text in on_ranks(world_size, kill_during_an_update):
         assert "was ended by SIGKILL" in text
@@ -213,7 +213,7 @@ def ask_in_vain(topology, channel):
     return seen
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("channel", ["inline", "process"])
 def test_a_backend_that_never_answers_ends_every_wait(channel, world_size):
     for seen in on_ranks(world_size, ask_in_vain, channel):
@@ -248,7 +248,7 @@ def fork_and_call(topology):
     return said
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_call_in_a_forked_process_is_an_error_at_once(world_size):
     for said in on_ranks(world_size, fork_and_call):
         assert all(text.startswith("this engine belongs to process") for text in said[:4])
@@ -264,7 +264,7 @@ def poll_for(topology, num_steps, timeout_s):
         return len(engine.poll(timeout_s)), time.monotonic() - start
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_poll_waits_for_what_finishes_next_and_not_longer_than_it_was_told(world_size):
     assert {found for found, _ in on_ranks(world_size, poll_for, 40, 60.0)} == {1}
     for found, seconds in on_ranks(world_size, poll_for, 10**6, 0.7):

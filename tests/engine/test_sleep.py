@@ -39,6 +39,7 @@ def refused(engine, match):
         engine.sample([[2, 3]])
 
 
+@pytest.mark.slow
 def test_sleep_train_publish_wake_sample(engine, models, next_step):
     engine.sleep()
     refused(

@@ -156,7 +156,8 @@ def follow(topology, folder):
         assert engine.version == trainer.version
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_an_engine_follows_a_trainer(folder, world_size):
     if world_size == 1:
         follow(Topology(), folder)

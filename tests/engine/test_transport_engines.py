@@ -31,9 +31,8 @@ def swap(folder, case):
     return swap_and_compare(folder, **case)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=pytest.mark.slow if name != "pull, packed" else ()) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_after_each_update_the_engine_is_the_trainer(folder, case):
     for rank, seen, versions in vectorlm.launch(swap, str(folder), CASES[case], world_size=2):
         assert versions == [0, 1, 2]

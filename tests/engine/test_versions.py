@@ -13,7 +13,7 @@ ENGINE_ARGS = {"max_model_len": 256, "max_num_seqs": 3, "kv_cache_memory_bytes":
 WAYS = ("keep", "recompute")
 
 
-@pytest.mark.parametrize("in_flight", WAYS)
+@pytest.mark.parametrize("in_flight", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_vllm_says_which_weights_sampled_a_token(engine, folder, in_flight):
     check_labels(engine, folder, in_flight)
 

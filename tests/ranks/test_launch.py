@@ -174,7 +174,7 @@ def test_a_fork_that_comes_back_from_the_function_is_not_the_rank(how):
     assert vectorlm.launch(fork_and_go_on, how, world_size=2) == [("the rank", [])] * 2
 
 
-@pytest.mark.parametrize("code", [3, 0])
+@pytest.mark.parametrize("code", [pytest.param(3, marks=pytest.mark.slow), 0])
 def test_a_rank_that_leaves_without_a_word_is_named(code):
     with pytest.raises(RankFailed, match=f"rank 1 of 2 ended with exit code {code} and no error"):
         vectorlm.launch(fail_on_rank_1, code, world_size=2)

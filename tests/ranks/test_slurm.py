@@ -85,7 +85,7 @@ def test_the_first_host_of_a_list(nodes, first):
     assert first_host(nodes) == first
 
 
-@pytest.mark.parametrize("arguments", [["--ntasks-per-node=2"], []])
+@pytest.mark.parametrize("arguments", [["--ntasks-per-node=2"], pytest.param([], marks=pytest.mark.slow)])
 def test_ranks_that_srun_starts_meet(tmp_path, arguments):
     num_nodes = 1 if arguments else 2
     environment = put_on_path(

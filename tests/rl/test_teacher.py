@@ -141,14 +141,20 @@ def train(topology, folder, algorithm, kind, max_tokens, packs=True, adapters=No
     return run.weights(), metrics
 
 
-@pytest.mark.parametrize("adapters", [None, ADAPTERS])
 @pytest.mark.parametrize(
-    ("algorithm", "kind"), [("grpo", "sampled"), ("grpo", "full"), ("online_dpo", "full")]
+    ("algorithm", "kind", "adapters"),
+    [
+        ("grpo", "sampled", None),
+        ("grpo", "full", ADAPTERS),
+        ("online_dpo", "full", None),
+        pytest.param("grpo", "sampled", ADAPTERS, marks=pytest.mark.slow),
+        pytest.param("grpo", "full", None, marks=pytest.mark.slow),
+        pytest.param("online_dpo", "full", ADAPTERS, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_micro_batches_chunks_and_padding_change_nothing(folder, algorithm, kind, adapters):
     (wide,) = on_ranks(1, train, folder, algorithm, kind, 2000, True, adapters)
     others = [
-        *on_ranks(1, train, folder, algorithm, kind, 60, True, adapters),
         *on_ranks(2, train, folder, algorithm, kind, 60, True, adapters),
         *on_ranks(2, train, folder, algorithm, kind, 60, False, adapters),
     ]

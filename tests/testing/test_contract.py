@@ -89,8 +89,8 @@ def keep_the_contract(topology, kind, path):
 @pytest.mark.parametrize(
     "kind",
     [
-        "vllm_process",
         "scripted_inline",
+        pytest.param("vllm_process", marks=pytest.mark.slow),
         pytest.param("transformers_process", marks=pytest.mark.slow),
         pytest.param("scripted_process", marks=pytest.mark.slow),
     ],
