@@ -55,7 +55,15 @@ def raised_at(error: BaseException) -> str:
     # The text of a SyntaxError names them.
     places = [] if isinstance(error, SyntaxError) else (own or frames)[-1:]
     place = "".join(f" ({each.filename}:{each.lineno})" for each in places)
-    return f"{type(error).__name__}: {error}{place}"
+    return f"{type(error).__name__}: {text_of(error)}{place}"
+
+
+def text_of(value: Any) -> str:
+    """Return a value of the user's code as text; its class may raise where it is asked for one."""
+    try:
+        return str(value)
+    except Exception as error:
+        return f"(its text raised {type(error).__name__})"
 
 
 def _load_file(path: Path, name: str) -> Any:

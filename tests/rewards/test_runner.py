@@ -118,7 +118,7 @@ def test_what_is_no_list_of_rewards_is_an_error_that_says_what_is(answer):
         assert "one reward per completion, of which there are 2" in result.error
 
 
-@pytest.mark.parametrize("answer", [{"a": 1.0}, [0.5, 1.0], "much", 1j])
+@pytest.mark.parametrize("answer", [{"a": 1.0}, [0.5, 1.0], "much", "0.5", b"nan", 1j])
 @pytest.mark.parametrize("as_lists", [False, True])
 def test_what_is_no_reward_of_one_completion_is_an_error_that_says_what_is(answer, as_lists):
     reward = (lambda completions: [answer] * 3) if as_lists else (lambda completion: answer)
@@ -129,6 +129,19 @@ def test_what_is_no_reward_of_one_completion_is_an_error_that_says_what_is(answe
             in result.error
         )
     assert [each.is_counted for each in found] == [True, not as_lists, not as_lists]
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+def test_an_error_without_a_text_is_an_error_all_the_same():
+    def reward(completion):
+        raise Mute
+
+    (result,) = run_reward(reward, items("a"))
+    assert result.error.startswith("Mute: (its text raised ValueError)")
 
 
 def leave(completion):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import cloudpickle
 
 from vectorlm.encoding import is_messages
-from vectorlm.plugin import raised_at
+from vectorlm.plugin import raised_at, text_of
 from vectorlm.rewards.registry import get_reward
 from vectorlm.rewards.signature import COMPLETIONS, IDS, PROMPTS, RESERVED, RewardSignature
 
@@ -205,12 +205,15 @@ def _to_result(value: Any) -> RewardResult:
     if value is None:
         return RewardResult(math.nan)
     try:
+        # "nan" would pass for a completion that cannot be scored.
+        if isinstance(value, str | bytes):
+            raise TypeError
         reward = float(value)
     except Exception as error:  # The value's own class may raise whatever it likes.
         return RewardResult(
             math.nan,
-            f"{type(error).__name__}: it returned {str(value)[:40]!r}, a {type(value).__name__}, and one reward per "
-            "completion must be a number, or None",
+            f"{type(error).__name__}: it returned {text_of(value)[:40]!r}, a {type(value).__name__}, and one reward "
+            "per completion must be a number, or None",
         )
     if abs(reward) > MAX_REWARD:
         return RewardResult(math.nan, f"it returned {reward}, and rewards must be finite in float32")
