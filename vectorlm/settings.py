@@ -48,6 +48,9 @@ PositiveFloat = Annotated[
 NonNegativeFloat = Annotated[
     float, Field(ge=0, lt=math.inf, description="a finite number >= 0", examples=["0.1"])
 ]
+LearningRate = Annotated[
+    float, Field(ge=0, lt=math.inf, description="a finite number >= 0", examples=["1.0e-5"])
+]
 ClippingNorm = Annotated[
     float, Field(gt=0, description="a number > 0 (.inf turns clipping off)", examples=["1.0"])
 ]

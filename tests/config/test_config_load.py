@@ -362,3 +362,10 @@ def test_anchors_within_anchors_are_refused_before_they_fill_the_memory(write_co
     path = write_config("a0: &a0 [x, x]\n" + levels)
     with pytest.raises(ConfigError, match="its anchors stand for more than 20000 values"):
         load_config(path)
+
+
+@pytest.mark.parametrize("setting", ["train_parameters.optimizer.lr", "rl.critic.lr"])
+def test_a_wrong_learning_rate_is_answered_with_one_that_trains(write_config, setting):
+    rl = "rl={max_steps: 1, prompts: [a], prompts_per_step: 1, rewards: {countdown: 1}}"
+    with pytest.raises(ConfigError, match=r"Use 1\.0e-5, for example"):
+        load_config(write_config(), [rl, f"{setting}=-1"])

@@ -13,6 +13,7 @@ from vectorlm.hyperparameters import AlgorithmSettings, TokenSettings
 from vectorlm.settings import (
     ClippingNorm,
     Fraction,
+    LearningRate,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -142,7 +143,7 @@ class CriticSettings:
 
     model: Text | None = None
     """Folder of the model that the critic starts from, its value head at zero; null means the policy's."""
-    lr: NonNegativeFloat = 1e-5
+    lr: LearningRate = 1e-5
     """Learning rate; the rest of the optimizer is the policy's."""
     warmup_steps: NonNegativeInt = 0
     """Steps at the start that train the critic alone."""

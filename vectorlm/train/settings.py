@@ -11,6 +11,7 @@ from pydantic import Field
 from vectorlm.settings import (
     Betas,
     ClippingNorm,
+    LearningRate,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -116,7 +117,7 @@ class ProfileSettings:
 class OptimizerSettings:
     """AdamW's arguments; the defaults are those of `torch.optim.AdamW`."""
 
-    lr: NonNegativeFloat
+    lr: LearningRate
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay."""
