@@ -34,17 +34,18 @@ def test_after_each_update_the_engine_is_the_trainer(tmp_path, world_size, tied,
 
 
 @pytest.mark.parametrize(
-    ("family", "world_size"),
+    ("family", "world_size", "limit"),
     [
-        ("Apertus", 1),
-        pytest.param("GLM-4-MoE", 2, marks=pytest.mark.slow),
-        pytest.param("dots.llm1", 2, marks=pytest.mark.slow),
+        ("GLM-4-MoE", 2, FP32_GAP),
+        # vLLM keeps the numbers of its activation in bf16; stale ones show as 0.3.
+        pytest.param("Apertus", 1, BF16_GAP, marks=pytest.mark.slow),
+        pytest.param("dots.llm1", 2, FP32_GAP, marks=pytest.mark.slow),
     ],
 )
-def test_buffers_that_the_model_computes_with_are_sent_as_parameters_are(tmp_path, family, world_size):
+def test_buffers_that_the_model_computes_with_are_sent_as_parameters_are(tmp_path, family, world_size, limit):
     folder = str(save_family(WITH_BUFFERS[family], tmp_path / "model"))
     for rank, seen, _ in vectorlm.launch(swap_and_compare, folder, "live", 2, world_size=world_size):
-        assert max(gap for _, gap, _ in seen) < FP32_GAP, f"rank {rank}"
+        assert max(gap for _, gap, _ in seen) < limit, f"rank {rank}"
         assert consecutive_samples_differ(seen)
 
 

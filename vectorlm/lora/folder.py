@@ -66,8 +66,10 @@ def load_adapters(path: Path, base: PreTrainedModel) -> Any:
             if names:
                 raise ValueError(f"{len(names)} tensors {what} ({', '.join(names[:3])})")
     except (ValueError, RuntimeError, KeyError) as error:
+        # PEFT reads whole modules by their names, and names no others then.
+        why = f"the tensor {error} is missing" if isinstance(error, KeyError) else error
         raise ConfigError(
-            f"the adapters in {path} do not fit {base.config.name_or_path}: {error}. Correct base_model_name_or_path "
+            f"the adapters in {path} do not fit {base.config.name_or_path}: {why}. Correct base_model_name_or_path "
             f"in {path / ADAPTER_CONFIG}."
         ) from error
     return model
