@@ -15,6 +15,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 KEYS = {"prompt", "prompt_token_ids", "tools"}
 """Keys of a prompt that is a mapping: those of vLLM's ``TextPrompt`` and ``TokensPrompt``, and the template's tools."""
 
+SPOKEN = "(what-the-policy-wrote)"
+"""Stands for the policy's turn where a template renders what follows."""
+
 
 def has_tokenizer(model: str | Path) -> bool:
     """Return whether there is a tokenizer beside a model; of a name that is no folder, the hub has to say."""
@@ -147,6 +150,42 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
         )
         return list(rendered["input_ids"])
     return [int(token) for token in prompt]
+
+
+def encode_reply(
+    messages: Sequence[Mapping[str, Any]],
+    replies: Sequence[Mapping[str, Any]],
+    written: Sequence[int],
+    tokenizer: Any,
+    tools: Any = None,
+) -> list[int]:
+    """Return the tokens between what the policy wrote and its next turn: the end of its turn, and the replies.
+
+    What the policy wrote is not tokenised again, and an end that it wrote itself is not doubled. Templates that rewrite
+    earlier turns (that take thoughts out, for example) do so to nothing that the policy has read.
+
+    Args:
+        messages: The chat before the policy's turn.
+        replies: Messages after it.
+        written: The tokens of the policy's turn.
+        tokenizer: Its template renders the chat, with `tools`.
+
+    Raises:
+        EngineError: The template does not show what an assistant says.
+    """
+    # An answer that had begun is part of the policy's turn.
+    before = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    chat = [*before, {"role": "assistant", "content": SPOKEN}, *replies]
+    require_whole_characters(list(replies))
+    text = render_chat(tokenizer, chat, tools=tools, tokenize=False, add_generation_prompt=True)
+    _, found, rest = text.rpartition(SPOKEN)
+    if not found:
+        raise EngineError("the tokenizer's chat template leaves out what the assistant says before a reply.")
+    tokens = list(tokenizer.encode(rest, add_special_tokens=False))
+    written = list(written)
+    longest = min(len(written), len(tokens))
+    overlap = next(size for size in range(longest, -1, -1) if written[len(written) - size :] == tokens[:size])
+    return tokens[overlap:]
 
 
 def encode_all(prompts: Sequence[Prompt], tokenizer: Callable[[], Any]) -> list[list[int]]:

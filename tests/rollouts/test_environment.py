@@ -1,0 +1,178 @@
+"""Environments of every form, by themselves and in workers."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from vectorlm.errors import ConfigError, RolloutError
+from vectorlm.rollouts.environment import Player, Reply, kind_of, make_environment, to_reply
+from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment
+from vectorlm.types import PromptRecord
+from vectorlm.workers import WorkerPool
+
+ASKED = [{"role": "user", "content": "Guess."}]
+
+
+class Guess:
+    """A game, in this library's form."""
+
+    def reset(self, row):
+        self.wanted = row["number"]
+        return [{"role": "user", "content": "From 1 to 9."}]
+
+    async def step(self, message):
+        await asyncio.sleep(0)
+        guess = int(message["content"])
+        if guess == self.wanted:
+            return Reply(reward=1, done=True, metrics={"won": True})
+        return {"role": "user", "content": "higher" if guess < self.wanted else "lower"}
+
+
+class Echo:
+    """The shorthand."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def respond(self, text):
+        return None if text == "end" else f"{text}{self.number}"
+
+
+class Counter:
+    """TRL's form."""
+
+    def reset(self, number, **row):
+        self.total = number
+        return f" Begin at {number}."
+
+    def add(self, by: int) -> int:
+        """Add.
+
+        Args:
+            by: How much.
+        """
+        self.total += by
+        return self.total
+
+    def get_reward(self):
+        return self.total / 10
+
+
+def player(kind):
+    columns = {"number": 3}
+    playing = Player(
+        make_environment(kind, columns),
+        kind.__name__,
+        lambda found: asyncio.run(found) if asyncio.iscoroutine(found) else found,
+    )
+    return playing, playing.reset(ASKED, columns)
+
+
+def test_an_environment_of_this_form():
+    game, prompt = player(Guess)
+    assert prompt == [*ASKED, {"role": "user", "content": "From 1 to 9."}]
+    message, reply = game.step("1")
+    assert message == {"role": "assistant", "content": "1"}
+    assert reply == Reply([{"role": "user", "content": "higher"}])
+    assert game.step("3")[1] == Reply([], 1.0, True, {"won": 1.0})
+    assert game.close() is None
+
+
+def test_respond_is_a_shorthand():
+    game, prompt = player(Echo)
+    assert prompt == ASKED
+    assert game.step("a")[1] == Reply("a3")
+    assert game.step("end")[1].done
+
+
+def test_an_environment_of_trl():
+    game, prompt = player(Counter)
+    assert prompt == [{"role": "user", "content": "Guess. Begin at 3."}]
+    message, reply = game.step('<tool_call>{"name": "add", "arguments": {"by": 2}}</tool_call>')
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"by": 2}}
+    assert reply.messages == [{"role": "tool", "name": "add", "content": "5"}]
+    assert game.step("It is 5.")[1].done
+    assert game.close() == 0.5
+
+
+@pytest.mark.parametrize(
+    "value", [3, b"text", ["text"], [{"content": "no role"}], {"content": "no role"}, object()]
+)
+def test_a_reply_that_is_neither_text_nor_messages_is_refused(value):
+    with pytest.raises(TypeError, match="must return a text, messages, a Reply or None"):
+        to_reply(value)
+
+
+def test_what_has_no_step_is_refused_by_name():
+    class Silent:
+        def reset(self, row):
+            pass
+
+    with pytest.raises(ConfigError, match=r"the environment 'env.py:Silent' has no method `step`"):
+        kind_of(Silent, "env.py:Silent")
+
+
+def play(kind, turns, timeout_s=20.0, tools=False):
+    """Play in a worker; return what was asked first, the replies, and the reward of the end."""
+    record = PromptRecord(ASKED, {"number": 3})
+
+    async def rollout():
+        with WorkerPool(2) as pool:
+            playing = HostedEnvironment(EnvironmentHost(kind, pool, timeout_s), record)
+            try:
+                asked = await playing.reset()
+                replies = [await playing.step(text) for text in turns]
+            finally:
+                reward = await playing.close()
+        return asked, replies, reward
+
+    return asyncio.run(rollout())
+
+
+def test_an_environment_in_a_worker_keeps_its_state_and_tells_its_tools():
+    asked, replies, reward = play(Guess, ["5", "3"])
+    assert asked[-1]["content"] == "From 1 to 9."
+    assert [reply.done for _, reply in replies] == [False, True]
+    asked, replies, reward = play(Counter, ['{"name": "add", "arguments": {"by": 4}}', "7"])
+    assert [tool["function"]["name"] for tool in asked["tools"]] == ["add"]
+    assert replies[0][1].messages[0]["content"] == "7"
+    assert reward == 0.7
+
+
+def faulty(fault, method):
+    """Return an environment whose `method` has a fault."""
+
+    def fail(self, *arguments):
+        return fault()
+
+    def fine(self, *arguments):
+        return [{"role": "user", "content": "go on"}]
+
+    methods = dict.fromkeys(("reset", "step", "close"), fine)
+    return type("Faulty", (), methods | {method: fail})
+
+
+def leave():
+    os._exit(3)
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "close"])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda: 1 / 0, rf"ZeroDivisionError: division by zero \({__file__}:\d+\)"),
+        (lambda: time.sleep(60), r"no answer within 1 s"),
+        (leave, "its process ended with exit code 3"),
+        (lambda: 3, "TypeError: it returned '?3'?, a int"),
+    ],
+)
+def test_an_environment_that_fails_is_named_with_prompt_turn_and_text(method, fault, message):
+    if method == "close" and "TypeError" in message:
+        pytest.skip("what close returns is not read")
+    turn = 0 if method == "reset" else 1
+    with pytest.raises(
+        RolloutError, match=rf"(?s)'Faulty' failed in {method}: {message}.*Guess.*turn {turn}, after"
+    ):
+        play(faulty(fault, method), ["5"], timeout_s=1.0)

@@ -1,0 +1,179 @@
+"""What one rollout talks to between its turns: a tool, a game, a user."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from vectorlm.encoding import is_messages
+from vectorlm.errors import ConfigError
+from vectorlm.rollouts.tools import call_tool, parse_calls
+
+Message = Mapping[str, Any]
+"""A chat message: ``{"role", "content"}``, and ``tool_calls`` where the policy called tools."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an environment answers to a turn."""
+
+    messages: str | Sequence[Message] = ()
+    """What the policy reads next. Messages go through the chat template; a text goes on in the policy's own turn."""
+    reward: float | None = None
+    """A reward for this turn."""
+    done: bool = False
+    """Whether the rollout has ended."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """What one rollout talks to; each has an object of its own. Every method may be a coroutine function.
+
+    It may have `tools`, functions with type hints and docstrings. The policy is told of them, and what it calls is
+    answered without `step`, which gets the messages that call none.
+
+    Example:
+        >>> class Guess:
+        ...     def reset(self, row):
+        ...         self.wanted = row["number"]
+        ...     def step(self, message):
+        ...         guess = int(message["content"])
+        ...         if guess == self.wanted:
+        ...             return Reply(reward=1.0, done=True)
+        ...         hint = "higher" if guess < self.wanted else "lower"
+        ...         return [{"role": "user", "content": hint}]
+        ...     def close(self):
+        ...         pass
+    """
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        """Begin with a prompt's columns; return messages to add to the prompt, or None."""
+
+    def step(self, message: Message) -> Any:
+        """Return a `Reply`, or its messages alone; None ends the rollout."""
+
+    def close(self) -> Any:
+        """Let go of what the rollout held."""
+
+
+def to_reply(value: Any) -> Reply:
+    """Return what an environment answered as a `Reply`.
+
+    Raises:
+        TypeError: It is neither text nor messages.
+    """
+    if value is None:
+        return Reply(done=True)
+    reply = value if isinstance(value, Reply) else Reply(value)
+    messages = [reply.messages] if isinstance(reply.messages, Mapping) else reply.messages
+    if not isinstance(messages, str):
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, bytes)
+        if not is_list or not all(isinstance(each, Mapping) and "role" in each for each in messages):
+            raise TypeError(
+                f"it returned {str(value)[:60]!r}, a {type(value).__name__}, and must return a text, messages, a Reply "
+                "or None"
+            )
+        messages = [dict(each) for each in messages]
+    return Reply(
+        messages,
+        None if reply.reward is None else float(reply.reward),
+        bool(reply.done),
+        {str(name): float(number) for name, number in reply.metrics.items()},
+    )
+
+
+def kind_of(environment: Any, where: str) -> str:
+    """Return which form an environment has, or its class: ``step``, ``respond`` or ``trl``.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    if callable(getattr(environment, "step", None)):
+        return "step"
+    if callable(getattr(environment, "respond", None)):
+        return "respond"
+    if callable(getattr(environment, "reset", None)) and trl_tools(environment):
+        return "trl"
+    raise ConfigError(
+        f"the environment {where!r} has no method `step`. Give it step(message), which returns a Reply, messages, a "
+        "text or None; or respond(text); or TRL's reset(**row) with tools."
+    )
+
+
+def trl_tools(environment: Any) -> list[Callable[..., Any]]:
+    """Return the tools of an environment of TRL's form: its public methods but `reset`, `close` and `get_reward`."""
+    names = [name for name in dir(environment) if not name.startswith("_")]
+    others = {"reset", "close", "get_reward"}
+    return [
+        getattr(environment, name)
+        for name in names
+        if name not in others and inspect.isroutine(getattr(environment, name))
+    ]
+
+
+def tools_of(environment: Any, kind: str) -> list[Callable[..., Any]]:
+    """Return the tools of an environment."""
+    return trl_tools(environment) if kind == "trl" else list(getattr(environment, "tools", ()))
+
+
+def make_environment(make: Callable[..., Any], columns: Mapping[str, Any]) -> Any:
+    """Call a class or a function with the columns that it names, or all of them where it takes ``**columns``."""
+    parameters = inspect.signature(make).parameters.values()
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    names = {each.name for each in parameters}
+    return make(**{name: value for name, value in columns.items() if takes_all or name in names})
+
+
+class Player:
+    """Plays an environment of any form for one rollout."""
+
+    def __init__(self, environment: Any, where: str, value_of: Callable[[Any], Any]) -> None:
+        """Take the object, its name, and what waits for a value that is awaitable."""
+        self._environment, self._kind, self._value_of = environment, kind_of(environment, where), value_of
+        self._tools = {tool.__name__: tool for tool in tools_of(environment, self._kind)}
+
+    def reset(self, prompt: Any, columns: Mapping[str, Any]) -> Any:
+        """Return the whole prompt."""
+        if self._kind == "respond" or not hasattr(self._environment, "reset"):
+            return prompt
+        row = {**columns, "prompt": prompt}
+        begin = self._environment.reset
+        added = self._value_of(begin(**row) if self._kind == "trl" else begin(row))
+        if added is None:
+            return prompt
+        if not is_messages(prompt):
+            raise TypeError("reset() adds to the prompt, which must be chat messages then")
+        if self._kind == "trl" and isinstance(added, str):
+            return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + added}]
+        messages = to_reply(added).messages
+        if isinstance(messages, str):
+            raise TypeError("reset() returned a text, and must return messages or None")
+        return [*prompt, *messages]
+
+    def step(self, text: str) -> tuple[Message, Reply]:
+        """Return what the policy said as a message, and the reply."""
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        content, calls = parse_calls(text) if self._tools else (text, [])
+        if calls:
+            message["content"] = content
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": each.name, "arguments": dict(each.arguments)}}
+                for each in calls
+            ]
+            return message, Reply([call_tool(each, self._tools, self._value_of) for each in calls])
+        if self._kind == "trl":
+            return message, Reply(done=True)
+        if self._kind == "respond":
+            return message, to_reply(self._value_of(self._environment.respond(text)))
+        return message, to_reply(self._value_of(self._environment.step(message)))
+
+    def close(self) -> float | None:
+        """Close the environment; return the reward that one of TRL's form gives the whole rollout."""
+        reward = None
+        if self._kind == "trl" and hasattr(self._environment, "get_reward"):
+            reward = self._value_of(self._environment.get_reward())
+        if hasattr(self._environment, "close"):
+            self._value_of(self._environment.close())
+        return None if reward is None else float(reward)

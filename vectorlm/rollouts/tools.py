@@ -1,0 +1,123 @@
+"""Tools: what the policy may call, how it writes a call, and what it reads for one that fails."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vectorlm.errors import ConfigError
+
+HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*(?:```)?\Z", re.DOTALL)
+PYTHON_TAG = "<|python_tag|>"
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """What the policy wrote to call a tool."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    error: str | None = None
+    """Why it is not a call."""
+
+
+def parse_calls(text: str) -> tuple[str, list[ToolCall]]:
+    """Return what the policy said beside its calls, and the calls.
+
+    Three ways to write them are known: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` (Hermes, Qwen);
+    ``{"name": …, "parameters": {…}}``, several joined by ``;``, maybe behind ``<|python_tag|>`` (Llama 3); and plain
+    JSON, an object or a list of them, maybe in a fence. What begins like a call and is none is a `ToolCall` with an
+    error, which the policy is told.
+    """
+    if "<tool_call>" in text:
+        return HERMES.sub("", text).strip(), [call for found in HERMES.findall(text) for call in _read(found)]
+    body = text.strip().removeprefix(PYTHON_TAG).strip()
+    body = FENCE.sub(r"\1", body)
+    if not body.startswith(("{", "[")) or '"name"' not in body:
+        return text, []
+    return "", _read(body)
+
+
+def _read(text: str) -> list[ToolCall]:
+    """Read the objects of a text, laid end to end or joined by ``;``."""
+    decoder, place, found = json.JSONDecoder(strict=False), 0, []
+    while text[place:].strip(" \n\t;"):
+        place += len(text[place:]) - len(text[place:].lstrip(" \n\t;"))
+        try:
+            value, place = decoder.raw_decode(text, place)
+        except (json.JSONDecodeError, RecursionError) as error:
+            found.append(ToolCall("", {}, f"this call is not JSON: {error}"))
+            break
+        found += [_to_call(each) for each in (value if isinstance(value, list) else [value])]
+    return found or [ToolCall("", {}, "this call is empty")]
+
+
+def _to_call(value: Any) -> ToolCall:
+    value = value.get("function", value) if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        return ToolCall("", {}, 'a call needs a "name" and "arguments"')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        # As OpenAI writes them.
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError as error:
+            return ToolCall(value["name"], {}, f"the arguments are not JSON: {error}")
+    if not isinstance(arguments, Mapping):
+        return ToolCall(value["name"], {}, "the arguments must be an object")
+    return ToolCall(value["name"], arguments)
+
+
+def schemas_of(tools: Sequence[Callable[..., Any]], where: str) -> list[dict[str, Any]]:
+    """Return the JSON schema of each tool, from its type hints and its docstring in Google's style.
+
+    Raises:
+        ConfigError: A tool lacks a type or a docstring; the text names it, with file and line.
+    """
+    # It imports torch.
+    from transformers.utils import get_json_schema
+
+    found = []
+    for tool in tools:
+        if not callable(tool):
+            raise ConfigError(
+                f"{where} has the tool {tool!r}, a {type(tool).__name__}: a tool must be a function."
+            )
+        try:
+            found.append(get_json_schema(tool))
+        except Exception as error:
+            code = inspect.unwrap(getattr(tool, "__func__", tool)).__code__
+            raise ConfigError(
+                f"the tool {tool.__name__!r} of {where} cannot be described to the policy: {error} "
+                f"({code.co_filename}:{code.co_firstlineno}). Give every argument a type, and a line under `Args:` of "
+                "the docstring."
+            ) from error
+    return found
+
+
+def tool_message(call: ToolCall, content: str) -> dict[str, Any]:
+    """Return what the policy reads for a call."""
+    return {"role": "tool", "name": call.name, "content": content}
+
+
+def call_tool(
+    call: ToolCall, tools: Mapping[str, Callable[..., Any]], value_of: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """Return the message with what a tool returned, or with its error, so that the policy may mend the call.
+
+    `value_of` waits for what a coroutine function returned.
+    """
+    if call.error is not None:
+        return tool_message(call, f"error: {call.error}")
+    if call.name not in tools:
+        return tool_message(call, f"error: there is no tool {call.name!r}, only {', '.join(tools)}")
+    try:
+        found = value_of(tools[call.name](**call.arguments))
+    except Exception as error:
+        return tool_message(call, f"error: {type(error).__name__}: {error}")
+    return tool_message(call, found if isinstance(found, str) else json.dumps(found, default=str))
