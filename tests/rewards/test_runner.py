@@ -193,7 +193,7 @@ def test_a_batch_function_sees_the_columns_of_all_items():
 def test_an_answer_of_a_batch_that_is_no_number_is_that_items_error():
     items = [Scorable(text, "", (1,), {}) for text in "ab"]
     wrong, right = run_reward(lambda completions: ["x", 1.0], items)
-    assert "ValueError" in wrong.error
+    assert "TypeError" in wrong.error
     assert right.reward == 1.0
     assert all("TypeError" in each.error for each in run_reward(lambda completions: [[1.0], [2.0]], items))
 
