@@ -70,6 +70,8 @@ setup(
         "trackio": ["trackio"],
         "eval": ["lm_eval"],
         "gguf": ["gguf"],
+        # The rewards math, json_schema and ifeval, and the tasks of reasoning-gym.
+        "rewards": ["math-verify", "jsonschema", "lm_eval[ifeval]", "reasoning-gym"],
         # What the server backend talks over; vLLM brings both.
         "server": ["aiohttp", "msgspec"],
         "dev": [

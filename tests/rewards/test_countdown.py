@@ -68,16 +68,8 @@ def test_a_whole_row_of_a_dataset_can_be_passed():
 
 
 def test_an_unknown_reward_names_the_nearest_one():
-    assert reward_names() == ["countdown"]
-    with pytest.raises(ConfigError) as caught:
+    assert "countdown" in reward_names()
+    with pytest.raises(ConfigError, match=r"one of boxed, .*Did you mean 'countdown'\?"):
         get_reward("count_down")
-    assert (
-        str(caught.value)
-        == "unknown reward 'count_down': it must be one of countdown, or file.py:NAME of your own. "
-        "Did you mean 'countdown'?"
-    )
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"file\.py:NAME of your own\.$"):
         get_reward("zzz")
-    assert (
-        str(caught.value) == "unknown reward 'zzz': it must be one of countdown, or file.py:NAME of your own."
-    )

@@ -18,6 +18,7 @@ from vectorlm.errors import CheckpointError
 from vectorlm.packages import versions_of_rank
 from vectorlm.plugin import is_plugin
 from vectorlm.report.runs import flat
+from vectorlm.rewards.registry import without_arguments
 
 FIXED = (
     "train_parameters.seed",
@@ -79,7 +80,7 @@ def settings_of_rank(config: Config) -> dict[str, Any]:
         for name, value in settings.items()
         if not name.startswith(OUTPUTS)
         # Rewards are keys.
-        for each in (name.removeprefix("rl.rewards."), *_texts(value))
+        for each in map(without_arguments, (name.removeprefix("rl.rewards."), *_texts(value)))
         if each
     }
     contents = {f"content of {name}": content for name, content in named.items() if content is not None}

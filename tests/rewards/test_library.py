@@ -1,0 +1,232 @@
+"""The rewards that the package brings, each beside the library that it asks or a literal worked by hand."""
+
+import asyncio
+import json
+import pickle
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from vectorlm.errors import ConfigError
+from vectorlm.rewards import code, ifeval, judge, mathematics, registry, shape
+
+
+@pytest.mark.parametrize(
+    ("name", "short", "reward"),
+    [
+        ("format(tags=['a'])", "format", 1.0),
+        ("format(pattern='<a>.*</a>')", "format", 1.0),
+        ("format(pattern='b:c/d')", "format", 0.0),
+        ("{file}:near(scale=2)", "near", 0.5),
+        ("{file}:near", "near", 1.0),
+    ],
+)
+def test_arguments_may_follow_a_name(tmp_path, name, short, reward):
+    file = tmp_path / "mine (1).py"
+    file.write_text("def near(completion, scale=1):\n    return 1 / scale\n")
+    name = name.replace("{file}", str(file))
+    assert registry.short_name(name) == short
+    assert registry.get_reward(name)("<a>x</a>") == reward
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "format(tag=['a'])",
+        "format(['a'])",
+        "format(tags=a)",
+        "format(tags=",
+        "format(**{})",
+        "fromat(tags=['a'])",
+    ],
+)
+def test_arguments_that_a_reward_does_not_take_are_refused(name):
+    with pytest.raises(ConfigError):
+        registry.get_reward(name)
+
+
+@pytest.mark.parametrize("name", registry.reward_names())
+def test_every_reward_can_be_imported_and_sent_to_a_worker(name):
+    assert pickle.loads(pickle.dumps(registry.get_reward(name))) is registry.get_reward(name)
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "reward"),
+    [
+        (72, "so it is 72", 1.0),
+        ("1,000", "1000", 1.0),
+        (r"\frac{1}{2}", r"The answer is \boxed{0.5}.", 1.0),
+        ("$x+1$", "$1 + x$", 1.0),
+        ("x+1", "$1 + x$", 1.0),
+        ("(1, 2)", "$(1,2)$", 1.0),
+        (3, "3 apples or 4", 0.0),
+        (3, "", 0.0),
+        ("", "3", None),
+    ],
+)
+def test_mathematics_compares_formulas_and_cannot_score_without_one(answer, completion, reward):
+    if completion == "3 apples or 4":
+        from math_verify import parse, verify
+
+        # What counts is what math-verify says.
+        reward = float(verify(parse("$3$"), parse(completion)))
+    assert mathematics.math(completion, answer) == reward
+
+
+def test_mathematics_leaves_no_alarm_behind():
+    import signal
+
+    before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
+    mathematics.math("2", "2")
+    assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)) == before
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        (r"\boxed{\frac{1}{2}}", 1.0),
+        (r"\boxed{1} no, \boxed{ \frac{1}{2} }", 1.0),
+        (r"\boxed{\frac{1}{2}", 0.0),
+        (r"\boxed{1}", 0.0),
+        (r"\frac{1}{2}", 0.0),
+    ],
+)
+def test_a_box_is_read_to_its_own_brace(completion, reward):
+    assert mathematics.boxed(completion, r"\frac{1}{2}") == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("<think>a\nb</think> <answer>1</answer>", 1.0),
+        ("<answer>1</answer><think>a</think>", 0.0),
+        ("<think>a</think><answer>1</answer><answer>2</answer>", 0.0),
+        ("<think>a<answer>1</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_tags_stand_once_and_in_order(completion, reward):
+    assert shape.format(completion, tags=["think", "answer"]) == reward
+
+
+def test_a_pattern_is_for_the_whole_text():
+    assert shape.format(" a\nb ", pattern="a.b") == 1.0
+    assert shape.format("xa\nb", pattern="a.b") == 0.0
+    with pytest.raises(ValueError, match="pattern or tags"):
+        shape.format("a")
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ('{"age": 3}', 1.0),
+        ('Here:\n```json\n{"age": 3}\n```', 1.0),
+        ('{"age": "3"}', 0.0),
+        ("{}", 0.0),
+        ("age: 3", 0.0),
+    ],
+)
+def test_json_fits_its_schema(completion, reward):
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    assert shape.json_schema(completion, schema) == reward
+    assert shape.json_schema(completion, json.dumps(schema)) == reward
+
+
+def test_length_falls_off_beside_the_target():
+    lengths = [0, 5, 8, 10, 12, 15, 30]
+    found = [shape.length([1] * each, target_tokens=10, tolerance_tokens=2) for each in lengths]
+    assert found == pytest.approx([0.2, 0.7, 1.0, 1.0, 1.0, 0.7, 0.0])
+
+
+def test_repetition_is_the_share_of_repeated_n_grams():
+    assert shape.repetition("a b c d") == 0.0
+    assert shape.repetition("a b") == 0.0
+    # abc bca cab abc: one of four is a repetition.
+    assert shape.repetition("a b c a b c", penalty=2.0) == pytest.approx(-0.5)
+
+
+CODE = "Sure:\n```python\ndef double(x):\n    return 2 * x\n```"
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        (CODE, 1.0),
+        ("def double(x):\n    return 2 * x", 1.0),
+        ("def double(x):\n    return 4", 0.5),
+        ("def double(x:", 0.0),
+        ("import os\nos._exit(0)", 1.0),  # Not against malice: the page says so.
+        ("import os\nos._exit(1)", 0.0),
+        ("while True: pass", 0.0),
+        ("x = 'a' * 10**10", 0.0),
+        ("open('big', 'wb').write(b'x' * (1 << 22))", 0.0),
+        ("import socket\nsocket.create_connection(('127.0.0.1', 9), 1)", 0.0),
+        ("import signal\nsignal.alarm(1)\nraise SystemExit(3)", 0.0),
+    ],
+)
+def test_code_runs_within_its_limits(completion, reward):
+    tests = ["assert double(2) == 4", "assert double(3) == 6"]
+    assert code.code(completion, tests, timeout_s=1.0) == reward
+
+
+def test_code_reaches_no_server_unless_it_may():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    try:
+        reach = f"import socket\nsocket.create_connection(('127.0.0.1', {server.server_port}), 2)"
+        assert code.code(reach, [""], allow_network=True) == 1.0
+        assert code.code(reach, [""]) == 0.0
+    finally:
+        server.server_close()
+
+
+def test_instructions_are_checked_as_the_harness_checks_them():
+    ids = ["punctuation:no_comma", "length_constraints:number_words"]
+    arguments = [{}, {"num_words": 3, "relation": "at least", "other": None}]
+    assert ifeval.ifeval("hello there you", "Say hi", ids, arguments) == 1.0
+    assert ifeval.ifeval("hello, you there", [{"role": "user", "content": "Say hi"}], ids, arguments) == 0.5
+    assert ifeval.ifeval("", "Say hi", ids, arguments) == 0.0
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Answers with what the test has put in `answers`, and keeps what it was asked."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.asked.append(asked["messages"][0]["content"])
+        text = self.server.answers.pop(0)
+        body = json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "j", "choices": [
+            {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        ]}).encode()  # fmt: skip
+        self.send_response(500 if text is None else 200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_judge_is_asked_again_after_an_error_and_gives_none_where_it_gives_no_number():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    server.asked = []
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+
+        def ask(*answers, retries=1):
+            server.answers = list(answers)
+            asked = judge.judge("{answer}", "{completion}?", url=url, model="j", retries=retries)
+            return asyncio.run(asked)
+
+        assert ask("Score: 7.5") == pytest.approx(0.75)
+        assert server.asked[0].endswith("Question:\n{completion}?\n\nAnswer:\n{answer}")
+        assert ask(None, "10") == 1.0
+        assert ask("very good") is None
+        assert ask(None, retries=0) is None
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

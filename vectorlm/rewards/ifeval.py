@@ -1,0 +1,31 @@
+"""A reward for instructions whose obedience a program can check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def ifeval(
+    completion: str, prompt: Any, instruction_id_list: Sequence[str], kwargs: Sequence[Mapping[str, Any]]
+) -> float:
+    """Return the share of the prompt's instructions that the completion follows, checked strictly.
+
+    *Source*: Zhou et al. 2023, arXiv:2311.07911, by the checks of the lm-evaluation-harness (``pip install
+    'lm_eval[ifeval]'``).
+
+    Args:
+        completion: The text of the model.
+        prompt: The prompt; some instructions ask to repeat it.
+        instruction_id_list: A column of the prompts: names such as ``punctuation:no_comma``.
+        kwargs: A column of the prompts: the arguments of each instruction.
+    """
+    import langdetect
+    from lm_eval.tasks.ifeval.utils import InputExample, test_instruction_following_strict
+
+    # It guesses languages with random numbers of its own.
+    langdetect.DetectorFactory.seed = 0
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    example = InputExample(0, list(instruction_id_list), text, [dict(each) for each in kwargs])
+    followed = test_instruction_following_strict(example, completion).follow_instruction_list
+    return sum(followed) / len(followed)

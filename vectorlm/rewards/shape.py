@@ -1,0 +1,83 @@
+"""Rewards for the shape of a completion: its form, its length, its repetitions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+
+
+def format(completion: str, *, pattern: str | None = None, tags: Sequence[str] = ()) -> float:
+    """Return 1.0 if the whole completion has the form that is asked for, else 0.0.
+
+    Args:
+        completion: The text of the model.
+        pattern: A regular expression for the whole text, white space around it aside; a dot matches a line end too.
+        tags: Names of tags, each of which must be opened and closed once, in this order: ``[think, answer]``.
+
+    Raises:
+        ValueError: Neither is given.
+    """
+    if pattern is None and not tags:
+        raise ValueError("the reward format needs a pattern or tags")
+    fits = pattern is None or re.fullmatch(pattern, completion.strip(), re.DOTALL) is not None
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    places = [completion.find(mark) for mark in marks]
+    once = all(completion.count(mark) == 1 for mark in marks)
+    return float(fits and once and places == sorted(places))
+
+
+def json_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
+    """Return 1.0 if the completion, or a fence of backticks in it, is JSON that the schema allows, else 0.0.
+
+    Args:
+        completion: The text of the model.
+        schema: A JSON schema, or its text; a column of the prompts or an argument.
+    """
+    fenced = FENCE.search(completion)
+    try:
+        value = json.loads(fenced[1] if fenced else completion)
+    except ValueError:
+        return 0.0
+    return float(_validator(schema if isinstance(schema, str) else json.dumps(schema)).is_valid(value))
+
+
+def length(completion_ids: Sequence[int], *, target_tokens: int, tolerance_tokens: int = 0) -> float:
+    r"""Return 1 at the target and less for each token away from it: :math:`-\max(|n - t| - d, 0) / t + 1`, at least 0.
+
+    Args:
+        completion_ids: The tokens of the completion, of which there are n.
+        target_tokens: t, at least 1.
+        tolerance_tokens: d, how far from the target costs nothing.
+    """
+    beyond = max(abs(len(completion_ids) - target_tokens) - tolerance_tokens, 0)
+    return max(1.0 - beyond / target_tokens, 0.0)
+
+
+def repetition(completion: str, *, ngram_words: int = 3, penalty: float = 1.0) -> float:
+    """Return minus the penalty times the share of repeated n-grams of words; 0 for a text of fewer words.
+
+    *Source*: Yeo et al. 2025, arXiv:2502.03373, the n-gram penalty as a share.
+
+    Args:
+        completion: The text of the model.
+        ngram_words: n, in words.
+        penalty: What a text of nothing but repetitions would lose.
+    """
+    words = completion.lower().split()
+    grams = [tuple(words[start : start + ngram_words]) for start in range(len(words) - ngram_words + 1)]
+    return -penalty * (1.0 - len(set(grams)) / len(grams)) if grams else 0.0
+
+
+@cache
+def _validator(schema: str) -> Any:
+    from jsonschema.validators import validator_for
+
+    described = json.loads(schema)
+    kind = validator_for(described)
+    kind.check_schema(described)
+    return kind(described)
