@@ -217,21 +217,15 @@ def test_dtypes_of_vllm_are_understood(write_config, written, value):
     assert load_config(path).train_parameters.sampler.engine.vllm_dtype == value
 
 
-def test_schedules_are_those_that_transformers_builds_without_further_arguments(write_config):
-    import torch
-    from transformers import SchedulerType, get_scheduler
+def test_schedules_are_those_of_transformers(write_config):
+    from transformers import SchedulerType
 
     for name in [kind.value for kind in SchedulerType]:
-        try:
-            optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-            get_scheduler(name, optimizer, num_warmup_steps=1, num_training_steps=2)
-        except (TypeError, ValueError):
-            assert "must be one of linear, cosine" in error_text(
-                write_config(), f"train_parameters.lr_scheduler_type={name}"
-            )
-        else:
-            config = load_config(write_config(), [f"train_parameters.lr_scheduler_type={name}"])
-            assert config.train_parameters.schedule.lr_scheduler_type == name
+        config = load_config(write_config(), [f"train_parameters.lr_scheduler_type={name}"])
+        assert config.train_parameters.schedule.lr_scheduler_type == name
+    assert "must be one of linear, cosine" in error_text(
+        write_config(), "train_parameters.lr_scheduler_type=round"
+    )
 
 
 def test_a_merge_key_is_overridden_by_the_keys_beside_it(write_config):
