@@ -7,7 +7,14 @@ import time
 import pytest
 
 from vectorlm.errors import ConfigError, RolloutError
-from vectorlm.rollouts.environment import Player, Reply, kind_of, make_environment, to_reply
+from vectorlm.rollouts.environment import (
+    Player,
+    Reply,
+    kind_of,
+    make_environment,
+    require_environment,
+    to_reply,
+)
 from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment
 from vectorlm.types import PromptRecord
 from vectorlm.workers import WorkerPool
@@ -176,3 +183,36 @@ def test_an_environment_that_fails_is_named_with_prompt_turn_and_text(method, fa
         RolloutError, match=rf"(?s)'Faulty' failed in {method}: {message}.*Guess.*turn {turn}, after"
     ):
         play(faulty(fault, method), ["5"], timeout_s=1.0)
+
+
+class Untyped:
+    """A tool without types."""
+
+    def reset(self, **row):
+        pass
+
+    def add(self, by):
+        """Add."""
+
+
+class Listed:
+    tools = ("add",)
+
+    def step(self, message):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (3, "is a int: it must be a class or a function"),
+        (type("Silent", (), {}), "has no method `step`"),
+        (Untyped, r"the tool 'add' .* missing a type hint .*test_environment.py:\d+"),
+        (Listed, "has the tool 'add', a str"),
+    ],
+)
+def test_what_is_no_environment_is_refused_before_anything_starts(make, message):
+    with pytest.raises(ConfigError, match=message):
+        require_environment(make, "env.py:X")
+    for fine in (Guess, Echo, Counter, lambda: Guess()):
+        require_environment(fine, "env.py:X")

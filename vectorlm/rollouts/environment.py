@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from vectorlm.encoding import is_messages
 from vectorlm.errors import ConfigError
-from vectorlm.rollouts.tools import call_tool, parse_calls
+from vectorlm.rollouts.tools import call_tool, parse_calls, schemas_of
 
 Message = Mapping[str, Any]
 """A chat message: ``{"role", "content"}``, and ``tool_calls`` where the policy called tools."""
@@ -100,6 +100,20 @@ def kind_of(environment: Any, where: str) -> str:
         f"the environment {where!r} has no method `step`. Give it step(message), which returns a Reply, messages, a "
         "text or None; or respond(text); or TRL's reset(**row) with tools."
     )
+
+
+def require_environment(make: Any, where: str) -> None:
+    """Raise `ConfigError` if a class is no environment, or a tool of it cannot be described; a function may be one."""
+    if not callable(make):
+        raise ConfigError(
+            f"the environment {where!r} is a {type(make).__name__}: it must be a class or a function."
+        )
+    if not isinstance(make, type):
+        return
+    kind = kind_of(make, where)
+    # What an object makes of itself is not seen here.
+    if kind == "trl" or isinstance(getattr(make, "tools", None), list | tuple):
+        schemas_of(tools_of(make, kind), where)
 
 
 def trl_tools(environment: Any) -> list[Callable[..., Any]]:
