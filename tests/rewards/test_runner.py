@@ -213,3 +213,34 @@ def test_an_object_that_is_called_like_a_coroutine():
             return 0.25
 
     assert run_reward(Judge(), [Scorable("a", "", (1,), {})])[0].reward == 0.25
+
+
+def test_a_function_that_names_them_gets_turns_messages_and_a_log():
+    chat = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "say"}]
+    items = [Scorable("say", "ask", (1,), {}, chat, turns, {"won": 1.0}) for turns in (1, 2)]
+
+    def alone(text, messages, num_turns, environment, log):
+        log("turns", num_turns)
+        log("last", messages[-1]["content"])
+        return environment["won"]
+
+    async def later(text, num_turns, log):
+        log("turns", num_turns)
+        return 1.0
+
+    def together(completions, num_turns, log):
+        log("turns", num_turns)
+        log("all", 7)
+        return [1.0, 1.0]
+
+    first, second = run_reward(alone, items)
+    assert (first.reward, first.logged) == (1.0, {"turns": 1.0, "last": "say"})
+    assert second.logged["turns"] == 2.0
+    assert [each.logged for each in run_reward(later, items)] == [{"turns": 1.0}, {"turns": 2.0}]
+    assert run_reward(together, items)[1].logged == {"turns": 2.0, "all": 7.0}
+
+
+def test_a_column_of_such_a_name_is_the_column():
+    item = Scorable("say", "ask", (1,), {"log": 3.0, "messages": "column"})
+    assert run_reward(lambda text, log: log, [item])[0].reward == 3.0
+    assert run_reward(lambda text, **columns: float(len(columns)), [item])[0].reward == 4.0

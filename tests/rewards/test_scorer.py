@@ -11,6 +11,7 @@ from rank_processes import on_ranks
 from vectorlm.errors import RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.scorer import RewardScorer
+from vectorlm.rl.metrics import rollout_metrics
 from vectorlm.rl.rollout import Rollout
 from vectorlm.types import PromptRecord
 from vectorlm.workers import WorkerPool
@@ -97,6 +98,28 @@ def test_a_call_for_several_completions_that_fails_is_one_error(answer):
     assert first.rewards.isnan()
     assert second.rewards.isnan()
     assert (len(first.errors), len(second.errors)) == (1, 0)
+
+
+def test_what_functions_log_is_the_rollouts_and_its_numbers_are_metrics():
+    def alone(text, log, num_turns):
+        log("turns", num_turns)
+        log("word", text)
+        return 1.0
+
+    def lists(completions, log):
+        log("size", list(map(len, completions)))
+        return [1.0] * len(completions)
+
+    functions = {"alone": alone, "lists": lists}
+    logging = RewardScorer(functions=functions, weights=dict.fromkeys(functions, 1.0), topology=Topology())
+    first, second = logging.score(groups_of("a", "bcd"))
+    assert first.logged == ({"turns": 1.0, "word": "a", "size": 1.0},)
+    assert second.logged == ({"turns": 1.0, "word": "bcd", "size": 3.0},)
+    metrics = rollout_metrics([first, second], step=0)
+    assert {name: each for name, each in metrics.items() if name.startswith("logged/")} == {
+        "logged/turns": 1.0,
+        "logged/size": 2.0,
+    }
 
 
 def test_a_completion_that_no_function_scores_has_no_reward():

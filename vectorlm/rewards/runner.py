@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import cloudpickle
 from vectorlm.encoding import is_messages
 from vectorlm.plugin import raised_at, text_of
 from vectorlm.rewards.registry import get_reward
-from vectorlm.rewards.signature import COMPLETIONS, IDS, PROMPTS, RESERVED, RewardSignature
+from vectorlm.rewards.signature import COMPLETIONS, EXTRAS, IDS, LOG, PROMPTS, RESERVED, RewardSignature
 
 MAX_REWARD = 3.4e38
 """The largest number in float32, about."""
@@ -35,6 +35,12 @@ class Scorable:
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any]
     """The other columns of the prompt's line."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """The whole chat, the completion included; None if the prompt is none."""
+    num_turns: int = 1
+    """Turns of the policy."""
+    environment: Mapping[str, float] = field(default_factory=dict)
+    """What the environment measured."""
 
     def failure(self, error: str) -> str:
         """Return an error with what the function was shown."""
@@ -50,6 +56,8 @@ class RewardResult:
     error: str | None = None
     is_counted: bool = True
     """Whether the error stands for the call: one call with lists may fail for many completions."""
+    logged: Mapping[str, Any] = field(default_factory=dict)
+    """What the function logged of the completion."""
 
 
 def load_reward(reward: Reward) -> Callable[..., Any]:
@@ -75,12 +83,13 @@ def run_reward(
     """Score completions with one function, in this process.
 
     The function gets the completion in its parameter `completion`, or the first one, and by name whatever it asks for
-    of ``prompt``, ``completion_ids`` and the prompt's columns; with ``**columns``, all of them. It returns a float, or
-    None for a completion that cannot be scored. The calls of a coroutine function all run at once, each for `timeout_s`
-    at most; nothing here ends a call of another function. If a parameter is called ``completions`` or ``prompts`` it
-    gets lists by name, as TRL passes them, and returns a list of the same length; where a prompt is messages, its
-    completion in such a list is messages too. With `stops_at_error` the first call that fails is the last: the others
-    have no reward and no error.
+    of ``prompt``, ``completion_ids`` and the prompt's columns; with ``**columns``, all of them. If it names
+    ``messages``, ``num_turns``, ``environment`` or ``log``, it gets these too, unless a column has the name. It returns
+    a float, or None for a completion that cannot be scored. The calls of a coroutine function all run at once, each for
+    `timeout_s` at most; nothing here ends a call of another function. If a parameter is called ``completions`` or
+    ``prompts`` it gets lists by name, as TRL passes them, and returns a list of the same length; where a prompt is
+    messages, its completion in such a list is messages too. With `stops_at_error` the first call that fails is the
+    last: the others have no reward and no error.
     """
     results: list[RewardResult] = []
     for part in scored(reward, items, timeout_s) if items else ():
@@ -103,7 +112,7 @@ def scored(
         yield asyncio_run(_run_together(function, items, signature, timeout_s))
     else:
         for item in items:
-            yield [_attempt(lambda: _to_result(signature.call(function, _offered(item), item.text)))]  # noqa: B023
+            yield [_score_one(function, item, signature)]
 
 
 def kind_of(reward: Callable[..., Any]) -> Kind:
@@ -133,6 +142,32 @@ def _offered(item: Scorable) -> dict[str, Any]:
     return {**_columns(item), "prompt": item.prompt, IDS[0]: list(item.token_ids)}
 
 
+def _score_one(reward: Callable[..., Any], item: Scorable, signature: RewardSignature) -> RewardResult:
+    logged: dict[str, Any] = {}
+    result: RewardResult = _attempt(
+        lambda: _to_result(signature.call(reward, _offered(item), _extras(item, logged), item.text))
+    )
+    return replace(result, logged=logged)
+
+
+def _extras(item: Scorable, logged: dict[str, Any]) -> dict[str, Any]:
+    def log(name: str, value: Any) -> None:
+        logged[str(name)] = _plain(value)
+
+    extras = {name: getattr(item, name) for name in EXTRAS if name != LOG}
+    return {**extras, LOG: log}
+
+
+def _plain(value: Any) -> Any:
+    """Return a number, or a text of anything else: it travels between processes."""
+    if isinstance(value, bool | str) or value is None:
+        return value
+    try:
+        return float(value)
+    except Exception:  # The value's own class may raise whatever it likes.
+        return str(value)
+
+
 def _columns(item: Scorable) -> dict[str, Any]:
     return {name: value for name, value in item.columns.items() if name not in RESERVED}
 
@@ -153,8 +188,21 @@ def _run_lists(
         **dict.fromkeys(IDS, token_ids),
     }
 
+    logged: list[dict[str, Any]] = [{} for _ in items]
+
+    def log(name: str, values: Any) -> None:
+        per_item = (
+            values
+            if isinstance(values, list | tuple) and len(values) == len(items)
+            else [values] * len(items)
+        )
+        for one, value in zip(logged, per_item, strict=True):
+            one[str(name)] = _plain(value)
+
+    extras = {name: [getattr(item, name) for item in items] for name in EXTRAS if name != LOG}
+
     def call() -> list[Any]:
-        answer = signature.call(reward, offered)
+        answer = signature.call(reward, offered, {**extras, LOG: log})
         answer = asyncio_run(answer) if inspect.iscoroutine(answer) else answer
         # A mapping would be read as its keys, and a text as its letters.
         if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Iterable):
@@ -173,7 +221,9 @@ def _run_lists(
     answer = _attempt(call)
     found = [answer] * len(items) if isinstance(answer, RewardResult) else list(map(_to_result, answer))
     first = next((index for index, result in enumerate(found) if result.error is not None), 0)
-    return [replace(result, is_counted=index == first) for index, result in enumerate(found)]
+    return [
+        replace(result, is_counted=index == first, logged=logged[index]) for index, result in enumerate(found)
+    ]
 
 
 async def _run_together(
@@ -183,9 +233,12 @@ async def _run_together(
     timeout_s: float | None,
 ) -> list[RewardResult]:
     async def one(item: Scorable) -> RewardResult:
+        logged: dict[str, Any] = {}
+        extras = _extras(item, logged)
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                return _to_result(await signature.call(reward, _offered(item), item.text))
+                value = await signature.call(reward, _offered(item), extras, item.text)
+            return replace(_to_result(value), logged=logged)
         except (Exception, SystemExit) as error:
             # A TimeoutError may also come from the function itself, or from a server that it asked.
             return _late(timeout_s) if limit.expired() else _raised(error)

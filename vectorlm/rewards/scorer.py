@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from vectorlm.encoding import is_messages
 from vectorlm.errors import RewardError
 from vectorlm.ranks.engine_ranks import capture, gather, results_or_first_error
 from vectorlm.ranks.topology import Topology
@@ -80,6 +81,10 @@ class RewardScorer:
                 greedy_rewards[index],
                 tuple(errors[index]),
                 reward_weights=self.weights,
+                logged=tuple(
+                    {name: value for found in results.values() for name, value in found[place].logged.items()}
+                    for place in range(end - len(group), end)
+                ),
             )
             for index, (group, end) in enumerate(zip(groups, ends, strict=True))
         ]
@@ -106,7 +111,12 @@ class RewardScorer:
 
 def _shown(rollout: Rollout) -> Scorable:
     record = rollout.prompt_record
-    return Scorable(rollout.text, record.prompt, rollout.token_ids, record.columns)
+    messages = None
+    if is_messages(record.prompt):
+        messages = [*record.prompt, {"role": "assistant", "content": rollout.text}]
+    return Scorable(
+        rollout.text, record.prompt, rollout.token_ids, record.columns, messages, rollout.num_turns
+    )
 
 
 def _blocks(rollouts: Sequence[Rollout], count: int) -> list[tuple[int, int]]:

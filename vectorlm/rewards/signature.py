@@ -13,6 +13,9 @@ OFFERED = {False: ("prompt", IDS[0]), True: (COMPLETIONS, PROMPTS, *IDS)}
 """What there is besides columns for a function of one completion, and for one of lists."""
 RESERVED = (COMPLETION, "prompt", *OFFERED[True])
 """Names that never mean a column."""
+LOG = "log"
+EXTRAS = ("messages", "num_turns", "environment", LOG)
+"""What a function gets only if it names it, and no column has that name."""
 OF_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
 """What TRL's trainer passes of itself."""
 
@@ -55,8 +58,16 @@ class RewardSignature:
         )
         return cls(takes_lists, completion, {name: each.kind for name, each in parameters.items()}, required)
 
-    def call(self, reward: Callable[..., Any], offered: Mapping[str, Any], completion: Any = None) -> Any:
-        """Call the function with the one completion, where it takes one, and what it accepts of `offered`."""
+    def call(
+        self,
+        reward: Callable[..., Any],
+        offered: Mapping[str, Any],
+        extras: Mapping[str, Any],
+        completion: Any = None,
+    ) -> Any:
+        """Call the function with the one completion, where it takes one, and what it accepts of what there is."""
+        named = {name: value for name, value in extras.items() if name in self.kinds}
+        offered = {**named, **offered}
         takes_any = inspect.Parameter.VAR_KEYWORD in self.kinds.values()
         given = {
             name: value
@@ -73,5 +84,5 @@ class RewardSignature:
 
     def missing(self, columns: Iterable[str]) -> list[str]:
         """Return the required parameters that neither these columns nor the completion itself can fill."""
-        supplied = {*OFFERED[self.takes_lists], *columns}
+        supplied = {*OFFERED[self.takes_lists], *EXTRAS, *columns}
         return [name for name in self.required if name not in supplied]

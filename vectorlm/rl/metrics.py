@@ -43,6 +43,11 @@ def rollout_metrics(
     for name in groups[0].rewards_by_name:
         values = torch.stack([group.rewards_by_name[name] for group in groups])
         metrics |= _spread(f"reward/{name}", values, "mean", "std")
+    logged = [each for group in groups for each in group.logged]
+    for name in sorted({name for each in logged for name in each}):
+        numbers = [each[name] for each in logged if isinstance(each.get(name), bool | float)]
+        if numbers:
+            metrics[f"logged/{name}"] = sum(numbers) / len(numbers)
     if rewards.shape[1] > 1:
         is_same = is_constant(rewards, ~rewards.isnan())
         scored = torch.where(rewards.isnan(), rewards.nanmean(dim=1, keepdim=True), rewards)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -100,6 +101,8 @@ class RolloutGroup:
     """Whether dynamic sampling dropped the group, which is then only counted."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each reward in the sum."""
+    logged: Sequence[Mapping[str, Any]] = ()
+    """What reward functions logged of each rollout."""
 
     @property
     def is_constant(self) -> bool:

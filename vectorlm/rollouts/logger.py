@@ -103,6 +103,8 @@ class RolloutLogger:
                     "finish_reason": rollout.finish_reason,
                     "num_turns": rollout.num_turns,
                 }
+                if group.logged and group.logged[g]:
+                    record["logged"] = dict(group.logged[g])
                 yield record | record_of(rollout) if self._saves_tokens else record
 
     def _table(self, step: int, groups: Sequence[RolloutGroup]) -> str:
