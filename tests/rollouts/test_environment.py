@@ -161,6 +161,28 @@ def faulty(fault, method):
     return type("Faulty", (), methods | {method: fail})
 
 
+def test_a_call_that_is_cancelled_ends_its_worker():
+    class Slow:
+        def step(self, message):
+            time.sleep(0 if message["content"] == "fast" else 60)
+
+    async def rollouts():
+        with WorkerPool(1) as pool:
+            host, record = EnvironmentHost(Slow, pool, None), PromptRecord(ASKED)
+            first = HostedEnvironment(host, record)
+            await first.reset()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(first.step("slow"), 0.5)
+            await first.close()
+            second = HostedEnvironment(host, record)
+            await second.reset()
+            _, reply = await second.step("fast")
+            await second.close()
+            return reply.done
+
+    assert asyncio.run(asyncio.wait_for(rollouts(), 40))
+
+
 def leave():
     os._exit(3)
 

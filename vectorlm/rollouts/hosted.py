@@ -56,13 +56,14 @@ class HostedEnvironment:
         self._host, self._record = host, record
         self._stack = AsyncExitStack()
         self._worker: Worker | None = None
-        self._num_turns, self._written = 0, ""
+        self._num_turns, self._written, self._is_cancelled = 0, "", False
 
     async def reset(self) -> Any:
         """Return what the policy is asked first: the prompt with what the environment adds, and its tools."""
         record = self._record
-        prompt = await self._call("begin", self._host.make, self._host.where, record.prompt, record.columns)
+        # First: who waits for a second worker must not have one.
         tools = [*(tools_of(record.columns) or ()), *await self._host.tools(record)]
+        prompt = await self._call("begin", self._host.make, self._host.where, record.prompt, record.columns)
         return {"prompt": prompt, "tools": tools} if tools and is_messages(prompt) else prompt
 
     async def step(self, text: str) -> tuple[Message, Reply]:
@@ -76,7 +77,8 @@ class HostedEnvironment:
         """Close the environment and give its worker back; return a reward for the whole rollout, if there is one."""
         try:
             is_there = self._worker is not None and self._worker.loss is None
-            reward: float | None = await self._call("end") if is_there else None
+            # A call that was cancelled takes its worker along.
+            reward: float | None = await self._call("end") if is_there and not self._is_cancelled else None
             return reward
         finally:
             await asyncio.wrap_future(self._host.workers.submit(self._stack.aclose()))
@@ -84,6 +86,9 @@ class HostedEnvironment:
     async def _call(self, what: str, *arguments: Any) -> Any:
         try:
             return await asyncio.wrap_future(self._host.workers.submit(self._ask(what, arguments)))
+        except asyncio.CancelledError:
+            self._is_cancelled = True
+            raise
         except ConfigError:
             raise
         except (WorkerLost, RuntimeError) as error:
@@ -108,8 +113,12 @@ _runner = asyncio.Runner()
 
 def describe(make: str | bytes, where: str, columns: Mapping[str, Any]) -> Any:
     """Yield the schemas of the tools."""
-    environment = environments.make_environment(_loaded(make), columns)
-    tools = environments.tools_of(environment, environments.kind_of(environment, where))
+    loaded = _loaded(make)
+    tools = []
+    # A shorthand has none, and is not made to look for them.
+    if not hasattr(loaded, "respond"):
+        environment = environments.make_environment(loaded, columns)
+        tools = environments.tools_of(environment, environments.kind_of(environment, where))
     yield schemas_of(tools, where) if tools else []
 
 

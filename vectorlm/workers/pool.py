@@ -67,7 +67,7 @@ class Worker:
         message = frame((number := next(self._numbers), function, pickle.dumps(arguments)))
         queue = self._jobs[number] = asyncio.Queue[tuple[str, Any]]()
         self._writer.write(message)
-        has_begun, limit = False, None
+        has_begun, is_over, limit = False, False, None
         try:
             while True:
                 try:
@@ -76,9 +76,10 @@ class Worker:
                 except TimeoutError:
                     self._pool.end(self, f"no answer within {limit:g} s")
                     continue
+                is_over = kind in (END, ERROR, LOST)
                 if kind == END:
                     return
-                if kind in (ERROR, LOST):
+                if is_over:
                     raise value
                 if has_begun:
                     self._pool.deaths = 0
@@ -86,6 +87,9 @@ class Worker:
                 yield value
         finally:
             del self._jobs[number]
+            if not is_over:
+                # It goes on with what nobody waits for.
+                self._pool.end(self, "its job was given up")
 
     async def ask(self, function: str, *arguments: Any) -> Any:
         """Do what `run` does with a generator of one value, and return the value."""
