@@ -1,4 +1,6 @@
+import itertools
 import math
+import statistics
 
 import pytest
 
@@ -29,3 +31,17 @@ def test_one_question_has_no_standard_error_and_none_no_mean():
     assert grade([[1.0]]).mean == 1.0
     assert math.isnan(grade([[1.0]]).mean_error)
     assert math.isnan(grade([[math.nan]]).mean)
+
+
+def test_pass_at_k_is_the_share_of_the_choices_of_k_answers_with_a_right_one():
+    answers = [[1.0, 0.0, 0.0, 1.0, 0.5], [0.0, 0.0, 0.0, 1.0, math.nan], [0.0] * 6]
+    found = grade(answers).pass_at
+    assert list(found) == [2, 4]
+    for k, value in found.items():
+        shares = [
+            statistics.fmean(1.0 in chosen for chosen in itertools.combinations(scored, k))
+            for scored in ([each for each in options if not math.isnan(each)] for options in answers)
+        ]
+        assert value == pytest.approx(statistics.fmean(shares))
+    assert grade([[1.0, 0.0], [1.0]]).pass_at == {}
+    assert grade([]).pass_at == {}

@@ -205,7 +205,8 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         right = f"{each.accuracy:6.1%}{of_right} right, " if name != "sum" else ""
         unscored = f", {each.num_unscored} answers without a reward" if each.num_unscored else ""
         mean = f"mean reward {each.mean:.4f}{of_mean}"
-        lines.append(f"{name:{max(map(len, grades))}}  {right}{mean}{unscored}")
+        chances = "".join(f", pass@{k} {value:.1%}" for k, value in each.pass_at.items() if name != "sum")
+        lines.append(f"{name:{max(map(len, grades))}}  {right}{mean}{chances}{unscored}")
     num_answers = sum(map(len, answers))
     lines.append(f"{len(records)} questions, {num_answers} answers")
     rows = [

@@ -72,6 +72,7 @@ class Evaluator:
             rewards = score_answers(self._reward, self._prompt_records, answers, "sampler.reward")
             if (found := grade(rewards)).num_questions:
                 metrics |= {"eval/accuracy": found.accuracy, "eval/reward": found.mean}
+                metrics |= {f"eval/pass_at_{k}": value for k, value in found.pass_at.items()}
         if self._lines is not None:
             self._lines.write(step, self._samples(answers, rewards, generate_s))
             self._say(self._summary(step, answers, rewards))

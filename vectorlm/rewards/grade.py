@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -20,6 +20,8 @@ class Grade:
     """The share of answers with a reward of 1, which stands for a right answer."""
     accuracy_error: float
     """Its standard error."""
+    pass_at: Mapping[int, float]
+    """By k, the chance that one of k answers is right: powers of two up to the fewest answers to a question."""
     num_questions: int
     """Questions that have an answer with a reward."""
     num_unscored: int
@@ -27,11 +29,12 @@ class Grade:
 
 
 def grade(rewards: Sequence[Sequence[float]]) -> Grade:
-    """Grade the rewards of each question's answers, NaN where there is none.
+    r"""Grade the rewards of each question's answers, NaN where there is none.
 
     The answers to one question are not independent, so a question counts once, with the mean of its answers:
     standard error = standard deviation of these means / sqrt(questions).
-    *Source*: Miller 2024, arXiv 2411.00640 (several answers to a question).
+    *Source*: Miller 2024, arXiv 2411.00640 (several answers to a question). Of n answers with c right ones, pass@k is
+    estimated without bias by :math:`1 - \binom{n - c}{k} / \binom{n}{k}`; Chen et al. 2021, arXiv 2107.03374.
     """
     scored = [[each for each in answers if not math.isnan(each)] for answers in rewards]
     num_unscored = sum(map(len, rewards)) - sum(map(len, scored))
@@ -40,7 +43,12 @@ def grade(rewards: Sequence[Sequence[float]]) -> Grade:
     accuracy, accuracy_error = _mean_and_error(
         [statistics.fmean(each == 1.0 for each in answers) for answers in scored]
     )
-    return Grade(mean, mean_error, accuracy, accuracy_error, len(scored), num_unscored)
+    counts = [(len(answers), sum(each == 1.0 for each in answers)) for answers in scored]
+    pass_at, k = {}, 2
+    while counts and k <= min(n for n, _ in counts):
+        pass_at[k] = statistics.fmean(1 - math.comb(n - right, k) / math.comb(n, k) for n, right in counts)
+        k *= 2
+    return Grade(mean, mean_error, accuracy, accuracy_error, pass_at, len(scored), num_unscored)
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
