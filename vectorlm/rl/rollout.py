@@ -38,6 +38,8 @@ class Rollout:
     """Where each turn ends in `token_ids`; those of an environment's turns."""
     turn_rewards: tuple[float, ...] = ()
     """What the environment gave for each turn, 0 for nothing; missing ones at the end are 0."""
+    branches: tuple[Rollout, ...] = ()
+    """Further rows, where an agent has rewritten or forked what it asked; each token is trained on in one of them."""
     is_replayed: bool = False
     """Whether it comes from a file; its `versions` count the steps of the run that wrote the file."""
 

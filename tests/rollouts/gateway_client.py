@@ -1,0 +1,68 @@
+"""A gateway before a scripted engine, for tests, and a tokenizer whose tokens are letters."""
+
+import asyncio
+import contextlib
+
+from vectorlm.rollouts.gateway import Gateway
+from vectorlm.rollouts.session import Session
+from vectorlm.types import Completion
+
+
+class Letters:
+    """A tokenizer whose tokens are letters, and whose template puts a line for each message."""
+
+    def encode(self, text, add_special_tokens=True):
+        return list(map(ord, text))
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, messages, add_generation_prompt=False, tokenize=True, **how):
+        text = "".join(f"<{each['role'][0]}>{each['content']}\n" for each in messages)
+        text += "<a>" * add_generation_prompt
+        return {"input_ids": self.encode(text)} if tokenize else text
+
+
+class Scripted:
+    """Answers prompts by a function of their text; keeps what it was asked, and what was given up."""
+
+    def __init__(self, answer, delay_s=0.0, version=3):
+        self.answer, self.delay_s, self.version = answer, delay_s, version
+        self.asked, self.params, self.given_up = [], [], []
+
+    async def ask(self, prompt, params):
+        text = "".join(map(chr, prompt))
+        self.asked.append(text)
+        self.params.append(params)
+        try:
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            self.given_up.append(text)
+            raise
+        return [self.completion(prompt, text, index) for index in range(params["n"])]
+
+    def completion(self, prompt, text, index):
+        said = self.answer(text, index)
+        count = len(said)
+        logprobs = tuple(-1.0 - place / 8 for place in range(count))
+        return Completion(
+            tuple(prompt), tuple(map(ord, said)), logprobs, (self.version,) * count, said, "stop"
+        )
+
+
+@contextlib.contextmanager
+def serving(max_model_len=4000):
+    with Gateway("policy", Letters(), vocab_size=0x110000, max_model_len=max_model_len) as gateway:
+        yield gateway
+
+
+def session_of(gateway, engine, sampling=None, **more):
+    session = Session(
+        engine.ask,
+        Letters(),
+        sampling={"temperature": 1.0, "max_tokens": 50} if sampling is None else sampling,
+        max_model_len=gateway.max_model_len,
+        **more,
+    )
+    gateway.open(session)
+    return session

@@ -1,0 +1,233 @@
+"""An HTTP server on loopback before an engine: any agent that takes a ``base_url`` makes rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable, MutableMapping
+from types import TracebackType
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from uvicorn import Config, Server
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from vectorlm.errors import VectorLMError
+from vectorlm.ranks.placement import LOOPBACK
+from vectorlm.rollouts.forms import ChatRequest, Form, TextRequest, TokenRequest, events
+from vectorlm.rollouts.session import RequestError, Session, Turn
+
+MAX_BODY_BYTES = 16 * 2**20
+ARRIVES_WITHIN_S = 30.0
+"""Longest time for a request to arrive whole, and for its answer to be taken."""
+KEPT_ALIVE_S = 300.0
+"""How long a connection may rest between two requests."""
+CLOSE_S = 5.0
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Asked = ChatRequest | TextRequest | TokenRequest
+
+
+class Gateway:
+    """Serves sessions, each with its own key, from a thread of its own; a context manager.
+
+    ``/v1/chat/completions``, ``/v1/completions``, ``/inference/v1/generate`` and ``/v1/models`` ask for
+    ``Authorization: Bearer KEY``; ``/health`` does not.
+    """
+
+    def __init__(self, model: str, tokenizer: Any, *, vocab_size: int, max_model_len: int) -> None:
+        """Listen on a free port of 127.0.0.1; `model` is the name that agents use."""
+        self.model, self.max_model_len = model, max_model_len
+        self._form = Form(model, tokenizer, vocab_size)
+        self._sessions: dict[bytes, Session] = {}
+        self._socket = socket.create_server((LOOPBACK, 0), backlog=1024)
+        self.url = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}/v1"
+        """What agents call `base_url`."""
+        routes = [
+            Route("/health", _health),
+            Route("/v1/models", self._models),
+            Route("/v1/chat/completions", _Endpoint(self, ChatRequest), methods=["POST"]),
+            Route("/v1/completions", _Endpoint(self, TextRequest), methods=["POST"]),
+            # Clients of vLLM look for it beside /v1, or below.
+            Route("/inference/v1/generate", _Endpoint(self, TokenRequest), methods=["POST"]),
+        ]
+        config = Config(
+            Starlette(routes=routes),
+            http=_Connection,
+            ws="none",
+            proxy_headers=False,
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=int(KEPT_ALIVE_S),
+            timeout_graceful_shutdown=1,
+        )
+        # It speaks of clients that are broken or gone; what goes wrong here, the agent is told.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._server = Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, name="gateway", daemon=True
+        )
+        self._thread.start()
+
+    def open(self, session: Session) -> None:
+        """Answer a session's requests."""
+        self._sessions[_digest(session.key)] = session
+
+    def end(self, session: Session) -> None:
+        """Answer no more of a session's requests."""
+        self._sessions.pop(_digest(session.key), None)
+
+    def close(self) -> None:
+        """Stop listening; safe to call twice."""
+        self._server.should_exit = True
+        self._thread.join(CLOSE_S)
+        self._socket.close()
+
+    def __enter__(self) -> Gateway:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def session_of(self, request: Request) -> Session:
+        """Return the session whose key a request has; raise `RequestError` where it has none."""
+        session = self._sessions.get(
+            _digest(request.headers.get("authorization", "").removeprefix("Bearer "))
+        )
+        if session is None:
+            raise RequestError("the key is not that of a session.", status=401, code="invalid_api_key")
+        return session
+
+    async def respond(self, request: Request, form: type[Asked]) -> tuple[Response, list[Turn]]:
+        """Return the answer to a request, and the turns in it."""
+        session = self.session_of(request)
+        asked = form.model_validate_json(await _body(request))
+        if asked.model not in (None, self.model):
+            raise RequestError(
+                f"there is no model {asked.model!r}: it is called {self.model!r}.",
+                "model",
+                404,
+                "model_not_found",
+            )
+        turns = await _unless_gone(request, asked.answer(session, self._form))
+        body = asked.shown(turns, self._form)
+        if not isinstance(asked, TokenRequest) and asked.stream:
+            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+            return Response("".join(events(body, with_usage)), media_type="text/event-stream"), turns
+        return JSONResponse(body), turns
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self.session_of(request)
+        except RequestError as error:
+            return _refusal(error)
+        card = {
+            "id": self.model,
+            "object": "model",
+            "owned_by": "vectorlm",
+            "max_model_len": self.max_model_len,
+        }
+        return JSONResponse({"object": "list", "data": [card]})
+
+
+class _Endpoint:
+    """One path, as an ASGI application: it knows when its answer has been sent."""
+
+    def __init__(self, gateway: Gateway, form: type[Asked]) -> None:
+        self._gateway, self._form = gateway, form
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        turns: list[Turn] = []
+        try:
+            response, turns = await self._gateway.respond(Request(scope, receive), self._form)
+        except RequestError as error:
+            response = _refusal(error)
+        except ValidationError as error:
+            first = error.errors()[0]
+            response = _refusal(RequestError(f"{_path(first['loc'])}: {first['msg']}", _path(first["loc"])))
+        except VectorLMError as error:
+            # As an engine refuses a request: a step that has a fault of its own fails elsewhere too.
+            response = _refusal(RequestError(str(error)))
+        except (ClientDisconnect, asyncio.CancelledError):
+            return
+        except Exception as error:
+            response = _refusal(RequestError(f"{type(error).__name__}: {error}", status=500))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ARRIVES_WITHIN_S):
+                await response(scope, receive, send)
+        for turn in turns:
+            turn.is_read = True
+
+
+class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    """Closes a connection whose first request does not begin: uvicorn waits for it without limit."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(ARRIVES_WITHIN_S, self._close_unless_begun)
+
+    def _close_unless_begun(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
+
+
+def _digest(key: str) -> bytes:
+    """Return what a key is looked up by: how long that takes says nothing of the key."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+async def _health(request: Request) -> Response:
+    return JSONResponse({})
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    try:
+        async with asyncio.timeout(ARRIVES_WITHIN_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
+    except TimeoutError:
+        raise RequestError(f"the body took more than {ARRIVES_WITHIN_S:g} s to arrive.", status=408) from None
+    return bytes(body)
+
+
+async def _unless_gone(request: Request, work: Awaitable[list[Any]]) -> list[Any]:
+    """Return what `work` does, unless the client goes away before: then it is cancelled."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+def _refusal(error: RequestError) -> Response:
+    body = {"message": str(error), "type": "invalid_request_error", "param": error.param, "code": error.code}
+    # The rest of a large body is read and dropped, or a client would never see the answer; that of a late one is not.
+    headers = {"connection": "close"} if error.status == 408 else None
+    return JSONResponse({"error": body}, error.status, headers=headers)
+
+
+def _path(place: tuple[Any, ...]) -> str:
+    """Return a field's place as JSON paths write it: ``messages[0].role``."""
+    found = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in place)
+    return found.removeprefix(".")

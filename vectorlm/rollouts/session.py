@@ -1,0 +1,282 @@
+"""One rollout as an agent makes it: its requests, the tokens of each, and which goes on from which."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vectorlm.encoding import encode, encode_reply
+from vectorlm.errors import RolloutError
+from vectorlm.rl.rollout import Rollout
+from vectorlm.rollouts.sampler import Ask
+from vectorlm.rollouts.tools import parse_calls
+from vectorlm.types import Completion, PromptRecord
+
+FOLLOWED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""What the trainer computes log-probabilities with, and what it is where nothing says otherwise."""
+MAX_REQUESTS = 1000
+"""Requests of a session: an agent that asks on and on would never end."""
+
+
+class RequestError(Exception):
+    """A request that cannot be answered; `param` is its field, `status` the HTTP status."""
+
+    def __init__(
+        self, text: str, param: str | None = None, status: int = 400, code: str | None = None
+    ) -> None:
+        super().__init__(text)
+        self.param, self.status, self.code = param, status, code
+
+
+@dataclass(eq=False)
+class Turn:
+    """One answer of the policy."""
+
+    completion: Completion
+    before: Turn | None
+    """The turn that it goes on from."""
+    added: tuple[int, ...]
+    """The tokens between the two, which the policy did not choose."""
+    added_text: str
+    said: Any
+    """What a request that goes on from here begins with: messages with tools, or a text."""
+    is_read: bool = False
+    """Whether the agent has got it: what nobody has read has earned no reward."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens up to its end."""
+        return self.completion.prompt_token_ids + self.completion.token_ids
+
+
+class Session:
+    """The requests of one rollout; made on the event loop that samples, used on the gateway's."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        tokenizer: Any,
+        *,
+        sampling: Mapping[str, Any],
+        max_model_len: int,
+        seed_of: Callable[[int], int] | None = None,
+    ) -> None:
+        """Sample with `ask` and the parameters `sampling`; `seed_of` draws the seed of a request by its number."""
+        self.key = secrets.token_urlsafe(32)
+        """Who holds it makes this session's requests."""
+        self._ask, self._loop, self._tokenizer = ask, asyncio.get_running_loop(), tokenizer
+        self._sampling, self._seed_of, self.max_model_len = sampling, seed_of, max_model_len
+        self._turns: list[Turn] = []
+        self._num_requests = self._num_in_flight = 0
+        self._idle_since = time.monotonic()
+        self.is_full = False
+        """Whether a request was refused because the model has no room for it."""
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the agent got its last answer; 0 while it waits for one."""
+        return 0.0 if self._num_in_flight else time.monotonic() - self._idle_since
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, params: Mapping[str, Any]
+    ) -> list[Turn]:
+        """Answer chat messages; of an earlier answer among them, the tokens are taken as they were sampled."""
+        chat = [_for_template(message, index) for index, message in enumerate(messages)]
+        key = [json.dumps(tools), *map(_comparable, chat)]
+        before, ids = None, []
+        if chat[-1]["role"] != "assistant":
+            before = self._longest(lambda said: isinstance(said, list) and key[: len(said)] == said, len(key))
+        if before is None:
+            prompt = {"prompt": chat, "tools": tools} if tools else chat
+            ids = encode(prompt, lambda: self._tokenizer)
+        else:
+            num_known = len(before.said) - 1
+            written = before.completion.token_ids
+            ids = encode_reply(chat[: num_known - 1], chat[num_known:], written, self._tokenizer, tools)
+        text = "" if before is None else self._tokenizer.decode(ids)
+        return await self._continue(
+            before, ids, text, params, lambda said: [*key, _comparable(spoken(said, tools))]
+        )
+
+    async def write_on(self, prompt: str | Sequence[int], params: Mapping[str, Any]) -> list[Turn]:
+        """Continue a text or token ids; what earlier requests made of their beginning stays as it was sampled."""
+        if not isinstance(prompt, str):
+            asked = tuple(prompt)
+            before = max(
+                (turn for turn in self._turns if asked[: len(turn.token_ids)] == turn.token_ids),
+                key=lambda turn: len(turn.token_ids),
+                default=None,
+            )
+            ids = asked if before is None else asked[len(before.token_ids) :]
+            text = "" if before is None else self._tokenizer.decode(ids)
+            return await self._continue(before, ids, text, params, lambda said: None)
+        before = self._longest(
+            lambda said: isinstance(said, str) and prompt.startswith(said), len(prompt) + 1
+        )
+        if before is None:
+            return await self._continue(
+                None, encode(prompt, lambda: self._tokenizer), "", params, lambda said: prompt + said
+            )
+        rest = prompt[len(before.said) :]
+        ids = self._tokenizer.encode(rest, add_special_tokens=False)
+        return await self._continue(before, ids, rest, params, lambda said: prompt + said)
+
+    def rollout(self, record: PromptRecord) -> Rollout:
+        """Return the rollout that the agent has made of a prompt; what it did not read is left out.
+
+        The row with the last answer comes first, the others are its `branches`; each token is trained on in one row.
+
+        Raises:
+            RolloutError: The agent has read no answer.
+        """
+        turns = [turn for turn in self._turns if turn.is_read]
+        if not turns:
+            raise RolloutError("the agent ended without an answer of the policy: it must ask for one.")
+        gone_on_from = {turn.before for turn in turns}
+        rows: list[Rollout] = []
+        trained: set[Turn] = set()
+        for leaf in [turn for turn in reversed(turns) if turn not in gone_on_from]:
+            rows.append(_row(leaf, record, trained))
+        first, *others = rows
+        if self.is_full:
+            first = replace(first, finish_reason="length")
+        return replace(first, branches=tuple(others))
+
+    def _longest(self, begins: Callable[[Any], bool], shorter_than: int) -> Turn | None:
+        """Return the turn that a request goes on from: of equal ones the last."""
+        found = [turn for turn in self._turns if begins(turn.said) and len(turn.said) < shorter_than]
+        return max(reversed(found), key=lambda turn: len(turn.said), default=None)
+
+    async def _continue(
+        self,
+        before: Turn | None,
+        ids: Sequence[int],
+        text: str,
+        params: Mapping[str, Any],
+        said: Callable[[str], Any],
+    ) -> list[Turn]:
+        prompt = [*(() if before is None else before.token_ids), *ids]
+        if len(prompt) >= self.max_model_len:
+            self.is_full = True
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens; the prompt has {len(prompt)}.",
+                code="context_length_exceeded",
+            )
+        asked = self._params(params)
+        if self._num_requests == MAX_REQUESTS:
+            raise RequestError(f"This session has made its {MAX_REQUESTS} requests.", status=429)
+        if self._seed_of is not None:
+            asked["seed"] = self._seed_of(self._num_requests)
+        self._num_requests += 1
+        if before is not None:
+            before.is_read = True
+        self._num_in_flight += 1
+        try:
+            sampled = asyncio.run_coroutine_threadsafe(_sample(self._ask, prompt, asked), self._loop)
+            completions = await asyncio.wrap_future(sampled)
+        finally:
+            self._num_in_flight -= 1
+            self._idle_since = time.monotonic()
+        turns = [Turn(each, before, tuple(ids), text, said(each.text)) for each in completions]
+        self._turns += turns
+        return turns
+
+    def _params(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the sampling parameters of a request: the session's, with what the agent may choose."""
+        given = {name: value for name, value in asked.items() if value is not None}
+        params = {"logprobs": 0, **self._sampling, "n": given.pop("n", 1)}
+        for name, default in FOLLOWED.items():
+            fixed = self._sampling.get(name, default)
+            if (wanted := given.pop(name, fixed)) != fixed and {wanted, fixed} != {0, -1}:
+                raise RequestError(
+                    f"{name}={wanted} would sample from another distribution than the one that is trained, whose "
+                    f"{name} is {fixed}. Leave it out, or change it for the whole run in sampling_params.",
+                    name,
+                )
+        limits = [
+            limit for limit in (given.pop("max_tokens", None), params.get("max_tokens")) if limit is not None
+        ]
+        return {**params, "max_tokens": min(limits, default=None), **given}
+
+
+async def _sample(ask: Ask, prompt: Sequence[int], params: dict[str, Any]) -> Sequence[Completion]:
+    return await ask(prompt, params)
+
+
+def _row(leaf: Turn, record: PromptRecord, trained: set[Turn]) -> Rollout:
+    """Return all turns up to one, in a row; those in `trained` are trained on in another row."""
+    path: list[Turn] = []
+    turn: Turn | None = leaf
+    while turn is not None:
+        path.insert(0, turn)
+        turn = turn.before
+    row = Rollout.begun(record, path[0].completion)
+    for turn in path[1:]:
+        row = row.continued(turn.added, turn.added_text, turn.completion)
+    mask = list(row.policy_mask)
+    start = len(row.prompt_token_ids)
+    for turn in path:
+        if turn in trained:
+            end = len(turn.token_ids) - start
+            mask[end - len(turn.completion.token_ids) : end] = [False] * len(turn.completion.token_ids)
+    trained.update(path)
+    return replace(row, policy_mask=tuple(mask))
+
+
+def _for_template(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return a message as chat templates read it: text as one text, arguments of calls as objects."""
+    found = {name: value for name, value in message.items() if value is not None}
+    content = found.get("content", "")
+    if not isinstance(content, str):
+        for place, part in enumerate(content):
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise RequestError(
+                    f"a part of type {part.get('type')!r} cannot be read: the policy reads text alone.",
+                    f"messages[{index}].content[{place}].type",
+                )
+        content = "".join(part["text"] for part in content)
+    found["content"] = content
+    calls = []
+    for call in found.get("tool_calls", ()):
+        function = dict(call["function"])
+        if isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            except json.JSONDecodeError as error:
+                raise RequestError(
+                    f"the arguments are no JSON: {error}", f"messages[{index}].tool_calls.function.arguments"
+                ) from None
+        calls.append({**call, "function": function})
+    if calls:
+        found["tool_calls"] = calls
+    return found
+
+
+def _comparable(message: Mapping[str, Any]) -> str:
+    """Return what two forms of the same message have in common: frameworks add fields, and strip answers."""
+    is_answer = message["role"] == "assistant"
+    calls = [
+        (call["function"].get("name"), call["function"].get("arguments"))
+        for call in message.get("tool_calls", ())
+    ]
+    content = message["content"].strip() if is_answer else message["content"]
+    return json.dumps([message["role"], content, calls], sort_keys=True)
+
+
+def spoken(text: str, tools: Sequence[Any] | None) -> dict[str, Any]:
+    """Return what the policy wrote as a message, with the calls of tools that it may call."""
+    content, calls = parse_calls(text) if tools else (text, [])
+    if any(call.error for call in calls):
+        content, calls = text, []
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in calls
+        ]
+    return message
