@@ -60,6 +60,22 @@ def test_a_prompt_for_a_model_of_chats_is_said_to_be_plain_text(model_path, tmp_
     (folder / "chat_template.jinja").unlink()
     assert ask(str(folder), "--prompt", "abc", "--max_tokens", "1") == 0
     assert note not in capsys.readouterr().err
+    assert ask(str(folder), "--prompt", "abc", "--chat") == 2
+    assert "chat template" in capsys.readouterr().err
+
+
+def test_a_chat_is_the_same_as_its_rendered_text(model_path, capsys):
+    from transformers import AutoTokenizer
+
+    chat = [{"role": "system", "content": "abc"}, {"role": "user", "content": "xyz"}]
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    greedy = ["--max_tokens", "4", "--temperature", "0"]
+    assert ask(model_path, "--prompt", "xyz", "--system", "abc", *greedy) == 0
+    found = capsys.readouterr()
+    assert ask(model_path, "--prompt", text, *greedy) == 0
+    assert found.out.splitlines()[-1] == capsys.readouterr().out.splitlines()[-1]
+    assert not found.err
 
 
 @pytest.mark.parametrize(

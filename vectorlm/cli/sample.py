@@ -31,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="what to continue; may be repeated; without it, every line of the standard input is a prompt",
     )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="ask each prompt as a user's message, by the model's chat template",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="the system message of each chat; implies --chat")
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,17 +78,30 @@ def run(args: argparse.Namespace) -> int:
     if not all(prompt.strip() for prompt in prompts):
         raise ConfigError("--prompt is empty: there is nothing to continue.")
     params = {"max_tokens": MAX_TOKENS, **sampling_params(args)}
+    is_chat = args.chat or args.system is not None
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    asked: list[Prompt] = [
+        [*system, {"role": "user", "content": prompt}] if is_chat else prompt for prompt in prompts
+    ]
+    from transformers import AutoTokenizer
+
+    has_template = bool(AutoTokenizer.from_pretrained(model).chat_template)
+    if is_chat and not has_template:
+        raise ConfigError(
+            f"--chat needs a chat template, and the tokenizer of {model} has none. Leave it out."
+        )
     pages = []
-    for prompt, completions in zip(prompts, ask(args.engine, model, adapter, prompts, params), strict=True):
+    for prompt, completions in zip(prompts, ask(args.engine, model, adapter, asked, params), strict=True):
         texts = [completion.text.strip() or "(nothing)" for completion in completions]
         if len(texts) > 1:
             texts = [f"[{number}] {text}" for number, text in enumerate(texts, start=1)]
         pages.append("\n".join([f"> {prompt}", *texts]))
     print(printable("\n\n".join(pages)))
-    from transformers import AutoTokenizer
-
-    if AutoTokenizer.from_pretrained(model).chat_template:
-        print("this tokenizer has a chat template; the prompt was taken as plain text", file=sys.stderr)
+    if has_template and not is_chat:
+        print(
+            "this tokenizer has a chat template; the prompt was taken as plain text (--chat asks it as a message)",
+            file=sys.stderr,
+        )
     return 0
 
 
