@@ -1,0 +1,119 @@
+"""Rollouts whose environment takes its time: what four turns cost over the sampling itself.
+
+64 rollouts of the 36 M parameter Llama answer an environment that sleeps half a second at each of four turns, beside
+the same rollouts whose environment replies at once, in turn. Run: python benchmarks/environments.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from bench_model import save_bench_model
+from report import write_result
+
+from vectorlm import SamplingEngine
+from vectorlm.rl.settings import CollectSettings
+from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment
+from vectorlm.rollouts.queue import GroupQueue
+from vectorlm.rollouts.sampler import GroupSampler, Task
+from vectorlm.types import PromptRecord
+from vectorlm.workers import WorkerPool
+
+GROUPS, SIZE, TURNS, SLEEP_S, TOKENS = 8, 8, 4, 0.5, 16
+
+
+class Environment:
+    """Replies with three tokens, after a while."""
+
+    def __init__(self, sleep_s: float) -> None:
+        self.sleep_s = sleep_s
+
+    def respond(self, text: str) -> str:
+        """Return the reply."""
+        time.sleep(self.sleep_s)
+        return "more"
+
+
+class Tokenizer:
+    """Makes three tokens of every reply."""
+
+    def encode(self, text: str, **how: bool) -> list[int]:
+        """Return three tokens."""
+        return [5, 6, 7]
+
+
+def sampler(pool: WorkerPool) -> GroupSampler:
+    # The policy has one turn for each of the environment's.
+    settings = CollectSettings(
+        prompts=("",),
+        prompts_per_step=GROUPS,
+        group_size=SIZE,
+        max_turns=TURNS,
+        # About one token in sixteen ends a turn.
+        sampling_params={"max_tokens": 16 * TOKENS, "stop_token_ids": list(range(8000 // TOKENS))},
+    )
+    host = EnvironmentHost(f"{__file__}:Environment", pool, 60.0)
+    return GroupSampler(
+        settings=settings,
+        seed=0,
+        max_model_len=1024,
+        tokenizer=Tokenizer(),
+        open_environment=functools.partial(HostedEnvironment, host),
+    )
+
+
+def seconds(engine: SamplingEngine, pool: WorkerPool, sleep_s: float, first: int) -> float:
+    """Sample all groups once."""
+    queue = GroupQueue(engine, sampler(pool))
+    prompts = (PromptRecord([index + 3] * 64, {"sleep_s": sleep_s}) for index in range(GROUPS))
+    tasks = [Task(first + index, record) for index, record in enumerate(prompts)]
+    began = time.perf_counter()
+    left = set(queue.submit(tasks))
+    while left:
+        found = queue.poll(60.0, at_least=len(left))
+        assert all(each.num_turns == TURNS for group in found.values() for each in group.rollouts)
+        left -= found.keys()
+    took_s = time.perf_counter() - began
+    queue.close()
+    return took_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_bench_model(Path(folder) / "model")
+        options = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 1 << 30}
+        with (
+            WorkerPool(GROUPS * SIZE) as pool,
+            SamplingEngine(model, skip_tokenizer_init=True, **options) as engine,
+        ):
+            engine.wait_until_ready()
+            seconds(engine, pool, 0.0, 0)
+            times: dict[float, list[float]] = {0.0: [], SLEEP_S: []}
+            for round_ in range(args.rounds):
+                for sleep_s, found in times.items():
+                    found.append(seconds(engine, pool, sleep_s, GROUPS * (1 + round_)))
+    at_once, slow = (statistics.median(found) for found in times.values())
+    row = {
+        "rollouts": GROUPS * SIZE,
+        "turns of the environment": TURNS,
+        "sleep, s": SLEEP_S,
+        "replies at once, s": round(at_once, 2),
+        "sleeps, s": round(slow, 2),
+        "over the sampling, s": round(slow - at_once, 2),
+        "one after the other, s": GROUPS * SIZE * TURNS * SLEEP_S,
+    }
+    write_result("environments", {"tokens a turn": TOKENS, "rounds": args.rounds}, [row])
+
+
+if __name__ == "__main__":
+    main()
