@@ -196,6 +196,8 @@ def test_pairs_are_trained_on_beside_their_reference(files, tmp_path):
 def test_an_algorithm_of_ones_own_and_a_tool(files, tmp_path):
     overrides = [
         f"rl.environment={TOOL}",
+        "train_parameters.sampler.prompts=null",
+        "train_parameters.sampler.reward=null",
         "rl.max_steps=1",
         "train_parameters.lora_peft_config={r: 4, target_modules: [q_proj, v_proj]}",
         "rl.kl_coef=0.1",
@@ -206,6 +208,44 @@ def test_an_algorithm_of_ones_own_and_a_tool(files, tmp_path):
     # The adapters start at zero, where policy and reference are one.
     assert metrics["reference/kl"] == pytest.approx(0.0, abs=1e-6)
     assert (tmp_path / "own" / "final-model" / "adapter_config.json").exists()
+
+
+GAME = """
+from vectorlm.rollouts.environment import Reply
+
+class Vowels:
+    def reset(self, row):
+        self.first = row["wanted"]
+
+    async def step(self, message):
+        number = sum(message["content"].count(letter) for letter in "aeiou")
+        return Reply("abc", reward=number / 4 or None, metrics={"vowels": number})
+"""
+
+
+def test_rewards_of_turns_are_all_that_a_run_needs(files, tmp_path):
+    (files / "game.py").write_text(GAME)
+    overrides = [
+        f"rl.environment={files}/game.py:Vowels",
+        "train_parameters.sampler.prompts=null",
+        "train_parameters.sampler.reward=null",
+        "rl.sampling_params={max_tokens: 12, stop: [e, o, x]}",
+        "rl.rewards={}",
+        "rl.rollout.save_tokens=True",
+        "rl.max_steps=2",
+        "rl.async={max_staleness: 1}",
+    ]
+    config = config_of(files, tmp_path / "game", overrides=overrides)
+    vectorlm.launch(reinforce, config, world_size=2)
+    metrics = lines(tmp_path / "game" / "metrics.jsonl")[1:]
+    assert all(is_documented(name) for line in metrics for name in line if name != "step")
+    assert metrics[-1]["reward/environment/mean"] == metrics[-1]["reward/mean"] > 0
+    rows = lines(tmp_path / "game" / "rollouts.jsonl")
+    assert max(row["num_turns"] for row in rows) > 1
+    for row in rows:
+        assert sum(row["turn_rewards"]) == pytest.approx(row["reward"])
+        assert len(row["turn_ends"]) == row["num_turns"]
+        assert row["turn_ends"][-1] == len(row["token_ids"])
 
 
 CONTROL = """

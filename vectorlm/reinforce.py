@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.algorithms.registry import get_algorithm
@@ -10,7 +12,6 @@ from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.config import Config, RLSettings
 from vectorlm.errors import ConfigError
-from vectorlm.plugin import load_plugin
 from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.preflight.rl import longest_sequence
 from vectorlm.ranks.topology import Topology
@@ -32,6 +33,7 @@ from vectorlm.rl.models import (
 from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.settings import StepSettings
 from vectorlm.rl.teacher import ServerTeacher, Teacher
+from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment
 from vectorlm.rollouts.logger import RolloutLogger
 from vectorlm.rollouts.queue import GroupQueue
 from vectorlm.rollouts.replay import read_rollouts, replay_order
@@ -41,9 +43,14 @@ from vectorlm.rollouts.source import RolloutSource
 from vectorlm.run import Run, open_run
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.optimizer_step import OptimizerStep
+from vectorlm.types import PromptRecord
+from vectorlm.workers import WorkerPool
 
 if TYPE_CHECKING:
     from vectorlm.engine.engine import SamplingEngine
+
+MAX_ENVIRONMENTS = 64
+"""Environments at once beside an engine: each has a process of its own, forked from one without torch."""
 
 
 def reinforce(
@@ -197,8 +204,6 @@ def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSetting
 
 def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
     seed = run.config.train_parameters.seed
-    # A copy: the actor encodes in a thread of its own.
-    tokenizer = copy.deepcopy(run.tokenizer)
     assert run.engine is not None
     replay = None
     if rl.rollout.path is not None:
@@ -207,8 +212,9 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
         settings=rl.collect,
         seed=seed,
         max_model_len=longest_sequence(run.config),
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
-        make_environment=None if rl.collect.environment is None else load_plugin(rl.collect.environment),
+        # A copy: the actor encodes in a thread of its own.
+        tokenizer=copy.deepcopy(run.tokenizer),
+        open_environment=_environments(run, rl),
         needs_greedy=spec.needs_greedy,
     )
     groups = GroupQueue(run.engine, sampler)
@@ -225,6 +231,16 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
         replay=replay,
         replayed_share=rl.rollout.replayed_share,
     )
+
+
+def _environments(run: Run, rl: RLSettings) -> Callable[[PromptRecord], HostedEnvironment] | None:
+    """Return what opens the environment of a rollout beside this rank's engine; None where there is none."""
+    assert run.engine is not None
+    if rl.collect.environment is None or run.engine.local is None:
+        return None
+    pool = run.stack.enter_context(WorkerPool(MAX_ENVIRONMENTS, run.output / "rewards.log"))
+    host = EnvironmentHost(rl.collect.environment, pool, rl.collect.environment_timeout_s)
+    return functools.partial(HostedEnvironment, host)
 
 
 def _scorer(run: Run, rl: RLSettings) -> RewardScorer:

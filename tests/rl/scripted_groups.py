@@ -1,11 +1,14 @@
 """A source of scripted rollouts and what samples them, for the tests of what samples and scores."""
 
 import asyncio
+import functools
 
+from vectorlm.encoding import encode
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.scorer import RewardScorer
 from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.settings import CollectSettings
+from vectorlm.rollouts.environment import Player, make_environment
 from vectorlm.rollouts.sampler import GroupSampler
 from vectorlm.rollouts.scoring import GroupScorer
 from vectorlm.rollouts.source import RolloutSource
@@ -58,10 +61,42 @@ class Echo:
 
     def completion(self, prompt, params, index, group):
         text = self.script(prompt, index)
-        ids = tuple(map(ord, prompt)) if isinstance(prompt, str) else tuple(prompt)
+        ids = tuple(encode(prompt, Letters))
         reason = "length" if text.endswith("…") else "stop"
         versions = (self.version,) * len(text)
         return Completion(ids, tuple(map(ord, text)), (-0.5,) * len(text), versions, text, reason)
+
+
+class Letters:
+    """A tokenizer whose tokens are letters, and whose template puts a line for each message."""
+
+    def encode(self, text, add_special_tokens=True):
+        return list(map(ord, text))
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, messages, add_generation_prompt=False, tokenize=True, **how):
+        text = "".join(f"<{each['role'][0]}>{each['content']}\n" for each in messages)
+        text += "<a>" * add_generation_prompt
+        return {"input_ids": self.encode(text)} if tokenize else text
+
+
+class Local:
+    """An environment in this process."""
+
+    def __init__(self, make, record):
+        self.make, self.record = make, record
+
+    async def reset(self):
+        self.player = Player(make_environment(self.make, self.record.columns), "test", lambda value: value)
+        return self.player.reset(self.record.prompt, self.record.columns)
+
+    async def step(self, text):
+        return self.player.step(text)
+
+    async def close(self):
+        return self.player.close()
 
 
 def make_source(
@@ -72,16 +107,18 @@ def make_source(
     num_groups=3,
     num_prompts=20,
     max_tokens=10,
-    make_environment=None,
+    make=None,
+    prompt="q{}".format,
     settings=None,
     needs_greedy=False,
     drops_constant_groups=False,
     **more,
 ):
-    """Return a source over the prompts q0, q1 …; `settings` changes single settings, `more` the source."""
-    records = [PromptRecord(f"q{index}", {"index": index}) for index in range(num_prompts)]
+    """Return a source over the prompts q0, q1 …, with environments that `make` returns; `settings` changes settings."""
+    records = [PromptRecord(prompt(index), {"index": index}) for index in range(num_prompts)]
     settings = CollectSettings(
-        prompts=tuple(record.prompt for record in records),
+        prompts=tuple(str(record.prompt) for record in records),
+        environment=make and "an.py:Environment",
         prompts_per_step=num_groups,
         group_size=group_size,
         sampling_params={"max_tokens": max_tokens},
@@ -91,8 +128,8 @@ def make_source(
         settings=settings,
         seed=5,
         max_model_len=100,
-        encode=lambda text: list(map(ord, text)),
-        make_environment=make_environment,
+        tokenizer=Letters(),
+        open_environment=make and functools.partial(Local, make),
         needs_greedy=needs_greedy,
     )
     scorer = GroupScorer(

@@ -220,7 +220,7 @@ class Tool:
 
 def test_conversations_go_on_beside_each_other():
     engine = Engine(newest_first)
-    options = {"make_environment": Tool, "settings": {"max_turns": 3}}
+    options = {"make": Tool, "settings": {"max_turns": 3}}
     source = source_of(engine, 0, "wait", **options)
     alone_engine = Engine()
     alone = source_of(alone_engine, **options)

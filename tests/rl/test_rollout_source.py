@@ -8,10 +8,12 @@ import torch
 from scripted_groups import Echo, make_source
 
 from vectorlm.algorithms.registry import get_algorithm
+from vectorlm.errors import RolloutError
 from vectorlm.rl.batch import make_batch
 from vectorlm.rl.metrics import rollout_metrics
 from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.rollout import Rollout, kept_groups
+from vectorlm.rollouts.environment import Reply
 from vectorlm.rollouts.replay import replay_order
 from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
@@ -238,13 +240,13 @@ class Calculator:
 
 
 def test_turns_with_an_environment_are_one_rollout_in_which_its_words_are_not_the_policys():
-    said = {0: "1+1", 1: "done"}
-    engine = Echo(lambda prompt, index: said[index] if isinstance(prompt, str) else "done")
+    # The first of the group asks first.
+    engine = Echo(lambda prompt, index: "1+1" if len(engine.calls) == 1 else "done")
     mine = make_source(
         engine,
         lambda text: float(text.count("done")),
         num_groups=1,
-        make_environment=Calculator,
+        make=Calculator,
         settings={"max_turns": 4},
     )
     (group,) = mine.collect(0, Timer())
@@ -262,6 +264,65 @@ def test_turns_with_an_environment_are_one_rollout_in_which_its_words_are_not_th
     assert prompt == [*map(ord, talked.prompt_record.prompt), *map(ord, f"1+1{reply}")]
 
 
+class Guess:
+    """A game in a chat: a point for each guess that is nearer, and three for the number."""
+
+    def reset(self, row):
+        self.wanted, self.gap = row["index"] % 3 + 5, 10
+        return [{"role": "system", "content": "guess"}]
+
+    def step(self, message):
+        gap, self.gap = self.gap, abs(int(message["content"]) - self.wanted)
+        if not self.gap:
+            return Reply(reward=3.0, done=True, metrics={"gap": 0.0})
+        metrics = {"gap": float(self.gap)}
+        return Reply([{"role": "user", "content": "no"}], float(self.gap < gap) or None, metrics=metrics)
+
+
+def test_rewards_of_turns_reach_the_batch_and_the_tokens_are_the_chats():
+    # The first turn is asked as messages, the others as tokens.
+    engine = Echo(lambda prompt, index: "4" if isinstance(prompt[0], dict) else "7")
+    mine = make_source(
+        engine,
+        lambda text: 0.5,
+        num_groups=1,
+        make=Guess,
+        prompt=lambda index: [{"role": "user", "content": f"q{index}"}],
+        settings={"max_turns": 3},
+    )
+    (group,) = mine.collect(0, Timer())
+    rollout = group.rollouts[0]
+    wanted = rollout.prompt_record.columns["index"] % 3 + 5
+    begin = f"<u>q{rollout.prompt_record.columns['index']}\n<s>guess\n<a>"
+    assert "".join(map(chr, rollout.prompt_token_ids)) == begin
+    assert rollout.text == ("4\n<u>no\n<a>7" if wanted == 7 else "4\n<u>no\n<a>7\n<u>no\n<a>7")
+    assert "".join(map(chr, rollout.token_ids)) == rollout.text
+    assert rollout.measured == {"gap": abs(7 - wanted)}
+    roles = [each["role"] for each in rollout.messages]
+    assert roles == ["user", "system", "assistant", *["user", "assistant"] * (rollout.num_turns - 1)]
+    second = 3.0 if wanted == 7 else float(abs(7 - wanted) < abs(4 - wanted))
+    assert sum(rollout.turn_rewards) == 1.0 + second
+    assert rollout.turn_rewards[0] == 1.0
+    assert group.rewards_by_name["environment"].tolist() == [1.0 + second] * 2
+    assert group.rewards.tolist() == [1.5 + second] * 2
+    batch = make_batch([group], get_algorithm("rloo"))
+    policy = [place for place, is_policy in enumerate(rollout.policy_mask) if is_policy]
+    placed = batch.token_rewards[0, len(begin) :][policy].tolist()
+    assert placed == ([1.0, second + 0.5] if wanted == 7 else [1.0, second, 0.5])
+    assert batch.turns[0, len(begin) :][policy].tolist() == list(range(len(policy)))
+    assert make_batch([group], get_algorithm("gmpo")).turns is None
+
+
+def test_an_environment_that_speaks_chat_to_a_text_is_refused():
+    class Speaks:
+        def step(self, message):
+            return [{"role": "user", "content": "no"}]
+
+    mine = make_source(Echo(lambda prompt, index: "4"), lambda text: 0.5, make=lambda: Speaks())
+    with pytest.raises(RolloutError, match="no chat"):
+        mine.collect(0, Timer())
+
+
 def test_a_conversation_ends_after_its_turns_where_it_is_cut_and_where_there_is_no_room():
     def turns(script):
         mine = make_source(
@@ -269,7 +330,7 @@ def test_a_conversation_ends_after_its_turns_where_it_is_cut_and_where_there_is_
             lambda text: 1.0,
             num_groups=1,
             group_size=1,
-            make_environment=Calculator,
+            make=Calculator,
             settings={"max_turns": 3},
         )
         return mine.collect(0, Timer())[0].rollouts[0].num_turns

@@ -202,10 +202,11 @@ def _source_problems(config: Config, rl: RLSettings) -> Iterator[str]:
 def _reward_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
     reward = rl.reward
     # Silent: nothing would be learned.
-    if not reward.rewards and not reward.reward_models and not spec.needs_teacher:
+    has_others = rl.collect.environment is not None or spec.needs_teacher
+    if not reward.rewards and not reward.reward_models and not has_others:
         yield "the section 'rl' names no reward: fill rl.rewards or rl.reward_models."
     # Silent: one would take the other's place.
-    full_names: dict[str, str] = {}
+    full_names = {} if rl.collect.environment is None else {"environment": "rl.environment"}
     for name in [*reward.rewards, *reward.reward_models]:
         other = full_names.setdefault(short_name(name), name)
         if other != name:

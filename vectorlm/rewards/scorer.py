@@ -111,11 +111,17 @@ class RewardScorer:
 
 def _shown(rollout: Rollout) -> Scorable:
     record = rollout.prompt_record
-    messages = None
-    if is_messages(record.prompt):
+    messages = rollout.messages
+    if messages is None and is_messages(record.prompt):
         messages = [*record.prompt, {"role": "assistant", "content": rollout.text}]
     return Scorable(
-        rollout.text, record.prompt, rollout.token_ids, record.columns, messages, rollout.num_turns
+        rollout.text,
+        record.prompt,
+        rollout.token_ids,
+        record.columns,
+        messages,
+        rollout.num_turns,
+        rollout.measured,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,10 @@ class Rollout:
     """What the environment gave for each turn, 0 for nothing; missing ones at the end are 0."""
     branches: tuple[Rollout, ...] = ()
     """Further rows, where an agent has rewritten or forked what it asked; each token is trained on in one of them."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """The whole chat of a rollout with an environment; None where the prompt is none."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """The environment's metrics, the last of each name."""
     is_replayed: bool = False
     """Whether it comes from a file; its `versions` count the steps of the run that wrote the file."""
 
@@ -68,6 +72,13 @@ class Rollout:
             turn_ends=(len(completion.token_ids),),
         )
 
+    def rewarded(self, reward: float | None) -> Rollout:
+        """Return the rollout with a reward more for its last turn."""
+        if not reward:
+            return self
+        *before, last = [*self.turn_rewards, *[0.0] * (self.num_turns - len(self.turn_rewards))]
+        return replace(self, turn_rewards=(*before, last + reward))
+
     def continued(self, reply_ids: tuple[int, ...], reply: str, completion: Completion) -> Rollout:
         """Return the rollout after the environment's reply and another turn."""
         turn, gap = len(completion.token_ids), len(reply_ids)
@@ -83,6 +94,7 @@ class Rollout:
             self.num_turns + 1,
             (*self.turn_ends, len(self.token_ids) + gap + turn),
             self.turn_rewards,
+            measured=self.measured,
         )
 
 

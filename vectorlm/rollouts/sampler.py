@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from vectorlm.encoding import asked
+from vectorlm.encoding import asked, encode_reply, is_messages
 from vectorlm.errors import RolloutError
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.settings import CollectSettings
+from vectorlm.rollouts.environment import Message, Reply
 from vectorlm.types import Completion, Prompt, PromptRecord
 
 Result = TypeVar("Result")
 
 
-class Environment(Protocol):
-    """What one rollout talks to: a tool, a game, a user. Each rollout has an object of its own, beside its engine."""
+class Playing(Protocol):
+    """The environment of one rollout."""
 
-    def respond(self, text: str) -> str | None:
-        """Return what the policy reads next, or None to end the rollout.
+    async def reset(self) -> Any:
+        """Return what the policy is asked first."""
+        ...
 
-        Args:
-            text: What the policy wrote in this turn.
-        """
+    async def step(self, text: str) -> tuple[Message, Reply]:
+        """Return the policy's turn as a message, and the reply to it."""
+        ...
+
+    async def close(self) -> float | None:
+        """Let go of everything; return a reward for the whole rollout, if there is one."""
         ...
 
 
-MakeEnvironment = Callable[..., Environment]
-"""``make(**columns)`` for each rollout, with the columns of its prompt."""
 Ask = Callable[[Prompt, dict[str, Any]], Awaitable[Sequence[Completion]]]
 """Asks the engine for the completions of a prompt."""
 
@@ -67,10 +69,10 @@ class GroupSampler:
     """With the position of a prompt and the turn, this decides what is sampled, whatever is sampled beside it."""
     max_model_len: int
     """Longest prompt and completion together, in tokens."""
-    encode: Callable[[str], list[int]]
-    """Turns an environment's reply into tokens, without special ones."""
-    make_environment: MakeEnvironment | None = None
-    """None for single turns."""
+    tokenizer: Any = None
+    """What turns an environment's replies into tokens."""
+    open_environment: Callable[[PromptRecord], Playing] | None = None
+    """Opens the environment of each rollout; None for single turns."""
     needs_greedy: bool = False
     """Sample a greedy completion of each prompt too."""
 
@@ -91,50 +93,60 @@ class GroupSampler:
         if task.stored is not None:
             return task.stored
         size, record = self.settings.group_size, task.prompt_record
+        if self.open_environment is not None:
+            playing = [self.open_environment(record) for _ in range(size)]
+            return await _together(
+                self._play(task, index, environment, ask) for index, environment in enumerate(playing)
+            )
         params = {**self._params, "n": size, "seed": self._draw_seed(task.position)}
-        begun = [Rollout.begun(record, each) for each in await ask(asked(record), params)]
-        if self.make_environment is None:
-            return begun
-        turns = (self._go_on(task, index, rollout, ask) for index, rollout in enumerate(begun))
-        return await asyncio.gather(*turns)
+        return [Rollout.begun(record, each) for each in await ask(asked(record), params)]
 
-    async def _go_on(self, task: Task, index: int, rollout: Rollout, ask: Ask) -> Rollout:
-        """Take further turns after the first."""
-        environment, written = None, rollout.text
+    async def _play(self, task: Task, index: int, environment: Playing, ask: Ask) -> Rollout:
+        """Return one rollout with an environment, which is closed in any case."""
+        try:
+            rollout = await self._turns(task, index, environment, ask)
+        except BaseException:
+            # What went wrong first is what is told.
+            with contextlib.suppress(Exception):
+                await environment.close()
+            raise
+        return rollout.rewarded(await environment.close())
+
+    async def _turns(self, task: Task, index: int, environment: Playing, ask: Ask) -> Rollout:
+        prompt = await environment.reset()
+        # The seeds that vLLM gives the completions of one request.
+        seed = self._draw_seed(task.position) + index
+        (completion,) = await ask(prompt, {**self._params, "n": 1, "seed": seed})
+        rollout = Rollout.begun(task.prompt_record, completion)
+        prompt, tools = (prompt["prompt"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
+        chat = list(prompt) if is_messages(prompt) else []
         # A truncated turn has not finished what it began to write.
-        while rollout.num_turns < self.settings.max_turns and not rollout.is_truncated:
-            environment, reply = await self._respond(environment, rollout, written)
-            ids = () if reply is None else tuple(self.encode(reply))
-            prompt = [*rollout.prompt_token_ids, *rollout.token_ids, *ids]
-            if reply is None or len(prompt) >= self.max_model_len:
+        while not rollout.is_truncated:
+            message, reply = await environment.step(completion.text)
+            rollout = rollout.rewarded(reply.reward)
+            if reply.metrics:
+                rollout = replace(rollout, measured={**rollout.measured, **reply.metrics})
+            if reply.done or rollout.num_turns == self.settings.max_turns:
+                break
+            if isinstance(reply.messages, str):
+                ids, text = self.tokenizer.encode(reply.messages, add_special_tokens=False), reply.messages
+            elif chat:
+                ids = encode_reply(chat, reply.messages, completion.token_ids, self.tokenizer, tools)
+                text = self.tokenizer.decode(ids)
+                chat += [message, *reply.messages]
+            else:
+                raise RolloutError(
+                    f"the environment replied with messages to {str(prompt)[:80]!r}, which is no chat: give it a "
+                    "prompt of messages, or reply with a text."
+                )
+            whole = [*rollout.prompt_token_ids, *rollout.token_ids, *ids]
+            if len(whole) >= self.max_model_len:
                 break
             seed = self._draw_seed(task.position, rollout.num_turns, index)
-            (completion,) = await ask(prompt, {**self._params, "n": 1, "seed": seed})
-            rollout, written = rollout.continued(ids, reply, completion), completion.text
-        return rollout
-
-    async def _respond(
-        self, environment: Environment | None, rollout: Rollout, written: str
-    ) -> tuple[Environment, str | None]:
-        """Return the environment, made if there is none, and what it replies; both are code of the user's."""
-
-        def respond() -> tuple[Environment, str | None]:
-            assert self.make_environment is not None
-            made = environment or self.make_environment(**rollout.prompt_record.columns)
-            return made, made.respond(written)
-
-        limit_s = self.settings.environment_timeout_s
-        try:
-            return await asyncio.wait_for(in_thread(respond), limit_s)
-        except TimeoutError:
-            what = f"no answer within {limit_s:g} s"
-        except UserCodeFailed as error:
-            what = str(error)
-        raise RolloutError(
-            f"the environment failed: {what} (prompt {str(rollout.prompt_record.prompt)[:80]!r}, turn "
-            f"{rollout.num_turns}, after {written[:80]!r}). Catch the error in respond(), and return a text or None "
-            "instead."
-        )
+            (completion,) = await ask(whole, {**self._params, "n": 1, "seed": seed})
+            rollout = rollout.continued(tuple(ids), text, completion)
+        last = {"role": "assistant", "content": completion.text}
+        return replace(rollout, messages=[*chat, last] if chat else None)
 
     @property
     def _params(self) -> dict[str, Any]:
@@ -147,31 +159,11 @@ class GroupSampler:
         return int(np.random.default_rng((self.seed, *place)).integers(0, 2**62))
 
 
-class UserCodeFailed(Exception):
-    """Code of the user's raised; the text is the error's type and text."""
-
-
-async def in_thread(call: Callable[[], Result]) -> Result:
-    """Return what `call` returns, from a daemon thread of its own: one that hangs keeps no process from its end.
-
-    Raises:
-        UserCodeFailed: It raised, or called ``exit()``.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def settle(method: Callable[[Any], None], value: Any) -> None:
-        # Whoever waited may have gone.
-        if not future.done():
-            method(value)
-
-    def run() -> None:
-        try:
-            found: tuple[Callable[[Any], None], Any] = future.set_result, call()
-        except BaseException as error:
-            found = future.set_exception, UserCodeFailed(f"{type(error).__name__}: {error}")
-        with contextlib.suppress(RuntimeError):  # The loop is closed: the run has ended.
-            loop.call_soon_threadsafe(settle, *found)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await future
+async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Return what coroutines return; the first that raises ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -13,6 +13,9 @@ from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.rollouts.sampler import SampledGroup
 
+ENVIRONMENT = "environment"
+"""What metrics call the sum of the rewards that environments give."""
+
 
 class Scorer(Protocol):
     """Gives rollouts their rewards; its calls are collective, with the same result on all ranks."""
@@ -39,6 +42,8 @@ class GroupScorer:
         """
         greedy = [group.greedy for group in groups if group.greedy is not None]
         scored = self.scorer.score([group.rollouts for group in groups], greedy)
+        if self.settings.environment is not None:
+            scored = [_with_turn_rewards(group) for group in scored]
         has_penalty = self.settings.overlong_buffer_tokens > 0 or self.settings.missing_end_penalty > 0
         for index, group in enumerate(scored):
             addends = [weight * group.rewards_by_name[name] for name, weight in group.reward_weights.items()]
@@ -67,3 +72,14 @@ class GroupScorer:
             beyond = lengths - (settings.sampling["max_tokens"] - settings.overlong_buffer_tokens)
             found += settings.overlong_penalty * (beyond / settings.overlong_buffer_tokens).clamp(0.0, 1.0)
         return found
+
+
+def _with_turn_rewards(group: RolloutGroup) -> RolloutGroup:
+    """Return the group with what its environments gave as one more reward."""
+    given = torch.tensor([sum(rollout.turn_rewards) for rollout in group.rollouts], dtype=torch.float32)
+    return replace(
+        group,
+        rewards=group.rewards + given,
+        rewards_by_name={**group.rewards_by_name, ENVIRONMENT: given},
+        reward_weights={**group.reward_weights, ENVIRONMENT: 1.0},
+    )
