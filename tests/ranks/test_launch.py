@@ -1,3 +1,4 @@
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -7,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import vectorlm
 from vectorlm.errors import HandoffTimeout, LaunchError, RankFailed
 from vectorlm.ranks.collectives import Collectives
 from vectorlm.ranks.launcher import process_group
+from vectorlm.ranks.note_folder import NoteFolder
 
 
 def exchange(number):
@@ -172,6 +175,26 @@ def fork_and_go_on(how):
 def test_a_fork_that_comes_back_from_the_function_is_not_the_rank(how):
     """It sent its own result, or noted an error as the rank's, and deleted the folder in which the run meets."""
     assert vectorlm.launch(fork_and_go_on, how, world_size=2) == [("the rank", [])] * 2
+
+
+def test_a_fork_does_not_keep_the_lock_of_a_counter(tmp_path):
+    """Another thread may fork while the file is open; the ranks then waited for the fork's end."""
+    notes, lock, forks = NoteFolder(tmp_path), fcntl.flock, []
+
+    def lock_and_fork(file, operation):
+        lock(file, operation)
+        if not forks:
+            forks.append(os.fork())
+            if forks == [0]:
+                time.sleep(5)
+                os._exit(0)
+
+    with mock.patch.object(fcntl, "flock", lock_and_fork):
+        notes.add("life", 1)
+    assert notes.add("life", 1) == 2
+    assert os.waitpid(forks[0], os.WNOHANG) == (0, 0)
+    os.kill(forks[0], signal.SIGKILL)
+    os.waitpid(forks[0], 0)
 
 
 @pytest.mark.parametrize("code", [pytest.param(3, marks=pytest.mark.slow), 0])

@@ -44,6 +44,8 @@ class NoteFolder:
                 file.truncate(0)
                 file.write(b"%d" % value)
                 file.flush()
+            # Another thread may have forked meanwhile, and the fork would keep the lock as long as it lives.
+            fcntl.flock(file, fcntl.LOCK_UN)
         return value
 
     def delete_key(self, key: str) -> None:
