@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGHUP")
 DEADLINE_S, COLLECTIVE_S, LOAD_S = 12.0, 15.0, 60.0
 """Longest silence of an engine, a reward or an environment; longest collective; longest start of an engine."""
+LASTING = ("second run", "a day forward", "a day back", "taken", "stranger")
+"""What no run may end of."""
+NOBODY = 65534
 AGENT_S = 30.0
 """How long torch's agent waits for a stopped rank to heed SIGTERM."""
+STEP_S = 0.2
+"""How long a step takes at least, and half of the writing of a model: a fault then meets what it is meant for."""
 PAUSE = "pause"
 """A file of this name among the triggers lets every rank wait before its next step."""
+FINAL = "final model"
+"""The moment after the last step, when rank 0 writes the model."""
+FORK = "fork.pid"
+"""The file among the triggers in which a fork notes its number."""
 MARGIN_S = 15.0
 """Beyond the deadlines: until the fault is met, and until the last process is gone."""
 
@@ -54,15 +65,28 @@ class Fault:
 
     what: str
     target: str = ""
+    moment: str = ""
+    """Empty for any moment between the start and the step before the last."""
+
+    @property
+    def kind(self) -> str:
+        """Its name in the table."""
+        return ", ".join(filter(None, (self.what, self.moment)))
+
+    @property
+    def killed(self) -> str:
+        """Whom SIGKILL meets once user code has forked; reward workers are each rank's, and rank 0 dies for them."""
+        return "rank 0" if self.target == "reward" else self.target
 
     def __str__(self) -> str:
-        return f"{self.what} {self.target}".strip()
+        return f"{self.kind} {self.target}".strip()
 
 
 def faults_of(mode: Mode) -> list[Fault]:
     """List everything that may happen to a run."""
+    has_rewards = mode.kind != "fine-tuning"
     processes = ["launcher", "sampler", *mode.ranks, *["server"] * mode.has_server]
-    code = [*mode.ranks, *([] if mode.kind == "fine-tuning" else ["reward", "environment"])]
+    code = [*mode.ranks, *["reward", "environment"] * has_rewards]
     return [
         *(Fault(what, target) for what in SIGNALS for target in processes),
         *(Fault(what, target) for what in ("raise", "loop") for target in code),
@@ -72,14 +96,23 @@ def faults_of(mode: Mode) -> list[Fault]:
         Fault("full", "/dev/shm"),
         *(Fault(what, "clock") for what in ("a day forward", "a day back")),
         *[Fault("taken", "port")] * mode.has_server,
+        *(Fault("fork", target) for target in [*mode.ranks, *["reward"] * has_rewards]),
+        *(Fault("SIGKILL", target, FINAL) for target in ["launcher", *mode.ranks]),
+        *[Fault("stranger", "doors")] * has_other_users(),
     ]
+
+
+def has_other_users() -> bool:
+    """Whether this process may become another user: root may, but not in a namespace that maps root alone."""
+    num_ids = int(Path("/proc/self/uid_map").read_text().split()[2])
+    return os.geteuid() == 0 and num_ids > NOBODY
 
 
 def must_go_on(fault: Fault, mode: Mode) -> bool:
     """Whether the run must not end; nobody watches a single rank, or the launcher."""
     stops = fault.what in ("SIGSTOP", "loop")
     unwatched = fault.target == "launcher" or (fault.target == "rank 0" and mode.world_size == 1)
-    return (stops and unwatched) or fault.what in ("second run", "a day forward", "a day back", "taken")
+    return (stops and unwatched) or fault.what in LASTING
 
 
 def may_go_on(fault: Fault) -> bool:
@@ -92,6 +125,8 @@ def cause(fault: Fault, mode: Mode) -> str:
     match fault.what, fault.target:
         case ("SIGKILL", "launcher"):
             return ""
+        case ("fork", _):
+            return f"{fault.killed} of {mode.world_size} was ended by SIGKILL"
         case (name, "launcher"):
             return f"the run was ended by {name}"
         case (name, "server"):
@@ -105,7 +140,7 @@ def cause(fault: Fault, mode: Mode) -> str:
         case (name, target) if name in SIGNALS:
             return f"{target} of {mode.world_size} was ended by {name}"
         case ("loop", target):
-            return f"the {target} .*failed: no answer within {DEADLINE_S:g} s"
+            return f"the {target} .*failed.*: no answer within {DEADLINE_S:g} s"
         case ("raise", target):
             return f"ArithmeticError: a fault in {target}"
         case ("out of memory", target):

@@ -32,10 +32,13 @@ from typing import Any
 import yaml
 from fault_kinds import (
     DEADLINE_S,
+    FINAL,
+    FORK,
     LOAD_S,
     MODES,
     PAUSE,
     SIGNALS,
+    STEP_S,
     Fault,
     Mode,
     cause,
@@ -45,12 +48,14 @@ from fault_kinds import (
     must_go_on,
 )
 from report import ROOT, write_result
+from stranger import visit
 
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "engine")]
+from open_ports import listening
 from server_process import TOKEN, running_server
 from watched_run import WatchedRun
 
-from vectorlm.checkpoint.folder import folder_of, steps_in
+from vectorlm.checkpoint.folder import folder_of, steps_in, unfinished
 
 RUN = str(Path(__file__).with_name("faulty_run.py"))
 NAMESPACE = "VECTORLM_FAULTS"
@@ -68,9 +73,18 @@ FILLER = "filler"
 
 
 class Run(WatchedRun):
-    """A run, and the step that it must go on from; None if it starts afresh."""
+    """A run, and what is expected of it."""
 
     resumes_from: int | None = None
+    """The step that it must go on from; None if it starts afresh."""
+    fork: int | None = None
+    """The process that its user's code has forked, and that may stay."""
+
+    def processes(self) -> Iterator[tuple[int, str]]:
+        """Yield number and command line of every process but the fork, and Python's tracker, which waits for it."""
+        for pid, command in super().processes():
+            if self.fork is None or not (pid == self.fork or "resource_tracker" in command):
+                yield pid, command
 
 
 @dataclass
@@ -116,6 +130,8 @@ class Campaign:
         self.server = stack.enter_context(ExitStack())
         self.server_pid: int | None = None
         self.url = ""
+        self.forks: list[tuple[Run, Record]] = []
+        """Runs whose forks are still there."""
         for each in (self.disk, self.triggers, folder / "scratch", folder / "references"):
             each.mkdir()
         mount("-t", "tmpfs", "-o", f"size={DISK_MIB}m", "none", self.disk)
@@ -131,7 +147,7 @@ class Campaign:
         data, train = str(self.folder / "data"), config["train_parameters"]
         config["model"] = f"{data}/model"
         train |= {"output_dir": str(output), "checkpointing_enabled": True}
-        train["sampler"] |= {"prompts": f"{data}/eval.jsonl", "sample_frequency": 4, "timeout_s": DEADLINE_S}
+        train["sampler"]["timeout_s"] = DEADLINE_S
         if mode.has_server:
             self.serve()
             train["sampler"] |= {"inference": "server", "engine": {"url": self.url}}
@@ -141,7 +157,11 @@ class Campaign:
             train |= {"epochs": 1, "logging_steps": 1, "save_frequency": 2 / STEPS}
             config["dataset"] |= {"train_ds": f"{data}/train", "eval_ds": f"{data}/eval", "eval_bs": 16}
             config["dataset"]["train_bs"] = 64 // mode.world_size
+            train["sampler"] |= {"prompts": f"{data}/eval.jsonl", "sample_frequency": 4}
         else:
+            # Held-out prompts are asked for one answer each, and here an environment takes turns.
+            for name in ("prompts", "sample_frequency", "reward"):
+                del train["sampler"][name]
             config["rl"] |= {
                 "prompts": f"{data}/train.jsonl",
                 "prompts_per_step": 8,
@@ -185,7 +205,12 @@ class Campaign:
         steps = sorted(chance.sample(range(2, STEPS - 3), len(faults)))
         for fault, planned in zip(faults, steps, strict=True):
             # A second run that overtook the first one would be in its right.
-            may_be_early = run is None and fault.target != "checkpoint" and fault.what != "second run"
+            may_be_early = (
+                run is None
+                and fault.target != "checkpoint"
+                and fault.what not in ("second run", "fork")
+                and not fault.moment
+            )
             is_early = may_be_early and chance.random() < EARLY
             # A run that was started again has its earlier steps in the metrics.
             step = min(max(planned, last_step(output) + (run is None)), STEPS - 2)
@@ -194,11 +219,13 @@ class Campaign:
                 self.wait_for(run, lambda step=step: last_step(output) >= step, START_S)
             if fault.target == "checkpoint":
                 self.wait_for(run, lambda: bool(checkpoints(output)), START_S)
+            if fault.moment == FINAL:
+                self.wait_for(run, unfinished(output / "final-model").exists, START_S)
             # A run that has few steps left may be over soon after its first.
             longest = 0.7 * reference.first_step_s if is_early else reference.step_s
-            time.sleep(chance.random() * longest)
-            moment = "starting" if is_early else f"step {last_step(output)}"
-            record = Record(mode.kind, mode.world_size, fault.what, fault.target, moment)
+            time.sleep(chance.random() * (2 * STEP_S if fault.moment == FINAL else longest))
+            moment = fault.moment or ("starting" if is_early else f"step {last_step(output)}")
+            record = Record(mode.kind, mode.world_size, fault.kind, fault.target, moment)
             records.append(record)
             start_s = reference.first_step_s if is_early or fault.target == "checkpoint" else 0.0
             run = self.befall(run, output, fault, mode, record, start_s)
@@ -225,6 +252,13 @@ class Campaign:
         left = leftovers(run, PAUSE_S)
         if found := [path.name for path in (output / "checkpoints").glob(".*")]:
             left["files"] = found
+        while self.forks:
+            forked, record = self.forks.pop()
+            assert forked.fork is not None
+            send_signal(forked.fork, signal.SIGKILL)
+            forked.fork = None
+            # What the fork still held is nobody's now.
+            record.left |= leftovers(forked, PAUSE_S)
         for record in records:
             if not has_resumed:
                 record.error += f" | at the end: {message(run) or 'it did not resume'}"
@@ -255,7 +289,7 @@ class Campaign:
             return last_step(output) >= min(before + 2, STEPS)
 
         try:
-            with self.happening(run, output, fault, mode, complaints):
+            with self.happening(run, output, fault, mode, record, complaints):
                 if must_go_on(fault, mode):
                     self.wait_for(run, lambda: False, PAUSE_S)
                 else:
@@ -280,6 +314,8 @@ class Campaign:
             complaints.append("ended as if nothing had happened")
         elif not must_go_on(fault, mode) and not re.search(cause(fault, mode), record.error, re.DOTALL):
             complaints.append("another error")
+        if not self.has_whole_model(output, mode):
+            complaints.append("left half of a model")
         record.outcome = ", ".join(complaints) or "ended"
         kill(run)
         if fault.target == "checkpoint":
@@ -289,7 +325,7 @@ class Campaign:
 
     @contextmanager
     def happening(
-        self, run: Run, output: Path, fault: Fault, mode: Mode, complaints: list[str]
+        self, run: Run, output: Path, fault: Fault, mode: Mode, record: Record, complaints: list[str]
     ) -> Iterator[None]:
         """Let a fault happen for the block, and add to the complaints what is wrong."""
         with ExitStack() as undo:
@@ -327,6 +363,25 @@ class Campaign:
                     shift = self.triggers / "clock"
                     shift.write_text(str(JUMP_S if fault.what == "a day forward" else -JUMP_S))
                     undo.callback(shift.unlink)
+                case ("fork", target):
+                    note = self.triggers / FORK
+                    (self.triggers / f"{target}.fork").touch()
+                    self.wait_for(run, lambda: note.exists() and bool(note.read_text()), START_S)
+                    fork = int(note.read_text())
+                    undo.callback(note.unlink)
+                    if target != "reward":
+                        # A worker's fork is ended with the worker.
+                        run.fork = fork
+                        self.forks.append((run, record))
+                        undo.callback(lambda: Path(f"/proc/{fork}").exists() or complaints.append("no fork"))
+                    os.kill(self.pid_of(run, fault.killed), signal.SIGKILL)
+                case ("stranger", _):
+                    deadline = time.monotonic() + PAUSE_S
+                    done: set[str] = set()
+                    while not ended(run) and time.monotonic() < deadline:
+                        ports = [port for _, port in listening(pid for pid, _ in run.processes())]
+                        done |= {*visit([run.scratch, Path("/dev/shm")], ports)}
+                    complaints += [f"a stranger {each}" for each in sorted(done)]
                 case ("taken", "port"):
                     words = ["-m", "vectorlm", "serve", "--model", self.folder / "data/model"]
                     words += ["--port", self.url.rpartition(":")[2]]
@@ -370,6 +425,14 @@ class Campaign:
             raise ProcessLookupError(f"there is no {target} any more")
         return pid
 
+    def has_whole_model(self, output: Path, mode: Mode) -> bool:
+        """Whether the final model, where there is one, has all the files of an undisturbed run's."""
+        names = [
+            {path.name for path in (folder / "final-model").glob("*")}
+            for folder in (output, self.folder / "references" / str(mode))
+        ]
+        return not names[0] or names[0] == names[1]
+
     def reference(self, mode: Mode) -> Reference:
         """Run without a fault, once."""
         if mode not in self.references:
@@ -389,8 +452,10 @@ class Campaign:
 
     def start(self, command: Sequence[Any]) -> Run:
         """Start a command with a folder for temporary files of its own."""
-        scratch = tempfile.mkdtemp(dir=self.folder / "scratch")
-        return Run([str(word) for word in command], Path(scratch))
+        scratch = Path(tempfile.mkdtemp(dir=self.folder / "scratch"))
+        # As /tmp is.
+        scratch.chmod(0o1777)
+        return Run([str(word) for word in command], scratch)
 
     def wait_for(self, run: Run, condition: Callable[[], bool], limit_s: float) -> None:
         """Wait until the condition holds, the run has ended or the time is over."""
@@ -419,7 +484,8 @@ def leftovers(run: Run, patience_s: float) -> dict[str, list[str]]:
 
 def says_where_it_resumes(run: Run) -> bool:
     """Whether a run that found a checkpoint says that it goes on from there."""
-    return run.resumes_from is None or f"from step {run.resumes_from}" in run.error()
+    step = run.resumes_from
+    return step is None or re.search(f"(from|is finished at) step {step}", run.error()) is not None
 
 
 def kill(run: Run) -> None:
@@ -538,11 +604,14 @@ def run_part(arguments: argparse.Namespace) -> None:
     for mode in MODES[arguments.part]:
         faults = [fault for fault in faults_of(mode) if re.search(arguments.only, f"{mode}: {fault}")]
         chance.shuffle(faults)
+        late = [fault for fault in faults if fault.moment == FINAL]
+        faults = [fault for fault in faults if fault not in late]
         # One at most may let its run go on, and comes last: the run may end meanwhile.
         lasting = [fault for fault in faults if must_go_on(fault, mode) or may_go_on(fault)]
         faults.sort(key=lasting.__contains__)
         num_trials = max(-(-len(faults) // FAULTS_PER_RUN), len(lasting))
         trials += [(mode, faults[first::num_trials]) for first in range(num_trials)]
+        trials += [(mode, late)] * bool(late)
     chance.shuffle(trials)
     with ExitStack() as stack:
         campaign = Campaign(folder, stack)

@@ -1,6 +1,7 @@
 """A run that faults.py breaks: a user's own script, with a reward, an environment and ranks that fail when told to.
 
-Whoever finds a file NAME.raise in the folder $FAULTS raises; one that finds NAME.loop never returns.
+Whoever finds a file NAME.raise in the folder $FAULTS raises; one that finds NAME.loop never returns; one that finds
+NAME.fork forks, and the fork writes its number and stays.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fault_kinds import COLLECTIVE_S, PAUSE
+from fault_kinds import COLLECTIVE_S, FORK, PAUSE, STEP_S
 
 FOLDER = Path(os.environ["FAULTS"])
-STEP_S = 0.2
 DIGITS = "0123456789"
 
 
@@ -23,6 +24,12 @@ def fail_if_told(name: str) -> None:
         raise ArithmeticError(f"a fault in {name}")
     while (FOLDER / f"{name}.loop").exists():
         pass
+    with suppress(FileNotFoundError):
+        (FOLDER / f"{name}.fork").unlink()
+        if os.fork() == 0:
+            (FOLDER / FORK).write_text(str(os.getpid()))
+            while True:
+                time.sleep(60)
 
 
 def reward(text: str, **columns: Any) -> float:
@@ -47,6 +54,7 @@ class Environment:
 
 def train(checked: Any) -> None:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
+    from transformers import PreTrainedModel
 
     from vectorlm import Topology
     from vectorlm.finetune import finetune
@@ -56,12 +64,18 @@ def train(checked: Any) -> None:
     (FOLDER / f"{name}.pid").write_text(str(os.getpid()))
 
     def before_a_step(*_: Any) -> None:
-        # So slowly that a fault meets the step that it is meant for.
         time.sleep(STEP_S)
         while (FOLDER / PAUSE).exists():
             time.sleep(STEP_S)
         fail_if_told(name)
 
+    def save_slowly(*args: Any, **options: Any) -> None:
+        time.sleep(STEP_S)
+        save_pretrained(*args, **options)
+        time.sleep(STEP_S)
+
+    save_pretrained = PreTrainedModel.save_pretrained
+    PreTrainedModel.save_pretrained = save_slowly
     register_optimizer_step_pre_hook(before_a_step)
     (finetune if checked.config.rl is None else reinforce)(checked)
 
