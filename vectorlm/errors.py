@@ -54,6 +54,10 @@ class StaleHandle(EngineError, LookupError):
     """What a rank exported of its weights is not where it was any more."""
 
 
+class HandleRefused(EngineError, OSError):
+    """A device's memory cannot be read by another process on this machine."""
+
+
 class WeightMismatch(VectorLMError, ValueError):
     """Trainer and engine disagree on parameter names or shapes."""
 

@@ -337,11 +337,14 @@ def test_what_speaks_against_pulling_on_cuda(monkeypatch):
     """Made of CUDA's answers alone: nothing here has run on a device."""
 
     def obstacle(sets=()):
-        return pull_obstacle(sets, TRANSPORTS, CUDA)
+        return pull_obstacle(sets, TRANSPORTS, topology)
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    topology = Topology(0, 0, 3, 3, "cuda:0")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: device < 2)
     assert obstacle() == "device 2 cannot reach device 0"
+    # It sees the third device too, which is no rank's.
+    topology = Topology(0, 0, 2, 2, "cuda:0")
+    assert obstacle() is None
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
     assert obstacle() is None
     on_host = WeightSet("base", ModuleSource(Model(), CUDA))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vectorlm.contracts import WeightSet, WeightSource
 from vectorlm.engine import messages
-from vectorlm.errors import EngineDied, NonFiniteWeights, StaleHandle, WeightMismatch
+from vectorlm.errors import EngineDied, HandleRefused, NonFiniteWeights, StaleHandle, WeightMismatch
 from vectorlm.plugin import load_plugin
 from vectorlm.types import InFlight, UpdateReport
 from vectorlm.weights.inspection import FiniteCheck, Inspection, require_sound
@@ -197,7 +197,21 @@ class HotSwap:
             if not all(state.is_open for state in on_ranks) or 0 < num_held < len(on_ranks):
                 to_open.append(each)
         if to_open:
-            self._open(to_open)
+            try:
+                self._open(to_open)
+            except HandleRefused as error:
+                if self._transport_setting != "auto":
+                    raise
+                self._transport = open_transport("auto", offered, [str(error)], self._topology, self._arenas)
+                if self._topology.is_main:
+                    text = (
+                        f"the weights cross by the transport {self._transport.name}, and not by pull: {error}"
+                    )
+                    warnings.warn(text, stacklevel=5)
+                self._layouts.clear()
+                for each in crossing:
+                    self._connect(each)
+                self._open(crossing)
         return sets, crossing
 
     def _is_as_sent(self, model: Any, train_step: int, sets: Sequence[WeightSet]) -> bool:

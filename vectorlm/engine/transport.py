@@ -119,7 +119,8 @@ def pull_obstacle(weight_sets: Sequence[WeightSet], offered: Sequence[str], topo
     if any(not write.rows.is_cuda for each in weight_sets for write in _source(each).writes.values()):
         return "the trainer keeps weights on the host (CPUOffloadPolicy)"
     here = torch.device(topology.device).index
-    others = [index for index in range(torch.cuda.device_count()) if index != here]
+    # A rank for each of the first devices; others that it sees read nothing.
+    others = [index for index in range(topology.local_world_size) if index != here]
     if far := [index for index in others if not torch.cuda.can_device_access_peer(index, here)]:
         return f"device {far[0]} cannot reach device {here}"
     return None

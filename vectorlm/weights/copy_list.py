@@ -10,7 +10,7 @@ import torch
 
 from vectorlm.errors import WeightMismatch
 from vectorlm.weights.arena import Arena
-from vectorlm.weights.exports import Export
+from vectorlm.weights.exports import Export, Handle
 from vectorlm.weights.layout import find_aliases
 from vectorlm.weights.plan import Layout
 from vectorlm.weights.record import Copy, LoadPlan, View
@@ -36,9 +36,23 @@ class CopyList:
             StaleHandle: What a rank exported is not there any more.
             WeightMismatch: The ranks of this node do not export the whole of a tensor.
         """
-        slots = {slot.name: slot for slot in layout.slots}
         self._arena = Arena.open(layout.path, layout.num_bytes) if layout.path else None
         self._exports = exports
+        self._opened: list[tuple[Handle, torch.Tensor]] = []
+        self._pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        self._last_round = max((slot.round for slot in layout.slots), default=0)
+        try:
+            self._pair(layout, load_plan, tensors, may_alias)
+        except BaseException:
+            self.close()
+            raise
+        self.num_bytes: int = sum(target.nbytes for pairs in self._pairs.values() for target, _ in pairs)
+        """Bytes that each update copies."""
+
+    def _pair(
+        self, layout: Layout, load_plan: LoadPlan, tensors: Mapping[str, torch.Tensor], may_alias: bool
+    ) -> None:
+        slots = {slot.name: slot for slot in layout.slots}
         views = set()
         if self._arena is not None and may_alias and len(layout.rounds()) == 1:
             for name, start in find_aliases(load_plan, layout.slots, layout.num_bytes).items():
@@ -48,10 +62,10 @@ class CopyList:
                     tensor.data = block.view(tensor.shape).copy_(tensor)
                     views.add(name)
         rows: dict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-        for export in exports:
-            rows[export.name].append((export.first_row, export.handle.open()))
-        self._pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-        self._last_round = max((slot.round for slot in layout.slots), default=0)
+        for export in self._exports:
+            opened = export.handle.open()
+            self._opened.append((export.handle, opened))
+            rows[export.name].append((export.first_row, opened))
         for copy in load_plan.copies:
             if copy.parameter not in views:
                 slot = slots[copy.source]
@@ -61,8 +75,6 @@ class CopyList:
                 else:
                     pairs = _pull(copy, target, slot.row_size, rows[copy.source])
                 self._pairs[slot.round] += pairs
-        self.num_bytes: int = sum(target.nbytes for pairs in self._pairs.values() for target, _ in pairs)
-        """Bytes that each update copies."""
 
     def copy_round(self, number: int | None = None) -> None:
         """Copy what crosses in one round, the last one when omitted; raises `StaleHandle`."""
@@ -74,7 +86,11 @@ class CopyList:
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        """Let go of the arena; what is a view of it keeps the memory."""
+        """Let go of the arena and of the ranks' memory; what is a view of the arena keeps that."""
+        self._pairs.clear()
+        while self._opened:
+            handle, opened = self._opened.pop()
+            handle.close(opened)
         if self._arena is not None:
             self._arena.close()
 

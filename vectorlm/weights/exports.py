@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 
-from vectorlm.errors import EngineError, StaleHandle
+from vectorlm.errors import HandleRefused, StaleHandle
 from vectorlm.weights.arena import path_of
 from vectorlm.weights.checksum import row_sums
+from vectorlm.weights.device_memory import export_memory, map_memory, unmap_memory
 from vectorlm.weights.module_source import HeldRows, ModuleSource
 from vectorlm.weights.plan import Layout, dtype_name, dtype_of
-
-DEVICE_ARGUMENT = 6
-"""Place of the device's index among the arguments of torch's ``rebuild_cuda_tensor``; each process has its own."""
 
 
 @dataclass(frozen=True)
@@ -75,44 +73,63 @@ class FileHandle:
         num_bytes = math.prod(self.shape) * dtype.itemsize
         return raw[self.offset_bytes : self.offset_bytes + num_bytes].view(dtype).view(self.shape)
 
+    def close(self, opened: torch.Tensor) -> None:
+        """Do nothing: the mapping goes with the last tensor on it."""
+
 
 @dataclass(frozen=True)
 class DeviceHandle:
-    """A tensor in the memory of a CUDA device, as torch hands it to other processes. Has not run.
-
-    The exporting rank keeps the tensor, so torch's count of receivers, which is made for one, does not matter.
-    """
+    """A tensor in the memory of a CUDA device, which the rank that exports it keeps."""
 
     device: str
     """The device's UUID: processes may number devices differently."""
-    arguments: tuple[Any, ...]
-    """What ``rebuild_cuda_tensor`` wants, with the device's index in the exporting process."""
+    allocation: bytes
+    """CUDA's handle of the allocation that the tensor lies in."""
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> DeviceHandle:
-        """Point at `tensor`, which stays where it is."""
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        _, arguments = reduce_tensor(tensor)
-        return cls(_uuid(tensor.device), tuple(arguments))
+        """Point at a contiguous tensor, which stays where it is; raise `HandleRefused` where CUDA cannot."""
+        allocation, offset_bytes = export_memory(tensor.data_ptr())
+        shape = tuple(tensor.shape)
+        return cls(_uuid(tensor.device), allocation, offset_bytes, shape, dtype_name(tensor.dtype))
 
     def check(self) -> None:
         """Do nothing: CUDA cannot tell, and ranks export again what has moved."""
 
     def open(self) -> torch.Tensor:
-        """Map the memory; raise `EngineError` where this process does not see the device."""
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+        """Map the memory for this process's own device; raise `HandleRefused` where CUDA cannot.
 
+        A copy out of it is then a kernel of this device. One of the device that the memory lies on could not write into
+        parameters in vLLM's sleep mode, which maps them for their own device alone.
+        """
         visible = [_uuid(index) for index in range(torch.cuda.device_count())]
         if self.device not in visible:
-            raise EngineError(
+            raise HandleRefused(
                 f"a rank's weights are on the device {self.device}, which the engine's process does not see: leave "
                 "CUDA_VISIBLE_DEVICES the same for both, or use transport='bucketed'."
             )
-        arguments = list(self.arguments)
-        arguments[DEVICE_ARGUMENT] = visible.index(self.device)
-        tensor: torch.Tensor = rebuild_cuda_tensor(*arguments)
-        return tensor
+        own = torch.device("cuda", torch.cuda.current_device())
+        return tensor_at(
+            map_memory(self.allocation), self.offset_bytes, self.shape, dtype_of(self.dtype), own
+        )
+
+    def close(self, opened: torch.Tensor) -> None:
+        """Let go of what `open` returned; nothing may read it any more."""
+        unmap_memory(opened.untyped_storage().data_ptr())
+
+
+def tensor_at(
+    pointer: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return a contiguous tensor behind `pointer`, which somebody else keeps and `device` reads."""
+    num_bytes = offset_bytes + math.prod(shape) * dtype.itemsize
+    # Torch would ask CUDA for the device where it is not told, and hear of the one that the memory lies on.
+    storage = torch._C._construct_storage_from_data_pointer(pointer, device, num_bytes)
+    flat = torch.empty(0, dtype=dtype, device=device)
+    return flat.set_(storage, offset_bytes // dtype.itemsize, shape)  # type: ignore[call-overload]
 
 
 Handle = FileHandle | DeviceHandle
