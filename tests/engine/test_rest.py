@@ -2,7 +2,7 @@
 
 import pytest
 
-from vectorlm.backends.vllm.shim import CudaSleep, finish_steps
+from vectorlm.backends.vllm.shim import CudaSleep
 from vectorlm.engine.scheduler import SleepState
 from vectorlm.errors import EngineError
 
@@ -209,31 +209,3 @@ def test_on_cuda_an_engine_outside_sleep_mode_says_how_to_build_it():
     with pytest.raises(EngineError, match="build SamplingEngine with enable_sleep_mode=True"):
         rest.sleep(BOTH, 0)
     rest.check_sampling()
-
-
-class StepsAhead:
-    """vLLM's engine with asynchronous scheduling: a step is begun before the one before it is read."""
-
-    def __init__(self, num_steps):
-        self.engine_core = self.scheduler = self
-        self.num_to_begin, self.batch_queue, self.is_paused = num_steps, [], False
-
-    def set_pause_state(self, state):
-        self.is_paused = state.name == "PAUSED_ALL"
-
-    def step(self):
-        if self.num_to_begin and not self.is_paused:
-            self.num_to_begin -= 1
-            self.batch_queue.insert(0, f"step {self.num_to_begin}")
-            if len(self.batch_queue) < 2:
-                return []
-        return [self.batch_queue.pop()]
-
-
-def test_on_cuda_the_steps_that_run_are_finished_and_no_other_is_begun():
-    engine = StepsAhead(num_steps=5)
-    assert engine.step() == []
-    assert engine.step() == ["step 4"]
-    assert finish_steps(engine) == ["step 3"]
-    assert (engine.num_to_begin, engine.is_paused) == (3, False)
-    assert finish_steps(engine) == []

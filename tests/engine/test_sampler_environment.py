@@ -83,3 +83,16 @@ def test_vllm_keeps_its_ports_on_this_machine_unless_the_user_names_an_interface
     assert {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}.items() <= of_process({}).items()
     own = {"GLOO_SOCKET_IFNAME": "eth0", "VLLM_HOST_IP": "10.0.0.1"}
     assert own.items() <= of_process(own).items()
+
+
+def test_on_cuda_vllm_compiles_no_sampler_and_multiplies_float32_in_float32_unless_the_user_says_otherwise():
+    names = ("VLLM_USE_FLASHINFER_SAMPLER", "TRITON_F32_DEFAULT")
+
+    def found(given, topology=SECOND_ON_CUDA, **arguments):
+        environment = sampler_environment(given, "scratch", topology, **arguments)
+        return tuple(environment.get(name) for name in names)
+
+    assert found({}, dtype="float32") == ("0", "ieee")
+    assert found({}, dtype="bfloat16") == found({}) == ("0", None)
+    assert found(dict(zip(names, ("1", "tf32"), strict=True)), dtype="float32") == ("1", "tf32")
+    assert found({}, TWO_RANKS, dtype="float32") == (None, None)

@@ -191,3 +191,11 @@ def test_a_backend_gets_its_arguments_and_no_others():
             open_backend(messages.Start("m", wrong, "live", name))
     with pytest.raises(EngineError, match=r"inference='wllm' is not known: it must be one of .*vllm"):
         open_backend(messages.Start("m", {}, "live", "wllm"))
+
+
+def test_weights_that_sleep_wake_before_a_loader_is_recorded_on_them(backend):
+    driver = Scheduler(backend)
+    driver.carry_out(0, messages.Sleep(weights=True, kv_cache=True))
+    driver.carry_out(1, messages.Connect((), None, "base"))
+    assert [name for name, *_ in backend.calls] == ["sleep", "wake_up", "connect"]
+    assert backend.calls[1] == ("wake_up", {"weights"})

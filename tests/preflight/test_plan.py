@@ -121,6 +121,26 @@ def test_what_is_offloaded_is_on_the_host():
     assert plan.loading_host == 8000 + CPU_LAUNCHER_BYTES + 3 * CUDA_HOST_PROCESS_BYTES
 
 
+def test_the_host_has_a_process_for_each_worker_of_each_engine():
+    processes = {
+        row.name: row.running for row in plan_memory(with_engine(num_engines=4, tensor_parallel=2)).host
+    }
+    assert processes["processes"] == CPU_LAUNCHER_BYTES + (2 + 4 * 2) * CUDA_HOST_PROCESS_BYTES
+
+
+def test_the_largest_step_of_an_engine_leaves_less_for_its_kv_cache():
+    stepping = with_engine(step_tokens=5, step_sequences=3, kv_cache_bytes=None, tensor_parallel=2)
+    # 2 bytes of four hidden states and of half of three times the feed-forward; 12 bytes for each word.
+    step = 2 * 5 * (4 * 8 + 3 * 16 // 2) + 12 * 3 * 32
+    assert rows(stepping)["engine step"] == (step, step)
+    assert rows(replace(stepping, engine=replace(stepping.engine, sleep="kv_cache")))["engine step"] == (
+        0,
+        step,
+    )
+    idle = replace(stepping.engine, step_tokens=0, step_sequences=0)
+    assert kv_cache_bytes(stepping, stepping.engine) == kv_cache_bytes(stepping, idle) - step
+
+
 def test_the_host_holds_the_optimizer_that_leaves_and_a_model_that_one_rank_reads():
     plan = plan_memory(replace(with_engine(offload_optimizer=True), loads_on_main=True))
     host = {row.name: (row.loading, row.running) for row in plan.host}

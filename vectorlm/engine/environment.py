@@ -24,6 +24,7 @@ def sampler_environment(
     ranks_per_engine: int | None = None,
     num_workers: int = 1,
     devices: Sequence[int] | None = None,
+    dtype: str = "auto",
 ) -> dict[str, str]:
     """Return the sampler's variables: the trainer's without its place in the run, plus what starts vLLM fast.
 
@@ -54,6 +55,11 @@ def sampler_environment(
         own = range(topology.local_rank, topology.local_rank + of_engine) if devices is None else devices
         places = list(dict.fromkeys([*own, *range(topology.local_world_size)]))
         kept["CUDA_VISIBLE_DEVICES"] = _devices(kept.get("CUDA_VISIBLE_DEVICES"), places)
+        # FlashInfer compiles at the first start, for minutes and with nvcc, and dense models in 16 bits gain nothing.
+        defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        if dtype in ("float32", "float"):
+            # Triton's attention, the only one for float32, would multiply in TF32.
+            defaults["TRITON_F32_DEFAULT"] = "ieee"
     else:
         num_cores = len(os.sched_getaffinity(0)) * of_engine // topology.local_world_size
         if devices is not None:

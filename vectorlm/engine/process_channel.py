@@ -78,8 +78,9 @@ class ProcessChannel:
         self._is_cut = False
         log = open(log_path, "a") if log_path else None  # noqa: SIM115 (the reader thread closes it)
         self._scratch = tempfile.mkdtemp(prefix="vectorlm-sampler-")
+        dtype = str(start.engine_args.get("dtype", "auto"))
         environment = sampler_environment(
-            os.environ, self._scratch, topology, ranks_per_engine, self._num_workers, devices
+            os.environ, self._scratch, topology, ranks_per_engine, self._num_workers, devices, dtype
         )
         ours, theirs = socket.socketpair()
         arguments = [str(theirs.fileno()), str(os.getpid()), self._scratch]

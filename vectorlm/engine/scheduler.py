@@ -200,6 +200,8 @@ class Scheduler:
         backend: Any = self._backend
         match command:
             case messages.Connect():
+                # Loaders that are recorded may write, if only zeros behind the last row of a vocabulary.
+                self._sleep_state.wake_up(frozenset({"weights"}))
                 # A backend that takes whole arenas alone need not know of others.
                 more = {} if command.arena_bytes is None else {"arena_bytes": command.arena_bytes}
                 return backend.connect(command.manifest, command.arena_path, command.weight_set, **more)

@@ -9,7 +9,7 @@ from vectorlm.config import Config, SamplerSettings
 from vectorlm.config.schema import TrainSettings
 from vectorlm.engine.settings import BUCKET_BYTES
 from vectorlm.preflight.container import container_limits
-from vectorlm.preflight.memory_plan import Demand, EngineDemand, MemoryPlan, plan_memory
+from vectorlm.preflight.memory_plan import GIB, Demand, EngineDemand, MemoryPlan, plan_memory
 from vectorlm.preflight.memory_report import check_memory, memory_table
 from vectorlm.ranks.placement import tensor_parallel_size
 from vectorlm.ranks.topology import has_gpu
@@ -109,29 +109,39 @@ def _engine_demand(
     device_bytes: int | None,
     num_devices: int,
 ) -> EngineDemand:
-    is_cpu, share = device_bytes is None, sampler.engine.gpu_memory_utilization
+    is_cpu, arguments = device_bytes is None, sampler.engine.engine_args
+    share = sampler.engine.gpu_memory_utilization
     # By default, vLLM computes in bf16 on CUDA with weights that were saved in fp32.
     per_weight = 4 if train.engine_dtype(not is_cpu) == "float32" else 2
-    size = sampler.engine.engine_args.get("tensor_parallel_size") or 1
-    if device_bytes is not None and not {"tensor_parallel_size", "data_parallel_size"} & set(
-        sampler.engine.engine_args
-    ):
-        weight_bytes = per_weight * model.num_parameters
-        size = tensor_parallel_size(num_devices, model.num_heads, weight_bytes, share * device_bytes)
-    given = sampler.engine.engine_args.get("kv_cache_memory_bytes")
+    size = arguments.get("tensor_parallel_size") or 1
+    step_tokens = step_sequences = 0
+    if device_bytes is not None:
+        step_tokens, step_sequences = step_sizes(device_bytes)
+        if not {"tensor_parallel_size", "data_parallel_size"} & set(arguments):
+            weight_bytes = per_weight * model.num_parameters
+            size = tensor_parallel_size(num_devices, model.num_heads, weight_bytes, share * device_bytes)
+    given = arguments.get("kv_cache_memory_bytes")
     staged = {"push": None, "pull": 0}.get(sampler.engine.transport, BUCKET_BYTES)
     packs = sampler.engine.receiver == "packed" or packs_by_itself(model.num_parameters)
     return EngineDemand(
         bytes_per_weight=per_weight,
         tensor_parallel=size,
+        num_engines=arguments.get("data_parallel_size") or max(num_devices // size, 1),
+        step_tokens=arguments.get("max_num_batched_tokens") or step_tokens,
+        step_sequences=arguments.get("max_num_seqs") or step_sequences,
         kv_cache_bytes=CPU_KV_CACHE_BYTES if given is None and is_cpu else given,
         device_share=share,
-        max_model_len=sampler.engine.engine_args.get("max_model_len") or model.max_length,
+        max_model_len=arguments.get("max_model_len") or model.max_length,
         is_packed=is_cpu and sampler.engine.receiver != "live" and packs,
         staged_bytes=staged if sampler.engine.inference == "vllm" else None,
         sleep=sampler.turn.sleep,
         offload_optimizer=sampler.turn.offload_optimizer,
     )
+
+
+def step_sizes(device_bytes: int) -> tuple[int, int]:
+    """Return the most tokens and sequences of a step of vLLM; an A100 of 80 GiB has those of smaller devices."""
+    return (16384, 1024) if device_bytes >= 70 * GIB else (8192, 256)
 
 
 def host_memory_bytes() -> int:

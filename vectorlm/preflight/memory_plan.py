@@ -23,6 +23,12 @@ class EngineDemand:
     """2 or 4."""
     tensor_parallel: int = 1
     """Devices that share one engine's weights and KV cache."""
+    num_engines: int = 1
+    """Engines on this node."""
+    step_tokens: int = 0
+    """Most tokens of one engine step; not used on CPU."""
+    step_sequences: int = 0
+    """Most sequences of one engine step; not used on CPU."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache on each device; None derives it from `device_share`."""
     device_share: float = 0.35
@@ -153,7 +159,7 @@ def plan_memory(demand: Demand) -> MemoryPlan:
                   c P + 4 T of a small model (`train.settings.gathers_once`)
         critic: (2 + a) w P / S   reference and reward models: w P / S each, assumed as large as the policy
         teacher: w P_t / S of its own P_t parameters
-        engine: its bytes per weight x P / tensor_parallel
+        engine: its bytes per weight x P / tensor_parallel, and `engine_step_bytes`
 
     With `cpu_offload` weights, gradients and optimizer state are on the host, which `host_memory` adds up.
     Activations are `activation_bytes`. On CPU all ranks and the engine add up, and neither sleep nor offload frees
@@ -185,6 +191,8 @@ def plan_memory(demand: Demand) -> MemoryPlan:
         sleep = "none" if demand.is_cpu else engine.sleep
         rows.append(MemoryUse("engine weights", 0 if sleep == "all" else held, held))
         rows.append(MemoryUse("KV cache", kv_cache if sleep == "none" else 0, kv_cache))
+        step = 0 if demand.is_cpu else engine_step_bytes(demand, engine)
+        rows.append(MemoryUse("engine step", step if sleep == "none" else 0, step))
         processes += CPU_SAMPLER_BYTES if demand.is_cpu else CUDA_PROCESS_BYTES
     rows.append(MemoryUse("processes", processes, processes))
     rows = [row for row in rows if row.training or row.sampling]
@@ -211,7 +219,8 @@ def host_memory(demand: Demand) -> tuple[HostUse, ...]:
     shared = 0 if engine is None else engine.bytes_per_weight * demand.model.num_parameters
     if engine is not None and engine.staged_bytes is not None:
         shared = min(shared, engine.staged_bytes)
-    processes = CPU_LAUNCHER_BYTES + (ranks + (engine is not None)) * CUDA_HOST_PROCESS_BYTES
+    workers = 0 if engine is None else engine.num_engines * engine.tensor_parallel
+    processes = CPU_LAUNCHER_BYTES + (ranks + workers) * CUDA_HOST_PROCESS_BYTES
     rows = [
         HostUse("the model as it is read", whole * (1 if demand.loads_on_main else ranks), 0),
         HostUse("weights for the engine", 0, shared),
@@ -271,7 +280,18 @@ def kv_cache_bytes(demand: Demand, engine: EngineDemand) -> int:
     if engine.kv_cache_bytes is not None:
         return engine.kv_cache_bytes
     share = int(engine.device_share * demand.device_bytes)
-    return max(0, share - engine_weight_bytes(demand, engine) - CUDA_PROCESS_BYTES)
+    used = engine_weight_bytes(demand, engine) + engine_step_bytes(demand, engine) + CUDA_PROCESS_BYTES
+    return max(0, share - used)
+
+
+def engine_step_bytes(demand: Demand, engine: EngineDemand) -> int:
+    """Estimate what vLLM keeps free on one device for its largest step: one block's activations, and fp32 logits.
+
+    With n tokens, m sequences, t devices: ``c n (4 h + 3 i / t) + 3 x 4 m V``.
+    """
+    model = demand.model
+    wide = 4 * model.hidden_size + 3 * model.intermediate_size // engine.tensor_parallel
+    return engine.bytes_per_weight * engine.step_tokens * wide + 12 * engine.step_sequences * model.vocab_size
 
 
 def sequence_kv_bytes(demand: Demand, engine: EngineDemand) -> int:

@@ -28,6 +28,7 @@ def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> An
     `engine_args` win over the defaults here.
     """
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
@@ -39,7 +40,9 @@ def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> An
         settings.pop("enable_sleep_mode", None)
     if settings.get("tensor_parallel_size", 1) > 1:
         settings.setdefault("distributed_executor_backend", "mp")
-    return LLMEngine.from_engine_args(EngineArgs(**settings))
+    # vLLM's own sizes for sampling offline: on CUDA, four to eight times those of an engine that is only embedded.
+    context = UsageContext.ENGINE_CONTEXT if on_cpu else UsageContext.LLM_CLASS
+    return LLMEngine.from_engine_args(EngineArgs(**settings), context)
 
 
 def let_seeded_requests_wait() -> None:
@@ -83,7 +86,7 @@ def default_arguments(model: str, on_cpu: bool) -> dict[str, Any]:
         defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "block_size": 32}
     else:
         # vLLM's own share is that of an engine which has the device to itself.
-        defaults |= {"gpu_memory_utilization": DEVICE_SHARE}
+        defaults |= {"gpu_memory_utilization": DEVICE_SHARE, "enable_flashinfer_autotune": False}
     if not has_tokenizer(model):
         defaults["skip_tokenizer_init"] = True
     return defaults
@@ -142,19 +145,19 @@ def _sampling_parameters() -> frozenset[str]:
 def finish_steps(engine: Any) -> list[Any]:
     """Wait for the steps that vLLM has begun ahead of time (CUDA), beginning no other; return what they finished.
 
-    vllm 0.32: with asynchronous scheduling a step is queued on the device while the one before is read.
+    vllm 0.32: with asynchronous scheduling a step is queued on the device while the one before is read; and the
+    scheduler keeps requests that were cancelled until a next step, before which it does not let the KV cache go.
     """
-    core, outputs = engine.engine_core.engine_core, []
-    if not getattr(core, "batch_queue", None):
-        return []
     from vllm.v1.core.sched.interface import PauseState
 
+    core, outputs = engine.engine_core.engine_core, []
+    before = core.scheduler.pause_state
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     try:
-        while core.batch_queue:
+        while core.batch_queue or core.scheduler.has_finished_requests():
             outputs += engine.step()
     finally:
-        core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        core.scheduler.set_pause_state(before)
     return outputs
 
 
@@ -217,7 +220,11 @@ class CudaSleep:
                 self._engine.wake_up(tags=["kv_cache"])
         elif hasattr(self._engine, "release_kv_cache_memory"):
             self._engine.sleep(level=0)
-            self._engine.release_kv_cache_memory()
+            try:
+                self._engine.release_kv_cache_memory()
+            except RuntimeError as error:
+                self._engine.wake_up(tags=["scheduling"])
+                raise EngineError(f"vLLM keeps its KV cache, and the engine is awake: {error}") from error
         else:
             # Before vllm 0.32 the KV cache sleeps only together with the weights. Delete when the window begins there.
             self._engine.sleep(level=1)
