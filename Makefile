@@ -3,7 +3,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 # Two ranks, or as many as there are GPUs if that is one.
-WORLD_SIZE ?= $(if $(filter 1,$(if $(filter cuda,$(DEVICE)),$(shell nvidia-smi --list-gpus | wc -l))),1,2)
+WORLD_SIZE ?= $(if $(filter 1,$(if $(filter cuda,$(DEVICE)),$(shell (nvidia-smi --list-gpus || ls /dev/nvidia[0-9]*) 2>/dev/null | grep -c -e ^GPU -e ^/dev))),1,2)
 CONFIG ?= configs/countdown_sft.yaml
 PYTEST_ARGS ?=
 # Test files that run at a time, on one thread each: starting an engine takes longest, and one core.

@@ -12,6 +12,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from watched_run import WatchedRun
 
 import vectorlm
@@ -376,3 +378,39 @@ def test_a_lone_rank_meets_itself():
     assert collectives.all_gather_object("here", 7) == [7]
     assert collectives.broadcast_object("there", b"x") == (b"x", [])
     assert issubclass(HandoffTimeout, TimeoutError)
+
+
+RANK_ON_CUDA = """
+import atexit, contextlib, os, sys, time
+import vectorlm
+from vectorlm.ranks import launcher
+launcher.process_group = lambda *about: contextlib.nullcontext()
+launcher.Topology.from_environment = lambda: vectorlm.Topology(device="cuda:0")
+atexit.register(time.sleep, 600)  # What waits for a peer that is gone.
+
+def fail():
+    raise ValueError("no such thing")
+
+vectorlm.launch(fail)
+"""
+
+
+def test_a_rank_of_torchrun_that_fails_on_cuda_waits_for_nobody():
+    names = ("RANK", "LOCAL_RANK", "MASTER_PORT")
+    variables = {**os.environ, **dict.fromkeys(names, "0"), "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", RANK_ON_CUDA], env=variables, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 1
+    assert "ValueError: no such thing" in ended.stderr
+
+
+def test_ranks_on_cuda_attend_without_cudnn_which_plans_for_each_shape(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda **about: None)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        with process_group(vectorlm.Topology(device="cuda:0")):
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)

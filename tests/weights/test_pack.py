@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from vectorlm.backends.vllm.pack import check_packed, packable_layers
-from vectorlm.errors import ChecksumMismatch
+from vectorlm.backends.vllm.pack import check_packed, packable_layers, require_no_latent_attention
+from vectorlm.errors import ChecksumMismatch, WeightMismatch
 
 
 class Layer(torch.nn.Module):
@@ -59,3 +59,12 @@ def test_an_embedding_table_is_packed_only_where_it_is_the_head():
     assert [name for name, _ in packable_layers(model)] == []
     model.lm_head = model.embed_tokens
     assert [name for name, _ in packable_layers(model)] == ["embed_tokens"]
+
+
+class MLAAttention(torch.nn.Module):
+    """vLLM's latent attention goes by this name."""
+
+
+def test_latent_attention_is_refused_by_name():
+    with pytest.raises(WeightMismatch, match="latent attention"):
+        require_no_latent_attention(torch.nn.Sequential(MLAAttention()))

@@ -9,7 +9,7 @@ from typing import Any
 
 from vectorlm.backends.vllm import packs_by_itself
 from vectorlm.backends.vllm.norms import use_norm_kernel
-from vectorlm.backends.vllm.pack import check_packed, pack, require_plain_layers
+from vectorlm.backends.vllm.pack import check_packed, pack, require_no_latent_attention, require_plain_layers
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.lora.receive import AdapterReceiver
 from vectorlm.ranks.engine_ranks import CallResult
@@ -61,6 +61,7 @@ class WeightExtension:
     @as_call_result
     def vectorlm_describe(self, weight_set: str, manifest: Sequence[TensorSpec]) -> Any:
         """Answer with the `LoadPlan` of what this worker takes of the trainer's tensors."""
+        require_no_latent_attention(self.model_runner.get_model())
         return self._vectorlm_receivers[weight_set].describe(manifest)
 
     @as_call_result

@@ -140,6 +140,15 @@ def require_plain_layers(model: torch.nn.Module) -> None:
         )
 
 
+def require_no_latent_attention(model: torch.nn.Module) -> None:
+    """Refuse latent attention (MLA): vLLM multiplies two of its weights when it loads them, and keeps the product."""
+    if any(type(module).__name__ == "MLAAttention" for module in model.modules()):
+        raise WeightMismatch(
+            "this engine cannot take new weights: the model has latent attention (MLA, as of DeepSeek-V2 and V3), of "
+            "which vLLM keeps products of weights that no update fills. VLLM_MLA_DISABLE=1 computes it plainly."
+        )
+
+
 def keep_plain_experts() -> None:
     """Make vLLM leave the weights of experts as they are when it loads a model; call before the engine is built.
 
