@@ -84,10 +84,10 @@ def test_the_engines_settings_arrive(path):
     assert (plain.bytes_per_weight, plain.kv_cache_bytes, plain.device_share) == (2, None, 0.35)
     assert (plain.max_model_len, plain.sleep, plain.offload_optimizer) == (32, "none", False)
     # vLLM's own sizes of a step on a device below 70 GiB.
-    assert (plain.num_engines, plain.step_tokens, plain.step_sequences) == (2, 8192, 256)
+    assert (plain.num_engines, plain.step_tokens, plain.step_sequences) == (4, 8192, 256)
     given = "sampler.engine={max_num_seqs: 64, max_num_batched_tokens: 512, tensor_parallel_size: 2}"
     stepping = demand(path, given).engine
-    assert (stepping.num_engines, stepping.step_tokens, stepping.step_sequences) == (1, 512, 64)
+    assert (stepping.num_engines, stepping.step_tokens, stepping.step_sequences) == (2, 512, 64)
     set_ = demand(
         path,
         "sampler.vllm_dtype=float32",
