@@ -77,6 +77,7 @@ class Run(WatchedRun):
 
     resumes_from: int | None = None
     """The step that it must go on from; None if it starts afresh."""
+    began: float
     fork: int | None = None
     """The process that its user's code has forked, and that may stay."""
 
@@ -220,7 +221,7 @@ class Campaign:
             if fault.target == "checkpoint":
                 self.wait_for(run, lambda: bool(checkpoints(output)), START_S)
             if fault.moment == FINAL:
-                self.wait_for(run, unfinished(output / "final-model").exists, START_S)
+                self.wait_for(run, lambda run=run: is_writing_model(run, output), START_S)
             # A run that has few steps left may be over soon after its first.
             longest = 0.7 * reference.first_step_s if is_early else reference.step_s
             time.sleep(chance.random() * (2 * STEP_S if fault.moment == FINAL else longest))
@@ -250,7 +251,7 @@ class Campaign:
         is_over = run.process.returncode == 0 and last_step(output) == STEPS and oldest <= MAX_STALENESS
         has_resumed = is_over and says_where_it_resumes(run)
         left = leftovers(run, PAUSE_S)
-        if found := [path.name for path in (output / "checkpoints").glob(".*")]:
+        if found := [path.name for path in (*output.glob(".*"), *output.glob("checkpoints/.*"))]:
             left["files"] = found
         while self.forks:
             forked, record = self.forks.pop()
@@ -455,7 +456,9 @@ class Campaign:
         scratch = Path(tempfile.mkdtemp(dir=self.folder / "scratch"))
         # As /tmp is.
         scratch.chmod(0o1777)
-        return Run([str(word) for word in command], scratch)
+        run = Run([str(word) for word in command], scratch)
+        run.began = time.time()
+        return run
 
     def wait_for(self, run: Run, condition: Callable[[], bool], limit_s: float) -> None:
         """Wait until the condition holds, the run has ended or the time is over."""
@@ -466,6 +469,14 @@ class Campaign:
 
 def ended(run: Run) -> bool:
     return run.process.poll() is not None
+
+
+def is_writing_model(run: Run, output: Path) -> bool:
+    """Whether the run writes its final model; one that was killed may have left a folder."""
+    work = unfinished(output / "final-model")
+    with suppress(FileNotFoundError):
+        return work.stat().st_mtime > run.began
+    return False
 
 
 def leftovers(run: Run, patience_s: float) -> dict[str, list[str]]:
