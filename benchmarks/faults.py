@@ -485,7 +485,9 @@ def leftovers(run: Run, patience_s: float) -> dict[str, list[str]]:
     while list(run.processes()) and time.monotonic() < deadline:
         time.sleep(0.02)
     found = run.leftovers()
-    found["shared memory"] = [name for name in found["shared memory"] if name != FILLER]
+    # Python's tracker removes a killed rank's semaphores once nobody has its pipe open, a fork of the rank included.
+    names = [] if run.fork is not None else found["shared memory"]
+    found["shared memory"] = [name for name in names if name != FILLER]
     # torch's cache of compiled kernels, one for each user, is meant to stay.
     found["temporary files"] = [
         name for name in found["temporary files"] if not name.startswith("torchinductor_")
