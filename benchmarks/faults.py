@@ -80,6 +80,8 @@ class Run(WatchedRun):
     began: float
     fork: int | None = None
     """The process that its user's code has forked, and that may stay."""
+    shared_at_end: set[str] | None = None
+    """What was in /dev/shm when the run had ended and its fork had not."""
 
     def processes(self) -> Iterator[tuple[int, str]]:
         """Yield number and command line of every process but the fork, and Python's tracker, which waits for it."""
@@ -490,8 +492,12 @@ def leftovers(run: Run, patience_s: float) -> dict[str, list[str]]:
         time.sleep(0.02)
     found = run.leftovers()
     # Python's tracker removes a killed rank's semaphores once nobody has its pipe open, a fork of the rank included.
-    names = [] if run.fork is not None else found["shared memory"]
-    found["shared memory"] = [name for name in names if name != FILLER]
+    if run.fork is not None:
+        run.shared_at_end, found["shared memory"] = set(os.listdir("/dev/shm")), []
+    if run.shared_at_end is not None:
+        # Runs that came later, and that the campaign has killed, leave some, too.
+        found["shared memory"] = [name for name in found["shared memory"] if name in run.shared_at_end]
+    found["shared memory"] = [name for name in found["shared memory"] if name != FILLER]
     # torch's cache of compiled kernels, one for each user, is meant to stay.
     found["temporary files"] = [
         name for name in found["temporary files"] if not name.startswith("torchinductor_")
