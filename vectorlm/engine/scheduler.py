@@ -276,12 +276,15 @@ class Scheduler:
         params = one_each(command.sampling_params, len(command.prompts))
         batch = self._batches[number] = _Batch(command, params, len(self._rules.loaded))
         self._newest = number
+        submit = self._backend.submit
+        if command.as_request_outputs:
+            submit = getattr(self._backend, "submit_raw", submit)
         try:
             for index, (prompt, each) in enumerate(zip(command.prompts, params, strict=True)):
                 name = f"{number}-{index}"
                 self._rules.check_prompt(index, prompt)
                 try:
-                    self._backend.submit(name, prompt, each)
+                    submit(name, prompt, each)
                 except VectorLMError:
                     raise
                 except Exception as error:

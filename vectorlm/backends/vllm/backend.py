@@ -16,6 +16,7 @@ from vectorlm.backends.vllm.shim import (
     naming_the_model,
     warm_up,
 )
+from vectorlm.backends.vllm.text import Texts
 from vectorlm.backends.vllm.workers import Workers, shorten_socket_paths, start_worker
 from vectorlm.contracts import RequestOutput
 from vectorlm.errors import EngineError
@@ -58,6 +59,7 @@ class VLLM:
         self._may_hold_nan = False
         """Whether blocks of the KV cache may hold NaN: where attention masks a NaN, the product is NaN again."""
         self._spans = VersionSpans()
+        self._texts = Texts(self._engine.output_processor.tokenizer)
         self._finished: list[RequestOutput] = []
         """Found while the engine was paused; the next `poll` returns them."""
 
@@ -84,8 +86,16 @@ class VLLM:
         return self._version
 
     def submit(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
-        """Add one request."""
+        """Add one request, whose text is decoded when it has ended."""
         params = make_sampling_params(sampling_params)
+        self._texts.take_over(name, params)
+        self._add(name, prompt, params)
+
+    def submit_raw(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
+        """Add one request, whose `raw` will hold all that vLLM reports: strings of single tokens, too."""
+        self._add(name, prompt, make_sampling_params(sampling_params))
+
+    def _add(self, name: str, prompt: Sequence[int], params: Any) -> None:
         # Blocks of other weights are never found, however long requests of theirs keep them.
         request = {"prompt_token_ids": list(prompt), "cache_salt": f"weights {self._num_loads}"}
         self._engine.add_request(name, request, params, lora_request=self._adapter_request)
@@ -106,6 +116,7 @@ class VLLM:
         names = list(names)
         self._engine.abort_request(names)
         self._spans.forget(names)
+        self._texts.forget(names)
 
     def pause(self) -> None:
         """Wait until no step runs on the device; no other begins, as the engine steps in `poll` alone."""
@@ -162,9 +173,11 @@ class VLLM:
             self._may_hold_nan = False
 
     def _finished_of(self, outputs: Iterable[Any]) -> list[RequestOutput]:
-        found = [
-            finished(output, self._spans.of(output, self._version)) for output in outputs if output.finished
-        ]
+        found = []
+        for output in outputs:
+            if output.finished:
+                self._texts.fill(output)
+                found.append(finished(output, self._spans.of(output, self._version)))
         self._may_hold_nan |= any(
             math.isnan(sum(each.sampler_logprobs)) for one in found for each in one.completions
         )
