@@ -223,6 +223,55 @@ class Vowels:
 """
 
 
+TWO_WAYS = """
+import json, urllib.request
+
+class Played:
+    def respond(self, text):
+        return None if "u" in text else "abc"
+
+def agent(url, key, row):
+    text = row["prompt"]
+    for _ in range(4):
+        headers = {"Authorization": f"Bearer {key}"}
+        body = json.dumps({"model": "policy", "prompt": text}).encode()
+        with urllib.request.urlopen(urllib.request.Request(url + "/completions", body, headers)) as answer:
+            choice = json.load(answer)["choices"][0]
+        if choice["finish_reason"] == "length" or "u" in choice["text"]:
+            return
+        text += choice["text"] + "abc"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_an_agent_is_trained_on_bit_for_bit_as_an_environment(files, tmp_path, num_engines):
+    """The same tokens, log-probabilities and gradients, on two ranks with one engine and with two."""
+    (files / "two_ways.py").write_text(TWO_WAYS)
+    overrides = [
+        "train_parameters.sampler.prompts=null",
+        "train_parameters.sampler.reward=null",
+        "rl.sampling_params={max_tokens: 12, stop: [o, x, a]}",
+        "rl.rollout.save_tokens=True",
+        "rl.max_steps=1",
+        f"train_parameters.sampler.engine.data_parallel_size={num_engines}",
+        # What is sampled together, and what is found in a cache, may change the last bit of a log-probability.
+        "train_parameters.sampler.engine.max_num_seqs=1",
+        "train_parameters.sampler.engine.enable_prefix_caching=False",
+    ]
+    found = []
+    for name in ("two_ways.py:Played", "two_ways.py:agent"):
+        prefix = "openai:" if name.endswith("agent") else ""
+        output = tmp_path / name.rpartition(":")[2]
+        where = [f"rl.environment={prefix}{files}/{name}"]
+        vectorlm.launch(reinforce, config_of(files, output, overrides=overrides + where), world_size=2)
+        found.append((lines(output / "rollouts.jsonl"), load_file(output / "final-model/model.safetensors")))
+    (played, weights), (asked, weights_too) = found
+    assert max(row["num_turns"] for row in played) > 1
+    assert asked == played
+    assert all(torch.equal(weights_too[name], tensor) for name, tensor in weights.items())
+
+
 def test_rewards_of_turns_are_all_that_a_run_needs(files, tmp_path):
     (files / "game.py").write_text(GAME)
     overrides = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.algorithms.registry import get_algorithm
@@ -33,6 +32,7 @@ from vectorlm.rl.models import (
 from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.settings import StepSettings
 from vectorlm.rl.teacher import ServerTeacher, Teacher
+from vectorlm.rollouts.environment import AGENT
 from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment
 from vectorlm.rollouts.logger import RolloutLogger
 from vectorlm.rollouts.queue import GroupQueue
@@ -43,7 +43,6 @@ from vectorlm.rollouts.source import RolloutSource
 from vectorlm.run import Run, open_run
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.optimizer_step import OptimizerStep
-from vectorlm.types import PromptRecord
 from vectorlm.workers import WorkerPool
 
 if TYPE_CHECKING:
@@ -208,13 +207,15 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
     replay = None
     if rl.rollout.path is not None:
         replay = replay_order(read_rollouts(rl.rollout.path), rl.collect.group_size, seed)
+    max_model_len = longest_sequence(run.config)
+    # A copy: the actor encodes in a thread of its own.
+    tokenizer = copy.deepcopy(run.tokenizer)
     sampler = GroupSampler(
         settings=rl.collect,
         seed=seed,
-        max_model_len=longest_sequence(run.config),
-        # A copy: the actor encodes in a thread of its own.
-        tokenizer=copy.deepcopy(run.tokenizer),
-        open_environment=_environments(run, rl),
+        max_model_len=max_model_len,
+        tokenizer=tokenizer,
+        **_environments(run, rl, tokenizer, max_model_len),
         needs_greedy=spec.needs_greedy,
     )
     groups = GroupQueue(run.engine, sampler)
@@ -233,14 +234,24 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
     )
 
 
-def _environments(run: Run, rl: RLSettings) -> Callable[[PromptRecord], HostedEnvironment] | None:
-    """Return what opens the environment of a rollout beside this rank's engine; None where there is none."""
+def _environments(run: Run, rl: RLSettings, tokenizer: Any, max_model_len: int) -> dict[str, Any]:
+    """Return what makes rollouts with the environment beside this rank's engine; nothing where there is none."""
     assert run.engine is not None
-    if rl.collect.environment is None or run.engine.local is None:
-        return None
+    where, timeout_s = rl.collect.environment, rl.collect.environment_timeout_s
+    if where is None or run.engine.local is None:
+        return {}
     pool = run.stack.enter_context(WorkerPool(MAX_ENVIRONMENTS, run.output / "rewards.log"))
-    host = EnvironmentHost(rl.collect.environment, pool, rl.collect.environment_timeout_s)
-    return functools.partial(HostedEnvironment, host)
+    if not where.startswith(AGENT):
+        return {
+            "open_environment": functools.partial(HostedEnvironment, EnvironmentHost(where, pool, timeout_s))
+        }
+    from vectorlm.rollouts.agent import AgentHost
+    from vectorlm.rollouts.gateway import Gateway
+
+    gateway = run.stack.enter_context(Gateway(copy.deepcopy(tokenizer), max_model_len))
+    name = where.removeprefix(AGENT)
+    host = AgentHost(name, gateway, pool, sampling=rl.collect.sampling, timeout_s=timeout_s)
+    return {"run_agent": host.rollout}
 
 
 def _scorer(run: Run, rl: RLSettings) -> RewardScorer:

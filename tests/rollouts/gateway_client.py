@@ -52,7 +52,7 @@ class Scripted:
 
 @contextlib.contextmanager
 def serving(max_model_len=4000):
-    with Gateway("policy", Letters(), vocab_size=0x110000, max_model_len=max_model_len) as gateway:
+    with Gateway(Letters(), max_model_len) as gateway:
         yield gateway
 
 

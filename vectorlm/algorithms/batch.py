@@ -50,6 +50,9 @@ class RolloutBatch:
     baseline_mask: torch.Tensor | None = None
     """bool [B, T], `mask` and completions that others are compared with but that are not trained on; None: none."""
 
+    owners: torch.Tensor | None = None
+    """int64 [B], the row of the rollout that each row belongs to; None where each is a rollout. The branches of one,
+    which an agent makes, are in `mask` and not in `baseline_mask`."""
     turns: torch.Tensor | None = None
     """int64 [B, T], the turn of each token that the policy chose, from 0; None where no turn has its own reward."""
     turn_rewards: torch.Tensor | None = None
@@ -74,6 +77,14 @@ class RolloutBatch:
     def for_baselines(self) -> RolloutBatch:
         """Return the batch with the completions that are only compared with in its mask."""
         return self if self.baseline_mask is None else replace(self, mask=self.baseline_mask)
+
+    def with_branches(self, advantages: torch.Tensor) -> torch.Tensor:
+        """Give the tokens of branches the advantage of the first token of their rollout, [B, T] to [B, T]."""
+        if self.owners is None:
+            return advantages
+        mask = self.for_baselines().mask
+        first = advantages.gather(1, mask.int().argmax(dim=1, keepdim=True))
+        return torch.where(self.mask & ~mask, first[self.owners], advantages)
 
     def spread(self, advantages: torch.Tensor) -> torch.Tensor:
         """Give each token the advantage of its completion: [P, K] to [B, T]."""

@@ -19,7 +19,7 @@ from vectorlm.preflight.teacher import teacher_problems
 from vectorlm.rewards.registry import short_name
 from vectorlm.rl.correction import correction_of
 from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, CriticSettings
-from vectorlm.rollouts.environment import require_environment
+from vectorlm.rollouts.environment import AGENT, require_environment
 from vectorlm.train.optimizer_step import BY_LOSS
 
 # Parameters that change which tokens can be drawn, or how likely they are, and that the trainer does not follow; with
@@ -60,7 +60,8 @@ def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
             fix = "Leave it out, or drop rl.environment."
             yield refuse(config, "train_parameters.sampler.prompts", rule, fix)
         try:
-            require_environment(load_plugin(rl.collect.environment), rl.collect.environment)
+            name = rl.collect.environment
+            require_environment(load_plugin(name.removeprefix(AGENT)), name)
         except ConfigError as error:
             yield str(error)
 

@@ -61,12 +61,17 @@ def make_batch(
         eligible = torch.tensor([[not each.is_truncated for each in group.rollouts] for group in groups])
     columns, valid = spec.select(rewards, eligible)
     rewards = rewards.gather(1, columns)
-    is_valid = valid.flatten().tolist()
     rollouts = [
         group.rollouts[column]
         for group, chosen in zip(groups, columns.tolist(), strict=True)
         for column in chosen
     ]
+    owners, is_trained = None, valid
+    # A loss of pairs compares whole rollouts, and a critic values places in one row.
+    if spec.level != "group" and not spec.needs_critic and any(each.branches for each in rollouts):
+        rollouts, owners, columns, rewards, is_trained, valid = _with_branches(
+            rollouts, columns, rewards, valid
+        )
     lengths = [len(each.prompt_token_ids) + len(each.token_ids) for each in rollouts]
     shape = (len(rollouts), max(lengths))
     input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
@@ -74,6 +79,7 @@ def make_batch(
     mask = torch.zeros(shape, dtype=torch.bool)
     is_stale = torch.zeros(shape, dtype=torch.bool)
     is_left_out = torch.zeros(len(rollouts), 1, dtype=torch.bool)
+    is_valid = is_trained.flatten().tolist()
     sampler_logprobs = torch.zeros(shape)
     for row, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
         start = len(rollout.prompt_token_ids)
@@ -86,16 +92,12 @@ def make_batch(
         if is_valid[row]:
             mask[row, start:length] = torch.tensor(rollout.policy_mask, dtype=torch.bool)
     greedy = [group.greedy_reward for group in groups if group.greedy_reward is not None]
-    parts = part_weights = None
-    if spec.needs_parts:
-        weights = groups[0].reward_weights
-        part_weights = torch.tensor(list(weights.values()))
-        by_name = [torch.stack([group.rewards_by_name[name] for group in groups]) for name in weights]
-        parts = torch.stack([each.gather(1, columns) for each in by_name])
+    parts, part_weights = _parts_of(groups, columns) if spec.needs_parts else (None, None)
     turns = turn_rewards = None
     # A loss of completions has one advantage for all turns.
     if spec.level == "token" and any(any(each.turn_rewards) for each in rollouts):
         turns, turn_rewards = _turns_of(rollouts, shape)
+    compared = mask if owners is None else mask & valid.view(-1, 1)
     batch = RolloutBatch(
         input_ids,
         attention_mask,
@@ -104,17 +106,57 @@ def make_batch(
         rewards,
         valid,
         columns,
-        place_rewards(mask, rewards, turn_rewards),
+        place_rewards(compared, rewards, turn_rewards),
         greedy_rewards=torch.stack(greedy) if greedy else None,
         reward_parts=parts,
         part_weights=part_weights,
-        baseline_mask=mask if is_left_out.any() else None,
+        baseline_mask=compared if is_left_out.any() or owners is not None else None,
         turns=turns,
         turn_rewards=turn_rewards,
+        owners=owners,
     )
     if is_stale.any():
         batch = batch.without(is_stale)
     return batch if batch.mask.any() else None
+
+
+def _parts_of(groups: Sequence[RolloutGroup], columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each reward alone, float32 [N, P, K], and the weight of each."""
+    weights = groups[0].reward_weights
+    by_name = [torch.stack([group.rewards_by_name[name] for group in groups]) for name in weights]
+    return torch.stack([each.gather(1, columns) for each in by_name]), torch.tensor(list(weights.values()))
+
+
+def _with_branches(
+    rollouts: Sequence[Rollout], columns: torch.Tensor, rewards: torch.Tensor, valid: torch.Tensor
+) -> tuple[list[Rollout], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the rows of groups with those of their branches behind, as many for each group.
+
+    Also the row of the rollout that each belongs to, its columns and rewards, which rows are trained on, and which are
+    compared.
+    """
+    group_size = columns.shape[1]
+    groups = [rollouts[start : start + group_size] for start in range(0, len(rollouts), group_size)]
+    num_rows = group_size + max(sum(len(each.branches) for each in group) for group in groups)
+    rows: list[Rollout] = []
+    owners = torch.zeros(len(groups), num_rows, dtype=torch.int64)
+    is_filler = torch.zeros(len(groups), num_rows, dtype=torch.bool)
+    for place, group in enumerate(groups):
+        belongs_to = [*range(group_size)]
+        rows += group
+        for column, rollout in enumerate(group):
+            rows += rollout.branches
+            belongs_to += [column] * len(rollout.branches)
+        owners[place, : len(belongs_to)] = torch.tensor(belongs_to)
+        is_filler[place, len(belongs_to) :] = True
+        nothing = Rollout(group[0].prompt_record, group[0].prompt_token_ids[:1], (), (), (), (), "", None)
+        rows += [nothing] * (num_rows - len(belongs_to))
+    columns, rewards, is_trained = (x.gather(1, owners) for x in (columns, rewards, valid))
+    is_trained = is_trained & ~is_filler
+    # Whole rollouts are compared, and not their branches.
+    compared = is_trained & (torch.arange(num_rows) < group_size)
+    owners = (owners + torch.arange(len(owners))[:, None] * num_rows).flatten()
+    return rows, owners, columns, rewards, is_trained, compared
 
 
 def _turns_of(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

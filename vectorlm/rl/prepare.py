@@ -79,7 +79,7 @@ def prepare_batch(
     returns = None if values is None else torch.where(batch.mask, advantages + values, 0.0)
     if isinstance(settings.hparams, WhiteningSettings) and settings.hparams.whiten_advantages:
         advantages = whiten(advantages, compared.mask)
-    advantages = torch.where(batch.mask, advantages, 0.0)
+    advantages = torch.where(batch.mask, batch.with_branches(advantages), 0.0)
     if teacher is not None:
         assert old is not None
         assert settings.teacher is not None

@@ -49,11 +49,13 @@ class CollectSettings:
     """Arguments of `vllm.SamplingParams`, by default `temperature: 1.0` and `max_tokens: 16`; the trainer follows
     `temperature`, `top_p`, `top_k` and `min_p`."""
     environment: Text | None = None
-    """`file.py:NAME` of what answers the policy between its turns; null makes single turns."""
+    """`file.py:NAME` of what answers the policy between its turns, or `openai:file.py:NAME` of an agent that asks the
+    policy over HTTP; null makes single turns."""
     environment_timeout_s: Annotated[PositiveFloat | None, ReadIf("rl.environment")] = 300.0
-    """Longest response of an environment, in seconds; null waits without limit."""
+    """Longest response of an environment, or time between two requests of an agent, in seconds; null waits without
+    limit."""
     max_turns: Annotated[PositiveInt, ReadIf("rl.environment")] = 4
-    """With an environment, turns of the policy after which a rollout ends."""
+    """With an environment, turns of the policy after which a rollout ends; an agent decides itself."""
     rollouts_per_engine: PositiveInt | None = None
     """Rollouts that may ask an engine at the same time; those that wait for their environment do not count. null means
     as many groups as the engine samples sequences at once."""

@@ -11,6 +11,8 @@ from vectorlm.encoding import is_messages
 from vectorlm.errors import ConfigError
 from vectorlm.rollouts.tools import call_tool, parse_calls, schemas_of
 
+AGENT = "openai:"
+"""How ``rl.environment`` begins where it names an agent, which asks over HTTP."""
 Message = Mapping[str, Any]
 """A chat message: ``{"role", "content"}``, and ``tool_calls`` where the policy called tools."""
 
@@ -108,7 +110,7 @@ def require_environment(make: Any, where: str) -> None:
         raise ConfigError(
             f"the environment {where!r} is a {type(make).__name__}: it must be a class or a function."
         )
-    if not isinstance(make, type):
+    if not isinstance(make, type) or where.startswith(AGENT):
         return
     kind = kind_of(make, where)
     # What an object makes of itself is not seen here.

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vectorlm.rollouts.session import RequestError, Session, Turn, spoken
+from vectorlm.rollouts.session import Session, Turn, spoken
 
 MAX_ANSWERS = 64
 """Answers to one request."""
@@ -100,7 +100,7 @@ class ChatRequest(Request):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=0)
 
-    async def answer(self, session: Session, form: Form) -> list[Turn]:
+    async def answer(self, session: Session) -> list[Turn]:
         """Ask the session."""
         params = self.params()
         if self.max_completion_tokens is not None:
@@ -138,10 +138,8 @@ class TextRequest(Request):
     best_of: Literal[1] | None = None
     suffix: None = None
 
-    async def answer(self, session: Session, form: Form) -> list[Turn]:
+    async def answer(self, session: Session) -> list[Turn]:
         """Ask the session."""
-        if not isinstance(self.prompt, str):
-            form.require_tokens(self.prompt, "prompt")
         return await session.write_on(self.prompt, self.params())
 
     def shown(self, turns: Sequence[Turn], form: Form) -> dict[str, Any]:
@@ -187,9 +185,8 @@ class TokenRequest(BaseModel):
     priority: Any = None
     return_token_ids: Any = None
 
-    async def answer(self, session: Session, form: Form) -> list[Turn]:
+    async def answer(self, session: Session) -> list[Turn]:
         """Ask the session."""
-        form.require_tokens(self.token_ids, "token_ids")
         return await session.write_on(self.token_ids, self.sampling_params.params())
 
     def shown(self, turns: Sequence[Turn], form: Form) -> dict[str, Any]:
@@ -210,14 +207,8 @@ class TokenRequest(BaseModel):
 class Form:
     """What answers say of the model and its tokens."""
 
-    def __init__(self, model: str, tokenizer: Any, vocab_size: int) -> None:
-        self.model, self._tokenizer, self._vocab_size = model, tokenizer, vocab_size
-
-    def require_tokens(self, ids: Sequence[int], name: str) -> None:
-        """Raise `RequestError` where an id is no token."""
-        for place, token in enumerate(ids):
-            if not 0 <= token < self._vocab_size:
-                raise RequestError(f"the ids of tokens are below {self._vocab_size}.", f"{name}[{place}]")
+    def __init__(self, model: str, tokenizer: Any) -> None:
+        self.model, self._tokenizer = model, tokenizer
 
     def logprobs(self, turn: Turn, as_ids: bool) -> list[dict[str, Any]]:
         """Return the log-probability of each token, of what it was drawn from."""

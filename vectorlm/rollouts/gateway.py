@@ -25,6 +25,8 @@ from vectorlm.ranks.placement import LOOPBACK
 from vectorlm.rollouts.forms import ChatRequest, Form, TextRequest, TokenRequest, events
 from vectorlm.rollouts.session import RequestError, Session, Turn
 
+MODEL = "policy"
+"""The name that agents give the model."""
 MAX_BODY_BYTES = 16 * 2**20
 ARRIVES_WITHIN_S = 30.0
 """Longest time for a request to arrive whole, and for its answer to be taken."""
@@ -44,10 +46,10 @@ class Gateway:
     ``Authorization: Bearer KEY``; ``/health`` does not.
     """
 
-    def __init__(self, model: str, tokenizer: Any, *, vocab_size: int, max_model_len: int) -> None:
-        """Listen on a free port of 127.0.0.1; `model` is the name that agents use."""
-        self.model, self.max_model_len = model, max_model_len
-        self._form = Form(model, tokenizer, vocab_size)
+    def __init__(self, tokenizer: Any, max_model_len: int) -> None:
+        """Listen on a free port of 127.0.0.1."""
+        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self._form = Form(MODEL, tokenizer)
         self._sessions: dict[bytes, Session] = {}
         self._socket = socket.create_server((LOOPBACK, 0), backlog=1024)
         self.url = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}/v1"
@@ -115,14 +117,14 @@ class Gateway:
         """Return the answer to a request, and the turns in it."""
         session = self.session_of(request)
         asked = form.model_validate_json(await _body(request))
-        if asked.model not in (None, self.model):
+        if asked.model not in (None, MODEL):
             raise RequestError(
-                f"there is no model {asked.model!r}: it is called {self.model!r}.",
+                f"there is no model {asked.model!r}: it is called {MODEL!r}.",
                 "model",
                 404,
                 "model_not_found",
             )
-        turns = await _unless_gone(request, asked.answer(session, self._form))
+        turns = await _unless_gone(request, asked.answer(session))
         body = asked.shown(turns, self._form)
         if not isinstance(asked, TokenRequest) and asked.stream:
             with_usage = asked.stream_options is not None and asked.stream_options.include_usage
@@ -135,7 +137,7 @@ class Gateway:
         except RequestError as error:
             return _refusal(error)
         card = {
-            "id": self.model,
+            "id": MODEL,
             "object": "model",
             "owned_by": "vectorlm",
             "max_model_len": self.max_model_len,

@@ -142,6 +142,16 @@ def end() -> Any:
     yield _players.pop().close() if _players else None
 
 
+def run_agent(name: str, url: str, key: str, row: Mapping[str, Any]) -> Any:
+    """Yield the reward that an agent gives, and what it measured."""
+    value = _value(load_plugin(name)(url, key, row))
+    numbers = dict(value) if isinstance(value, Mapping) else {"reward": value}
+    reward = numbers.pop("reward", None)
+    if isinstance(reward, str | bytes):
+        raise TypeError(f"it returned {reward!r}, and must return a number, a mapping with a reward, or None")
+    yield None if reward is None else float(reward), {key: float(each) for key, each in numbers.items()}
+
+
 def _loaded(make: str | bytes) -> Callable[..., Any]:
     loaded: Callable[..., Any] = load_plugin(make) if isinstance(make, str) else cloudpickle.loads(make)
     return loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -73,6 +74,8 @@ class GroupSampler:
     """What turns an environment's replies into tokens."""
     open_environment: Callable[[PromptRecord], Playing] | None = None
     """Opens the environment of each rollout; None for single turns."""
+    run_agent: Callable[[PromptRecord, Ask, Callable[[int], int]], Coroutine[Any, Any, Rollout]] | None = None
+    """Makes each rollout by requests of its own, whose seeds it draws by their number; instead of an environment."""
     needs_greedy: bool = False
     """Sample a greedy completion of each prompt too."""
 
@@ -98,6 +101,11 @@ class GroupSampler:
             return await _together(
                 self._play(task, index, environment, ask) for index, environment in enumerate(playing)
             )
+        if self.run_agent is not None:
+            return await _together(
+                self.run_agent(record, ask, functools.partial(self._seed_of_turn, task.position, index))
+                for index in range(size)
+            )
         params = {**self._params, "n": size, "seed": self._draw_seed(task.position)}
         return [Rollout.begun(record, each) for each in await ask(asked(record), params)]
 
@@ -114,8 +122,7 @@ class GroupSampler:
 
     async def _turns(self, task: Task, index: int, environment: Playing, ask: Ask) -> Rollout:
         prompt = await environment.reset()
-        # The seeds that vLLM gives the completions of one request.
-        seed = self._draw_seed(task.position) + index
+        seed = self._seed_of_turn(task.position, index, 0)
         (completion,) = await ask(prompt, {**self._params, "n": 1, "seed": seed})
         rollout = Rollout.begun(task.prompt_record, completion)
         prompt, tools = (prompt["prompt"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
@@ -142,7 +149,7 @@ class GroupSampler:
             whole = [*rollout.prompt_token_ids, *rollout.token_ids, *ids]
             if len(whole) >= self.max_model_len:
                 break
-            seed = self._draw_seed(task.position, rollout.num_turns, index)
+            seed = self._seed_of_turn(task.position, index, rollout.num_turns)
             (completion,) = await ask(whole, {**self._params, "n": 1, "seed": seed})
             rollout = rollout.continued(tuple(ids), text, completion)
         last = {"role": "assistant", "content": completion.text}
@@ -153,6 +160,10 @@ class GroupSampler:
         """The sampling parameters of every rollout; `n` and `seed` are added for each."""
         # The sampled tokens' own log-probabilities cost next to nothing.
         return {"logprobs": 0, **self.settings.sampling}
+
+    def _seed_of_turn(self, position: int, index: int, turn: int) -> int:
+        # Those of first turns are the seeds that vLLM gives the completions of one request.
+        return self._draw_seed(position, turn, index) if turn else self._draw_seed(position) + index
 
     def _draw_seed(self, *place: int) -> int:
         """Draw the seed of a request: the engine's own random state would not survive a restart."""

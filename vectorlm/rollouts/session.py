@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +47,8 @@ class Turn:
     added_text: str
     said: Any
     """What a request that goes on from here begins with: messages with tools, or a text."""
+    chat: Sequence[Mapping[str, Any]] | None = None
+    """All messages up to its end."""
     is_read: bool = False
     """Whether the agent has got it: what nobody has read has earned no reward."""
 
@@ -72,15 +76,25 @@ class Session:
         self._ask, self._loop, self._tokenizer = ask, asyncio.get_running_loop(), tokenizer
         self._sampling, self._seed_of, self.max_model_len = sampling, seed_of, max_model_len
         self._turns: list[Turn] = []
-        self._num_requests = self._num_in_flight = 0
-        self._idle_since = time.monotonic()
+        self._num_requests = 0
+        self._in_flight: set[Future[Sequence[Completion]]] = set()
+        self._idle_since = math.inf
         self.is_full = False
         """Whether a request was refused because the model has no room for it."""
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the agent got its last answer; 0 while it waits for one."""
-        return 0.0 if self._num_in_flight else time.monotonic() - self._idle_since
+        """Seconds since the agent began or got its last answer; at most 0 while it waits for one."""
+        return 0.0 if self._in_flight else time.monotonic() - self._idle_since
+
+    def begin(self) -> None:
+        """Take note that the agent has begun."""
+        self._idle_since = time.monotonic()
+
+    def close(self) -> None:
+        """Take back what has not been answered."""
+        for sampled in list(self._in_flight):
+            sampled.cancel()
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, params: Mapping[str, Any]
@@ -100,7 +114,7 @@ class Session:
             ids = encode_reply(chat[: num_known - 1], chat[num_known:], written, self._tokenizer, tools)
         text = "" if before is None else self._tokenizer.decode(ids)
         return await self._continue(
-            before, ids, text, params, lambda said: [*key, _comparable(spoken(said, tools))]
+            before, ids, text, params, lambda said: [*key, _comparable(spoken(said, tools))], chat
         )
 
     async def write_on(self, prompt: str | Sequence[int], params: Mapping[str, Any]) -> list[Turn]:
@@ -159,6 +173,7 @@ class Session:
         text: str,
         params: Mapping[str, Any],
         said: Callable[[str], Any],
+        chat: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Turn]:
         prompt = [*(() if before is None else before.token_ids), *ids]
         if len(prompt) >= self.max_model_len:
@@ -175,14 +190,24 @@ class Session:
         self._num_requests += 1
         if before is not None:
             before.is_read = True
-        self._num_in_flight += 1
+        sampled = asyncio.run_coroutine_threadsafe(_sample(self._ask, prompt, asked), self._loop)
+        self._in_flight.add(sampled)
         try:
-            sampled = asyncio.run_coroutine_threadsafe(_sample(self._ask, prompt, asked), self._loop)
             completions = await asyncio.wrap_future(sampled)
         finally:
-            self._num_in_flight -= 1
+            self._in_flight.discard(sampled)
             self._idle_since = time.monotonic()
-        turns = [Turn(each, before, tuple(ids), text, said(each.text)) for each in completions]
+        turns = [
+            Turn(
+                each,
+                before,
+                tuple(ids),
+                text,
+                said(each.text),
+                chat and [*chat, {"role": "assistant", "content": each.text}],
+            )
+            for each in completions
+        ]
         self._turns += turns
         return turns
 
@@ -225,7 +250,7 @@ def _row(leaf: Turn, record: PromptRecord, trained: set[Turn]) -> Rollout:
             end = len(turn.token_ids) - start
             mask[end - len(turn.completion.token_ids) : end] = [False] * len(turn.completion.token_ids)
     trained.update(path)
-    return replace(row, policy_mask=tuple(mask))
+    return replace(row, policy_mask=tuple(mask), messages=leaf.chat)
 
 
 def _for_template(message: Mapping[str, Any], index: int) -> dict[str, Any]:

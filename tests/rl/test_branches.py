@@ -1,0 +1,74 @@
+"""Branches of a rollout are rows of their own, learn with its advantage, and change no baseline."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from rank_processes import on_ranks
+from tiny_rl import build, random_groups, random_rewards, scored
+
+from vectorlm.algorithms import get_algorithm
+from vectorlm.rl.batch import make_batch
+
+MEAN = {"reduction": "token_mean"}
+
+
+def cut(rollout):
+    """Return a rollout whose first tokens are trained on in a branch, and the others in itself."""
+    if len(rollout.token_ids) < 4:
+        return rollout
+    own = tuple(chosen and place >= 3 for place, chosen in enumerate(rollout.policy_mask))
+    parts = ("token_ids", "policy_mask", "sampler_logprobs", "versions")
+    branch = replace(rollout, **{name: getattr(rollout, name)[:3] for name in parts})
+    return replace(rollout, policy_mask=own, branches=(branch,))
+
+
+def rows_of(algorithm, change):
+    groups = [[change(rollout) for rollout in group] for group in random_groups()]
+    return make_batch(scored(groups, random_rewards()), get_algorithm(algorithm))
+
+
+def test_branches_lie_behind_the_rollouts_of_their_group():
+    rows = rows_of("grpo", cut)
+    num_groups, num_rows = rows.rewards.shape
+    assert num_rows > 4
+    assert rows.owners.view(num_groups, num_rows)[:, :4].tolist() == [
+        [group * num_rows + column for column in range(4)] for group in range(num_groups)
+    ]
+    assert not rows.valid[:, 4:].any()
+    whole = rows_of("grpo", lambda rollout: rollout)
+    # Each token is trained on once.
+    assert rows.mask.sum() == whole.mask.sum()
+    for row in torch.nonzero(rows.mask.any(dim=1))[:, 0].tolist():
+        owner = int(rows.owners[row])
+        place = torch.nonzero(rows.mask[row])[:, 0]
+        assert torch.equal(rows.input_ids[row, place], rows.input_ids[owner, place])
+
+
+def train(topology, folder, algorithm, change, packs):
+    run = build(
+        topology, folder, algorithm, packs=packs, num_epochs=1, num_mini_batches=1, hyperparameters=MEAN
+    )
+    batch = run.prepare(rows_of(algorithm, change))
+    run.update(batch)
+    return run.weights()
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rollout_in_two_rows_is_learned_from_as_in_one(folder, world_size, packs):
+    """GRPO, whose advantages are of whole rollouts and whose loss is a mean over tokens."""
+    (whole, *_) = on_ranks(1, partial(train, algorithm="grpo", change=keep, packs=True), folder)
+    for split in on_ranks(world_size, partial(train, algorithm="grpo", change=cut, packs=packs), folder):
+        for name, tensor in whole.items():
+            torch.testing.assert_close(split[name], tensor, rtol=2e-4, atol=2e-6)
+
+
+def keep(rollout):
+    return rollout
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "online_dpo"])
+def test_what_compares_pairs_or_values_places_takes_the_first_row_alone(algorithm):
+    assert rows_of(algorithm, cut).owners is None

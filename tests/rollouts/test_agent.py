@@ -1,0 +1,147 @@
+"""Agents in workers: what they make is a rollout, the same as an environment makes, and they cannot hang a run."""
+
+import asyncio
+import re
+
+import pytest
+from gateway_client import Letters, Scripted
+from pages import blocks
+
+from vectorlm.errors import RolloutError
+from vectorlm.rl.settings import CollectSettings
+from vectorlm.rollouts.agent import AgentHost
+from vectorlm.rollouts.gateway import Gateway
+from vectorlm.rollouts.sampler import GroupSampler, Task
+from vectorlm.types import PromptRecord
+from vectorlm.workers import WorkerPool
+
+AGENTS = """
+import asyncio, json, os, time, urllib.request
+
+def ask(url, key, path, **asked):
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url + path, json.dumps(asked).encode(), headers)
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]
+
+async def two_turns(url, key, row):
+    text = ask(url, key, "/completions", prompt=row["prompt"])["text"]
+    ask(url, key, "/completions", prompt=row["prompt"] + text + "so?")
+    return {"reward": row["number"] / 2, "turns": 2}
+
+def once(url, key, row):
+    ask(url, key, "/completions", prompt=row["prompt"])
+
+def raises(url, key, row):
+    raise KeyError("no tool")
+
+def silent(url, key, row):
+    return 1.0
+
+def hangs(url, key, row):
+    ask(url, key, "/completions", prompt=row["prompt"])
+    time.sleep(60)
+
+def wrong(url, key, row):
+    ask(url, key, "/completions", prompt=row["prompt"])
+    return "good"
+
+def ends(url, key, row):
+    os._exit(3)
+
+def spies(url, key, row):
+    once(url, key, row)
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        for name in ("cmdline", "environ"):
+            try:
+                with open(f"/proc/{pid}/{name}", "rb") as file:
+                    assert key.encode() not in file.read()
+            except OSError:
+                continue
+    return 1.0
+
+def too_long(url, key, row):
+    ask(url, key, "/completions", prompt=row["prompt"])
+    ask(url, key, "/completions", prompt="x" * 5000)
+"""
+
+
+def sample(tmp_path, name, group_size=3, timeout_s=20.0, code=AGENTS, answer=lambda text: " yes "):
+    """Return the rollouts of one group, and the engine that was asked."""
+    (tmp_path / "agents.py").write_text(code)
+    engine = Scripted(lambda text, index: answer(text))
+    settings = CollectSettings(
+        prompts=("q",), prompts_per_step=1, group_size=group_size, sampling_params={"max_tokens": 10}
+    )
+    record = PromptRecord("q", {"number": 3})
+
+    async def run():
+        with WorkerPool(4) as pool, Gateway(Letters(), 4000) as gateway:
+            host = AgentHost(
+                f"{tmp_path}/agents.py:{name}", gateway, pool, sampling=settings.sampling, timeout_s=timeout_s
+            )
+            sampler = GroupSampler(settings=settings, seed=5, max_model_len=4000, run_agent=host.rollout)
+            found = await sampler.sample(Task(7, record), engine.ask)
+            assert not gateway._sessions
+            return found.rollouts
+
+    return asyncio.run(run()), engine, settings
+
+
+def test_an_agent_makes_a_rollout_and_gives_the_reward(tmp_path):
+    rollouts, engine, settings = sample(tmp_path, "two_turns")
+    sampler = GroupSampler(settings=settings, seed=5, max_model_len=4000)
+    seeds = [sampler._seed_of_turn(7, index, turn) for index in range(3) for turn in range(2)]
+    assert len(set(seeds)) == 6
+    assert sorted(params["seed"] for params in engine.params) == sorted(seeds)
+    for rollout in rollouts:
+        assert rollout.text == " yes so? yes "
+        assert rollout.turn_rewards == (0.0, 1.5)
+        assert rollout.measured == {"turns": 2.0}
+
+
+def test_an_agent_that_gives_no_reward_leaves_it_to_others(tmp_path):
+    rollouts, *_ = sample(tmp_path, "once", group_size=1)
+    assert rollouts[0].turn_rewards == ()
+
+
+def test_without_room_for_a_further_turn_a_rollout_ends_and_not_the_run(tmp_path):
+    rollouts, *_ = sample(tmp_path, "too_long", group_size=1)
+    assert (rollouts[0].text, rollouts[0].is_truncated) == (" yes ", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("raises", "KeyError: 'no tool'.*agents.py:19"),
+        ("silent", "without an answer of the policy"),
+        ("hangs", "no request and no result within 1 s"),
+        ("wrong", "it returned 'good'"),
+        ("ends", "its process"),
+    ],
+)
+def test_an_agent_that_fails_is_named(tmp_path, name, why):
+    with pytest.raises(RolloutError, match=why):
+        sample(tmp_path, name, timeout_s=1.0 if name == "hangs" else 20.0)
+
+
+def test_the_key_is_in_no_command_line_and_no_environment(tmp_path):
+    rollouts, *_ = sample(tmp_path, "spies", group_size=1)
+    assert rollouts[0].turn_rewards == (1.0,)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_agents_of_the_page_run(tmp_path, number):
+    pytest.importorskip("openai")
+    block = blocks("docs/agents.md", "python")[number]
+    (name,) = re.findall(r"^(?:async )?def (\w+)\(client_url", block, re.M)
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    answers = {
+        "guess": lambda text: "It is 3." if "Try again" in text else "It is 4.",
+        "once": lambda text: "2 + 2 = 4",
+        "adds": lambda text: "3" if "<t>3" in text else call,
+    }
+    (rollout,), *_ = sample(tmp_path, name, group_size=1, code=block, answer=answers[name])
+    assert sum(rollout.turn_rewards) == 1.0
+    assert rollout.num_turns == (1 if name == "once" else 2)
+    assert rollout.branches == ()

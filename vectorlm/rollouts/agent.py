@@ -1,0 +1,85 @@
+"""An agent of the user's, which makes rollouts through the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from vectorlm.errors import RolloutError, WorkerLost
+from vectorlm.rl.rollout import Rollout
+from vectorlm.rollouts import hosted
+from vectorlm.rollouts.gateway import Gateway
+from vectorlm.rollouts.sampler import Ask
+from vectorlm.rollouts.session import Session
+from vectorlm.types import PromptRecord
+from vectorlm.workers import WorkerPool
+
+POLL_S = 0.5
+
+
+class AgentHost:
+    """Runs an agent once for each rollout, in a worker that no other rollout has meanwhile.
+
+    It is a function ``run(client_url, key, row)``, maybe a coroutine function, which returns a reward, a mapping with a
+    ``reward`` and further numbers, or None.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        gateway: Gateway,
+        workers: WorkerPool,
+        *,
+        sampling: Mapping[str, Any],
+        timeout_s: float | None,
+    ) -> None:
+        """Take the agent's name; between two requests it may take `timeout_s`."""
+        self._run, self._gateway, self._workers = run, gateway, workers
+        self._sampling, self._timeout_s = sampling, math.inf if timeout_s is None else timeout_s
+
+    async def rollout(self, record: PromptRecord, ask: Ask, seed_of: Callable[[int], int]) -> Rollout:
+        """Return what the agent made of a prompt.
+
+        Raises:
+            RolloutError: It raised, asked for nothing, or took too long.
+        """
+        gateway = self._gateway
+        session = Session(
+            ask,
+            gateway.tokenizer,
+            sampling=self._sampling,
+            max_model_len=gateway.max_model_len,
+            seed_of=seed_of,
+        )
+        gateway.open(session)
+        work = asyncio.wrap_future(self._workers.submit(self._work(session, record)))
+        try:
+            while not (await asyncio.wait({work}, timeout=POLL_S))[0]:
+                if session.idle_s > self._timeout_s:
+                    raise RuntimeError(f"no request and no result within {self._timeout_s:g} s")
+            reward, measured = work.result()
+        except (WorkerLost, RuntimeError) as error:
+            # Frameworks raise when there is no room for a further turn, which ends the rollout and not the run.
+            if not session.is_full:
+                raise RolloutError(
+                    f"the agent {self._run!r} failed: {error} (prompt {str(record.prompt)[:80]!r}). Catch the error "
+                    "there, and return a reward or None instead."
+                ) from error
+            reward, measured = None, {}
+        finally:
+            work.cancel()
+            gateway.end(session)
+            session.close()
+        return replace(session.rollout(record), measured=measured).rewarded(reward)
+
+    async def _work(self, session: Session, record: PromptRecord) -> tuple[float | None, dict[str, float]]:
+        row = {**record.columns, "prompt": record.prompt}
+        async with self._workers.worker() as worker:
+            session.begin()
+            found: tuple[float | None, dict[str, float]] = await worker.ask(
+                f"{hosted.__name__}:run_agent", self._run, self._gateway.url, session.key, row
+            )
+            return found
