@@ -168,7 +168,6 @@ class TokenSampling(Sampling):
     """Parameters of ``/inference/v1/generate``."""
 
     logprobs: int | None = Field(None, ge=0, le=1)
-    # It is the run's; None and what changes nothing may come along.
     detokenize: bool | None = None
 
 

@@ -59,7 +59,7 @@ class Gateway:
             Route("/v1/models", self._models),
             Route("/v1/chat/completions", _Endpoint(self, ChatRequest), methods=["POST"]),
             Route("/v1/completions", _Endpoint(self, TextRequest), methods=["POST"]),
-            # Clients of vLLM look for it beside /v1, or below.
+            # Beside /v1, as in vLLM.
             Route("/inference/v1/generate", _Endpoint(self, TokenRequest), methods=["POST"]),
         ]
         config = Config(

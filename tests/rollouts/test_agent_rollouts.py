@@ -1,0 +1,32 @@
+"""An agent in a loop of one's own: every rank gets its rollouts, of the weights that were loaded last."""
+
+import pytest
+from rank_processes import on_ranks
+from test_agent import AGENTS
+
+import vectorlm
+from vectorlm.rollouts.agent_rollouts import AgentRollouts
+
+
+def sample_on_rank(topology, agent, num_engines):
+    engine = vectorlm.SamplingEngine(
+        "scripted",
+        inference="vectorlm.backends.scripted:Scripted",
+        topology=topology,
+        channel="inline",
+        answers=lambda prompt, version: f" yes{len(prompt)} ",
+        data_parallel_size=num_engines,
+    )
+    with engine, AgentRollouts(engine, agent, max_model_len=500, group_size=2) as agents:
+        rows = [{"prompt": "q" * size, "number": size} for size in (1, 2)]
+        return [
+            [(each.text, each.turn_rewards) for each in group]
+            for group in agents.sample(rows) + agents.sample(rows)
+        ]
+
+
+@pytest.mark.parametrize(("world_size", "num_engines"), [(1, 1), (2, 1), (2, 2)])
+def test_every_rank_gets_the_rollouts_of_an_agent(tmp_path, world_size, num_engines):
+    (tmp_path / "agents.py").write_text(AGENTS)
+    for found in on_ranks(world_size, sample_on_rank, f"{tmp_path}/agents.py:once", num_engines):
+        assert found == [[(" yes1 ", ())] * 2, [(" yes2 ", ())] * 2] * 2

@@ -1,0 +1,94 @@
+"""Rollouts of an agent, for loops of one's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from vectorlm.engine.engine import SamplingEngine
+from vectorlm.rl.rollout import Rollout
+from vectorlm.rl.settings import CollectSettings
+from vectorlm.rollouts.agent import AgentHost
+from vectorlm.rollouts.gateway import Gateway
+from vectorlm.rollouts.queue import GroupQueue
+from vectorlm.rollouts.sampler import GroupSampler, Task
+from vectorlm.types import PromptRecord
+from vectorlm.workers import WorkerPool
+
+WAIT_S = 1.0
+
+
+class AgentRollouts:
+    """Makes rollouts of an agent with an engine, in a loop of your own; a context manager, made on all ranks.
+
+    Example:
+        >>> with AgentRollouts(engine, "agents.py:guess", max_model_len=2048) as agents:  # doctest: +SKIP
+        ...     for step, rows in enumerate(batches):
+        ...         groups = agents.sample(rows)
+        ...         train_on(groups)
+        ...         engine.update(model, step + 1)
+    """
+
+    def __init__(
+        self,
+        engine: SamplingEngine,
+        agent: str,
+        *,
+        max_model_len: int,
+        group_size: int = 1,
+        sampling_params: Mapping[str, Any] | None = None,
+        timeout_s: float | None = 300.0,
+        num_workers: int = 8,
+        seed: int = 0,
+    ) -> None:
+        """Take the agent as ``file.py:NAME``, which makes `group_size` rollouts of each row, `num_workers` at once."""
+        self._stack, self._num_begun = ExitStack(), 0
+        settings = CollectSettings(
+            prompts=("",), prompts_per_step=1, group_size=group_size, sampling_params=sampling_params or {}
+        )
+        run_agent = None
+        if engine.local is not None:
+            pool = self._stack.enter_context(WorkerPool(num_workers))
+            gateway = self._stack.enter_context(Gateway(copy.deepcopy(engine.tokenizer), max_model_len))
+            host = AgentHost(agent, gateway, pool, sampling=settings.sampling, timeout_s=timeout_s)
+            run_agent = host.rollout
+        self._queue = GroupQueue(
+            engine,
+            GroupSampler(settings=settings, seed=seed, max_model_len=max_model_len, run_agent=run_agent),
+        )
+        self._stack.callback(self._queue.close)
+
+    def sample(self, rows: Sequence[Mapping[str, Any]]) -> list[Sequence[Rollout]]:
+        """Return the rollouts of each row, which has a ``prompt``; a collective, with the same result on all ranks.
+
+        Raises:
+            RolloutError: The agent failed.
+        """
+        tasks = [
+            Task(
+                self._num_begun + index,
+                PromptRecord(row["prompt"], {name: value for name, value in row.items() if name != "prompt"}),
+            )
+            for index, row in enumerate(rows)
+        ]
+        self._num_begun += len(tasks)
+        numbers = self._queue.submit(tasks)
+        found: dict[int, Sequence[Rollout]] = {}
+        while len(found) < len(numbers):
+            found |= {number: group.rollouts for number, group in self._queue.poll(WAIT_S).items()}
+        return [found[number] for number in numbers]
+
+    def close(self) -> None:
+        """End the agents; not a collective."""
+        self._stack.close()
+
+    def __enter__(self) -> AgentRollouts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
