@@ -199,3 +199,15 @@ def test_what_ranks_must_have_alike_are_settings_files_and_versions(path):
     Path("p.jsonl").write_text('{"prompt": "b", "numbers": [1], "target": 1}\n')
     Path("models/tiny/model.safetensors").unlink()
     assert changed() == {"content of mine.py:score", "content of p.jsonl", "content of models/tiny"}
+
+
+def test_ranks_compare_the_file_of_an_agent(path):
+    Path("agents.py").write_text("def play(url, key, row):\n    return 1.0\n")
+
+    def content():
+        config = load_config(path, [SAMPLER, RL, "rl.environment=openai:agents.py:play"])
+        return settings_of_rank(config)["content of openai:agents.py:play"]
+
+    before = content()
+    Path("agents.py").write_text("def play(url, key, row):\n    return 2.0\n")
+    assert content() != before

@@ -19,6 +19,7 @@ from vectorlm.packages import versions_of_rank
 from vectorlm.plugin import is_plugin
 from vectorlm.report.runs import flat
 from vectorlm.rewards.registry import without_arguments
+from vectorlm.rollouts.environment import AGENT
 
 FIXED = (
     "train_parameters.seed",
@@ -76,7 +77,7 @@ def settings_of_rank(config: Config) -> dict[str, Any]:
     """Return what every rank must have alike: all settings, digests of the files that they name, and versions."""
     settings = _settings(config)
     named = {
-        each: _content(each.rpartition(":")[0] if is_plugin(each) else each)
+        each: _content(each.removeprefix(AGENT).rpartition(":")[0] if is_plugin(each) else each)
         for name, value in settings.items()
         if not name.startswith(OUTPUTS)
         # Rewards are keys.
