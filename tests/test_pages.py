@@ -132,7 +132,8 @@ rl:
 
 def merged(into, extra):
     for key, value in extra.items():
-        into[key] = merged(into.get(key) or {}, value) if isinstance(value, dict) else value
+        old = into.get(key)
+        into[key] = merged(old if isinstance(old, dict) else {}, value) if isinstance(value, dict) else value
     return into
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -16,7 +17,9 @@ from vectorlm.rewards import evaluation
 from vectorlm.rewards.evaluation import Evaluator
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.rollouts.sampler import GroupSampler, Task
+from vectorlm.data import prompts
 from vectorlm.data.prompts import read_prompts
+from vectorlm.settings import PromptSettings
 from vectorlm.errors import DatasetError
 from vectorlm.types import Completion, PromptRecord
 
@@ -56,16 +59,64 @@ def test_a_row_without_a_prompt_is_named_with_the_columns_that_it_has(tmp_path, 
 
 def test_what_cannot_be_read_is_a_dataset_error(tmp_path):
     (tmp_path / "torn.parquet").write_bytes(b"PAR1")
-    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "several")
+    rows = Dataset.from_list(ROWS)
+    DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "several")
     (tmp_path / "empty").mkdir()
-    for name in ("torn.parquet", "several", "empty"):
-        with pytest.raises(
-            DatasetError, match=f"rl.prompts='{tmp_path}/{name}' cannot be read: it must be a Parquet"
-        ):
+    for name, text in (
+        ("torn.parquet", "cannot be read: it must be a Parquet"),
+        ("several", "holds several splits: name one with `split`, of train, test"),
+        ("empty", "holds no dataset that save_to_disk wrote"),
+        ("absent.parquet", "does not exist"),
+        ("absent.jsonl", "does not exist"),
+    ):
+        with pytest.raises(DatasetError, match=f"rl.prompts='{tmp_path}/{name}' {text}"):
             read_prompts(tmp_path / name, "rl.prompts")
-    for name in ("absent", "absent.parquet"):
-        with pytest.raises(DatasetError, match=f"rl.prompts='{tmp_path}/{name}' does not exist"):
-            read_prompts(tmp_path / name, "rl.prompts")
+
+
+def test_a_split_is_taken_of_a_saved_dataset(tmp_path):
+    rows = Dataset.from_list(ROWS)
+    DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(tmp_path / "several")
+    path = str(tmp_path / "several")
+    assert read_prompts(PromptSettings(path=path, split="test")) == RECORDS[1:]
+    assert read_prompts(PromptSettings(path=path, split="train[:1]")) == RECORDS[:1]
+    with pytest.raises(DatasetError, match=r"split='dev' cannot be taken from rl.prompts='.*several'"):
+        read_prompts(PromptSettings(path=path, split="dev"), "rl.prompts")
+    lines = write(tmp_path, "rows.jsonl", ROWS)
+    with pytest.raises(DatasetError, match=r"rl.prompts.split has no effect"):
+        read_prompts(PromptSettings(path=lines, split="train"), "rl.prompts")
+
+
+def test_a_name_on_the_hub_goes_the_way_of_fine_tuning(tmp_path, monkeypatch):
+    asked = []
+
+    def load(name, hub_config, named):
+        asked.append((name, hub_config, named))
+        return {"train": Dataset.from_list(ROWS)}
+
+    monkeypatch.setattr(prompts, "load_hub", load)
+    assert read_prompts("owner/name", "rl.prompts") == RECORDS
+    assert read_prompts(PromptSettings(path="owner/name", hub_config="main", split="train")) == RECORDS
+    assert [each[:2] for each in asked] == [("owner/name", None), ("owner/name", "main")]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "saved"])
+def test_a_source_that_is_too_large_to_hold_stays_on_the_disk(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(prompts, "MAX_HELD_BYTES", 0)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    path = write(tmp_path, name, ROWS * 20)
+    if name == "rows.jsonl":
+        Path(path).write_text(Path(path).read_text().replace("\n", "\n\n"))
+    found = read_prompts(path)
+    assert isinstance(found, prompts.LazyPrompts)
+    assert list(found) == RECORDS * 20
+    assert found[3:5] == [RECORDS[1], RECORDS[0]]
+    sent = pickle.loads(pickle.dumps(found))
+    assert (len(sent), sent[-1], sent[38]) == (40, RECORDS[1], RECORDS[0])
+    with pytest.raises(IndexError):
+        found[40]
+    bad = write(tmp_path, f"bad-{name}", [{"prompt": "a"}, {"prompt": None}])
+    with pytest.raises(DatasetError, match=r"bad-rows.jsonl:2 is|row 1 of"):
+        read_prompts(bad)
 
 
 def test_a_file_that_begins_with_a_byte_order_mark_is_read(tmp_path):
@@ -78,7 +129,7 @@ def test_a_source_without_rows_is_refused(tmp_path):
     with pytest.raises(DatasetError, match="is empty: it must hold at least one prompt"):
         read_prompts(tmp_path / "none.parquet")
     Dataset.from_list(ROWS).select([]).save_to_disk(tmp_path / "none")
-    with pytest.raises(DatasetError, match="cannot be read"):
+    with pytest.raises(DatasetError, match="or one without rows"):
         read_prompts(tmp_path / "none")
 
 
@@ -102,7 +153,7 @@ def test_tools_reach_the_template_in_every_prompt_as_in_fine_tuning(tmp_path, mo
     dataset, _ = make(load_path=path, data_field="prompt", tokenizer=tokenizer)
     expected = "add x;find y;2 + 2?"
     assert spell(encode(asked(record), lambda: tokenizer)) == spell(dataset[0]["input_ids"]) == expected
-    sampler = GroupSampler(settings=CollectSettings(prompts="p", prompts_per_step=1), seed=0, max_model_len=9, encode=list, needs_greedy=True)
+    sampler = GroupSampler(settings=CollectSettings(prompts="p", prompts_per_step=1), seed=0, max_model_len=9, needs_greedy=True)
     given, answers = [], [[Completion((1,), (2,), (0.0,), (0,), "a", "stop")]]
 
     async def ask(prompt, params):

@@ -160,7 +160,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name():
 
 
 def test_a_path_that_is_not_there_is_said_to_be_missing_without_asking_the_hub(monkeypatch):
-    monkeypatch.setattr("vectorlm.data.source._load_hub", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr("vectorlm.data.source.load_hub", lambda *_: pytest.fail("asked the hub"))
     Path("data").mkdir()
     for path in ("data/nowhere", "./nowhere", "/nowhere", "some/deep/folder", "nowhere.jsonl"):
         with pytest.raises(DatasetError, match=f"load_path='{path}' is not there"):

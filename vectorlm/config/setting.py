@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from vectorlm.config.schema import Config
 from vectorlm.config.value import describe_refusal
@@ -48,8 +49,15 @@ class Setting:
     @property
     def section(self) -> type | None:
         """The dataclass behind the key, or None where it holds a plain value."""
-        kinds = (self.hint, *get_args(self.hint))
-        return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
+        return next(
+            (kind for kind in _kinds_of(self.hint) if isinstance(kind, type) and is_dataclass(kind)), None
+        )
+
+    @property
+    def item_section(self) -> type | None:
+        """The dataclass of each value, where the key holds a mapping of sections."""
+        item = get_args(self.hint)[-1] if get_origin(self.hint) is Mapping else None
+        return item if is_dataclass(item) and isinstance(item, type) else None
 
     @property
     def read_if(self) -> tuple[ReadIf, ...]:
@@ -58,6 +66,15 @@ class Setting:
             note for kind in (self.hint, *get_args(self.hint)) for note in getattr(kind, "__metadata__", ())
         )
         return tuple(note for note in notes if isinstance(note, ReadIf))
+
+
+def _kinds_of(hint: Any) -> Iterator[Any]:
+    """Yield a type, or those that it may be one of, without their rules."""
+    if get_origin(hint) in (Annotated, Union, UnionType):
+        for each in get_args(hint):
+            yield from _kinds_of(each)
+    else:
+        yield hint
 
 
 @cache
@@ -123,6 +140,8 @@ def start_of(algorithm: str) -> AlgorithmSettings:
 
 def to_plain(value: Any) -> Any:
     """Return a config, or a section of one, as the mapping that YAML holds."""
+    if isinstance(value, Mapping):
+        return {key: to_plain(each) for key, each in value.items()}
     if not is_dataclass(value):
         return value
     plain: dict[str, Any] = {}
@@ -152,7 +171,7 @@ def value_at(plain: Mapping[str, Any], path: str) -> Any:
     """Return the value at a dotted path of what `to_plain` returned; None where there is none."""
     value: Any = plain
     for key in path.split("."):
-        value = None if value is None else value.get(key)
+        value = value.get(key) if isinstance(value, Mapping) else None
     return value
 
 

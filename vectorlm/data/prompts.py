@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+import numpy as np
+
+from vectorlm.data.source import is_hub_name, load_hub, load_saved, splits_of, take_split
+from vectorlm.data.tasks import SHORT_FORM, Tasks
 from vectorlm.encoding import asked, encode, require_whole_characters
 from vectorlm.errors import ConfigError, DatasetError
+from vectorlm.settings import PromptSettings
 from vectorlm.types import PromptRecord
 
 if TYPE_CHECKING:
@@ -17,32 +24,113 @@ if TYPE_CHECKING:
 Row = TypeVar("Row")
 PARQUET = ".parquet"
 PROMPT = "'prompt', which is a text, token ids or messages"
+RULE = f"every line must be a JSON object with a {PROMPT}."
+MAX_HELD_BYTES = 2**28
+"""Larger sources stay on the disk, and a row is read when it is asked for."""
 
 
-def read_prompts(source: str | Path | Sequence[str], setting: str = "sampler.prompts") -> list[PromptRecord]:
+class LazyPrompts(Sequence[PromptRecord]):
+    """Prompts that are read when they are asked for."""
+
+    def __init__(self, count: int, read: Callable[[int], PromptRecord]) -> None:
+        """Take what reads a row by its index; it travels to the ranks."""
+        self._count, self._read = count, read
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> PromptRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PromptRecord]: ...
+    def __getitem__(self, index: int | slice) -> PromptRecord | list[PromptRecord]:
+        """Read rows."""
+        places = range(self._count)[index]
+        return self._read(places) if isinstance(places, int) else [self._read(each) for each in places]
+
+
+def read_prompts(
+    source: str | Path | Sequence[str] | PromptSettings,
+    setting: str = "sampler.prompts",
+    *,
+    is_held_out: bool = True,
+) -> Sequence[PromptRecord]:
     """Take prompts as they are, or read rows with a ``prompt`` and any other columns.
 
+    Rows of more than `MAX_HELD_BYTES` stay on the disk; every row is looked at once.
+
     Args:
-        source: Prompts, or the path of a JSONL file, a Parquet file (``.parquet``) or a folder of
-            ``datasets.Dataset.save_to_disk``.
+        source: Prompts; the path of a JSONL file, a Parquet file (``.parquet``) or a folder of
+            ``datasets.Dataset.save_to_disk``; the name of a dataset on the hub; ``reasoning_gym:TASK``; or settings.
         setting: Name of the source in an error.
+        is_held_out: Whether tasks are others than those that are trained on, where the settings name no seed.
 
     Raises:
         DatasetError: The source is missing, empty or broken, or a row has no ``prompt``.
     """
-    if not isinstance(source, str | Path):
+    if isinstance(source, str) and source.startswith(SHORT_FORM):
+        source = PromptSettings(reasoning_gym=source.removeprefix(SHORT_FORM))
+    if isinstance(source, str | Path):
+        source = PromptSettings(path=str(source))
+    if not isinstance(source, PromptSettings):
         return [PromptRecord(prompt) for prompt in source]
-    path = Path(source)
-    if path.is_dir() or (path.suffix == PARQUET and path.is_file()):
-        prompt_records = _read_table(path, setting)
-    elif path.is_file():
-        rule = f"every line must be a JSON object with a {PROMPT}."
-        prompt_records = read_rows(source, _prompt_record_of, rule)
-    else:
-        raise DatasetError(f"{setting}={str(source)!r} does not exist. Make it first, or list the prompts.")
-    if not prompt_records:
-        raise DatasetError(f"{setting}={str(source)!r} is empty: it must hold at least one prompt.")
-    return prompt_records
+    _require_one_kind(source, setting)
+    if source.reasoning_gym is not None:
+        return Tasks.of(source, setting, is_held_out=is_held_out)
+    found = _open(source, setting)
+    if not len(found):
+        raise DatasetError(f"{setting}={source.path!r} is empty: it must hold at least one prompt.")
+    return found
+
+
+def _require_one_kind(settings: PromptSettings, setting: str) -> None:
+    of_path, of_task = ("split", "hub_config"), {each.name for each in fields(settings)} - {"path", "split", "hub_config"}
+    if (settings.path is None) == (settings.reasoning_gym is None):
+        raise DatasetError(f"{setting} must have one of `path` and `reasoning_gym`.")
+    kind, unread = ("path", of_task) if settings.path is not None else ("reasoning_gym", of_path)
+    for name in unread:
+        if getattr(settings, name) != getattr(PromptSettings(), name):
+            raise DatasetError(f"{setting}.{name} has no effect with {kind}. Leave it out.")
+
+
+def _open(source: PromptSettings, setting: str) -> Sequence[PromptRecord]:
+    path = Path(source.path or "")
+    named = f"{setting}={source.path!r}"
+    is_saved = path.is_dir()
+    if path.is_file() and path.suffix != PARQUET:
+        if source.split is not None or source.hub_config is not None:
+            raise DatasetError(f"{setting}.split has no effect with the lines of a file. Leave it out.")
+        if path.stat().st_size <= MAX_HELD_BYTES:
+            return read_rows(path, _prompt_record_of, RULE)
+        return _lazy_lines(path)
+    try:
+        if is_saved:
+            table: Any = take_split(splits_of(path, named), source.split, named)
+        elif path.is_file():
+            from datasets import Dataset
+            from pyarrow import parquet
+
+            is_large = path.stat().st_size > MAX_HELD_BYTES
+            # pyarrow leaves nothing in the cache of datasets.
+            table = Dataset.from_parquet(str(path)) if is_large else Dataset(parquet.read_table(path))
+        elif is_hub_name(str(source.path)):
+            table = take_split(load_hub(str(source.path), source.hub_config, named), source.split, named)
+        else:
+            raise DatasetError(f"{named} does not exist. Make it first, or list the prompts.")
+    except (OSError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, DatasetError):
+            raise
+        raise DatasetError(
+            f"{named} cannot be read: it must be a Parquet file, or a folder of one dataset written by save_to_disk "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    lazy = LazyPrompts(len(table), functools.partial(_record_in_table, table, str(source.path)))
+    if table.data.nbytes <= MAX_HELD_BYTES:
+        return list(lazy)
+    for _ in lazy:
+        pass
+    return lazy
 
 
 def read_rows(path: str | Path, read: Callable[[Any], Row], rule: str) -> list[Row]:
@@ -51,54 +139,59 @@ def read_rows(path: str | Path, read: Callable[[Any], Row], rule: str) -> list[R
     Raises:
         DatasetError: A line cannot be read; `rule` says what each must be.
     """
-    rows = []
     # Not splitlines(), which would also cut at separators inside a text.
-    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(read(json.loads(line.decode("utf-8-sig"))))
-        except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError) as error:
-            shown = line[:80].decode("utf-8", errors="replace")
-            raise DatasetError(
-                f"{path}:{number} is {shown!r}, but {rule} ({type(error).__name__}: {error})"
-            ) from error
-    return rows
+    lines = enumerate(Path(path).read_bytes().split(b"\n"), start=1)
+    return [_read_line(path, number, line, read, rule) for number, line in lines if line.strip()]
 
 
-def _read_table(path: Path, setting: str) -> list[PromptRecord]:
-    """Read a Parquet file, or a folder that the datasets library wrote."""
+def _read_line(path: str | Path, number: int, line: bytes, read: Callable[[Any], Row], rule: str) -> Row:
     try:
-        if path.is_dir():
-            from datasets import load_from_disk
-
-            table: Any = load_from_disk(str(path))
-        else:
-            from pyarrow import parquet
-
-            table = parquet.read_table(path)
-        rows = table.to_list() if path.is_dir() else table.to_pylist()
-    except (OSError, ValueError, AttributeError, IndexError) as error:
-        # IndexError: the datasets library cannot load a folder without rows (5.2).
+        return read(json.loads(line.decode("utf-8-sig")))
+    except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError) as error:
+        shown = line[:80].decode("utf-8", errors="replace")
         raise DatasetError(
-            f"{setting}={str(path)!r} cannot be read: it must be a Parquet file, or a folder of one dataset written by "
-            f"save_to_disk ({type(error).__name__}: {error})"
+            f"{path}:{number} is {shown!r}, but {rule} ({type(error).__name__}: {error})"
         ) from error
-    records = []
-    for number, row in enumerate(rows):
-        names = ", ".join(row)
-        try:
-            records.append(_prompt_record_of(row))
-        except (KeyError, TypeError) as error:
-            raise DatasetError(
-                f"row {number} of {path} has the columns {names}, but every row must have a {PROMPT} "
-                f"({type(error).__name__}: {error})"
-            ) from error
-    return records
+
+
+def _lazy_lines(path: Path) -> LazyPrompts:
+    """Look at every line once, and keep where it starts, 16 bytes a line."""
+    starts, start = [], 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                _read_line(path, number, line, _prompt_record_of, RULE)
+                starts.append((start, number))
+            start += len(line)
+    table = np.array(starts, dtype=np.int64).reshape(-1, 2)
+    return LazyPrompts(len(table), functools.partial(_record_at, path, table))
+
+
+def _record_at(path: Path, starts: np.ndarray, index: int) -> PromptRecord:
+    start, number = starts[index].tolist()
+    with path.open("rb") as file:
+        file.seek(start)
+        return _read_line(path, number, file.readline(), _prompt_record_of, RULE)
+
+
+def _record_in_table(table: Any, name: str, number: int) -> PromptRecord:
+    row = table[number]
+    names = ", ".join(row)
+    try:
+        return _prompt_record_of(row)
+    except (KeyError, TypeError) as error:
+        raise DatasetError(
+            f"row {number} of {name} has the columns {names}, but every row must have a {PROMPT} "
+            f"({type(error).__name__}: {error})"
+        ) from error
 
 
 def _prompt_record_of(columns: Any) -> PromptRecord:
     prompt = columns.pop("prompt")
+    # As verl's datasets hold it.
+    graded = columns.get("reward_model")
+    if isinstance(graded, Mapping) and "ground_truth" in graded:
+        columns.setdefault("ground_truth", graded["ground_truth"])
     is_list = isinstance(prompt, list)
     of_tokens = is_list and all(type(each) is int and each >= 0 for each in prompt)
     if not (

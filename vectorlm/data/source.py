@@ -63,27 +63,28 @@ def open_source(settings: PreprocessSettings, scratch: Path) -> Source:
         DatasetError: There is nothing, something else than rows, or no such split.
     """
     path, split = settings.load_path, settings.split
+    named = f"load_path={path!r}"
     folder = Path(path)
     is_local = has_magic(path) or folder.exists()
-    if not (is_local or _is_hub_name(path)):
+    if not (is_local or is_hub_name(path)):
         raise DatasetError(
             f"load_path={path!r} is not there: it must be a folder that save_to_disk wrote, a file or a folder of "
             f"{', '.join(FORMS)}, or the name of a dataset on the hub. Correct the path."
         )
     if not is_local:
-        return Source(_take(_load_hub(path, settings.hub_config), split, path))
+        return Source(take_split(load_hub(path, settings.hub_config, named), split, named))
     if settings.hub_config is not None:
         raise ConfigError(
             f"hub_config={settings.hub_config!r} has no effect: load_path={path!r} is on this machine. Leave it out."
         )
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return Source(_take(_splits_of(folder), split, path))
+        return Source(take_split(splits_of(folder, named), split, named))
     files = _files(path)
     form = _only_form([name for names in files.values() for name in names], path)
     if form in ("text", "jsonl"):
         splits = {name: _read_lines(some, scratch / f"lines-{name}.arrow") for name, some in files.items()}
-        return Source(_take(splits, split, path), form)
-    return Source(_take(_read_tables(form, files, path, scratch), split, path))
+        return Source(take_split(splits, split, named), form)
+    return Source(take_split(_read_tables(form, files, path, scratch), split, named))
 
 
 def _object(name: str, line: str) -> dict[str, Any]:
@@ -99,15 +100,15 @@ def _object(name: str, line: str) -> dict[str, Any]:
     return row
 
 
-def _is_hub_name(path: str) -> bool:
+def is_hub_name(path: str) -> bool:
     """Whether a path that is not there could be a name on the hub: `name` or `owner/name`, with no folder `owner`."""
     owner, _, name = path.rpartition("/")
     is_plain = not path.startswith((".", "~", "/")) and "/" not in owner and Path(name).suffix not in FORMS
     return is_plain and not (owner and Path(owner).is_dir())
 
 
-def _load_hub(name: str, hub_config: str | None) -> Mapping[str, Dataset]:
-    """Load from the cache of datasets, or else from the hub."""
+def load_hub(name: str, hub_config: str | None, named: str) -> Mapping[str, Dataset]:
+    """Load from the cache of datasets, or else from the hub; `named` stands for it in an error."""
     import datasets
     from huggingface_hub import HfApi
 
@@ -120,7 +121,7 @@ def _load_hub(name: str, hub_config: str | None) -> Mapping[str, Dataset]:
     # Of the network, the hub, datasets and pyarrow, each with a tree of its own.
     except Exception as error:
         raise DatasetError(
-            f"load_path={name!r} is nothing on this machine, is not in the cache of datasets ({cache}) and cannot be "
+            f"{named} is nothing on this machine, is not in the cache of datasets ({cache}) and cannot be "
             f"loaded from the hub ({type(error).__name__}: {error}). Correct the name, connect to the hub, or set "
             "HF_DATASETS_CACHE."
         ) from error
@@ -144,8 +145,9 @@ def load_saved(folder: Path, name: str) -> Dataset | DatasetDict:
         ) from error
 
 
-def _splits_of(folder: Path) -> Mapping[str, Dataset]:
-    loaded = load_saved(folder, f"load_path={str(folder)!r}")
+def splits_of(folder: Path, named: str) -> Mapping[str, Dataset]:
+    """Load what ``save_to_disk`` wrote, by the names of its splits; `named` stands for it in an error."""
+    loaded = load_saved(folder, named)
     if isinstance(loaded, dict):
         return loaded
     name = str(loaded.split)
@@ -249,14 +251,14 @@ def _read_tables(form: str, files: dict[str, list[str]], path: str, scratch: Pat
         ) from error
 
 
-def _take(splits: Mapping[str, Dataset], split: str | None, path: str) -> Dataset:
-    """Take what an expression such as ``train[:10%]+test`` says from named splits."""
+def take_split(splits: Mapping[str, Dataset], split: str | None, named: str) -> Dataset:
+    """Take what an expression such as ``train[:10%]+test`` says from the splits of what is `named` so in an error."""
     from datasets import ReadInstruction, concatenate_datasets
 
     names = ", ".join(splits)
     if split is None:
         if len(splits) > 1:
-            raise DatasetError(f"load_path={path!r} holds several splits: name one with `split`, of {names}.")
+            raise DatasetError(f"{named} holds several splits: name one with `split`, of {names}.")
         return next(iter(splits.values()))
     try:
         parts = ReadInstruction.from_spec(split).to_absolute(
@@ -264,7 +266,7 @@ def _take(splits: Mapping[str, Dataset], split: str | None, path: str) -> Datase
         )
     except (ValueError, AssertionError, KeyError) as error:
         raise DatasetError(
-            f"split={split!r} cannot be taken from load_path={path!r} ({error}). Use one of {names}, or an expression "
+            f"split={split!r} cannot be taken from {named} ({error}). Use one of {names}, or an expression "
             "such as train[:10%] or train+test."
         ) from error
     chosen = [splits[part.splitname].select(range(part.from_ or 0, part.to)) for part in parts]

@@ -30,6 +30,7 @@ _REWARDS = {
     "judge": f"{_HOME}.judge:judge",
     "length": f"{_HOME}.shape:length",
     "math": f"{_HOME}.mathematics:math",
+    "reasoning_gym": f"{_HOME}.gym:reasoning_gym",
     "repetition": f"{_HOME}.shape:repetition",
 }
 _CALL = re.compile(r"(.*?\w)\((.*)\)", re.DOTALL)
