@@ -1,9 +1,12 @@
 """Reward functions as TRL's users write them, and their parameters wherever they stand."""
 
 import functools
+import json
 
 import pytest
 
+from vectorlm.data.prompts import read_prompts
+from vectorlm.preflight.rewards import signature_problems
 from vectorlm.rewards.runner import Scorable, run_reward
 from vectorlm.rewards.signature import RewardSignature
 
@@ -124,3 +127,33 @@ def test_a_column_never_hides_the_completion():
 )
 def test_a_required_parameter_that_nothing_supplies_is_named(reward, missing):
     assert RewardSignature.of(reward).missing(["answer"]) == missing
+
+
+def test_verls_compute_score_is_called_as_verl_calls_it(tmp_path):
+    """The columns of verl's datasets, and its functions, as they are."""
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "2 + 2?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    (record,) = read_prompts(tmp_path / "train.jsonl")
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+        assert (data_source, extra_info["index"]) == ("openai/gsm8k", 0)
+        return float(solution_str == ground_truth)
+
+    def detailed(data_source, solution_str, ground_truth, extra_info):
+        is_right = solution_str == ground_truth
+        return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": solution_str}
+
+    items = [Scorable(text, record.prompt, (5,), record.columns) for text in ("4", "5")]
+    assert not list(signature_problems(compute_score, [record], "rl.prompts"))
+    assert score(compute_score, items) == RIGHT
+    assert score(detailed, items) == [1.0, -1.0]
+    assert [each.logged for each in run_reward(detailed, items)] == [
+        {"acc": True, "pred": "4"},
+        {"acc": False, "pred": "5"},
+    ]

@@ -147,7 +147,7 @@ def _score_one(reward: Callable[..., Any], item: Scorable, signature: RewardSign
     result: RewardResult = _attempt(
         lambda: _to_result(signature.call(reward, _offered(item), _extras(item, logged), item.text))
     )
-    return replace(result, logged=logged)
+    return replace(result, logged={**result.logged, **logged})
 
 
 def _extras(item: Scorable, logged: dict[str, Any]) -> dict[str, Any]:
@@ -222,7 +222,8 @@ def _run_lists(
     found = [answer] * len(items) if isinstance(answer, RewardResult) else list(map(_to_result, answer))
     first = next((index for index, result in enumerate(found) if result.error is not None), 0)
     return [
-        replace(result, is_counted=index == first, logged=logged[index]) for index, result in enumerate(found)
+        replace(result, is_counted=index == first, logged={**result.logged, **logged[index]})
+        for index, result in enumerate(found)
     ]
 
 
@@ -238,7 +239,8 @@ async def _run_together(
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 value = await signature.call(reward, _offered(item), extras, item.text)
-            return replace(_to_result(value), logged=logged)
+            result = _to_result(value)
+            return replace(result, logged={**result.logged, **logged})
         except (Exception, SystemExit) as error:
             # A TimeoutError may also come from the function itself, or from a server that it asked.
             return _late(timeout_s) if limit.expired() else _raised(error)
@@ -257,6 +259,10 @@ def _attempt(call: Callable[[], Any]) -> Any:
 def _to_result(value: Any) -> RewardResult:
     if value is None:
         return RewardResult(math.nan)
+    if isinstance(value, Mapping) and "score" in value:
+        # As verl's functions return it, with numbers to log.
+        others = {str(name): _plain(each) for name, each in value.items() if name != "score"}
+        return replace(_to_result(value["score"]), logged=others)
     try:
         # "nan" would pass for a completion that cannot be scored.
         if isinstance(value, str | bytes):

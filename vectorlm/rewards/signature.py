@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 COMPLETION, COMPLETIONS, PROMPTS = "completion", "completions", "prompts"
+OF_VERL = "solution_str"
+"""What verl calls the completion."""
 IDS = ("completion_ids", "completions_ids")
 OFFERED = {False: ("prompt", IDS[0]), True: (COMPLETIONS, PROMPTS, *IDS)}
 """What there is besides columns for a function of one completion, and for one of lists."""
@@ -37,7 +39,7 @@ class RewardSignature:
     def of(cls, reward: Callable[..., Any]) -> RewardSignature:
         """Read a function's parameters: `completions` or `prompts` means lists, and so do token ids in first place.
 
-        One completion goes to the parameter `completion`, or to the first one.
+        One completion goes to the parameter `completion`, to verl's `solution_str`, or to the first one.
         """
         parameters = inspect.signature(reward).parameters
         named = {
@@ -47,12 +49,13 @@ class RewardSignature:
         }
         first = next(iter(parameters.values()), None)
         is_open = first is not None and first.kind is first.VAR_KEYWORD
+        own = next((name for name in (COMPLETION, OF_VERL) if name in named), None)
         takes_lists = COMPLETIONS in named or (
-            COMPLETION not in named and (PROMPTS in named or is_open or next(iter(named), "") in IDS)
+            own is None and (PROMPTS in named or is_open or next(iter(named), "") in IDS)
         )
         completion = None
         if not takes_lists and first is not None and first.kind is not first.VAR_POSITIONAL:
-            completion = COMPLETION if COMPLETION in named else first.name
+            completion = own or first.name
         required = tuple(
             name for name, each in named.items() if each.default is each.empty and name != completion
         )
