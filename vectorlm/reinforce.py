@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.config import Config, RLSettings
+from vectorlm.data.tasks import Tasks
 from vectorlm.errors import ConfigError
 from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.preflight.rl import longest_sequence
@@ -19,6 +20,7 @@ from vectorlm.rewards.registry import short_name
 from vectorlm.rewards.reward_model import RewardModel
 from vectorlm.rewards.scorer import RewardScorer
 from vectorlm.rl.correction import correction_of
+from vectorlm.rl.curriculum import Curriculum
 from vectorlm.rl.loop import RLLoop
 from vectorlm.rl.models import (
     Critic,
@@ -29,7 +31,7 @@ from vectorlm.rl.models import (
     load_reference,
     num_logits,
 )
-from vectorlm.rl.prompts import PromptOrder
+from vectorlm.rl.prompts import PromptMixture
 from vectorlm.rl.settings import StepSettings
 from vectorlm.rl.teacher import ServerTeacher, Teacher
 from vectorlm.rollouts.environment import AGENT
@@ -43,6 +45,7 @@ from vectorlm.rollouts.source import RolloutSource
 from vectorlm.run import Run, open_run
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.optimizer_step import OptimizerStep
+from vectorlm.types import PromptRecord
 from vectorlm.workers import WorkerPool
 
 if TYPE_CHECKING:
@@ -218,6 +221,12 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
         **_environments(run, rl, tokenizer, max_model_len),
         needs_greedy=spec.needs_greedy,
     )
+    prompts = run.checked.prompts
+    curricula = {
+        name: Curriculum(tasks, each.curriculum)
+        for name, each in rl.by_source.items()
+        if each.curriculum is not None and isinstance(tasks := prompts[name], Tasks)
+    }
     groups = GroupQueue(run.engine, sampler)
     run.stack.callback(groups.close)
     return RolloutSource(
@@ -227,7 +236,10 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
             settings=rl.collect,
             drops_constant_groups=rl.hyperparameters.dynamic_sampling,
         ),
-        PromptOrder(run.checked.prompts, seed),
+        PromptMixture(
+            prompts, seed, {name: each.weight or 0.0 for name, each in rl.by_source.items()}, curricula
+        ),
+        curricula=curricula,
         overlap=rl.async_,
         replay=replay,
         replayed_share=rl.rollout.replayed_share,
@@ -235,31 +247,55 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
 
 
 def _environments(run: Run, rl: RLSettings, tokenizer: Any, max_model_len: int) -> dict[str, Any]:
-    """Return what makes rollouts with the environment beside this rank's engine; nothing where there is none."""
+    """Return what makes rollouts with environments beside this rank's engine; nothing where there are none."""
     assert run.engine is not None
-    where, timeout_s = rl.collect.environment, rl.collect.environment_timeout_s
-    if where is None or run.engine.local is None:
+    names = {
+        source: each.environment for source, each in rl.by_source.items() if each.environment is not None
+    }
+    if not names or run.engine.local is None:
         return {}
+    timeout_s = rl.collect.environment_timeout_s
     pool = run.stack.enter_context(WorkerPool(MAX_ENVIRONMENTS, run.output / "rewards.log"))
-    if not where.startswith(AGENT):
-        return {
-            "open_environment": functools.partial(HostedEnvironment, EnvironmentHost(where, pool, timeout_s))
-        }
+    hosts = {
+        source: EnvironmentHost(name, pool, timeout_s)
+        for source, name in names.items()
+        if not name.startswith(AGENT)
+    }
+
+    def open_environment(record: PromptRecord) -> HostedEnvironment | None:
+        return HostedEnvironment(hosts[record.source], record) if record.source in hosts else None
+
+    if len(hosts) == len(names):
+        return {"open_environment": open_environment}
     from vectorlm.rollouts.agent import AgentHost
     from vectorlm.rollouts.gateway import Gateway
 
     gateway = run.stack.enter_context(Gateway(copy.deepcopy(tokenizer), max_model_len))
-    name = where.removeprefix(AGENT)
-    host = AgentHost(name, gateway, pool, sampling=rl.collect.sampling, timeout_s=timeout_s)
-    return {"run_agent": host.rollout}
+    agents = {
+        source: AgentHost(
+            name.removeprefix(AGENT), gateway, pool, sampling=rl.collect.sampling, timeout_s=timeout_s
+        )
+        for source, name in names.items()
+        if source not in hosts
+    }
+    return {
+        "open_environment": open_environment,
+        "run_agent": lambda record, *rest: agents[record.source].rollout(record, *rest),
+        "agent_sources": agents,
+    }
 
 
 def _scorer(run: Run, rl: RLSettings) -> RewardScorer:
-    weights = {**rl.reward.rewards, **rl.reward.reward_models}
     train = run.config.train_parameters
+
+    def weights_with(rewards: Mapping[str, Any]) -> dict[str, float]:
+        both = {**rewards, **rl.reward.reward_models}
+        return {short_name(name): float(weight) for name, weight in both.items()}
+
     return RewardScorer(
-        functions={short_name(name): name for name in rl.reward.rewards},
-        weights={short_name(name): float(weight) for name, weight in weights.items()},
+        functions={short_name(name): name for name in rl.all_rewards},
+        weights=weights_with(rl.reward.rewards),
+        of_source={name: weights_with(each.rewards) for name, each in rl.by_source.items() if name},
         models={
             short_name(path): RewardModel(
                 path,

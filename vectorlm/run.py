@@ -226,19 +226,19 @@ class Run:
         """Return what answers held-out prompts; None without any."""
         settings = self.config.train_parameters
         sampler = settings.sampler
-        if turn is None or sampler is None or sampler.evaluation.prompts is None:
+        if turn is None or sampler is None or not self.checked.evaluation_prompts:
             return None
-        reward = sampler.evaluation.reward
+        timeout_s = sampler.engine.timeout_s
+        rewards = {
+            name: RewardFunction(each, self.reward_workers, timeout_s=timeout_s, stops_at_error=True)
+            for name, each in self.config.held_out_rewards.items()
+        }
         return Evaluator(
             turn,
             self.checked.evaluation_prompts,
             samples_path=settings.samples_path if self.topology.is_main else None,
             resume_step=resume_step,
-            reward=RewardFunction(
-                reward, self.reward_workers, timeout_s=sampler.engine.timeout_s, stops_at_error=True
-            )
-            if reward
-            else None,
+            of_source=rewards,
             # The default of vLLM, and of the other backends.
             max_tokens=sampler.engine.sampling_params.get("max_tokens", 16) or math.inf,
             say=say,
@@ -428,10 +428,8 @@ def open_engine(
 
 def open_reward_workers(config: Config, topology: Topology, stack: ExitStack) -> WorkerPool | None:
     """Start what runs the reward functions of a config."""
-    sampler, rl = config.train_parameters.sampler, config.rl
-    has_rewards = (rl is not None and rl.reward.rewards) or (
-        sampler is not None and sampler.evaluation.reward
-    )
+    rl = config.rl
+    has_rewards = (rl is not None and rl.all_rewards) or config.held_out_rewards
     size = "auto" if rl is None else rl.reward.reward_workers
     if not has_rewards or size == 0:
         return None

@@ -140,6 +140,8 @@ class PromptRecord:
     prompt: Prompt
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of its row in the dataset, passed to the reward by name."""
+    source: str = ""
+    """Which of several sources it comes from."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import time
+from dataclasses import replace
 
 import pytest
 from rank_processes import on_ranks
@@ -214,3 +215,26 @@ def test_ranks_share_the_calls_and_all_know_all_rewards_and_errors():
     assert (seen, seen_too) == (["a"], ["bb", "ccc"])
     assert error == error_too
     assert "not a word" in error
+
+
+def score_by_source(topology):
+    mine = scorer(topology, of_source={"a": {"length": 2.0}, "b": {"length": 1.0, "vowels": 1.0}})
+    groups = [
+        [replace(each, prompt_record=replace(each.prompt_record, source=source)) for each in group]
+        for group, source in zip(groups_of("aeb", "XYZ", "bad", "aaa"), ("a", "b", "a", ""), strict=True)
+    ]
+    return mine.score(groups)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_prompts_of_a_source_have_its_own_rewards_and_weights(world_size):
+    # "bad" makes the reward raise that its source lacks.
+    first, second, third, fourth = on_ranks(world_size, score_by_source)[0]
+    assert rewards_of([first, second, third, fourth]) == [2.0, 1.0, 2.0, 1 + 0.5 * 3]
+    assert list(first.rewards_by_name) == ["length"]
+    assert dict(second.reward_weights) == {"length": 1.0, "vowels": 1.0}
+    metrics = rollout_metrics([first, second, third], 0)
+    assert metrics["source/a/reward/mean"] == 2.0
+    assert metrics["source/b/rollout/groups"] == 1.0
+    assert metrics["reward/length/mean"] == 1.0
+    assert not any(name.startswith("source/") for name in rollout_metrics([fourth], 0))

@@ -157,6 +157,12 @@ def _settings_of_algorithm(
 def _read_setting(setting: Setting, entry: Entry, path: str, problems: list[str]) -> Any:
     if setting.section is not None and isinstance(entry.value, dict):
         return _read_section(setting.section, entry, f"{path}.", problems)
+    if (item := setting.item_section) is not None and isinstance(entry.value, dict):
+        # Each is read as the value of a setting of its name.
+        return {
+            name: _read_setting(replace(setting, hint=item), child, f"{path}.{name}", problems)
+            for name, child in entry.value.items()
+        }
     try:
         return convert(setting.hint, entry, path)
     except ConfigError as error:

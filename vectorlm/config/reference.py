@@ -45,6 +45,8 @@ def _section_tables(section: type, prefix: str) -> list[str]:
     for name, setting in settings.items():
         if setting.section is not None:
             tables += _section_tables(setting.section, f"{prefix}{name}.")
+        if setting.item_section is not None:
+            tables += _section_tables(setting.item_section, f"{prefix}{name}.NAME.")
     return tables
 
 

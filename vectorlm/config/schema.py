@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +23,7 @@ from vectorlm.rl.settings import (
     KLSettings,
     RewardSettings,
     RolloutSettings,
+    SourceSettings,
     TeacherSettings,
     UpdateSettings,
 )
@@ -126,6 +127,27 @@ class RLSettings:
     show_every: NonNegativeInt = 10
     """Steps between two tables of rollouts on the console; 0 shows none."""
 
+    @property
+    def by_source(self) -> Mapping[str, SourceSettings]:
+        """The sources with what they take from the whole section; `prompts` are one without a name."""
+        given = self.collect.sources
+        if not given and self.collect.prompts is not None:
+            given = {"": SourceSettings(prompts=self.collect.prompts)}
+        return {
+            name: replace(
+                each,
+                weight=each.weight or 1 / len(given),
+                rewards=each.rewards or self.reward.rewards,
+                environment=self.collect.environment_of(name),
+            )
+            for name, each in given.items()
+        }
+
+    @property
+    def all_rewards(self) -> list[str]:
+        """The reward functions of all sources, each once."""
+        return list(dict.fromkeys(name for each in self.by_source.values() for name in each.rewards))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -158,6 +180,17 @@ class Config:
     def overlap(self) -> AsyncSettings | None:
         """How sampling and training overlap; None where they take turns."""
         return None if self.rl is None else self.rl.async_
+
+    @property
+    def held_out_rewards(self) -> Mapping[str, str]:
+        """The reward that scores held-out questions, by their source; those of the sampler have none."""
+        sampler = self.train_parameters.sampler
+        sources = {} if self.rl is None else self.rl.by_source
+        found = {
+            name: next(iter(each.rewards)) for name, each in sources.items() if each.held_out and each.rewards
+        }
+        reward = None if sampler is None else sampler.evaluation.reward
+        return found if reward is None else {"": reward, **found}
 
     @property
     def text(self) -> DatasetSettings:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 from vectorlm.config.schema import Config
+from vectorlm.config.setting import refuse
 from vectorlm.config.value import raise_problems
 from vectorlm.data.prompts import check_lengths, read_prompts
 from vectorlm.data.source import load_saved
 from vectorlm.data.summary import Summary
+from vectorlm.data.tasks import Tasks
 from vectorlm.encoding import has_chat_template, is_messages
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.packages import is_installed
@@ -21,6 +24,7 @@ from vectorlm.preflight.packages import package_problems
 from vectorlm.preflight.resume import Resumption, find_resumption
 from vectorlm.preflight.rewards import reward_problems
 from vectorlm.preflight.settings import setting_problems
+from vectorlm.settings import PromptSettings
 from vectorlm.types import PromptRecord
 
 
@@ -30,10 +34,10 @@ class CheckedConfig:
 
     config: Config
     """With the folder of its model, and the model's own length for a `max_seq_len` of -1."""
-    prompts: Sequence[PromptRecord] = ()
-    """Of ``rl.prompts``; each leaves room for an answer."""
+    prompts: Mapping[str, Sequence[PromptRecord]] = field(default_factory=dict)
+    """Of ``rl.prompts``, without a name, or each of ``rl.sources``; each leaves room for an answer."""
     evaluation_prompts: Sequence[PromptRecord] = ()
-    """Of ``train_parameters.sampler.prompts``."""
+    """Of ``train_parameters.sampler.prompts``, and the held-out ones of ``rl.sources``."""
     resumption: Resumption | None = None
     """How the run goes on from the checkpoints in its output folder."""
 
@@ -61,13 +65,21 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
     rl, sampler = config.rl, config.train_parameters.sampler
     max_tokens = math.inf
     # These cost more than a minute: they are needed after models are loaded.
-    prompts = [] if rl is None else _read(config, "rl.prompts", rl.collect.prompts, problems)
-    questions = None if sampler is None else sampler.evaluation.prompts
-    evaluation_prompts = (
-        [] if questions is None else _read(config, "train_parameters.sampler.prompts", questions, problems)
-    )
+    sources = {} if rl is None else rl.by_source
+    prompts = {name: _read(config, _place(name), each.prompts, problems) for name, each in sources.items()}
+    questions = {"": None if sampler is None else sampler.evaluation.prompts}
+    questions |= {name: each.held_out for name, each in sources.items() if name}
+    held_out = {
+        name: _read(config, _place(name, is_held_out=True), each, problems, is_held_out=True)
+        for name, each in questions.items()
+        if each is not None
+    }
+    problems += _overlaps(config, prompts, held_out)
+    evaluation_prompts = [
+        replace(record, source=name) if name else record for name, each in held_out.items() for record in each
+    ]
     try:
-        problems += reward_problems(config, prompts, evaluation_prompts)
+        problems += reward_problems(config, {name: _shown(each) for name, each in prompts.items()}, held_out)
     except ConfigError as error:
         problems.append(str(error))
     if rl is not None:
@@ -85,7 +97,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         if sampler is not None:
             limit = own_length(description_of(Path(config.model)) or {})
             max_tokens = (sampler.engine.engine_args.get("max_model_len") or limit or math.inf) - 1
-    if has_chat_template(config.model) and any(isinstance(each.prompt, str) for each in evaluation_prompts):
+    if has_chat_template(config.model) and any(isinstance(each.prompt, str) for each in held_out.get("", ())):
         note = (
             "train_parameters.sampler.prompts: texts are answered as they are, without the model's chat template. "
             "Write them as messages, in a JSONL file, to ask as in a chat"
@@ -101,8 +113,10 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         from vectorlm.train.load import load_tokenizer
 
         tokenizer = load_tokenizer(config.model)
-        check_lengths(prompts, tokenizer, max_tokens, "rl.prompts")
-        check_lengths(evaluation_prompts, tokenizer, max_tokens, "train_parameters.sampler.prompts")
+        for name, each in prompts.items():
+            check_lengths(_shown(each), tokenizer, max_tokens, _place(name))
+        for name, each in held_out.items():
+            check_lengths(each, tokenizer, max_tokens, _place(name, is_held_out=True))
     # Costs more than a minute: checkpoints are looked for after models are loaded.
     return CheckedConfig(config, prompts, evaluation_prompts, find_resumption(config, world_size))
 
@@ -123,11 +137,43 @@ def _data_notes(config: Config) -> Iterator[str]:
 
 
 def _read(
-    config: Config, path: str, source: str | Sequence[str], problems: list[str]
+    config: Config,
+    path: str,
+    source: str | Sequence[str] | PromptSettings | None,
+    problems: list[str],
+    *,
+    is_held_out: bool = False,
 ) -> Sequence[PromptRecord]:
+    if source is None:
+        return []
     try:
-        return read_prompts(source, path)
+        return read_prompts(source, path, is_held_out=is_held_out)
     except DatasetError as error:
         place = config.origins.get(path)
         problems.append(f"{error} ({place})" if place else str(error))
         return []
+
+
+def _overlaps(
+    config: Config,
+    prompts: Mapping[str, Sequence[PromptRecord]],
+    held_out: Mapping[str, Sequence[PromptRecord]],
+) -> Iterator[str]:
+    # Silent: questions that were trained on would be held out.
+    for (name, each), (of, asked) in product(prompts.items(), held_out.items()):
+        if isinstance(each, Tasks) and isinstance(asked, Tasks) and each.shares_items_with(asked):
+            rule = f"makes items of {_place(name)}: those have seeds from {each.seeds.start} to {each.seeds.stop - 1}"
+            place = f"{_place(of, is_held_out=True)}.seed"
+            yield refuse(config, place, rule, "Use a seed outside.", asked.seed)
+
+
+def _place(source: str, is_held_out: bool = False) -> str:
+    """Return the setting that prompts come from."""
+    if source:
+        return f"rl.sources.{source}.{'held_out' if is_held_out else 'prompts'}"
+    return "train_parameters.sampler.prompts" if is_held_out else "rl.prompts"
+
+
+def _shown(prompts: Sequence[PromptRecord]) -> Sequence[PromptRecord]:
+    """Return the prompts that stand for all: there is no end of tasks."""
+    return prompts.sample() if isinstance(prompts, Tasks) else prompts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from vectorlm.plugin import is_plugin
 from vectorlm.report.runs import flat
 from vectorlm.rewards.registry import without_arguments
 from vectorlm.rollouts.environment import AGENT
+from vectorlm.settings import PromptSettings
 
 FIXED = (
     "train_parameters.seed",
@@ -37,6 +39,8 @@ OUTPUTS = ("train_parameters.sampler.output_jsonl_path", "trackers.", "wandb_con
 """Where settings begin that name what rank 0 writes."""
 NUM_PIECES, PIECE_BYTES = 64, 4096
 """What is read of each file of weights: two models of one size differ nearly everywhere, and 10 GB take a minute."""
+REWARDS = re.compile(r"rl\.(sources\.[^.]*\.)?rewards\.")
+"""Where the settings begin whose keys are rewards."""
 STOPS_EARLY = (
     "train_parameters.early_stopping_patience",
     "train_parameters.early_stopping_min_delta",
@@ -63,7 +67,9 @@ def identity_of(config: Config, world_size: int, num_examples: int | None = None
     contents = {"model": _model_digest(Path(config.model))}
     fixed: dict[str, Any] = {}
     if rl is not None:
-        contents |= {"rl.prompts": _digest(rl.collect.prompts)}
+        for name, each in rl.by_source.items():
+            path = each.prompts.path if isinstance(each.prompts, PromptSettings) else None
+            contents[f"rl.sources.{name}.prompts" if name else "rl.prompts"] = _digest(path or each.prompts)
     elif text is not None:
         contents |= {"dataset.train_ds": _fingerprint(Path(text.train_ds))}
         fixed["global batch"] = world_size * text.train_bs * train.loop.gradient_accumulation_steps
@@ -81,7 +87,7 @@ def settings_of_rank(config: Config) -> dict[str, Any]:
         for name, value in settings.items()
         if not name.startswith(OUTPUTS)
         # Rewards are keys.
-        for each in map(without_arguments, (name.removeprefix("rl.rewards."), *_texts(value)))
+        for each in map(without_arguments, (REWARDS.sub("", name), *_texts(value)))
         if each
     }
     contents = {f"content of {name}": content for name, content in named.items() if content is not None}
@@ -209,9 +215,12 @@ def _fingerprint(dataset: Path) -> Any:
 
 def _digest(source: Any) -> str:
     """Return a digest of a file's content, of a saved dataset's fingerprint, or of any other value."""
+    digest = hashlib.blake2b(digest_size=8)
     path = Path(source) if isinstance(source, str) else None
-    if path is not None and path.is_dir():
-        content = repr(_fingerprint(path)).encode()
+    if path is not None and path.is_file():
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
     else:
-        content = path.read_bytes() if path is not None and path.is_file() else repr(source).encode()
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
+        digest.update(repr(_fingerprint(path) if path is not None and path.is_dir() else source).encode())
+    return digest.hexdigest()

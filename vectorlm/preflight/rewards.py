@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vectorlm.config.schema import Config
@@ -14,7 +14,9 @@ from vectorlm.types import PromptRecord
 
 
 def reward_problems(
-    config: Config, prompts: Sequence[PromptRecord], evaluation_prompts: Sequence[PromptRecord]
+    config: Config,
+    prompts: Mapping[str, Sequence[PromptRecord]],
+    held_out: Mapping[str, Sequence[PromptRecord]],
 ) -> Iterator[str]:
     """Yield each parameter of a reward function that nothing supplies.
 
@@ -22,14 +24,20 @@ def reward_problems(
         ConfigError: A function or its file does not exist.
     """
     # Costs more than a minute: the first call comes after models are loaded and completions sampled.
-    rl, sampler = config.rl, config.train_parameters.sampler
-    for name, weight in (rl.reward.rewards if rl is not None and prompts else {}).items():
-        for rule, fix in signature_problems(get_reward(name), prompts, "rl.prompts"):
-            yield refuse(config, f"rl.rewards.{name}", rule, fix, weight)
-    if sampler is not None and sampler.evaluation.reward is not None and evaluation_prompts:
-        reward, source = get_reward(sampler.evaluation.reward), "train_parameters.sampler.prompts"
-        for rule, fix in signature_problems(reward, evaluation_prompts, source):
-            yield refuse(config, "train_parameters.sampler.reward", rule, fix)
+    rl = config.rl
+    for source, each in ({} if rl is None else rl.by_source).items():
+        place = f"rl.sources.{source}" if source else "rl"
+        has_own = rl is not None and source and rl.collect.sources[source].rewards
+        path = f"{place}.rewards" if has_own else "rl.rewards"
+        for name, weight in each.rewards.items() if prompts[source] else ():
+            for rule, fix in signature_problems(get_reward(name), prompts[source], f"{place}.prompts"):
+                yield refuse(config, f"{path}.{name}", rule, fix, weight)
+    for source, name in config.held_out_rewards.items():
+        asked = f"rl.sources.{source}.held_out" if source else "train_parameters.sampler.prompts"
+        path = asked if source else "train_parameters.sampler.reward"
+        if records := held_out.get(source):
+            for rule, fix in signature_problems(get_reward(name), records, asked):
+                yield refuse(config, path, rule, fix, name)
 
 
 def signature_problems(

@@ -18,6 +18,7 @@ from vectorlm.plugin import load_plugin
 from vectorlm.preflight.teacher import teacher_problems
 from vectorlm.rewards.registry import short_name
 from vectorlm.rl.correction import correction_of
+from vectorlm.rl.curriculum import SCORE
 from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, CriticSettings
 from vectorlm.rollouts.environment import AGENT, require_environment
 from vectorlm.train.optimizer_step import BY_LOSS
@@ -45,6 +46,7 @@ def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     for name, value, rule, fix in correction_problems(rl.correction, spec):
         yield refuse(config, f"rl.correction.{name}", rule, fix, value)
     yield from _source_problems(config, rl)
+    yield from _mixture_problems(config, rl, spec)
     yield from _unread_settings(config, rl, spec)
     yield from _reward_problems(config, rl, spec)
     yield from teacher_problems(config, rl, spec)
@@ -52,16 +54,19 @@ def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     yield from _kl_problems(config, rl, spec)
     yield from _length_problems(config, rl, spec)
     # Costs more than a minute: it is first called after models are loaded.
-    if rl.collect.environment is not None:
+    for environment in sorted(filter(None, {each.environment for each in rl.by_source.values()})):
         sampler = config.train_parameters.sampler
         # Silent: an evaluation takes one turn, and would score an answer that has not ended.
-        if sampler is not None and sampler.evaluation.prompts is not None:
+        if (
+            sampler is not None
+            and sampler.evaluation.prompts is not None
+            and environment == rl.collect.environment
+        ):
             rule = "is asked for one answer each, and rl.environment takes turns"
             fix = "Leave it out, or drop rl.environment."
             yield refuse(config, "train_parameters.sampler.prompts", rule, fix)
         try:
-            name = rl.collect.environment
-            require_environment(load_plugin(name.removeprefix(AGENT)), name)
+            require_environment(load_plugin(environment.removeprefix(AGENT)), environment)
         except ConfigError as error:
             yield str(error)
 
@@ -179,7 +184,7 @@ def _source_problems(config: Config, rl: RLSettings) -> Iterator[str]:
         yield refuse(config, "rl.rollout.path", "is not read with source: engine", fix)
     # Silent: the penalty would never apply, or always.
     buffer, longest = rl.collect.overlong_buffer_tokens, rl.collect.sampling["max_tokens"]
-    if buffer and rl.collect.environment is not None:
+    if buffer and any(each.environment is not None for each in rl.by_source.values()):
         rule = "is for single turns: with an environment it would compare all turns with the length of one"
         yield refuse(config, "rl.overlong_buffer_tokens", rule, "Leave it out.")
     elif buffer and (longest is None or buffer > longest):
@@ -200,15 +205,58 @@ def _source_problems(config: Config, rl: RLSettings) -> Iterator[str]:
         )
 
 
+def _mixture_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
+    sources = rl.collect.sources
+    # Costs more than a minute: the first step would take its prompts from nowhere.
+    if (rl.collect.prompts is None) != bool(sources):
+        yield "the section 'rl' must have one of 'prompts' and 'sources': where its prompts come from."
+    given = [each.weight for each in sources.values() if each.weight is not None]
+    # Silent: another mixture than the one that was written down.
+    if given and (len(given) < len(sources) or not math.isclose(sum(given), 1, abs_tol=0.005)):
+        names = ", ".join(f"{name} {each.weight}" for name, each in sources.items())
+        yield (
+            f"the weights of rl.sources ({names}) add up to {sum(given):g}: they are shares, and must add up to 1. "
+            "Correct them, or leave all of them out for equal shares."
+        )
+    # Costs more than a minute: the advantages of the first batch need each reward of each completion.
+    if spec.needs_parts and len({tuple(sorted(each.rewards.items())) for each in rl.by_source.values()}) > 1:
+        rule = f"differ in their rewards, and {spec.name} compares each reward over the whole batch"
+        yield refuse(config, "rl.sources", rule, "Give all of them the same.", list(sources))
+    for name, each in rl.by_source.items():
+        path = f"rl.sources.{name}" if name else "rl"
+        # Silent: an evaluation takes one turn, and would score an answer that has not ended.
+        if each.held_out is not None and each.environment is not None:
+            rule = "is asked for one answer each, and the source's environment takes turns"
+            yield refuse(config, f"{path}.held_out", rule, "Leave it out.", "…")
+        if (curriculum := each.curriculum) is None:
+            continue
+        # Costs more than a minute: the first batch is scored.
+        if SCORE not in each.rewards:
+            rule = f"follows the reward {SCORE}, which {path}.rewards lacks"
+            yield refuse(config, f"{path}.prompts.curriculum", rule, "Add it.", "…")
+        # Silent: the level would change for ever.
+        if curriculum.fall_below >= curriculum.rise_above:
+            rule = f"must be below rise_above={curriculum.rise_above}"
+            yield refuse(
+                config, f"{path}.prompts.curriculum.fall_below", rule, "Use 0.2.", curriculum.fall_below
+            )
+
+
 def _reward_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
     reward = rl.reward
     # Silent: nothing would be learned.
-    has_others = rl.collect.environment is not None or spec.needs_teacher
-    if not reward.rewards and not reward.reward_models and not has_others:
-        yield "the section 'rl' names no reward: fill rl.rewards or rl.reward_models."
+    for source, each in rl.by_source.items():
+        has_others = reward.reward_models or each.environment is not None or spec.needs_teacher
+        if not each.rewards and not has_others:
+            places = "rl.rewards or rl.reward_models"
+            if source:
+                yield f"rl.sources.{source} has no reward: fill rl.sources.{source}.rewards, {places}."
+            else:
+                yield f"the section 'rl' names no reward: fill {places}."
     # Silent: one would take the other's place.
-    full_names = {} if rl.collect.environment is None else {"environment": "rl.environment"}
-    for name in [*reward.rewards, *reward.reward_models]:
+    has_environment = any(each.environment is not None for each in rl.by_source.values())
+    full_names = {"environment": "rl.environment"} if has_environment else {}
+    for name in [*rl.all_rewards, *reward.reward_models]:
         other = full_names.setdefault(short_name(name), name)
         if other != name:
             yield (
@@ -216,7 +264,8 @@ def _reward_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
                 "of the functions or folders."
             )
     # Costs more than a minute: the first sum of rewards comes after the first completions.
-    for place, weights in (("rewards", reward.rewards), ("reward_models", reward.reward_models)):
+    of_sources = [(f"sources.{name}.rewards", each.rewards) for name, each in rl.collect.sources.items()]
+    for place, weights in (("rewards", reward.rewards), ("reward_models", reward.reward_models), *of_sources):
         for name, weight in weights.items():
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
                 yield refuse(config, f"rl.{place}.{name}", "must be a finite number", "Use 1.0.", weight)

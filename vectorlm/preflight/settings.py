@@ -103,7 +103,7 @@ def _training_problems(config: Config) -> Iterator[str]:
     if (problem := short_run(train.profile.profile_steps, config.rl.max_steps)) is not None:
         yield refuse(config, "train_parameters.profile_steps", *problem)
     # Silent: no weights would ever be the best.
-    if train.sampler is None or train.sampler.evaluation.reward is None:
+    if not config.held_out_rewards:
         for name in ("keep_best", "early_stopping_patience"):
             if getattr(train.keep, name):
                 rule = f"needs {_SAMPLER}.reward, whose eval/accuracy says which weights are the best"
@@ -218,6 +218,7 @@ def _unread_settings(config: Config) -> Iterator[str]:
             continue
         for other in setting.read_if:
             found = value_at(plain, other.path)
-            if not (found in other.values if other.values else found or other.path in config.origins):
+            is_read = found in other.values if other.values else found or other.path in config.origins
+            if not (is_read or (other.also and value_at(plain, other.also))):
                 rule = f"has no effect with {other.path}={show(found)}"
                 yield refuse(config, path, rule, other.fix or f"Leave it out, or set {other.path}.", value)

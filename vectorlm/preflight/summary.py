@@ -9,6 +9,7 @@ from vectorlm.packages import is_installed
 from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.preflight.resume import say_finished
 from vectorlm.ranks.topology import has_gpu
+from vectorlm.settings import PromptSettings
 
 
 def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1, notes: Sequence[str] = ()) -> str:
@@ -78,9 +79,15 @@ def _text_rows(config: Config, world_size: int) -> dict[str, str]:
 def _rl_rows(rl: RLSettings, max_seq_len: int) -> dict[str, str]:
     collect, update, teacher = rl.collect, rl.update, rl.teacher
     weights = {**rl.reward.rewards, **rl.reward.reward_models}
+    for name, each in rl.collect.sources.items():
+        weights |= {f"{name}: {reward}": weight for reward, weight in each.rewards.items()}
+    prompts = " and ".join(
+        (f"{each.weight:.0%} " if name else "") + _prompts(each.prompts)
+        for name, each in rl.by_source.items()
+    )
     completions = collect.prompts_per_step * collect.group_size
     rows = {
-        "training": f"{rl.algorithm}, {_count(rl.max_steps, 'step')} on {_prompts(collect.prompts)}",
+        "training": f"{rl.algorithm}, {_count(rl.max_steps, 'step')} on {prompts}",
         "rollouts": f"{_count(completions, 'completion')} a step ({_count(collect.prompts_per_step, 'prompt')} x group "
         f"{collect.group_size}), up to {max_seq_len} tokens with their prompts",
         "rewards": ", ".join(f"{name} x {weight:g}" for name, weight in weights.items()) or "none",
@@ -121,7 +128,9 @@ def _sampler_row(config: Config) -> str:
     return f"{_prompts(evaluation.prompts)} {when}{reward}, into {train.samples_path}"
 
 
-def _prompts(source: str | tuple[str, ...]) -> str:
+def _prompts(source: str | tuple[str, ...] | PromptSettings) -> str:
+    if isinstance(source, PromptSettings):
+        source = source.path or f"reasoning_gym:{source.reasoning_gym}"
     return f"the prompts of {source}" if isinstance(source, str) else _count(len(source), "prompt")
 
 

@@ -42,6 +42,13 @@ PANELS = (
         shares=True,
     ),
     Panel(
+        "Difficulty",
+        "should climb as the reward holds",
+        "level of the curriculum",
+        {"curriculum/level": "level"},
+        from_zero=True,
+    ),
+    Panel(
         "KL divergence",
         "small and steady; a jump comes before a collapse",
         "nats per token",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +33,21 @@ class Evaluator:
         samples_path: Path | None,
         resume_step: int | None = None,
         reward: RewardFunction | None = None,
+        of_source: Mapping[str, RewardFunction] | None = None,
         max_tokens: float = 0,
         say: Callable[[str], None] = print,
     ) -> None:
         """Open `samples_path` on rank 0, with its lines up to `resume_step`; the other ranks pass None.
 
-        An answer is right when its `reward` is 1. It may have `max_tokens`; the context may leave it less, which is
-        said.
+        An answer is right when its `reward` is 1, or the reward `of_source` of its question. It may have `max_tokens`;
+        the context may leave it less, which is said.
         """
         self._turn = turn
         self._prompt_records = prompt_records
         self._lines = None if samples_path is None else StepLines(samples_path, resume_step)
-        self._reward = reward
+        sources = {record.source for record in prompt_records}
+        rewards = {name: (of_source or {}).get(name, reward) for name in sources}
+        self._rewards = {name: each for name, each in sorted(rewards.items()) if each is not None}
         self._max_tokens = max_tokens
         self._say = say
 
@@ -68,8 +71,16 @@ class Evaluator:
                 "weights/update_s": report.total_s,
             }
         rewards = None
-        if self._reward is not None:
-            rewards = score_answers(self._reward, self._prompt_records, answers, "sampler.reward")
+        if self._rewards:
+            rewards = self._score(answers)
+            for source in filter(None, self._rewards):
+                places = [place for place, each in enumerate(self._prompt_records) if each.source == source]
+                found = grade([rewards[place] for place in places])
+                if found.num_questions:
+                    metrics |= {
+                        f"eval/accuracy/{source}": found.accuracy,
+                        f"eval/reward/{source}": found.mean,
+                    }
             if (found := grade(rewards)).num_questions:
                 metrics |= {"eval/accuracy": found.accuracy, "eval/reward": found.mean}
                 metrics |= {f"eval/pass_at_{k}": value for k, value in found.pass_at.items()}
@@ -77,6 +88,21 @@ class Evaluator:
             self._lines.write(step, self._samples(answers, rewards, generate_s))
             self._say(self._summary(step, answers, rewards))
         return metrics
+
+    def _score(self, answers: Answers) -> list[list[float]]:
+        """Return the reward of each answer; NaN where nothing scores the question."""
+        rewards = [[math.nan] * len(options) for options in answers]
+        for source, reward in self._rewards.items():
+            places = [place for place, each in enumerate(self._prompt_records) if each.source == source]
+            found = score_answers(
+                reward,
+                [self._prompt_records[place] for place in places],
+                [answers[place] for place in places],
+                f"rl.sources.{source}.rewards" if source else "sampler.reward",
+            )
+            for place, each in zip(places, found, strict=True):
+                rewards[place] = each
+        return rewards
 
     def _samples(
         self, answers: Answers, rewards: list[list[float]] | None, time_taken_s: float

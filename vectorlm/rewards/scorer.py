@@ -32,6 +32,8 @@ class RewardScorer:
     """By the name that metrics call them; see `vectorlm.rewards.runner` for their forms."""
     weights: Mapping[str, float]
     """The weight of each function and model in the sum."""
+    of_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """The weights of the rewards that count for the prompts of one source; for those of other sources all count."""
     models: Mapping[str, RewardModel] = field(default_factory=dict)
     pool: WorkerPool | None = None
     """What runs this rank's share of the calls; None runs them in the rank."""
@@ -68,7 +70,13 @@ class RewardScorer:
         total = torch.zeros(len(rollouts))
         if rewards:
             # A reward that is NaN is left out of the sum, and a sum of nothing but NaN is NaN.
-            weighted = torch.stack([self.weights[name] * values for name, values in rewards.items()])
+            weights = [self._weights(rollout) for rollout in rollouts]
+            weighted = torch.stack(
+                [
+                    torch.tensor([each.get(name, math.nan) for each in weights]) * values
+                    for name, values in rewards.items()
+                ]
+            )
             total = weighted.nansum(dim=0).masked_fill(weighted.isnan().all(dim=0) | has_failed, math.nan)
         sizes = [len(group) for group in groups]
         greedy_rewards = total[sum(sizes) :] if greedy else [None] * len(groups)
@@ -77,10 +85,14 @@ class RewardScorer:
             RolloutGroup(
                 group,
                 total[end - len(group) : end],
-                {name: values[end - len(group) : end] for name, values in rewards.items()},
+                {
+                    name: rewards[name][end - len(group) : end]
+                    for name in rewards
+                    if name in self._weights(group[0])
+                },
                 greedy_rewards[index],
                 tuple(errors[index]),
-                reward_weights=self.weights,
+                reward_weights=self._weights(group[0]),
                 logged=tuple(
                     {name: value for found in results.values() for name, value in found[place].logged.items()}
                     for place in range(end - len(group), end)
@@ -95,10 +107,24 @@ class RewardScorer:
         The completions of one prompt stay together: a batch function may compare them.
         """
         first, last = _blocks(rollouts, self.topology.world_size)[self.topology.rank]
-        items = [_shown(each) for each in rollouts[first:last]]
-        mine = capture(lambda: {name: each.score(items) for name, each in self._reward_functions.items()})
-        by_rank = results_or_first_error(gather(self.topology, mine))
+        here = rollouts[first:last]
+
+        def score(name: str) -> list[RewardResult]:
+            found = [RewardResult(math.nan)] * len(here)
+            places = [place for place, each in enumerate(here) if name in self._weights(each)]
+            results = self._reward_functions[name].score([_shown(here[place]) for place in places])
+            for place, result in zip(places, results, strict=True):
+                found[place] = result
+            return found
+
+        by_rank = results_or_first_error(
+            gather(self.topology, capture(lambda: {name: score(name) for name in self.functions}))
+        )
         return {name: [each for found in by_rank for each in found[name]] for name in self.functions}
+
+    def _weights(self, rollout: Rollout) -> Mapping[str, float]:
+        """Return the weight of each reward that counts for a completion."""
+        return self.of_source.get(rollout.prompt_record.source, self.weights)
 
     @cached_property
     def _reward_functions(self) -> dict[str, RewardFunction]:

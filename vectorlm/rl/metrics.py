@@ -26,10 +26,18 @@ NUM_POSITIONS = 32
 def rollout_metrics(
     groups: Sequence[RolloutGroup], step: int, oldest_version: int | None = None
 ) -> dict[str, float]:
-    """Describe what was sampled, dropped groups included, and its rewards.
+    """Describe what was sampled, dropped groups included, and its rewards; also by source, where there are several.
 
     `step` is the version being trained; tokens of versions before `oldest_version` are left out.
     """
+    metrics = _describe(groups, step, oldest_version)
+    for source in sorted({group.source for group in groups} - {""}):
+        found = _describe([group for group in groups if group.source == source], step, oldest_version)
+        metrics |= {f"source/{source}/{name}": value for name, value in found.items()}
+    return metrics
+
+
+def _describe(groups: Sequence[RolloutGroup], step: int, oldest_version: int | None) -> dict[str, float]:
     metrics = {
         "rollout/groups": float(len(kept_groups(groups))),
         "reward/unscored": float(sum(int(group.rewards.isnan().sum()) for group in groups)),
@@ -40,8 +48,8 @@ def rollout_metrics(
         return metrics
     rewards = torch.stack([group.rewards for group in groups])
     metrics |= _spread("reward", rewards, "mean", "std", "min", "max")
-    for name in groups[0].rewards_by_name:
-        values = torch.stack([group.rewards_by_name[name] for group in groups])
+    for name in dict.fromkeys(name for group in groups for name in group.rewards_by_name):
+        values = torch.stack([each.rewards_by_name[name] for each in groups if name in each.rewards_by_name])
         metrics |= _spread(f"reward/{name}", values, "mean", "std")
     logged = [each for group in groups for each in group.logged]
     for name in sorted({name for each in logged for name in each}):

@@ -119,6 +119,11 @@ class RolloutGroup:
     """What reward functions logged of each rollout."""
 
     @property
+    def source(self) -> str:
+        """Which of several sources the prompt comes from."""
+        return self.rollouts[0].prompt_record.source
+
+    @property
     def is_constant(self) -> bool:
         """Whether all rewards are equal, and those of each turn, so that the group teaches nothing."""
         if any(map(any, by_turn := {rollout.turn_rewards for rollout in self.rollouts})) and len(by_turn) > 1:

@@ -12,12 +12,14 @@ from typing import Annotated, Any, Literal
 from vectorlm.hyperparameters import AlgorithmSettings, TokenSettings
 from vectorlm.settings import (
     ClippingNorm,
+    CurriculumSettings,
     Fraction,
     LearningRate,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    PromptSettings,
     PromptSource,
     ReadIf,
     Text,
@@ -34,13 +36,40 @@ CPU_PASS_TOKENS = 1024
 """Where a forward pass on CPU takes up no further rows: larger ones are slower there, and take more memory."""
 
 
+WITH_ENVIRONMENT = ReadIf("rl.environment", also="rl.sources")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceSettings:
+    """One of several sources of prompts."""
+
+    prompts: PromptSource
+    """The prompts, as in `rl.prompts`."""
+    weight: PositiveFloat | None = None
+    """Share of the run's prompts; the shares of all sources add up to 1. null in all of them means equal shares."""
+    rewards: Mapping[str, Any] = field(default_factory=dict)
+    """Weight of each reward function for these prompts; without any, `rl.rewards`."""
+    environment: Text | None = None
+    """What answers the policy between its turns; null means `rl.environment`."""
+    held_out: PromptSource | None = None
+    """Questions to evaluate on, beside `train_parameters.sampler.prompts`; the first of `rewards` scores the answers,
+    logged as `eval/accuracy/NAME` too."""
+
+    @property
+    def curriculum(self) -> CurriculumSettings | None:
+        """How the difficulty follows the scores."""
+        return self.prompts.curriculum if isinstance(self.prompts, PromptSettings) else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class CollectSettings:
     """Which prompts are sampled at each step, and how."""
 
-    prompts: PromptSource
-    """The prompts to learn from: texts, or a JSONL or Parquet file, or a folder of `Dataset.save_to_disk`, whose rows
-    have a `prompt` and the rewards' columns."""
+    prompts: PromptSource | None = None
+    """The prompts to learn from: texts; or a JSONL or Parquet file, a folder of `Dataset.save_to_disk` or a dataset on
+    the hub, whose rows have a `prompt` and the rewards' columns; or tasks, `reasoning_gym:chain_sum`."""
+    sources: Mapping[str, SourceSettings] = field(default_factory=dict)
+    """Several sources in place of `prompts`, by names of your own."""
     prompts_per_step: PositiveInt
     """Prompts in a batch of rollouts."""
     group_size: PositiveInt = 1
@@ -51,10 +80,10 @@ class CollectSettings:
     environment: Text | None = None
     """`file.py:NAME` of what answers the policy between its turns, or `openai:file.py:NAME` of an agent that asks the
     policy over HTTP; null makes single turns."""
-    environment_timeout_s: Annotated[PositiveFloat | None, ReadIf("rl.environment")] = 300.0
+    environment_timeout_s: Annotated[PositiveFloat | None, WITH_ENVIRONMENT] = 300.0
     """Longest response of an environment, or time between two requests of an agent, in seconds; null waits without
     limit."""
-    max_turns: Annotated[PositiveInt, ReadIf("rl.environment")] = 4
+    max_turns: Annotated[PositiveInt, WITH_ENVIRONMENT] = 4
     """With an environment, turns of the policy after which a rollout ends; an agent decides itself."""
     rollouts_per_engine: PositiveInt | None = None
     """Rollouts that may ask an engine at the same time; those that wait for their environment do not count. null means
@@ -67,6 +96,10 @@ class CollectSettings:
     """What a completion of `max_tokens` tokens loses, with `overlong_buffer_tokens`."""
     missing_end_penalty: NonNegativeFloat = 0.0
     """What a completion loses that reached its token limit before it ended."""
+
+    def environment_of(self, source: str) -> str | None:
+        """The environment of a source's prompts."""
+        return (source in self.sources and self.sources[source].environment) or self.environment
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -82,12 +115,14 @@ class RewardSettings:
     """Weight of each reward function, by name or `file.py:NAME`."""
     reward_models: Mapping[str, Any] = field(default_factory=dict)
     """Weight of each sequence-classification model with one label, by folder."""
-    reward_timeout_s: Annotated[PositiveFloat | None, ReadIf("rl.rewards")] = 300.0
+    reward_timeout_s: Annotated[PositiveFloat | None, ReadIf("rl.rewards", also="rl.sources")] = 300.0
     """Longest call of a reward function, in seconds; null waits without limit."""
-    reward_workers: Annotated[NonNegativeInt | Literal["auto"], ReadIf("rl.rewards")] = "auto"
+    reward_workers: Annotated[NonNegativeInt | Literal["auto"], ReadIf("rl.rewards", also="rl.sources")] = (
+        "auto"
+    )
     """Processes that each rank runs reward functions in, by default its share of the cores, from 2 to 8. 0 runs them in
     the ranks themselves, where nothing ends a call that hangs: for a debugger."""
-    on_reward_error: Annotated[Literal["stop", "skip"], ReadIf("rl.rewards")] = "stop"
+    on_reward_error: Annotated[Literal["stop", "skip"], ReadIf("rl.rewards", also="rl.sources")] = "stop"
     """Whether a failing reward function ends the run, or its completion is left out."""
 
 

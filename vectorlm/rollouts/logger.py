@@ -105,6 +105,8 @@ class RolloutLogger:
                 }
                 if group.logged and group.logged[g]:
                     record["logged"] = dict(group.logged[g])
+                if group.source:
+                    record["source"] = group.source
                 yield record | record_of(rollout) if self._saves_tokens else record
 
     def _table(self, step: int, groups: Sequence[RolloutGroup]) -> str:

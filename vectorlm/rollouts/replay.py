@@ -70,7 +70,7 @@ def _placed_rollout_of(row: Mapping[str, Any]) -> tuple[tuple[int, int], Rollout
     if not all(map(math.isfinite, logprobs)):
         raise ValueError("sampler_logprobs must be finite")
     rollout = Rollout(
-        PromptRecord(row["prompt"], dict(row["columns"])),
+        PromptRecord(row["prompt"], dict(row["columns"]), row.get("source", "")),
         _numbers(row, "prompt_token_ids", int),
         _numbers(row, "token_ids", int),
         tuple(bool(each) for each in row["policy_mask"]),

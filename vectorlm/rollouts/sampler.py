@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -72,10 +72,12 @@ class GroupSampler:
     """Longest prompt and completion together, in tokens."""
     tokenizer: Any = None
     """What turns an environment's replies into tokens."""
-    open_environment: Callable[[PromptRecord], Playing] | None = None
-    """Opens the environment of each rollout; None for single turns."""
+    open_environment: Callable[[PromptRecord], Playing | None] | None = None
+    """Opens the environment of each rollout; None, or what it returns for a prompt, for single turns."""
     run_agent: Callable[[PromptRecord, Ask, Callable[[int], int]], Coroutine[Any, Any, Rollout]] | None = None
     """Makes each rollout by requests of its own, whose seeds it draws by their number; instead of an environment."""
+    agent_sources: Collection[str] | None = None
+    """The sources whose prompts the agent takes; None for all."""
     needs_greedy: bool = False
     """Sample a greedy completion of each prompt too."""
 
@@ -96,12 +98,13 @@ class GroupSampler:
         if task.stored is not None:
             return task.stored
         size, record = self.settings.group_size, task.prompt_record
-        if self.open_environment is not None:
-            playing = [self.open_environment(record) for _ in range(size)]
+        opened = [self.open_environment(record) for _ in range(size)] if self.open_environment else []
+        if playing := [each for each in opened if each is not None]:
             return await _together(
                 self._play(task, index, environment, ask) for index, environment in enumerate(playing)
             )
-        if self.run_agent is not None:
+        has_agent = self.agent_sources is None or record.source in self.agent_sources
+        if self.run_agent is not None and has_agent:
             return await _together(
                 self.run_agent(record, ask, functools.partial(self._seed_of_turn, task.position, index))
                 for index in range(size)

@@ -42,8 +42,10 @@ class GroupScorer:
         """
         greedy = [group.greedy for group in groups if group.greedy is not None]
         scored = self.scorer.score([group.rollouts for group in groups], greedy)
-        if self.settings.environment is not None:
-            scored = [_with_turn_rewards(group) for group in scored]
+        scored = [
+            _with_turn_rewards(group) if self.settings.environment_of(group.source) is not None else group
+            for group in scored
+        ]
         has_penalty = self.settings.overlong_buffer_tokens > 0 or self.settings.missing_end_penalty > 0
         for index, group in enumerate(scored):
             addends = [weight * group.rewards_by_name[name] for name, weight in group.reward_weights.items()]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vectorlm.rl.prompts import PromptOrder
+from vectorlm.rl.curriculum import Curriculum
+from vectorlm.rl.prompts import PromptMixture, PromptOrder
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.settings import AsyncSettings
 from vectorlm.rollouts.cohort import Cohort, PendingGroup
@@ -33,13 +34,18 @@ class RolloutSource:
         self,
         groups: Groups,
         scorer: GroupScorer,
-        prompts: PromptOrder[PromptRecord],
+        prompts: PromptOrder[PromptRecord] | PromptMixture,
         *,
         overlap: AsyncSettings | None = None,
         replay: PromptOrder[list[Rollout]] | None = None,
         replayed_share: float = 0.0,
+        curricula: Mapping[str, Curriculum] | None = None,
     ) -> None:
-        """Take `prompts` as they come; `replayed_share` of the groups of each round come from `replay` instead."""
+        """Take `prompts` as they come; `replayed_share` of the groups of each round come from `replay` instead.
+
+        `curricula`, by the sources of the prompts, see every group.
+        """
+        self._curricula = curricula or {}
         self._groups, self._scorer, self.prompts, self.replay = groups, scorer, prompts, replay
         self._settings, self._drops = scorer.settings, scorer.drops_constant_groups
         self._overlap = overlap or ONE_AFTER_THE_OTHER
@@ -68,6 +74,7 @@ class RolloutSource:
             "position": self.prompts.position,
             "replay_position": replay_position,
             "pending": positions,
+            "curricula": {name: each.state() for name, each in self._curricula.items()},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -76,6 +83,10 @@ class RolloutSource:
         if self.replay is not None:
             self.replay.position = state["replay_position"]
         self._reissued = list(state.get("pending", ()))
+        # A curriculum that the run did not have begins from its start.
+        for name, saved in state.get("curricula", {}).items():
+            if name in self._curricula:
+                self._curricula[name].load_state(saved)
 
     def collect(self, step: int, timer: Timer) -> list[RolloutGroup]:
         """Return the scored rollouts of `step`, and the groups that dynamic sampling dropped; the others go on.
@@ -107,6 +118,8 @@ class RolloutSource:
             with timer.span("time/score_s"):
                 self._score(unscored)
         found = self._leave(taken)
+        for name, curriculum in self._curricula.items():
+            curriculum.observe([each for each in found if each.source == name], self.prompts.position)
         self._cancel_late(step)
         self._cohorts = [each for each in self._cohorts if not all(group.is_gone for group in each.needed())]
         return found
@@ -114,6 +127,10 @@ class RolloutSource:
     def metrics(self, step: int) -> dict[str, float]:
         """Describe what stays in flight and waiting once the batch of `step` has been taken."""
         metrics = self._groups.metrics()
+        levels = {name: float(each.level) for name, each in self._curricula.items()}
+        if levels:
+            metrics["curriculum/level"] = sum(levels.values()) / len(levels)
+            metrics |= {f"curriculum/level/{name}": level for name, level in levels.items() if name}
         if self._overlap.max_staleness:
             pending = self._pending()
             running = [each for each in pending if each.sampled is None]
@@ -176,7 +193,7 @@ class RolloutSource:
             each.is_gone = True
         return [each.scored for each in leaving if each.scored is not None]
 
-    def _put_back(self, unneeded: Sequence[PendingGroup], order: PromptOrder[Any]) -> None:
+    def _put_back(self, unneeded: Sequence[PendingGroup], order: PromptOrder[Any] | PromptMixture) -> None:
         """Leave what no round needed after all to the next step."""
         order.position -= len(unneeded)
         self._cancel(unneeded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
@@ -50,7 +50,9 @@ WARMS_UP = ReadIf(
 )
 WITH_CHECKPOINTS = ReadIf("train_parameters.checkpointing_enabled")
 WITH_QUESTIONS = ReadIf(
-    "train_parameters.sampler.prompts", fix="Leave it out, or name prompts to evaluate on."
+    "train_parameters.sampler.prompts",
+    fix="Leave it out, or name prompts to evaluate on.",
+    also="rl.sources",
 )
 BY_TOKENS = "Micro-batches follow from rl.max_tokens_per_micro_batch."
 
@@ -199,5 +201,5 @@ class EvaluationSettings:
     """The prompts to evaluate on: texts, or a source like `rl.prompts`. With `rl` null evaluates nothing."""
     output_jsonl_path: Annotated[Text | None, WITH_QUESTIONS] = None
     """File of the samples; null means `samples.jsonl` in `output_dir`. A file of another run is kept beside it."""
-    reward: Annotated[Text | None, WITH_QUESTIONS] = None
+    reward: Annotated[Text | None, replace(WITH_QUESTIONS, also="")] = None
     """Name of the reward that scores each completion (for example `countdown`), logged as `eval/accuracy`."""

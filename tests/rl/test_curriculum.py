@@ -1,0 +1,154 @@
+"""Mixtures of sources, and prompts whose difficulty follows the scores."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_groups import Echo, make_source
+
+from vectorlm.rl.curriculum import Curriculum
+from vectorlm.rl.prompts import PromptMixture, PromptOrder
+from vectorlm.rl.rollout import Rollout, RolloutGroup
+from vectorlm.settings import CurriculumSettings
+from vectorlm.train.recorder import Timer
+from vectorlm.types import PromptRecord
+
+SETTINGS = CurriculumSettings(rise_above=0.8, fall_below=0.2, num_groups=4)
+
+
+class Ladder:
+    """Eight prompts in each of four levels."""
+
+    num_levels = 4
+
+    def __init__(self, level=0):
+        self.level = level
+
+    def at_level(self, level):
+        return Ladder(level)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return PromptRecord(f"l{self.level}q{index}", {"level": self.level})
+
+
+def records(name, count):
+    return [PromptRecord(f"{name}{index}") for index in range(count)]
+
+
+def group_of(record, score, **more):
+    rollout = Rollout(record, (1,), (2,), (True,), (0.0,), (0,), "x", "stop", **more)
+    return RolloutGroup([rollout], torch.tensor([score]), {"reasoning_gym": torch.tensor([score])})
+
+
+def level_after(curriculum, scores, position, level=None):
+    level = curriculum.level if level is None else level
+    curriculum.observe([group_of(PromptRecord("q", {"level": level}), each) for each in scores], position)
+    return curriculum.level
+
+
+def test_one_source_is_walked_through_as_ever():
+    mixture = PromptMixture({"": records("a", 7)}, 3, {"": 1.0}, {})
+    order = PromptOrder(records("a", 7), 3)
+    assert [mixture.at(place) for place in range(30)] == order.take(30)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 200))
+def test_each_source_has_its_share_of_every_beginning(parts, count):
+    shares = {f"s{index}": part / sum(parts) for index, part in enumerate(parts)}
+    mixture = PromptMixture({name: records(name, 5) for name in shares}, 0, shares, {})
+    names = [mixture.at(place).source for place in range(count)]
+    for name, share in shares.items():
+        assert abs(names.count(name) - share * count) <= len(parts)
+
+
+def test_each_source_goes_in_an_order_of_its_own():
+    sources = {"a": records("a", 3), "b": records("b", 100)}
+    mixture = PromptMixture(sources, 4, {"a": 0.5, "b": 0.5}, {})
+    # Asked in any order, as after a resume.
+    places = list(range(24))
+    random.Random(0).shuffle(places)
+    found = {place: mixture.at(place) for place in places}
+    for name, each in sources.items():
+        mine = [found[place].prompt for place in sorted(found) if found[place].source == name]
+        assert mine == [record.prompt for record in PromptOrder(each, 4).take(12)]
+
+
+def test_the_level_rises_and_falls_with_the_mean_of_the_newest_groups():
+    curriculum = Curriculum(Ladder(), SETTINGS)
+    assert level_after(curriculum, [1.0, 1.0, 1.0], 3) == 0
+    assert level_after(curriculum, [1.0], 4) == 1
+    # What was begun before says nothing of this level, and a mean between the thresholds changes nothing.
+    assert level_after(curriculum, [1.0] * 9, 9, level=0) == 1
+    assert level_after(curriculum, [0.0, 1.0, 0.0, 1.0], 12) == 1
+    # 0, 1, 0, 0 are the newest, then four zeros.
+    assert level_after(curriculum, [0.0, 0.0], 14) == 1
+    assert level_after(curriculum, [0.0, 0.0], 16) == 0
+    assert level_after(curriculum, [0.0] * 8, 30) == 0
+    for level in (1, 2, 3, 3):
+        assert level_after(curriculum, [0.9] * 4, 40 + level) == level
+
+
+def test_groups_without_a_score_and_stored_ones_do_not_count():
+    curriculum = Curriculum(Ladder(), SETTINGS)
+    assert level_after(curriculum, [float("nan")] * 8, 3) == 0
+    curriculum.observe([group_of(PromptRecord("q", {"level": 0}), 1.0, is_replayed=True)] * 8, 4)
+    assert curriculum.level == 0
+
+
+def test_a_position_keeps_its_prompt_whenever_it_is_asked():
+    curriculum = Curriculum(Ladder(), SETTINGS)
+    mixture = PromptMixture({"": Ladder()}, 0, {"": 1.0}, {"": curriculum})
+    before = [mixture.at(place) for place in range(10)]
+    assert level_after(curriculum, [1.0] * 4, 10) == 1
+    assert [mixture.at(place) for place in range(10)] == before
+    assert mixture.at(10).columns["level"] == 1
+    resumed = Curriculum(Ladder(), SETTINGS)
+    resumed.load_state(curriculum.state())
+    again = PromptMixture({"": Ladder()}, 0, {"": 1.0}, {"": resumed})
+    assert [again.at(place) for place in range(30)] == [mixture.at(place) for place in range(30)]
+
+
+def levelled_source(engine):
+    # One of the two completions of each group is right at level 2, both are below.
+    def reward(text, level):
+        return float(level < 2 or text.endswith("0"))
+
+    mine = make_source(engine, reward, num_groups=3)
+    mine._scorer.scorer.functions.clear()
+    mine._scorer.scorer.functions["reasoning_gym"] = reward
+    mine._scorer.scorer.weights.clear()
+    mine._scorer.scorer.weights["reasoning_gym"] = 1.0
+    curriculum = Curriculum(Ladder(), SETTINGS)
+    mine.prompts = PromptMixture({"": Ladder()}, 0, {"": 1.0}, {"": curriculum})
+    mine._curricula = {"": curriculum}
+    return mine
+
+
+def prompts_of(groups):
+    return [group.rollouts[0].prompt_record.prompt for group in groups]
+
+
+@pytest.mark.parametrize("stop", range(1, 7))
+def test_a_run_that_resumes_asks_and_rises_as_one_that_was_never_stopped(stop):
+    def engine():
+        return Echo(lambda prompt, index: f"{prompt}{index}")
+
+    whole = levelled_source(engine())
+    expected, levels = [], []
+    for step in range(7):
+        expected.append(prompts_of(whole.collect(step, Timer())))
+        levels.append(whole.metrics(step)["curriculum/level"])
+    assert levels[0] == 0.0
+    assert levels[-1] == 2.0
+    first = levelled_source(engine())
+    for step in range(stop):
+        first.collect(step, Timer())
+    second = levelled_source(engine())
+    second.load_state(first.state())
+    assert [prompts_of(second.collect(step, Timer())) for step in range(stop, 7)] == expected[stop:]
+    assert second.metrics(6)["curriculum/level"] == levels[-1]
