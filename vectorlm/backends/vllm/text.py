@@ -22,9 +22,11 @@ class Texts:
 
     def take_over(self, name: str, params: Any) -> None:
         """Let vLLM sample the request without text, unless stop strings are looked for in it."""
-        from vllm.v1.engine.detokenizer import uses_fast_detokenizer
+        from transformers import PreTrainedTokenizerFast
 
-        if params.detokenize and not params.stop and uses_fast_detokenizer(self._tokenizer):
+        # As vLLM asks (0.26 to 0.32) before it decodes with the tokenizers library.
+        is_fast = isinstance(self._tokenizer, PreTrainedTokenizerFast)
+        if params.detokenize and not params.stop and is_fast:
             params.detokenize = False
             self._params[name] = params
 
