@@ -49,6 +49,12 @@ def test_every_config_is_sound(checkout, name, monkeypatch, capsys):
         stand_ins["wandb_config.mode"] = "offline"
     if "max_model_len:" in text:
         stand_ins["train_parameters.sampler.engine.max_model_len"] = 64
+    if "small_sums.py:" in text:
+        stand_ins["train_parameters.sampler.reward"] = "countdown"
+    if "small_sums.py:" in text and "rl:" in text:
+        stand_ins["rl.rewards"] = "{countdown: 1.0}"
+    elif "small_sums.py:" in text:
+        stand_ins |= {f"dataset.{part}_ds": f"data/countdown/{part}" for part in ("train", "eval")}
     if "  teacher:" in text:
         stand_ins["rl.teacher.model"] = "data/countdown/model"
     settings = [word for key, value in stand_ins.items() for word in ("--set", f"{key}={value}")]

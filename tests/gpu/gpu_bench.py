@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,11 +75,6 @@ def big_trainer(folder: str) -> Any:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     settings = ModelSettings(use_mp=True, use_activation_checkpointing=True)
     return shard_model(model, topology, settings)
-
-
-def transport(name: str) -> dict[str, str]:
-    """Return the argument of `SamplingEngine` that chooses how weights cross, where it has one."""
-    return {"transport": name} if "transport" in inspect.signature(SamplingEngine).parameters else {}
 
 
 def used_bytes() -> int:

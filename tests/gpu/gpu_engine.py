@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_bench import GIB, Bench, big_trainer, logprobs, transport, used_bytes
+from gpu_bench import GIB, Bench, big_trainer, logprobs, used_bytes
 from gpu_transfers import swap
 from lora_cases import WITH_LORA, adapted, gap, move
 from swap_cases import compare, perturb, publishing, swap_and_compare
@@ -29,7 +29,7 @@ def tiny(bench: Bench) -> None:
     vectorlm.launch(swap_often, bench, folder)
     cases: dict[str, dict[str, Any]] = {"fp32": {"dtype": "float32"}, "bf16": {"dtype": "bfloat16"}}
     if bench.is_cuda:
-        cases["fp32, eager"] = {"dtype": "float32", "enforce_eager": True, **transport("push")}
+        cases["fp32, eager"] = {"dtype": "float32", "enforce_eager": True, "transport": "push"}
     for name, arguments in cases.items():
         bench.note(f"log-prob gap, {name}", largest_gap(folder, **arguments))
 
@@ -48,7 +48,7 @@ def corrupt_a_row(bench: Bench, folder: str) -> None:
         return sums
 
     model = fully_shard(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    with vectorlm.SamplingEngine(folder, **TINY_ENGINE, enforce_eager=True, **transport("push")) as engine:
+    with vectorlm.SamplingEngine(folder, **TINY_ENGINE, enforce_eager=True, transport="push") as engine:
         engine.update(model, 0)
         try:
             with publishing(change):

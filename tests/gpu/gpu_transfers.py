@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu_bench import Bench, big_trainer, transport
+from gpu_bench import Bench, big_trainer
 
 import vectorlm
 from vectorlm.weights.arena import Arena
@@ -102,14 +102,14 @@ def swap_on_rank(bench: Bench, folder: str) -> None:
     model: Any = big_trainer(folder)
     note = bench.note if vectorlm.Topology.from_environment().is_main else lambda *figure: None
     note("parameters, 1e9", sum(each.numel() for each in model.parameters()) / 1e9)
-    ways = ("push", "bucketed", "pull") if transport("pull") else ("push",)
+    ways = ("push", "bucketed", "pull")
     for way in ways:
-        with bench.big_engine(folder, **transport(way)) as engine:
+        with bench.big_engine(folder, transport=way) as engine:
             engine.wait_until_ready()
             first, *later = [engine.update(model, step) for step in range(4)]
         note(f"{way}: first update, s", first.total_s)
         note(f"{way}: update, s", verified_s := median(report.total_s for report in later))
         note(f"{way}: of it until the ranks have published, s", median(report.publish_s for report in later))
-    with bench.big_engine(folder, verify_updates=False, **transport(ways[-1])) as engine:
+    with bench.big_engine(folder, verify_updates=False, transport=ways[-1]) as engine:
         _, *later = [engine.update(model, step) for step in range(4)]
     note("verification, s", verified_s - median(report.total_s for report in later))
