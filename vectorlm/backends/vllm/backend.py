@@ -120,7 +120,9 @@ class VLLM:
 
     def pause(self) -> None:
         """Wait until no step runs on the device; no other begins, as the engine steps in `poll` alone."""
-        self._finished += self._finished_of(finish_steps(self._engine))
+        if self._device_sleep is not None:
+            # On CPU no step is ahead, and an empty one could change the order of rows in vLLM's batch.
+            self._finished += self._finished_of(finish_steps(self._engine))
 
     def load(
         self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str], recompute: bool
