@@ -2,6 +2,7 @@
 
 import math
 import os
+import pickle
 import re
 import time
 from dataclasses import replace
@@ -224,6 +225,26 @@ def score_by_source(topology):
         for group, source in zip(groups_of("aeb", "XYZ", "bad", "aaa"), ("a", "b", "a", ""), strict=True)
     ]
     return mine.score(groups)
+
+
+def score_two_groups_of_one_prompt(topology):
+    record = PromptRecord("ask", {"wanted": 2})
+    asked_twice = [[replace(each, prompt_record=record) for each in rollouts("a", "bb", "ccc")] for _ in "12"]
+    groups = [*asked_twice, rollouts("d", "ee", "fff")]
+    if not topology.is_main:
+        # As another rank receives them, a group at a time.
+        groups = [pickle.loads(pickle.dumps(group)) for group in groups]
+    return [group.rewards.tolist() for group in scorer(topology).score(groups)]
+
+
+def test_ranks_share_the_work_alike_though_two_groups_have_one_prompt():
+    expected = [
+        group.rewards.tolist()
+        for group in scorer().score(
+            [rollouts("a", "bb", "ccc"), rollouts("a", "bb", "ccc"), rollouts("d", "ee", "fff")]
+        )
+    ]
+    assert on_ranks(2, score_two_groups_of_one_prompt) == [expected] * 2
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -51,7 +51,8 @@ class RewardScorer:
         A function that fails raises `RewardError` on all ranks where `on_error` is ``stop``.
         """
         rollouts = [rollout for group in groups for rollout in group] + list(greedy)
-        results = self._run_functions(rollouts)
+        sizes = [len(group) for group in groups]
+        results = self._run_functions(rollouts, [*sizes, *(1 for _ in greedy)])
         numbers = {name: [each.reward for each in found] for name, found in results.items()}
         numbers |= {name: model(rollouts) for name, model in self.models.items()}
         rewards = {name: torch.tensor(found, dtype=torch.float32) for name, found in numbers.items()}
@@ -78,7 +79,6 @@ class RewardScorer:
                 ]
             )
             total = weighted.nansum(dim=0).masked_fill(weighted.isnan().all(dim=0) | has_failed, math.nan)
-        sizes = [len(group) for group in groups]
         greedy_rewards = total[sum(sizes) :] if greedy else [None] * len(groups)
         ends = list(accumulate(sizes))
         return [
@@ -101,12 +101,14 @@ class RewardScorer:
             for index, (group, end) in enumerate(zip(groups, ends, strict=True))
         ]
 
-    def _run_functions(self, rollouts: Sequence[Rollout]) -> dict[str, list[RewardResult]]:
+    def _run_functions(
+        self, rollouts: Sequence[Rollout], sizes: Sequence[int]
+    ) -> dict[str, list[RewardResult]]:
         """Let every rank score some rollouts, so that a random or slow function is called once for each completion.
 
-        The completions of one prompt stay together: a batch function may compare them.
+        Groups, of these sizes, stay together: a batch function may compare their completions.
         """
-        first, last = _blocks(rollouts, self.topology.world_size)[self.topology.rank]
+        first, last = _blocks(sizes, self.topology.world_size)[self.topology.rank]
         here = rollouts[first:last]
 
         def score(name: str) -> list[RewardResult]:
@@ -151,12 +153,10 @@ def _shown(rollout: Rollout) -> Scorable:
     )
 
 
-def _blocks(rollouts: Sequence[Rollout], count: int) -> list[tuple[int, int]]:
-    """Cut rollouts into `count` blocks of about equal size, never between two of the same prompt."""
-    starts = [
-        index
-        for index, rollout in enumerate(rollouts)
-        if index == 0 or rollout.prompt_record is not rollouts[index - 1].prompt_record
+def _blocks(sizes: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Cut groups of these sizes into `count` blocks of about equal size, and return the rollouts of each."""
+    # Not by the prompts: two groups may have one, which is one object on the rank that sampled them and two on others.
+    ends = [0, *accumulate(sizes)]
+    return [
+        (ends[len(sizes) * rank // count], ends[len(sizes) * (rank + 1) // count]) for rank in range(count)
     ]
-    cuts = [starts[len(starts) * rank // count] if starts else 0 for rank in range(count)]
-    return list(zip(cuts, [*cuts[1:], len(rollouts)], strict=True))
