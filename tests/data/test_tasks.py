@@ -23,6 +23,8 @@ ITEMS = """
 import json, sys
 from vectorlm.data.tasks import Tasks
 made = {name: [repr(Tasks(name, 1000, 5)[place].columns["item"]) for place in (999, 0)] for name in sys.argv[1:]}
+# Some tasks print without a line's end.
+print()
 print(json.dumps(made))
 """
 

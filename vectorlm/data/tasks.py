@@ -21,7 +21,7 @@ HELD_OUT_SEED = 2**30
 """Far from what is trained on: item i is made with seed + i."""
 NUM_SAMPLED = 8
 """Items that are looked at before a run starts."""
-BY_HASH = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note")
+BY_HASH = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
 """Tasks (0.1.25) whose items depend on the order of sets, which is another in each process unless PYTHONHASHSEED is set."""
 
 
