@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import cloudpickle
@@ -13,7 +12,7 @@ import cloudpickle
 from vectorlm.errors import RewardError, WorkerLost
 from vectorlm.rewards.runner import Kind, Reward, RewardResult, Scorable, run_reward
 from vectorlm.types import Completion, PromptRecord
-from vectorlm.workers import WorkerPool
+from vectorlm.workers import WorkerPool, together
 
 RUNNER = "vectorlm.rewards.runner"
 GRACE_S = 1.0
@@ -66,7 +65,9 @@ class RewardFunction:
             size = math.ceil(size / (CHUNKS_PER_WORKER * self._pool.size))
         places = range(len(items))
         with contextlib.suppress(_Stopped):
-            await _all(self._score_chunk(scoring, places[start : start + size]) for start in places[::size])
+            await together(
+                self._score_chunk(scoring, places[start : start + size]) for start in places[::size]
+            )
         return [scoring.results.get(place, RewardResult(math.nan)) for place in places]
 
     async def _ask_kind(self) -> Kind:
@@ -97,7 +98,7 @@ class RewardFunction:
             except WorkerLost as loss:
                 if runs_together and len(missing) > 1:
                     # Alone each shows whether it is the one.
-                    await _all(self._score_chunk(scoring, [place]) for place in missing)
+                    await together(self._score_chunk(scoring, [place]) for place in missing)
                     return
                 for index in range(1 if self._kind == "each" else len(missing)):
                     error = RewardResult(math.nan, f"{loss}{self._where}", is_counted=index == 0)
@@ -118,16 +119,6 @@ class _Scoring:
 
 class _Stopped(Exception):
     """A call has failed, and no other is wanted."""
-
-
-async def _all(works: Iterable[Coroutine[None, None, None]]) -> None:
-    """Run coroutines together; the first that raises ends the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for work in works:
-                group.create_task(work)
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
 
 
 def score_answers(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.rollouts.environment import Message, Reply
 from vectorlm.types import Completion, Prompt, PromptRecord
-
-Result = TypeVar("Result")
+from vectorlm.workers import together
 
 
 class Playing(Protocol):
@@ -100,12 +99,12 @@ class GroupSampler:
         size, record = self.settings.group_size, task.prompt_record
         opened = [self.open_environment(record) for _ in range(size)] if self.open_environment else []
         if playing := [each for each in opened if each is not None]:
-            return await _together(
+            return await together(
                 self._play(task, index, environment, ask) for index, environment in enumerate(playing)
             )
         has_agent = self.agent_sources is None or record.source in self.agent_sources
         if self.run_agent is not None and has_agent:
-            return await _together(
+            return await together(
                 self.run_agent(record, ask, functools.partial(self._seed_of_turn, task.position, index))
                 for index in range(size)
             )
@@ -171,13 +170,3 @@ class GroupSampler:
     def _draw_seed(self, *place: int) -> int:
         """Draw the seed of a request: the engine's own random state would not survive a restart."""
         return int(np.random.default_rng((self.seed, *place)).integers(0, 2**62))
-
-
-async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Return what coroutines return; the first that raises ends the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
