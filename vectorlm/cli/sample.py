@@ -83,10 +83,7 @@ def run(args: argparse.Namespace) -> int:
     asked: list[Prompt] = [
         [*system, {"role": "user", "content": prompt}] if is_chat else prompt for prompt in prompts
     ]
-    from transformers import AutoTokenizer
-
-    has_template = bool(AutoTokenizer.from_pretrained(model).chat_template)
-    if is_chat and not has_template:
+    if is_chat and not _has_template(model):
         raise ConfigError(
             f"--chat needs a chat template, and the tokenizer of {model} has none. Leave it out."
         )
@@ -97,12 +94,18 @@ def run(args: argparse.Namespace) -> int:
             texts = [f"[{number}] {text}" for number, text in enumerate(texts, start=1)]
         pages.append("\n".join([f"> {prompt}", *texts]))
     print(printable("\n\n".join(pages)))
-    if has_template and not is_chat:
+    if not is_chat and _has_template(model):
         print(
             "this tokenizer has a chat template; the prompt was taken as plain text (--chat asks it as a message)",
             file=sys.stderr,
         )
     return 0
+
+
+def _has_template(model: str) -> bool:
+    from transformers import AutoTokenizer
+
+    return bool(AutoTokenizer.from_pretrained(model).chat_template)
 
 
 def require_model(args: argparse.Namespace) -> tuple[str, str | None]:

@@ -88,21 +88,32 @@ def download(name: str) -> bool:
         return True
     if Path(name).exists() or not HUB_NAME.fullmatch(name) or local_folder(name) != name:
         return False
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return False
+    fetch(name)
+    return True
+
+
+def fetch(name: str, path: Path | None = None) -> None:
+    """Fetch a model of the Hub into the cache, or into the folder `path`.
+
+    Raises:
+        ConfigError: The Hub does not answer, has no such model, or wants a login.
+    """
+    from huggingface_hub import snapshot_download
+
     try:
-        folder = snapshot_download(name, allow_patterns=list(FILES))
+        folder = snapshot_download(name, local_dir=path, allow_patterns=list(FILES))
         if missing_files(Path(folder)):
-            snapshot_download(name, allow_patterns=["*.bin"])
+            snapshot_download(name, local_dir=path, allow_patterns=["*.bin"])
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ConfigError(
             f"model={name!r} is not a folder, and its download from the Hugging Face Hub failed: {reason}. Correct the "
             "name or the connection, or run `hf auth login` for a model behind a login."
         ) from error
-    return True
 
 
 def describe_absent(name: str) -> tuple[str, str]:
