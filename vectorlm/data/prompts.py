@@ -85,7 +85,8 @@ def read_prompts(
 
 
 def _require_one_kind(settings: PromptSettings, setting: str) -> None:
-    of_path, of_task = ("split", "hub_config"), {each.name for each in fields(settings)} - {"path", "split", "hub_config"}
+    of_path = ["split", "hub_config"]
+    of_task = [each.name for each in fields(settings) if each.name not in ("path", *of_path)]
     if (settings.path is None) == (settings.reasoning_gym is None):
         raise DatasetError(f"{setting} must have one of `path` and `reasoning_gym`.")
     kind, unread = ("path", of_task) if settings.path is not None else ("reasoning_gym", of_path)

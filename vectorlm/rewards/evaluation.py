@@ -45,9 +45,12 @@ class Evaluator:
         self._turn = turn
         self._prompt_records = prompt_records
         self._lines = None if samples_path is None else StepLines(samples_path, resume_step)
-        sources = {record.source for record in prompt_records}
-        rewards = {name: (of_source or {}).get(name, reward) for name in sources}
-        self._rewards = {name: each for name, each in sorted(rewards.items()) if each is not None}
+        self._places: dict[str, list[int]] = {}
+        """Of the questions of each source."""
+        for place, record in enumerate(prompt_records):
+            self._places.setdefault(record.source, []).append(place)
+        rewards = {name: (of_source or {}).get(name, reward) for name in sorted(self._places)}
+        self._rewards = {name: each for name, each in rewards.items() if each is not None}
         self._max_tokens = max_tokens
         self._say = say
 
@@ -74,8 +77,7 @@ class Evaluator:
         if self._rewards:
             rewards = self._score(answers)
             for source in filter(None, self._rewards):
-                places = [place for place, each in enumerate(self._prompt_records) if each.source == source]
-                found = grade([rewards[place] for place in places])
+                found = grade([rewards[place] for place in self._places[source]])
                 if found.num_questions:
                     metrics |= {
                         f"eval/accuracy/{source}": found.accuracy,
@@ -93,7 +95,7 @@ class Evaluator:
         """Return the reward of each answer; NaN where nothing scores the question."""
         rewards = [[math.nan] * len(options) for options in answers]
         for source, reward in self._rewards.items():
-            places = [place for place, each in enumerate(self._prompt_records) if each.source == source]
+            places = self._places[source]
             found = score_answers(
                 reward,
                 [self._prompt_records[place] for place in places],
