@@ -35,6 +35,16 @@ _COMMON = {
     "pad_token_id": None,
 }
 _EXPERTS = {"num_experts_per_tok": 2}
+_GROUPED_EXPERTS = {
+    **_EXPERTS,
+    "head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
 FAMILIES = {
     "Llama": Family("LlamaConfig", "q, k, v and gate, up fused in vLLM"),
@@ -96,31 +106,12 @@ WITH_BUFFERS = {
     "GLM-4-MoE": Family(
         "Glm4MoeConfig",
         "the correction of the router is a buffer",
-        {
-            **_EXPERTS,
-            "head_dim": 32,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-        },
+        _GROUPED_EXPERTS,
     ),
     "dots.llm1": Family(
         "Dots1Config",
         "the same; vLLM runs the transformers code",
-        {
-            **_EXPERTS,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-        },
+        {**_GROUPED_EXPERTS, "num_key_value_heads": 2},
     ),
 }
 """What these models compute with and no optimizer trains."""

@@ -1,4 +1,4 @@
-"""A tokenizer of single letters, and datasets that are preprocessed with it in the current folder."""
+"""Tokenizers of single letters, and datasets that are preprocessed with one in the current folder."""
 
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -9,6 +9,21 @@ from vectorlm.data.preprocess import preprocess
 from vectorlm.data.settings import PreprocessSettings
 
 BOS, EOS, IGNORE = 1, 2, -100
+
+
+class Letters:
+    """A tokenizer whose tokens are letters, and whose template puts a line for each message."""
+
+    def encode(self, text, add_special_tokens=True):
+        return list(map(ord, text))
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, messages, add_generation_prompt=False, tokenize=True, **how):
+        text = "".join(f"<{each['role'][0]}>{each['content']}\n" for each in messages)
+        text += "<a>" * add_generation_prompt
+        return {"input_ids": self.encode(text)} if tokenize else text
 
 
 def letter_tokenizer(with_special_tokens=True, template=None):

@@ -3,6 +3,8 @@
 import asyncio
 import functools
 
+from letters import Letters
+
 from vectorlm.encoding import encode
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.scorer import RewardScorer
@@ -65,21 +67,6 @@ class Echo:
         reason = "length" if text.endswith("…") else "stop"
         versions = (self.version,) * len(text)
         return Completion(ids, tuple(map(ord, text)), (-0.5,) * len(text), versions, text, reason)
-
-
-class Letters:
-    """A tokenizer whose tokens are letters, and whose template puts a line for each message."""
-
-    def encode(self, text, add_special_tokens=True):
-        return list(map(ord, text))
-
-    def decode(self, ids):
-        return "".join(map(chr, ids))
-
-    def apply_chat_template(self, messages, add_generation_prompt=False, tokenize=True, **how):
-        text = "".join(f"<{each['role'][0]}>{each['content']}\n" for each in messages)
-        text += "<a>" * add_generation_prompt
-        return {"input_ids": self.encode(text)} if tokenize else text
 
 
 class Local:

@@ -6,8 +6,8 @@ import threading
 import time
 
 import pytest
+from letters import Letters
 from rank_processes import on_ranks
-from scripted_groups import Letters
 
 import vectorlm
 from vectorlm import FakeEngine

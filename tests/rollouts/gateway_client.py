@@ -1,26 +1,13 @@
-"""A gateway before a scripted engine, for tests, and a tokenizer whose tokens are letters."""
+"""A gateway before a scripted engine, for tests."""
 
 import asyncio
 import contextlib
 
+from letters import Letters
+
 from vectorlm.rollouts.gateway import Gateway
 from vectorlm.rollouts.session import Session
 from vectorlm.types import Completion
-
-
-class Letters:
-    """A tokenizer whose tokens are letters, and whose template puts a line for each message."""
-
-    def encode(self, text, add_special_tokens=True):
-        return list(map(ord, text))
-
-    def decode(self, ids):
-        return "".join(map(chr, ids))
-
-    def apply_chat_template(self, messages, add_generation_prompt=False, tokenize=True, **how):
-        text = "".join(f"<{each['role'][0]}>{each['content']}\n" for each in messages)
-        text += "<a>" * add_generation_prompt
-        return {"input_ids": self.encode(text)} if tokenize else text
 
 
 class Scripted:

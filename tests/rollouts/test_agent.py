@@ -4,7 +4,8 @@ import asyncio
 import re
 
 import pytest
-from gateway_client import Letters, Scripted
+from gateway_client import Scripted
+from letters import Letters
 from pages import blocks
 
 from vectorlm.errors import RolloutError

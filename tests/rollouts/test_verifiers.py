@@ -3,7 +3,8 @@
 import asyncio
 
 import pytest
-from gateway_client import Letters, Scripted
+from gateway_client import Scripted
+from letters import Letters
 
 from vectorlm.errors import RolloutError
 from vectorlm.rollouts.agent import AgentHost
