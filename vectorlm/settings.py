@@ -85,7 +85,7 @@ class CurriculumSettings:
     fall_below: UnitInterval = 0.2
     """Mean score up to which the level before begins again."""
     num_groups: PositiveInt = 32
-    """Groups of the level, the newest, whose scores are averaged; the level stays until there are so many."""
+    """Groups of the level, the newest, whose scores are averaged; the level stays until there are that many."""
 
 
 @dataclass(frozen=True, kw_only=True)

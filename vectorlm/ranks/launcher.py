@@ -358,7 +358,7 @@ def process_group(
         return
     if topology.is_cuda:
         torch.cuda.set_device(topology.device)
-        # It plans anew for each shape, for 0.1 to 0.4 s (sglang 4650), and packed rows have new shapes in every pass.
+        # It takes 0.1 to 0.4 s to plan each new shape (sglang 4650), and packed rows have new shapes in every pass.
         torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         share_cores(topology)

@@ -67,7 +67,7 @@ class Actor:
         self._requests.forget()
 
     def wait(self, at_least: int, timeout_s: float) -> None:
-        """Wait until so many tasks have finished here; an inline engine samples meanwhile.
+        """Wait until that many tasks have finished here; an inline engine samples meanwhile.
 
         Raises:
             EngineError: The engine is dead or silent.

@@ -110,7 +110,7 @@ class Gateway:
             _digest(request.headers.get("authorization", "").removeprefix("Bearer "))
         )
         if session is None:
-            raise RequestError("the key is not that of a session.", status=401, code="invalid_api_key")
+            raise RequestError("the key belongs to no session.", status=401, code="invalid_api_key")
         return session
 
     async def respond(self, request: Request, form: type[Asked]) -> tuple[Response, list[Turn]]:
@@ -224,7 +224,7 @@ async def _unless_gone(request: Request, work: Awaitable[list[Any]]) -> list[Any
 
 def _refusal(error: RequestError) -> Response:
     body = {"message": str(error), "type": "invalid_request_error", "param": error.param, "code": error.code}
-    # The rest of a large body is read and dropped, or a client would never see the answer; that of a late one is not.
+    # The rest of a large body is read and dropped, or a client would never see the answer. What is late is not read.
     headers = {"connection": "close"} if error.status == 408 else None
     return JSONResponse({"error": body}, error.status, headers=headers)
 

@@ -25,7 +25,7 @@ class Groups(Protocol):
         ...
 
     def poll(self, timeout_s: float, at_least: int = 1) -> Mapping[int, SampledGroup]:
-        """Return what has finished by its number; wait `timeout_s` at most, for so many.
+        """Return what has finished by its number; wait `timeout_s` at most, for `at_least` groups.
 
         Raises:
             VectorLMError: What a rollout raised.
