@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.config.source import parse_yaml
+from vectorlm.encoding import has_chat_template
 from vectorlm.errors import ConfigError, EngineError
 from vectorlm.lora.folder import base_of, is_adapter_folder
 from vectorlm.packages import is_installed
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     asked: list[Prompt] = [
         [*system, {"role": "user", "content": prompt}] if is_chat else prompt for prompt in prompts
     ]
-    if is_chat and not _has_template(model):
+    if is_chat and not has_chat_template(model):
         raise ConfigError(
             f"--chat needs a chat template, and the tokenizer of {model} has none. Leave it out."
         )
@@ -94,18 +95,12 @@ def run(args: argparse.Namespace) -> int:
             texts = [f"[{number}] {text}" for number, text in enumerate(texts, start=1)]
         pages.append("\n".join([f"> {prompt}", *texts]))
     print(printable("\n\n".join(pages)))
-    if not is_chat and _has_template(model):
+    if not is_chat and has_chat_template(model):
         print(
             "this tokenizer has a chat template; the prompt was taken as plain text (--chat asks it as a message)",
             file=sys.stderr,
         )
     return 0
-
-
-def _has_template(model: str) -> bool:
-    from transformers import AutoTokenizer
-
-    return bool(AutoTokenizer.from_pretrained(model).chat_template)
 
 
 def require_model(args: argparse.Namespace) -> tuple[str, str | None]:

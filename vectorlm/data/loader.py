@@ -63,11 +63,8 @@ class Collator:
             text_ids = [text for text, length in enumerate(lengths) for _ in range(length)]
             columns = [torch.tensor(each, dtype=torch.int64) for each in (input_ids, labels, text_ids)]
             is_kept = torch.tensor(mask, dtype=torch.bool)
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # A null or a text in a list, or a number beyond int64.
+        # A null or a text in a list, or a number beyond int64.
+        except (TypeError, ValueError, RuntimeError) as error:
             raise DatasetError(
                 f"row {row['id']} of the dataset holds something else than lists of integers ({error}). Preprocess the "
                 "dataset again."

@@ -123,7 +123,8 @@ class Summary:
         if self.goes_on:
             yield (
                 f"cut in the middle of a text: {self.goes_on:,} times. The rest is in another row, which does not see "
-                "what came before (an EOS at such a cut does not count in the loss). Raise max_seq_len, or use packing_type: best_fit with truncate: True"
+                "what came before (an EOS at such a cut does not count in the loss). Raise max_seq_len, or use "
+                "packing_type: best_fit with truncate: True"
             )
         if self.long_rows:
             yield (
