@@ -80,7 +80,7 @@ def test_the_commands_for_reinforcement_learning_train(checkout):
     run(checkout, *shlex.split(warm_up)[1:], *QUICK)
     few = ["--set", "rl.max_steps=1", "--set", "rl.prompts_per_step=8"]
     printed = run(checkout, *shlex.split(reinforce)[1:], *few)
-    assert re.search(r"^step 1: \d+/512 right$", printed, re.M)
+    assert re.search(r"^step 1: \d+/512 right", printed, re.M)
     assert (checkout / "runs/countdown_grpo/final-model").is_dir()
 
 

@@ -128,7 +128,8 @@ def test_online_a_model_is_downloaded_without_the_files_of_other_libraries(
 ):
     asked = []
 
-    def download(name, allow_patterns):
+    def download(name, local_dir, allow_patterns):
+        assert local_dir is None
         asked.append(allow_patterns)
         return str(lay_out(cache, model))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 import selectors
 import signal
@@ -37,10 +38,12 @@ class OutputLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._file: io.FileIO | None = None
 
     def write(self, data: bytes) -> None:
-        """Append to the file."""
+        """Append to the file, which is made now if nothing was printed before."""
+        if self._file is None:
+            self._file = self._path.open("ab", buffering=0)
         if self._file.tell() + len(data) > MAX_LOG_BYTES // 2:
             self._file.close()
             # Another rank may have moved it a moment ago.
