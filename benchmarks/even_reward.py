@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _HELD: list[int] = []
 """What the process held before the update that goes on now."""
 
 
-def even(completions: Sequence[str], **columns: object) -> list[float]:
-    """Reward the share of even tokens, so that the completions of a group differ."""
+def even(completions: Sequence[Any], **columns: object) -> list[float]:
+    """Reward the share of words with an even checksum, so that the completions of a group differ."""
     path = os.environ.get("UPDATE_PEAKS")
     if path:
         if _HELD:
@@ -23,10 +25,11 @@ def even(completions: Sequence[str], **columns: object) -> list[float]:
                 file.write(f"{peak_bytes()}\n")
         watch_memory()
     rewards = []
-    for text in completions:
-        tokens = text.split()
-        even_tokens = sum(int(token) % 2 == 0 for token in tokens if token.isdigit())
-        rewards.append(even_tokens / max(len(tokens), 1))
+    for completion in completions:
+        # TRL answers chats with messages.
+        words = (completion if isinstance(completion, str) else completion[-1]["content"]).split()
+        num_even = sum(zlib.crc32(word.encode()) % 2 == 0 for word in words)
+        rewards.append(num_even / max(len(words), 1))
     return rewards
 
 

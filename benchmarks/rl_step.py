@@ -172,6 +172,8 @@ def ours(
             "group_size": setting.group,
             "sampling_params": setting.sampling,
             "rewards": {f"{ROOT}/benchmarks/even_reward.py:even": 1.0},
+            # In the rank, whose memory it looks at.
+            "reward_workers": 0,
             "show_every": 0,
         },
     }

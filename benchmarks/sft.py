@@ -93,7 +93,9 @@ def save_texts(folder: Path) -> Path:
     return folder
 
 
-def ours(model: Path, data: Path, output: Path, world_size: int) -> list[dict[str, float]]:
+def ours(
+    model: Path, data: Path, output: Path, world_size: int, rows_a_pass: int = 1
+) -> list[dict[str, float]]:
     """Fine-tune with the library; return the speed and the peak memory of each step but the first."""
     config = {
         "model": str(model),
@@ -104,10 +106,10 @@ def ours(model: Path, data: Path, output: Path, world_size: int) -> list[dict[st
             "optimizer": {"lr": 1e-6, "weight_decay": 0.0},
             "lr_scheduler_type": "constant",
             "logging_steps": 1000,
-            "gradient_accumulation_steps": STEP_ROWS // world_size,
+            "gradient_accumulation_steps": STEP_ROWS // (world_size * rows_a_pass),
         },
         "dataset": {
-            "train_bs": 1,
+            "train_bs": rows_a_pass,
             "eval_bs": 1,
             "train_ds": str(data.with_suffix(".packed")),
             "eval_ds": str(save_one_text(output.with_suffix(".eval"))),
@@ -132,10 +134,12 @@ def save_one_text(folder: Path) -> Path:
     return folder
 
 
-def theirs(model: Path, data: Path, rows: int, num_steps: int) -> list[dict[str, float]]:
-    """Fine-tune with TRL; return the same."""
+def theirs(
+    model: Path, data: Path, rows: int, num_steps: int, packing: str = "packing"
+) -> list[dict[str, float]]:
+    """Fine-tune with TRL, ``packing`` or ``padding`` the texts; return the same."""
     script = Path(__file__).with_name("trl_sft.py")
-    command = [sys.executable, str(script), str(model), str(data), str(rows), str(num_steps)]
+    command = [sys.executable, str(script), str(model), str(data), str(rows), str(num_steps), packing]
     environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())}
     output, peak_bytes = run(command, environment)
     speeds = json.loads(output.strip().splitlines()[-1])

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer with packing, for sft.py: prints the tokens per second of each step."""
+"""TRL's SFTTrainer, for sft.py and real.py: prints the tokens per second of each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main() -> None:
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    model, data, rows, num_steps = sys.argv[1:]
+    model, data, rows, num_steps, packing = sys.argv[1:]
     tokens: list[int] = []
     times: list[tuple[float, float]] = []
 
@@ -38,7 +38,7 @@ def main() -> None:
         output_dir=tempfile.mkdtemp(),
         use_cpu=True,
         bf16=False,
-        packing=True,
+        packing=packing == "packing",
         max_length=MAX_TOKENS,
         per_device_train_batch_size=int(rows),
         gradient_accumulation_steps=STEP_ROWS // int(rows),

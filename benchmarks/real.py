@@ -1,0 +1,124 @@
+"""Steps of SmolLM2-135M-Instruct beside TRL's: GRPO and fine-tuning, in fp32. Run: python benchmarks/real.py
+
+GRPO samples 8 answers of 24 tokens to each of 8 questions of examples/small_sums.py, as chats; fine-tuning takes eight
+texts of 24 to 256 tokens a step, which the library lays side by side in one pass and TRL pads. TRL is first tried with
+several rows in a pass, and measured with the fastest. Then all take turns, each run a process of its own. Before it:
+
+    vectorlm model HuggingFaceTB/SmolLM2-135M-Instruct data/smollm2
+    python examples/small_sums.py --output_dir data/small_sums
+    pip install --no-deps -r requirements/bench.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import rl_step
+import sft
+from report import ROOT, write_result
+
+MODEL, QUESTIONS = ROOT / "data/smollm2", ROOT / "data/small_sums/train.jsonl"
+GRPO = rl_step.Setting(prompts=8, prompt_tokens=72, group=8, new_tokens=24)
+"""Chats with the template's own system message; the engine's rows are as long as both together."""
+SHORTEST, LONGEST = 24, 256
+ROWS_TRIED = {"GRPO": (8, 16, 32), "fine-tuning": (1, 2, 4, 8)}
+TRIAL_STEPS = 2
+WHO = ("TRL", "one rank", "two ranks")
+
+Steps = list[dict[str, float]]
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind, taken in turn")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    runs: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        texts = save_texts(Path(scratch) / "texts")
+        ours: dict[str, Callable[[Path, int], Steps]] = {
+            "GRPO": lambda output, world_size: rl_step.ours(MODEL, QUESTIONS, output, GRPO, world_size),
+            "fine-tuning": lambda output, world_size: sft.ours(
+                MODEL, texts, output, world_size, sft.STEP_ROWS // world_size
+            ),
+        }
+        theirs: dict[str, Callable[[int, int], Steps]] = {
+            "GRPO": partial(rl_step.theirs, MODEL, QUESTIONS, GRPO),
+            "fine-tuning": partial(sft.theirs, MODEL, texts, packing="padding"),
+        }
+        for job, speed in (("GRPO", seconds_a_step), ("fine-tuning", tokens_a_second)):
+            tried = {size: speed(theirs[job](size, TRIAL_STEPS)) for size in ROWS_TRIED[job]}
+            best = (min if job == "GRPO" else max)(tried, key=lambda size: tried[size])
+            found: dict[str, Steps] = {who: [] for who in WHO}
+            for turn in range(args.rounds):
+                for who in WHO:
+                    output = Path(scratch) / f"{job} {who} {turn}"
+                    if who == "TRL":
+                        found[who] += theirs[job](best, rl_step.STEPS)
+                    else:
+                        found[who] += ours[job](output, WHO.index(who))
+                    print(job, who, round(speed(found[who]), 2), flush=True)
+            rows += [_row(job, who, steps, found["TRL"], best) for who, steps in found.items()]
+            runs[job] = {"trl_rows_tried": tried, "steps": found}
+            write_result("real", {"rounds": args.rounds}, rows, {"runs": runs})
+
+
+def seconds_a_step(steps: Steps) -> float:
+    """Return the median."""
+    return statistics.median(step["step_s"] for step in steps)
+
+
+def tokens_a_second(steps: Steps) -> float:
+    """Return the median."""
+    return statistics.median(step["tokens_per_s"] for step in steps)
+
+
+def save_texts(folder: Path) -> Path:
+    """Save texts of random tokens: for TRL, and with labels for the library."""
+    from datasets import Dataset
+
+    draw = random.Random(0)
+    texts = [
+        [draw.randrange(100, 49_000) for _ in range(draw.randint(SHORTEST, LONGEST))]
+        for _ in range((sft.STEPS + 1) * sft.STEP_ROWS)
+    ]
+    Dataset.from_list([{"input_ids": text} for text in texts]).save_to_disk(folder)
+    rows = [{"input_ids": text, "labels": text} for text in texts[: sft.STEPS * sft.STEP_ROWS]]
+    Dataset.from_list(rows).save_to_disk(folder.with_suffix(".packed"))
+    return folder
+
+
+def _row(job: str, who: str, steps: Steps, baseline: Steps, trl_rows: int) -> dict[str, Any]:
+    if job == "GRPO":
+        speed = f"{seconds_a_step(steps):.1f} s a step"
+        ratio = seconds_a_step(baseline) / seconds_a_step(steps)
+        update, sampling = (
+            f"{statistics.median(step[key] for step in steps):.1f}" for key in ("update_s", "generate_s")
+        )
+    else:
+        speed = f"{tokens_a_second(steps):.0f} tokens/s"
+        ratio = tokens_a_second(steps) / tokens_a_second(baseline)
+        update = sampling = ""
+    return {
+        "job": job,
+        "": f"TRL, {trl_rows} rows a pass" if who == "TRL" else f"vectorlm, {who}",
+        "speed": speed,
+        "update, s": update,
+        "sampling, s": sampling,
+        "times as fast": f"{ratio:.2f}",
+        "most memory of a process, GB": f"{max(step['peak_bytes'] for step in steps) / 1e9:.1f}",
+    }
+
+
+if __name__ == "__main__":
+    main()
