@@ -1,17 +1,20 @@
 """Rows laid end to end: the layout by hand, values and gradients beside rows computed one by one in float64."""
 
 import inspect
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from families import FAMILIES, save_family
+from flash import written_down
 from rank_processes import on_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.lora.load import add_lora
 from vectorlm.rl.models import disable_dropout
-from vectorlm.train import language_model
+from vectorlm.train import language_model, packing
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
 from vectorlm.train.packing import Bundle, Rows, num_shared, pack, packed_attention
@@ -97,6 +100,69 @@ def test_attention_keeps_for_the_backward_pass_no_more_than_what_it_read():
     assert sum(kept.values()) <= 4 * (4 * 2 * 680 * 8) + 4 * 2 * 680 + 8 * 2 * 680
 
 
+def test_on_cuda_rows_of_16_bits_attend_in_one_call(monkeypatch):
+    """Shapes and dtypes, without a mask and without padding."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(packing, "_mask", None)
+    monkeypatch.setattr(packing, "_as_rows", None)
+    layout = pack(random_rows())
+    n = layout.input_ids.shape[1]
+    with FakeTensorMode():
+        for dtype, window in itertools.product((torch.bfloat16, torch.float16), (None, 8)):
+            heads = [
+                torch.empty(1, n, each, 64, dtype=dtype, device="cuda").transpose(1, 2) for each in (8, 2, 2)
+            ]
+            found, _ = packed_attention(
+                torch.nn.Module(), *heads, None, packing=layout, sliding_window=window
+            )
+            assert (found.shape, found.dtype, found.device.type) == ((1, n, 8, 64), dtype, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "capability", "is_taken"),
+    [
+        (torch.bfloat16, (128, 128), (8, 0), True),
+        (torch.float32, (128, 128), (9, 0), False),
+        (torch.bfloat16, (192, 128), (9, 0), False),
+        (torch.bfloat16, (100, 100), (9, 0), False),
+        (torch.float16, (512, 512), (9, 0), False),
+        (torch.float16, (64, 64), (7, 5), False),
+    ],
+)
+def test_the_flash_kernel_takes_16_bits_and_heads_that_it_knows(
+    dtype, sizes, capability, is_taken, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode():
+        query, value = (torch.empty(1, 2, 3, size, dtype=dtype, device="cuda") for size in sizes)
+        assert packing.flash_takes(query, value) is is_taken
+    assert not packing.flash_takes(
+        torch.empty(1, 2, 3, 128, dtype=dtype), torch.empty(1, 2, 3, 128, dtype=dtype)
+    )
+
+
+def test_gradients_of_the_operator_for_cuda_have_its_dtypes_and_are_those_of_padded_rows(
+    windows, monkeypatch
+):
+    layout = pack(random_rows())
+    n = layout.input_ids.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    heads = [
+        torch.randn(1, each, n, 16, generator=generator).bfloat16().requires_grad_() for each in (4, 2, 2)
+    ]
+    outcomes = []
+    for takes in (True, False):
+        monkeypatch.setattr(packing, "flash_takes", lambda query, value, takes=takes: takes)
+        found, _ = packed_attention(torch.nn.Module(), *heads, None, packing=layout, scaling=0.5)
+        weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+        outcomes.append((found, *torch.autograd.grad((found * weights).sum(), heads)))
+    assert windows == [((-1, 0), torch.bfloat16)]
+    for mine, theirs in zip(*outcomes, strict=True):
+        assert mine.dtype == torch.bfloat16
+        # Eight bits of a number, and sums over the rows of a group.
+        torch.testing.assert_close(mine, theirs, rtol=0.03, atol=0.03)
+
+
 def test_what_rows_share_ends_at_the_shortest_and_at_the_first_difference():
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
     assert num_shared(ids, [4, 4]) == 3
@@ -136,8 +202,33 @@ def one_by_one(model):
     return compute
 
 
+@pytest.fixture
+def windows(monkeypatch):
+    """Attend by the operator for CUDA, written down in float64; the windows and dtypes of its calls."""
+    calls = []
+    monkeypatch.setattr(packing, "flash_takes", lambda query, value: True)
+    with written_down("cpu", calls):
+        yield calls
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_packed_and_says_what_its_rows_say_one_by_one(name, tmp_path):
+    assert_rows_say_the_same(name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    [("Llama", {(-1, 0)}), ("Mistral", {(7, 0)}), ("Gemma 3", {(7, 0), (-1, 0)}), ("Gemma 2", set())],
+)
+def test_families_say_the_same_by_the_operator_for_cuda(name, seen, tmp_path, windows, monkeypatch):
+    """With windows, several queries for one key, factors of their own; scores with a cap attend as on CPU."""
+    if seen:
+        monkeypatch.setattr(packing, "_mask", None)
+    assert_rows_say_the_same(name, tmp_path)
+    assert {window for window, _ in windows} == seen
+
+
+def assert_rows_say_the_same(name, tmp_path):
     from transformers import AutoModelForCausalLM
 
     folder = save_family(FAMILIES[name], tmp_path)

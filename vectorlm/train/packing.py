@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
+from functools import cached_property, partial
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -92,6 +93,28 @@ class Packing:
             "use_cache": False,
             "packing": self,
         }
+
+    @cached_property
+    def stretches(self) -> tuple[tuple[int, ...], ...]:
+        """The lengths of all stretches in their order, and of the keys that each of them sees."""
+        queries = [length for bundle in self.bundles for length in bundle.lengths]
+        keys = [b.shared[1] - b.shared[0] + length for b in self.bundles for length in b.lengths]
+        return tuple(queries), tuple(keys)
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        """Put what a row begins with before each of its stretches, in a tensor [N, ...] of the pass."""
+        if not any(bundle.shared[1] for bundle in self.bundles):
+            return x
+        lengths, _ = self.stretches
+        # One `split` has one backward pass; a slice for each stretch would make a gradient of N tokens each.
+        pieces = dict(zip(accumulate(lengths, initial=0), x.split(lengths), strict=False))
+        parts, start = [], 0
+        for bundle in self.bundles:
+            first, last = bundle.shared
+            for length in bundle.lengths:
+                parts += [pieces[first]] * (last > first) + [pieces[start]]
+                start += length
+        return torch.cat(parts)
 
     def once(self, make: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
         """Return what `make` makes of the arguments, made once for all layers of the pass."""
@@ -183,6 +206,9 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend as rows of their own would; the attention function that transformers calls.
 
+    Where `flash_takes` them, all stretches attend in one call, without padding, masks or repeated heads: each to what
+    its row begins with, copied before its own keys, and to itself. Elsewhere those of like length do, padded.
+
     Args:
         module: The attention layer.
         query: float [1, H, N, D].
@@ -210,6 +236,23 @@ def packed_attention(
         return attend(query, key, value, mask).transpose(1, 2).contiguous(), None
     for name, given in {**kwargs, "sliding_window": sliding_window}.items():
         packing.seen.setdefault(name, set()).add(given if isinstance(given, int) else type(given))
+    if softcap is None and dropout == 0 and flash_takes(query, value):
+        queries, keys = packing.stretches
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        found: Any = varlen_attn(
+            q,
+            packing.keys(k),
+            packing.keys(v),
+            packing.once(_ends, queries, query.device),
+            packing.once(_ends, keys, query.device),
+            max(queries),
+            max(keys),
+            scale=scaling,
+            # Both count from the last query and the last key of a row, which are the same token.
+            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            enable_gqa=query.shape[1] > key.shape[1],
+        )
+        return found.unsqueeze(0), None
     parts = []
     for bundle in packing.bundles:
         own = slice(bundle.start, bundle.end)
@@ -228,6 +271,17 @@ def packed_attention(
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 
+def flash_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether torch's flash kernel for rows of any length takes queries of this kind: on CUDA, in 16 bits."""
+    size = query.shape[-1]
+    is_taken = (
+        query.is_cuda and query.dtype.itemsize == 2 and size == value.shape[-1] <= 256 and size % 8 == 0
+    )
+    # Before 2.13 torch's function had no windows and no key heads of several queries.
+    is_known = torch.__version__ >= "2.13"
+    return is_taken and is_known and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -239,9 +293,8 @@ def _attend(
 ) -> torch.Tensor:
     """Return float [B, H, T, E]; `mask` is added to the scores, and None lets each query see all before it."""
     repeats = query.shape[1] // key.shape[1]
-    # Of torch's kernels for CUDA one takes fewer keys than queries: without mask, in 16 bits, heads of at most 256.
-    is_narrow = query.dtype.itemsize < 4 and key.shape[-1] == value.shape[-1] <= 256
-    takes_fewer = softcap is None and mask is None and (is_narrow or not query.is_cuda)
+    # On CUDA torch's kernels for padded rows take fewer keys than queries only in what `flash_takes` takes too.
+    takes_fewer = softcap is None and mask is None and not query.is_cuda
     if repeats > 1 and not takes_fewer:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     if softcap is None:
@@ -274,6 +327,11 @@ def _mask(
 def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return what is added to scores: one tensor of their dtype, which all layers can keep."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def _ends(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return where stretches begin and end, int32 [len(lengths) + 1], as the kernel takes it."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def _as_rows(x: torch.Tensor, lengths: tuple[int, ...], packing: Packing) -> torch.Tensor:
