@@ -1,4 +1,9 @@
-"""How large vLLM's steps are on devices that are not here: its own defaults, for the context that we build it in."""
+"""What vLLM's engines are on devices that are not here: by its own defaults, for the context that we build it in."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
@@ -10,6 +15,30 @@ from vectorlm.backends.vllm.shim import build_engine, default_arguments
 from vectorlm.preflight.memory import step_sizes
 
 GIB = 1 << 30
+COMMON = {
+    "dtype": "torch.bfloat16",
+    "ahead": True,
+    "runner": True,
+    "graphs": "FULL_AND_PIECEWISE",
+    "largest graph": 512,
+    "share": 0.35,
+    "autotune": False,
+}
+OF_24GB = COMMON | {
+    "engines": 1,
+    "devices": 1,
+    "executor": "uni",
+    "sequences": 256,
+    "tokens": 8192,
+    "sleeps": True,
+}
+OF_80GB = OF_24GB | {"sequences": 1024, "tokens": 16384}
+OF_EIGHT = OF_80GB | {"engines": 4, "devices": 2, "executor": "mp", "sleeps": False}
+ENGINES = {
+    f"{machine}_{task}": engine | {"rank": 32 if task == "lora" else None}
+    for machine, engine in {"1x24gb": OF_24GB, "1x80gb": OF_80GB, "8x80gb": OF_EIGHT}.items()
+    for task in ("grpo", "lora", "sft")
+}
 
 
 @pytest.mark.parametrize(
@@ -41,3 +70,18 @@ def test_an_engine_on_cuda_samples_from_as_many_sequences_as_vllm_s_own_class(
 def test_flashinfer_is_not_tuned_at_the_start_on_cuda(tmp_path):
     assert default_arguments(str(tmp_path), on_cpu=False)["enable_flashinfer_autotune"] is False
     assert "enable_flashinfer_autotune" not in default_arguments(str(tmp_path), on_cpu=True)
+
+
+@pytest.mark.slow  # vLLM under another platform needs a process of its own: 20 s.
+def test_the_engines_of_every_config_for_gpus_are_what_vllm_makes_of_them_there(tmp_path):
+    sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+    import sizes
+
+    for name in ("Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen2.5-7B"):
+        sizes.make_folder(tmp_path / "models" / name, name)
+        path = tmp_path / "models" / name / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["Qwen2ForCausalLM"]}))
+    script = Path(__file__).with_name("cuda_arguments.py")
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert dict(map(json.loads, done.stdout.splitlines())) == ENGINES
