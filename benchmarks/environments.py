@@ -7,6 +7,7 @@ the same rollouts whose environment replies at once, in turn. Run: python benchm
 from __future__ import annotations
 
 import argparse
+import asyncio
 import functools
 import statistics
 import tempfile
@@ -39,6 +40,18 @@ class Environment:
         return "more"
 
 
+class Asynchronous:
+    """The same as coroutines, all in one process."""
+
+    def __init__(self, sleep_s: float) -> None:
+        self.sleep_s = sleep_s
+
+    async def respond(self, text: str) -> str:
+        """Return the reply."""
+        await asyncio.sleep(self.sleep_s)
+        return "more"
+
+
 class Tokenizer:
     """Makes three tokens of every reply."""
 
@@ -47,7 +60,7 @@ class Tokenizer:
         return [5, 6, 7]
 
 
-def sampler(pool: WorkerPool) -> GroupSampler:
+def sampler(pool: WorkerPool, kind: str) -> GroupSampler:
     # The policy has one turn for each of the environment's.
     settings = CollectSettings(
         prompts=("",),
@@ -57,7 +70,7 @@ def sampler(pool: WorkerPool) -> GroupSampler:
         # About one token in sixteen ends a turn.
         sampling_params={"max_tokens": 16 * TOKENS, "stop_token_ids": list(range(8000 // TOKENS))},
     )
-    host = EnvironmentHost(f"{__file__}:Environment", pool, 60.0)
+    host = EnvironmentHost(f"{__file__}:{kind}", pool, 60.0)
     return GroupSampler(
         settings=settings,
         seed=0,
@@ -67,9 +80,9 @@ def sampler(pool: WorkerPool) -> GroupSampler:
     )
 
 
-def seconds(engine: SamplingEngine, pool: WorkerPool, sleep_s: float, first: int) -> float:
+def seconds(engine: SamplingEngine, pool: WorkerPool, kind: str, sleep_s: float, first: int) -> float:
     """Sample all groups once."""
-    queue = GroupQueue(engine, sampler(pool))
+    queue = GroupQueue(engine, sampler(pool, kind))
     prompts = (PromptRecord([index + 3] * 64, {"sleep_s": sleep_s}) for index in range(GROUPS))
     tasks = [Task(first + index, record) for index, record in enumerate(prompts)]
     began = time.perf_counter()
@@ -97,19 +110,22 @@ def main() -> None:
             SamplingEngine(model, skip_tokenizer_init=True, **options) as engine,
         ):
             engine.wait_until_ready()
-            seconds(engine, pool, 0.0, 0)
-            times: dict[float, list[float]] = {0.0: [], SLEEP_S: []}
+            runs = [("Environment", 0.0), ("Environment", SLEEP_S), ("Asynchronous", SLEEP_S)]
+            seconds(engine, pool, "Environment", 0.0, 0)
+            times: dict[tuple[str, float], list[float]] = {run: [] for run in runs}
             for round_ in range(args.rounds):
-                for sleep_s, found in times.items():
-                    found.append(seconds(engine, pool, sleep_s, GROUPS * (1 + round_)))
-    at_once, slow = (statistics.median(found) for found in times.values())
+                for run, found in times.items():
+                    found.append(seconds(engine, pool, *run, GROUPS * (1 + round_)))
+    at_once, slow, asynchronous = (statistics.median(found) for found in times.values())
     row = {
         "rollouts": GROUPS * SIZE,
         "turns of the environment": TURNS,
         "sleep, s": SLEEP_S,
         "replies at once, s": round(at_once, 2),
         "sleeps, s": round(slow, 2),
+        "sleeps in one process, s": round(asynchronous, 2),
         "over the sampling, s": round(slow - at_once, 2),
+        "in one process, s": round(asynchronous - at_once, 2),
         "one after the other, s": GROUPS * SIZE * TURNS * SLEEP_S,
     }
     write_result("environments", {"tokens a turn": TOKENS, "rounds": args.rounds}, [row])

@@ -214,7 +214,7 @@ GAME = """
 from vectorlm.rollouts.environment import Reply
 
 class Vowels:
-    def reset(self, row):
+    async def reset(self, row):
         self.first = row["wanted"]
 
     async def step(self, message):

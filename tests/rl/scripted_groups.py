@@ -76,14 +76,14 @@ class Local:
         self.make, self.record = make, record
 
     async def reset(self):
-        self.player = Player(make_environment(self.make, self.record.columns), "test", lambda value: value)
-        return self.player.reset(self.record.prompt, self.record.columns)
+        self.player = Player(make_environment(self.make, self.record.columns), "test")
+        return await self.player.reset(self.record.prompt, self.record.columns)
 
     async def step(self, text):
-        return self.player.step(text)
+        return await self.player.step(text)
 
     async def close(self):
-        return self.player.close()
+        return await self.player.close()
 
 
 def make_source(

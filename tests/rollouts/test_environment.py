@@ -17,7 +17,7 @@ from vectorlm.rollouts.environment import (
 )
 from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment
 from vectorlm.types import PromptRecord
-from vectorlm.workers import WorkerPool
+from vectorlm.workers import WorkerPool, together
 
 ASKED = [{"role": "user", "content": "Guess."}]
 
@@ -69,39 +69,35 @@ class Counter:
 
 def player(kind):
     columns = {"number": 3}
-    playing = Player(
-        make_environment(kind, columns),
-        kind.__name__,
-        lambda found: asyncio.run(found) if asyncio.iscoroutine(found) else found,
-    )
-    return playing, playing.reset(ASKED, columns)
+    playing = Player(make_environment(kind, columns), kind.__name__)
+    return playing, asyncio.run(playing.reset(ASKED, columns))
 
 
 def test_an_environment_of_this_form():
     game, prompt = player(Guess)
     assert prompt == [*ASKED, {"role": "user", "content": "From 1 to 9."}]
-    message, reply = game.step("1")
+    message, reply = asyncio.run(game.step("1"))
     assert message == {"role": "assistant", "content": "1"}
     assert reply == Reply([{"role": "user", "content": "higher"}])
-    assert game.step("3")[1] == Reply([], 1.0, True, {"won": 1.0})
-    assert game.close() is None
+    assert asyncio.run(game.step("3"))[1] == Reply([], 1.0, True, {"won": 1.0})
+    assert asyncio.run(game.close()) is None
 
 
 def test_respond_is_a_shorthand():
     game, prompt = player(Echo)
     assert prompt == ASKED
-    assert game.step("a")[1] == Reply("a3")
-    assert game.step("end")[1].done
+    assert asyncio.run(game.step("a"))[1] == Reply("a3")
+    assert asyncio.run(game.step("end"))[1].done
 
 
 def test_an_environment_of_trl():
     game, prompt = player(Counter)
     assert prompt == [{"role": "user", "content": "Guess. Begin at 3."}]
-    message, reply = game.step('<tool_call>{"name": "add", "arguments": {"by": 2}}</tool_call>')
+    message, reply = asyncio.run(game.step('<tool_call>{"name": "add", "arguments": {"by": 2}}</tool_call>'))
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"by": 2}}
     assert reply.messages == [{"role": "tool", "name": "add", "content": "5"}]
-    assert game.step("It is 5.")[1].done
-    assert game.close() == 0.5
+    assert asyncio.run(game.step("It is 5."))[1].done
+    assert asyncio.run(game.close()) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -148,7 +144,7 @@ def test_an_environment_in_a_worker_keeps_its_state_and_tells_its_tools():
     assert reward == 0.7
 
 
-def faulty(fault, method):
+def faulty(fault, method, is_async):
     """Return an environment whose `method` has a fault."""
 
     def fail(self, *arguments):
@@ -157,8 +153,83 @@ def faulty(fault, method):
     def fine(self, *arguments):
         return [{"role": "user", "content": "go on"}]
 
-    methods = dict.fromkeys(("reset", "step", "close"), fine)
-    return type("Faulty", (), methods | {method: fail})
+    async def fail_later(self, *arguments):
+        return fault()
+
+    async def fine_later(self, *arguments):
+        return [{"role": "user", "content": "go on"}]
+
+    methods = dict.fromkeys(("reset", "step", "close"), fine_later if is_async else fine)
+    return type("Faulty", (), methods | {method: fail_later if is_async else fail})
+
+
+class Slow:
+    """Asynchronous: all of its kind are in one process; `sleep` says how long a turn takes."""
+
+    closed = 0
+
+    async def step(self, message):
+        await asyncio.sleep(float(message["content"]))
+        return Reply("more", metrics={"pid": os.getpid(), "closed": Slow.closed})
+
+    async def close(self):
+        Slow.closed += 1
+
+
+def test_asynchronous_environments_are_waited_for_in_one_process():
+    async def rollout(host):
+        playing = HostedEnvironment(host, PromptRecord(ASKED))
+        await playing.reset()
+        for _ in range(4):
+            _, reply = await playing.step("0.2")
+        await playing.close()
+        return reply.metrics["pid"]
+
+    async def rollouts():
+        with WorkerPool(1) as pool:
+            host = EnvironmentHost(Slow, pool, 20.0)
+            return await asyncio.gather(*(rollout(host) for _ in range(64)))
+
+    # One after the other they would take 51 s.
+    assert len(set(asyncio.run(asyncio.wait_for(rollouts(), 25)))) == 1
+
+
+def test_an_asynchronous_call_that_is_cancelled_is_closed_and_leaves_the_others():
+    async def rollouts():
+        with WorkerPool(1) as pool:
+            host, record = EnvironmentHost(Slow, pool, 60.0), PromptRecord(ASKED)
+            first, second = HostedEnvironment(host, record), HostedEnvironment(host, record)
+            await asyncio.gather(first.reset(), second.reset())
+            going_on = asyncio.create_task(second.step("1"))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(first.step("30"), 0.3)
+            await first.close()
+            await going_on
+            _, reply = await second.step("0")
+            await second.close()
+            return reply.metrics["closed"]
+
+    assert asyncio.run(asyncio.wait_for(rollouts(), 25)) == 1
+
+
+def test_the_asynchronous_environment_that_is_late_is_the_one_that_is_named():
+    async def rollouts():
+        with WorkerPool(1) as pool:
+            host = EnvironmentHost(Slow, pool, 1.0)
+            games = [HostedEnvironment(host, PromptRecord(f"q{index}")) for index in range(3)]
+            await asyncio.gather(*(each.reset() for each in games))
+            await together(each.step(text) for each, text in zip(games, ("0.9", "30", "0.9"), strict=True))
+
+    with pytest.raises(RolloutError, match=r"no answer within 1 s \(prompt 'q1'"):
+        asyncio.run(rollouts())
+
+
+def test_an_environment_may_run_a_loop_of_its_own():
+    class Own:
+        def step(self, message):
+            return asyncio.run(asyncio.sleep(0, "fine"))
+
+    assert play(Own, ["a"])[1][0][1] == Reply("fine")
 
 
 def test_a_call_that_is_cancelled_ends_its_worker():
@@ -187,24 +258,31 @@ def leave():
     os._exit(3)
 
 
-@pytest.mark.parametrize("method", ["reset", "step", "close"])
+def refuse():
+    raise ConnectionRefusedError("port 80")
+
+
+@pytest.mark.parametrize(
+    ("method", "is_async"), [("reset", False), ("step", False), ("close", False), ("step", True)]
+)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
         (lambda: 1 / 0, rf"ZeroDivisionError: division by zero \({__file__}:\d+\)"),
         (lambda: time.sleep(60), r"no answer within 1 s"),
+        (refuse, rf"ConnectionRefusedError: port 80 \({__file__}:\d+\)"),
         (leave, "its process ended with exit code 3"),
         (lambda: 3, "TypeError: it returned '?3'?, a int"),
     ],
 )
-def test_an_environment_that_fails_is_named_with_prompt_turn_and_text(method, fault, message):
+def test_an_environment_that_fails_is_named_with_prompt_turn_and_text(method, fault, message, is_async):
     if method == "close" and "TypeError" in message:
         pytest.skip("what close returns is not read")
     turn = 0 if method == "reset" else 1
     with pytest.raises(
         RolloutError, match=rf"(?s)'Faulty' failed in {method}: {message}.*Guess.*turn {turn}, after"
     ):
-        play(faulty(fault, method), ["5"], timeout_s=1.0)
+        play(faulty(fault, method, is_async), ["5"], timeout_s=1.0)
 
 
 class Untyped:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vectorlm.errors import ConfigError
+from vectorlm.rollouts.environment import value_of
 from vectorlm.rollouts.tools import ToolCall, call_tool, parse_calls, schemas_of
 
 ADD = ToolCall("add", {"a": 1, "b": 2})
@@ -58,7 +59,7 @@ def test_calls_of_every_family_are_read(text, said, calls):
 def test_what_begins_like_a_call_and_is_none_is_answered(text, error):
     _, (call,) = parse_calls(text)
     assert call.error.startswith(error)
-    message = call_tool(call, {}, lambda value: value)
+    message = asyncio.run(call_tool(call, {}, value_of))
     assert message["role"] == "tool"
     assert message["content"].startswith(f"error: {error}")
 
@@ -66,7 +67,7 @@ def test_what_begins_like_a_call_and_is_none_is_answered(text, error):
 @given(st.text(), st.sampled_from(["", "<tool_call>", '{"name": ', "<|python_tag|>[", "```json\n{"]))
 def test_no_text_is_fatal(text, prefix):
     for call in parse_calls(prefix + text)[1]:
-        json.dumps(call_tool(call, {}, lambda value: value))
+        json.dumps(asyncio.run(call_tool(call, {}, value_of)))
 
 
 json_values = st.recursive(
@@ -102,10 +103,6 @@ async def later(a: int) -> dict:
     return {"a": a}
 
 
-def value_of(found):
-    return asyncio.run(found) if asyncio.iscoroutine(found) else found
-
-
 @pytest.mark.parametrize(
     ("call", "content"),
     [
@@ -116,7 +113,8 @@ def value_of(found):
     ],
 )
 def test_a_tool_is_called_and_its_errors_are_answered(call, content):
-    assert call_tool(call, {"add": add, "later": later}, value_of)["content"] == content
+    answer = asyncio.run(call_tool(call, {"add": add, "later": later}, value_of))
+    assert answer["content"] == content
 
 
 def untyped(a):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -142,21 +142,37 @@ def make_environment(make: Callable[..., Any], columns: Mapping[str, Any]) -> An
     return make(**{name: value for name, value in columns.items() if takes_all or name in names})
 
 
+def is_asynchronous(environment: Any) -> bool:
+    """Return whether every method and tool is a coroutine function, so that many environments share one process."""
+    methods = (
+        getattr(environment, name, None) for name in ("reset", "step", "respond", "close", "get_reward")
+    )
+    calls = [each for each in methods if each is not None]
+    return all(map(inspect.iscoroutinefunction, (*calls, *tools_of(environment, kind_of(environment, "")))))
+
+
+async def value_of(found: Any) -> Any:
+    """Return what a method or a tool returned, or, from a coroutine function, what it returns in the end."""
+    return await found if inspect.isawaitable(found) else found
+
+
 class Player:
     """Plays an environment of any form for one rollout."""
 
-    def __init__(self, environment: Any, where: str, value_of: Callable[[Any], Any]) -> None:
-        """Take the object, its name, and what waits for a value that is awaitable."""
+    def __init__(
+        self, environment: Any, where: str, value_of: Callable[[Any], Awaitable[Any]] = value_of
+    ) -> None:
+        """Take the object and its name; `value_of` waits for what its methods return."""
         self._environment, self._kind, self._value_of = environment, kind_of(environment, where), value_of
         self._tools = {tool.__name__: tool for tool in tools_of(environment, self._kind)}
 
-    def reset(self, prompt: Any, columns: Mapping[str, Any]) -> Any:
+    async def reset(self, prompt: Any, columns: Mapping[str, Any]) -> Any:
         """Return the whole prompt."""
         if self._kind == "respond" or not hasattr(self._environment, "reset"):
             return prompt
         row = {**columns, "prompt": prompt}
         begin = self._environment.reset
-        added = self._value_of(begin(**row) if self._kind == "trl" else begin(row))
+        added = await self._value_of(begin(**row) if self._kind == "trl" else begin(row))
         if added is None:
             return prompt
         if not is_messages(prompt):
@@ -168,7 +184,7 @@ class Player:
             raise TypeError("reset() returned a text, and must return messages or None")
         return [*prompt, *messages]
 
-    def step(self, text: str) -> tuple[Message, Reply]:
+    async def step(self, text: str) -> tuple[Message, Reply]:
         """Return what the policy said as a message, and the reply."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         content, calls = parse_calls(text) if self._tools else (text, [])
@@ -178,18 +194,18 @@ class Player:
                 {"type": "function", "function": {"name": each.name, "arguments": dict(each.arguments)}}
                 for each in calls
             ]
-            return message, Reply([call_tool(each, self._tools, self._value_of) for each in calls])
+            return message, Reply([await call_tool(each, self._tools, self._value_of) for each in calls])
         if self._kind == "trl":
             return message, Reply(done=True)
         if self._kind == "respond":
-            return message, to_reply(self._value_of(self._environment.respond(text)))
-        return message, to_reply(self._value_of(self._environment.step(message)))
+            return message, to_reply(await self._value_of(self._environment.respond(text)))
+        return message, to_reply(await self._value_of(self._environment.step(message)))
 
-    def close(self) -> float | None:
+    async def close(self) -> float | None:
         """Close the environment; return the reward that one of TRL's form gives the whole rollout."""
         reward = None
         if self._kind == "trl" and hasattr(self._environment, "get_reward"):
-            reward = self._value_of(self._environment.get_reward())
+            reward = await self._value_of(self._environment.get_reward())
         if hasattr(self._environment, "close"):
-            self._value_of(self._environment.close())
+            await self._value_of(self._environment.close())
         return None if reward is None else float(reward)

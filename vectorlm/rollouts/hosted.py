@@ -1,10 +1,11 @@
-"""One rollout's environment in a worker of its own."""
+"""One rollout's environment in a worker: of its own, or shared by all that are asynchronous."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -21,31 +22,47 @@ from vectorlm.workers import Worker, WorkerPool
 
 
 class EnvironmentHost:
-    """Gives each rollout an environment, in a worker that no other rollout has meanwhile."""
+    """Gives each rollout an environment, in a worker that no other rollout has meanwhile.
+
+    Asynchronous ones are all in one worker.
+    """
 
     def __init__(self, make: str | Callable[..., Any], workers: WorkerPool, timeout_s: float | None) -> None:
         """Take the class or function, or its name; each call may take `timeout_s`."""
         self.workers, self.timeout_s = workers, timeout_s
         self.make = make if isinstance(make, str) else cloudpickle.dumps(make)
         self.where = make if isinstance(make, str) else getattr(make, "__name__", str(make))
-        self._tools: asyncio.Task[Any] | None = None
+        self.keys = itertools.count()
+        self._description: asyncio.Task[tuple[list[Any], bool]] | None = None
+        self._stack = AsyncExitStack()
+        self._shared: asyncio.Task[Worker] | None = None
 
-    async def tools(self, record: PromptRecord) -> list[Any]:
-        """Return the schemas of the environment's tools, which a worker makes once: it imports torch for them."""
-        if self._tools is None:
-            self._tools = asyncio.create_task(self._ask_tools(record))
-        found: list[Any] = await asyncio.shield(self._tools)
-        return found
+    async def describe(self, record: PromptRecord) -> tuple[list[Any], bool]:
+        """Return the schemas of the environment's tools, and whether it is asynchronous; a worker finds out once."""
+        if self._description is None:
+            self._description = asyncio.create_task(self._describe(record))
+        return await asyncio.shield(self._description)
 
-    async def _ask_tools(self, record: PromptRecord) -> Any:
+    async def shared(self) -> Worker:
+        """Return the worker of all asynchronous environments; called on the event loop of the workers."""
+        if self._shared is None:
+            # The pool ends it.
+            self._shared = asyncio.create_task(self._stack.enter_async_context(self.workers.worker()))
+        worker = await asyncio.shield(self._shared)
+        worker.is_shared = True
+        return worker
+
+    async def _describe(self, record: PromptRecord) -> tuple[list[Any], bool]:
         async def ask() -> Any:
             async with self.workers.worker() as worker:
                 found = await worker.ask(f"{__name__}:describe", self.make, self.where, record.columns)
-                if found:
+                if found[0]:
+                    # It imported torch for the schemas.
                     self.workers.end(worker, "it is too large to keep")
                 return found
 
-        return await asyncio.wrap_future(self.workers.submit(ask()))
+        found: tuple[list[Any], bool] = await asyncio.wrap_future(self.workers.submit(ask()))
+        return found
 
 
 class HostedEnvironment:
@@ -56,13 +73,15 @@ class HostedEnvironment:
         self._host, self._record = host, record
         self._stack = AsyncExitStack()
         self._worker: Worker | None = None
+        self._key, self._is_shared = next(host.keys), False
         self._num_turns, self._written, self._is_cancelled = 0, "", False
 
     async def reset(self) -> Any:
         """Return what the policy is asked first: the prompt with what the environment adds, and its tools."""
         record = self._record
         # First: who waits for a second worker must not have one.
-        tools = [*(tools_of(record.columns) or ()), *await self._host.tools(record)]
+        own_tools, self._is_shared = await self._host.describe(record)
+        tools = [*(tools_of(record.columns) or ()), *own_tools]
         prompt = await self._call("begin", self._host.make, self._host.where, record.prompt, record.columns)
         return {"prompt": prompt, "tools": tools} if tools and is_messages(prompt) else prompt
 
@@ -77,8 +96,9 @@ class HostedEnvironment:
         """Close the environment and give its worker back; return a reward for the whole rollout, if there is one."""
         try:
             is_there = self._worker is not None and self._worker.loss is None
-            # A call that was cancelled takes its worker along.
-            reward: float | None = await self._call("end") if is_there and not self._is_cancelled else None
+            # A call that was cancelled takes a worker of its own along.
+            is_there = is_there and (self._is_shared or not self._is_cancelled)
+            reward: float | None = await self._call("end") if is_there else None
             return reward
         finally:
             await asyncio.wrap_future(self._host.workers.submit(self._stack.aclose()))
@@ -100,46 +120,65 @@ class HostedEnvironment:
             ) from error
 
     async def _ask(self, what: str, arguments: tuple[Any, ...]) -> Any:
-        if self._worker is None:
+        if self._worker is None and self._is_shared:
+            self._worker = await self._host.shared()
+        elif self._worker is None:
             self._worker = await self._stack.enter_async_context(self._host.workers.worker())
-        work = self._worker.run(f"{__name__}:{what}", *arguments, limit_s=self._host.timeout_s)
+        function = f"{__name__}:{'play_shared' if self._is_shared else 'play'}"
+        work = self._worker.run(function, self._key, what, *arguments, limit_s=self._host.timeout_s)
         return [value async for value in work][-1]
 
 
 # What follows runs in the worker.
-_players: list[Player] = []
+_players: dict[int, Player] = {}
 _runner = asyncio.Runner()
 
 
 def describe(make: str | bytes, where: str, columns: Mapping[str, Any]) -> Any:
-    """Yield the schemas of the tools."""
-    loaded = _loaded(make)
+    """Yield the schemas of the tools, and whether the environment is asynchronous."""
+    made: Any = _loaded(make)
     tools = []
     # A shorthand has none, and is not made to look for them.
-    if not hasattr(loaded, "respond"):
-        environment = environments.make_environment(loaded, columns)
-        tools = environments.tools_of(environment, environments.kind_of(environment, where))
-    yield schemas_of(tools, where) if tools else []
+    if not hasattr(made, "respond"):
+        made = environments.make_environment(made, columns)
+        tools = environments.tools_of(made, environments.kind_of(made, where))
+    yield schemas_of(tools, where) if tools else [], environments.is_asynchronous(made)
 
 
-def begin(make: str | bytes, where: str, prompt: Any, columns: Mapping[str, Any]) -> Any:
-    """Make the environment, and yield the whole prompt."""
-    loaded = _loaded(make)
+def play(key: int, what: str, *arguments: Any) -> Any:
+    """Yield None and what a call returned; what is awaitable is waited for outside of an event loop that runs."""
+    call = _call(key, what, *arguments, value_of=_at_once)
     yield None
-    _players[:] = [Player(environments.make_environment(loaded, columns), where, _value)]
-    yield _players[0].reset(prompt, columns)
+    try:
+        call.send(None)
+    except StopIteration as returned:
+        yield returned.value
 
 
-def step(text: str) -> Any:
-    """Yield the policy's turn as a message, and the reply."""
+async def play_shared(key: int, what: str, *arguments: Any) -> Any:
+    """Yield None and what a call returned, while others are waited for."""
+    call = _call(key, what, *arguments, value_of=environments.value_of)
     yield None
-    yield _players[0].step(text)
+    yield await call
 
 
-def end() -> Any:
-    """Yield the reward for the whole rollout."""
-    yield None
-    yield _players.pop().close() if _players else None
+def _call(key: int, what: str, *arguments: Any, value_of: Callable[[Any], Awaitable[Any]]) -> Any:
+    """Return the coroutine of a call of the environment; the user's file is imported before that."""
+    if what == "begin":
+        make, where, prompt, columns = arguments
+        return _begin(key, _loaded(make), where, prompt, columns, value_of)
+    return _players[key].step(*arguments) if what == "step" else _end(key)
+
+
+async def _begin(
+    key: int, make: Callable[..., Any], where: str, prompt: Any, columns: Mapping[str, Any], value_of: Any
+) -> Any:
+    _players[key] = Player(environments.make_environment(make, columns), where, value_of)
+    return await _players[key].reset(prompt, columns)
+
+
+async def _end(key: int) -> float | None:
+    return await _players.pop(key).close() if key in _players else None
 
 
 def run_agent(name: str, url: str, key: str, row: Mapping[str, Any]) -> Any:
@@ -158,7 +197,8 @@ def _loaded(make: str | bytes) -> Callable[..., Any]:
 
 
 def _value(found: Any) -> Any:
-    async def wait() -> Any:
-        return await found
+    return _runner.run(environments.value_of(found)) if inspect.isawaitable(found) else found
 
-    return _runner.run(wait()) if inspect.isawaitable(found) else found
+
+async def _at_once(found: Any) -> Any:
+    return _value(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,8 +105,8 @@ def tool_message(call: ToolCall, content: str) -> dict[str, Any]:
     return {"role": "tool", "name": call.name, "content": content}
 
 
-def call_tool(
-    call: ToolCall, tools: Mapping[str, Callable[..., Any]], value_of: Callable[[Any], Any]
+async def call_tool(
+    call: ToolCall, tools: Mapping[str, Callable[..., Any]], value_of: Callable[[Any], Awaitable[Any]]
 ) -> dict[str, Any]:
     """Return the message with what a tool returned, or with its error, so that the policy may mend the call.
 
@@ -117,7 +117,7 @@ def call_tool(
     if call.name not in tools:
         return tool_message(call, f"error: there is no tool {call.name!r}, only {', '.join(tools)}")
     try:
-        found = value_of(tools[call.name](**call.arguments))
+        found = await value_of(tools[call.name](**call.arguments))
     except Exception as error:
         return tool_message(call, f"error: {type(error).__name__}: {error}")
     return tool_message(call, found if isinstance(found, str) else json.dumps(found, default=str))

@@ -39,6 +39,8 @@ class Worker:
         self.pid = pid
         self.loss: WorkerLost | None = None
         """Why it is gone."""
+        self.is_shared = False
+        """Whether a job that is given up leaves it to the others, which asynchronous generators allow."""
         self._pool = pool
         self._reader, self._writer = streams
         self._numbers = itertools.count()
@@ -87,7 +89,9 @@ class Worker:
                 yield value
         finally:
             del self._jobs[number]
-            if not is_over:
+            if not is_over and self.is_shared and self.loss is None:
+                self._writer.write(frame((number, "", b"")))
+            elif not is_over:
                 # It goes on with what nobody waits for.
                 self._pool.end(self, "its job was given up")
 
