@@ -315,3 +315,17 @@ def test_a_stop_token_that_the_model_does_not_have_is_refused(complete):
     stops = f"{TRAIN}.sampler.sampling_params={{stop_token_ids: [%d]}}"
     passes(complete, SAMPLER, stops % 98)
     assert refused(complete, SAMPLER, stops % 99) == [f"{TRAIN}.sampler.sampling_params.stop_token_ids"]
+
+
+def test_what_the_publisher_samples_with_is_said_where_the_run_does_not(complete):
+    def notes(*changes):
+        config = passes(complete, SAMPLER, *changes).config
+        return [note for note in config.notes if "generation_config" in note]
+
+    Path("models/tiny/generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "top_p": 0.9, "top_k": -1, "eos_token_id": [1, 2]})
+    )
+    path = "train_parameters.sampler.sampling_params"
+    assert [note.split(" of ")[0] for note in notes()] == [f"{path}: temperature 0.6, top_p 0.9"]
+    assert "top_p" not in notes(f"{path}.top_p=0.8")[0]
+    assert notes(f"{path}.temperature=0.0") == []

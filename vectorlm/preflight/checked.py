@@ -28,6 +28,10 @@ from vectorlm.settings import PromptSettings
 from vectorlm.types import PromptRecord
 
 
+NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
+"""The values of sampling parameters that change nothing."""
+
+
 @dataclass(frozen=True)
 class CheckedConfig:
     """A config that can be carried out, and what was read to find that out; made by `preflight`."""
@@ -103,6 +107,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
             "Write them as messages, in a JSONL file, to ask as in a chat"
         )
         config = replace(config, notes=(*config.notes, note))
+    config = replace(config, notes=(*config.notes, *_generation_notes(config)))
     # Costs more than a minute: the prompt may be one of the last, and models are loaded first. The tokenizer is loaded
     # (which imports torch) where it matters: no text has more tokens than bytes, but for those put around it.
     is_long = any(
@@ -119,6 +124,27 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
             check_lengths(each, tokenizer, max_tokens, _place(name, is_held_out=True))
     # Costs more than a minute: checkpoints are looked for after models are loaded.
     return CheckedConfig(config, prompts, evaluation_prompts, find_resumption(config, world_size))
+
+
+def _generation_notes(config: Config) -> Iterator[str]:
+    """Say what the model's publisher samples with where the run samples otherwise."""
+    sampler, rl = config.train_parameters.sampler, config.rl
+    if sampler is None:
+        return
+    advice = description_of(Path(config.model), "generation_config.json") or {}
+    given = {"train_parameters.sampler.sampling_params": sampler.engine.sampling_params}
+    if rl is not None:
+        given["rl.sampling_params"] = rl.collect.sampling_params
+    for path, parameters in given.items():
+        left = {
+            name: advice[name]
+            for name, neutral in NEUTRAL.items()
+            if name not in parameters and advice.get(name) not in (None, *neutral)
+        }
+        # Silent: other tools take these over, and their answers would be others.
+        if left and parameters.get("temperature") != 0:
+            listed = ", ".join(f"{name} {value}" for name, value in left.items())
+            yield f"{path}: {listed} of the model's generation_config.json are not taken over; write them here to use them"
 
 
 def _data_notes(config: Config) -> Iterator[str]:

@@ -166,10 +166,10 @@ def number_in(description: Mapping[str, Any], names: Sequence[str]) -> int | Non
     return next((number for number in named if type(number) is int and number > 0), None)
 
 
-def description_of(folder: Path) -> Mapping[str, Any] | None:
-    """Read a model's config.json; None where that fails, which `preflight` or transformers reports."""
+def description_of(folder: Path, name: str = "config.json") -> Mapping[str, Any] | None:
+    """Read a model's config.json, or another; None where that fails, which `preflight` or transformers reports."""
     try:
-        description = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        description = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return description if isinstance(description, Mapping) else None
