@@ -224,3 +224,25 @@ def test_the_engine_and_transformers_give_the_harness_the_same_numbers(files, tm
 def numbers(response):
     (answer,) = response
     return list(answer) if isinstance(answer, list) else [answer]
+
+
+def test_a_source_of_a_run_is_evaluated_by_its_own_questions_and_rewards(files, monkeypatch, capsys):
+    monkeypatch.chdir(files)
+    config_of(files, "sources")
+    for name in ("easy", "hard"):
+        (files / f"{name}.jsonl").write_text(json.dumps({"prompt": "abc"}) + "\n")
+        (files / f"{name}.py").write_text(
+            f"def {name}(text, **columns):\n    return {float(name == 'easy')}\n"
+        )
+    sources = ", ".join(
+        f"{name}: {{prompts: questions.jsonl, held_out: {name}.jsonl, rewards: {{'{name}.py:{name}': 1}}}}"
+        for name in ("easy", "hard")
+    )
+    sets = ("--set", f"rl.sources={{{sources}}}", "--set", "rl.prompts=null", "--set", "rl.rewards={}")
+    for name, share in (("easy", "100.0% right"), ("hard", "  0.0% right")):
+        assert evaluate(files, "sources.yaml", *sets, "--source", name) == 0
+        printed = capsys.readouterr().out
+        assert f"{name}  {share}" in printed
+        assert "1 questions" in printed
+    assert evaluate(files, "sources.yaml", *sets, "--source", "medium") == 2
+    assert "It has easy, hard." in capsys.readouterr().err

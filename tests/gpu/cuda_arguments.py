@@ -1,7 +1,7 @@
 """What vLLM makes of the engines of configs/cuda on devices that are not here: python cuda_arguments.py FOLDER.
 
-vllm 0.32. Its own platform for CUDA decides, over a driver that answers what one of `DEVICES` would. Nothing is computed, and
-no kernels are needed. The models in FOLDER are shapes alone.
+vllm 0.32. Its own platform for CUDA decides, over a driver that answers what one of `DEVICES` would. Nothing is
+computed, and no kernels are needed. The models in FOLDER are shapes alone.
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("yaml_path", nargs="?", metavar="my.yaml", help=help_text)
     add_set_argument(parser)
+    help_text = "one of the config's rl.sources: its held-out questions and rewards"
+    parser.add_argument("--source", metavar="NAME", help=help_text)
     parser.add_argument("--prompts", metavar="FILE", help="questions: a JSONL file, a `prompt` in every line")
     help_text = "what scores the answers: countdown, or file.py:NAME; may be repeated"
     parser.add_argument("--reward", dest="rewards", action="append", metavar="NAME", help=help_text)
@@ -74,7 +76,12 @@ def run(args: argparse.Namespace) -> int:
 def _require_sense(args: argparse.Namespace) -> None:
     """Refuse arguments that are missing, would have no effect, or fail only after the work."""
     own = {"my.yaml": args.yaml_path, "--prompts": args.prompts, "--reward": args.rewards}
-    own |= {"--set": args.overrides, "--max_tokens": args.max_tokens, "--temperature": args.temperature}
+    own |= {
+        "--source": args.source,
+        "--set": args.overrides,
+        "--max_tokens": args.max_tokens,
+        "--temperature": args.temperature,
+    }
     own |= {"--n": args.n, "--seed": args.seed, "--param": args.params}
     given = [name for name, value in own.items() if value not in (None, [])]
     if args.tasks and given:
@@ -86,6 +93,10 @@ def _require_sense(args: argparse.Namespace) -> None:
     if not args.tasks and not args.yaml_path and not args.prompts:
         raise ConfigError(
             "there are no questions. Name a config file, --prompts FILE --reward NAME, or --tasks."
+        )
+    if args.source is not None and (args.prompts or not args.yaml_path):
+        raise ConfigError(
+            "--source needs a config file and no --prompts: it names one of the config's rl.sources."
         )
     if args.overrides and not args.yaml_path:
         raise ConfigError("--set has no effect without a config file. Name one, or leave it out.")
@@ -125,7 +136,8 @@ def read_exam(args: argparse.Namespace) -> Exam:
     """
     exam = Exam()
     if args.yaml_path:
-        exam = _exam_of(load_config(args.yaml_path, args.overrides), reads_prompts=not args.prompts)
+        config = load_config(args.yaml_path, args.overrides)
+        exam = _exam_of(config if args.source is None else _of_source(config, args.source), not args.prompts)
     rewards = dict.fromkeys(args.rewards, 1.0) if args.rewards else exam.rewards
     if not rewards:
         raise ConfigError("nothing scores the answers. Use --reward countdown, or --reward file.py:NAME.")
@@ -140,13 +152,33 @@ def read_exam(args: argparse.Namespace) -> Exam:
     )
 
 
+def _of_source(config: Config, name: str) -> Config:
+    """Return a config whose questions, rewards and environment are those of one of its sources."""
+    sources = {} if config.rl is None else config.rl.by_source
+    known = [each for each, source in sources.items() if source.held_out is not None]
+    if config.rl is None or config.train_parameters.sampler is None or name not in known:
+        raise ConfigError(
+            f"--source {name}: rl.sources has no source of that name with held_out questions. It has "
+            f"{', '.join(known) or 'none at all'}."
+        )
+    source, sampler = sources[name], config.train_parameters.sampler
+    held_out = replace(sampler.evaluation, prompts=source.held_out, reward=next(iter(source.rewards), None))
+    sampler = replace(sampler, evaluation=held_out)
+    collect = replace(config.rl.collect, environment=source.environment)
+    return replace(
+        config,
+        train_parameters=replace(config.train_parameters, sampler=sampler),
+        rl=replace(config.rl, collect=collect),
+    )
+
+
 def _exam_of(config: Config, reads_prompts: bool) -> Exam:
     """Return the held-out questions of a run with what scores them; without a sampler's reward, that of `rl`."""
     sampler, rl = config.train_parameters.sampler, config.rl
     if sampler is None or (sampler.evaluation.prompts is None and reads_prompts):
         raise ConfigError(
-            "the config has no held-out questions (train_parameters.sampler.prompts). Use --prompts, and --reward if "
-            "the config has no reward either."
+            "the config has no held-out questions (train_parameters.sampler.prompts). Use --source if rl.sources have "
+            "some, or --prompts, and --reward if the config has no reward either."
         )
     if rl is not None and rl.collect.environment is not None:
         raise ConfigError(

@@ -27,7 +27,6 @@ from vectorlm.preflight.settings import setting_problems
 from vectorlm.settings import PromptSettings
 from vectorlm.types import PromptRecord
 
-
 NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 """The values of sampling parameters that change nothing."""
 
@@ -144,7 +143,7 @@ def _generation_notes(config: Config) -> Iterator[str]:
         # Silent: other tools take these over, and their answers would be others.
         if left and parameters.get("temperature") != 0:
             listed = ", ".join(f"{name} {value}" for name, value in left.items())
-            yield f"{path}: {listed} of the model's generation_config.json are not taken over; write them here to use them"
+            yield f"{path}: {listed} of the model's generation_config.json are left; write them here to use them"
 
 
 def _data_notes(config: Config) -> Iterator[str]:
