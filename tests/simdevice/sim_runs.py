@@ -1,0 +1,114 @@
+"""Train a little on the CPU, then on the simulated device: python sim_runs.py FOLDER. It prints lines of JSON."""
+
+import ctypes
+import json
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "train")]
+
+import sim_device
+import tiny_runs
+import torch
+from flash import written_down
+from rl_runs import config_of, numbers, save_files
+
+from vectorlm import SamplingEngine
+from vectorlm.ranks.topology import Topology
+from vectorlm.reinforce import reinforce
+from vectorlm.train import packing, shard
+
+RUNS = {
+    "GRPO in 16 bits": (
+        "grpo",
+        [
+            "rl.kl_coef=0.05",
+            "train_parameters.use_mp=True",
+            "train_parameters.use_activation_checkpointing=True",
+            "train_parameters.sampler.offload_optimizer=True",
+        ],
+    ),
+    "PPO of adapters": (
+        "ppo",
+        [
+            "rl.num_mini_batches=2",
+            "rl.num_epochs=2",
+            "rl.kl_coef=0.05",
+            "rl.kl_in=reward",
+            "rl.critic.lr=1e-3",
+            "train_parameters.lora_peft_config={r: 4, target_modules: [q_proj, down_proj]}",
+        ],
+    ),
+}
+
+
+def refuses():
+    """Say how the device refuses a host's tensor beside its own, and how a host ends that reads its memory."""
+    tensor = torch.ones(3, device="sim")
+    try:
+        tensor + torch.ones(3)
+        error = ""
+    except RuntimeError as found:
+        error = str(found)
+    if (child := os.fork()) == 0:
+        ctypes.string_at(tensor.data_ptr(), 4)
+        os._exit(0)
+    return [error[:45], os.WTERMSIG(os.waitpid(child, 0)[1])]
+
+
+def move_first():
+    """Move a model before it is sharded: torch lets `tensor.data = ...` change the device for its own devices alone."""
+    shard_model = shard.shard_model
+
+    def moved(model, topology, settings=shard.DEFAULTS):
+        model.to(topology.device)
+        model.tie_weights()
+        return shard_model(model, topology, settings)
+
+    shard.shard_model = moved
+
+
+def fine_tuned(device, folder):
+    """Return the losses of a run of fine-tuning."""
+    tiny_runs.shard_model = shard.shard_model
+    loop = tiny_runs.build_loop(
+        Topology(device=device), folder / "model", output=folder / f"sft-{device[:3]}", num_micro_batches=2
+    )
+    loop.run()
+    assert loop.language_model.packs
+    return [{"loss": loop.held_out_loss()}]
+
+
+def trained(device, folder, name):
+    """Return the metrics of a run of reinforcement learning, sampled by transformers on the CPU."""
+    algorithm, overrides = RUNS[name]
+    overrides = [*overrides, "rl.max_steps=2", "rl.save_every=1"]
+    config = config_of(folder, folder / f"{algorithm}-{device[:3]}", algorithm, overrides)
+    topology = Topology(device=device)
+    model = str(folder / "model")
+    with SamplingEngine(model, topology=topology, inference="transformers", channel="inline") as engine:
+        reinforce(config, topology, engine)
+    return numbers(Path(config.train_parameters.output_dir))
+
+
+def main():
+    """Print what each device says."""
+    folder = save_files(Path(sys.argv[1]))
+    sim_device.install()
+    move_first()
+    print(json.dumps(["refuses", "sim:0", refuses()]))
+    flashes = []
+    packing.flash_takes = lambda query, value: query.device.type == "sim" and query.dtype.itemsize == 2
+    with ExitStack() as stack:
+        stack.enter_context(written_down("sim", flashes))
+        for device in ("cpu", "sim:0"):
+            print(json.dumps(["fine-tuning", device, fine_tuned(device, folder)]), flush=True)
+            for name in RUNS:
+                print(json.dumps([name, device, trained(device, folder, name)]), flush=True)
+    print(json.dumps(["calls of the flash kernel", "sim:0", len(flashes)]))
+
+
+if __name__ == "__main__":
+    main()
