@@ -14,7 +14,7 @@ from sft_runs import lines, make_config
 from vectorlm import FakeEngine
 from vectorlm.cli import main
 from vectorlm.config import load_config
-from vectorlm.errors import CheckpointError, ConfigError
+from vectorlm.errors import CheckpointError, ConfigError, RewardError
 from vectorlm.finetune import finetune
 from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.resume import find_resumption, say_finished
@@ -56,7 +56,7 @@ def train(topology, config, dies_at=None):
         return optimize(loop, micro_batches)
 
     FineTuningLoop.optimize = optimize_or_die
-    FineTuningLoop.held_out_loss = lambda loop: LOSSES[loop.step]
+    FineTuningLoop.held_out_losses = lambda loop: {"eval/loss": LOSSES[loop.step]}
     finetune(config, topology)
 
 
@@ -210,6 +210,14 @@ def test_reinforcement_learning_keeps_the_most_accurate_model_and_stops_when_it_
     assert are_equal(weights_of(output / "final-model"), best)
     assert "| `eval/accuracy` | 1 | 2 |" in (output / "final-model" / "README.md").read_text()
     assert find_resumption(config, 1).is_finished
+
+
+def test_a_run_without_a_single_reward_writes_its_model_and_fails(inputs, tmp_path):
+    (inputs / "mute.py").write_text("def none(text):\n    return None\n")
+    mute = f"rl.rewards={{'{inputs}/mute.py:none': 1.0}}"
+    with pytest.raises(RewardError, match="no completion of this run had a reward"):
+        by_rewards(inputs, tmp_path / "run", mute, "rl.max_steps=2")
+    assert (tmp_path / "run" / "final-model" / "model.safetensors").is_file()
 
 
 def test_a_best_checkpoint_that_was_deleted_is_named_and_the_last_weights_are_exported_instead(

@@ -11,7 +11,7 @@ from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.config import Config, RLSettings
 from vectorlm.data.tasks import Tasks
-from vectorlm.errors import ConfigError
+from vectorlm.errors import ConfigError, RewardError
 from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.preflight.rl import longest_sequence
 from vectorlm.ranks.topology import Topology
@@ -74,7 +74,7 @@ def reinforce(
         ConfigError: The config cannot be carried out, or needs more memory than there is.
         CheckpointError: The checkpoints in ``output_dir`` are of another run, or a node does not see them.
         NonFiniteLoss: Training diverged.
-        RewardError: A reward function failed, and the run is set to stop then.
+        RewardError: A reward function failed, and the run is set to stop then; or no completion had a reward.
         WorkersDied: The processes that run reward functions die one after the other.
         RolloutError: An environment failed.
         EngineError: The teacher's server does not answer.
@@ -88,6 +88,11 @@ def reinforce(
         loop = _build(run, rl, get_algorithm(rl.algorithm))
         loop.run()
         run.finish(loop.models.policy.model, loop.recorder, loop.step)
+        if loop.is_unscored:
+            raise RewardError(
+                f"no completion of this run had a reward, so {run.output / 'final-model'} holds the weights that it "
+                "started with. Correct the reward functions: they return None where a completion cannot be scored."
+            )
 
 
 def _build(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLLoop:

@@ -4,7 +4,9 @@ import asyncio
 import math
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 from vectorlm.rewards.runner import RewardResult, Scorable, run_reward
 
@@ -163,9 +165,16 @@ def test_a_reward_that_calls_exit_fails_like_one_that_raises(reward):
     ] * 2
 
 
-@pytest.mark.parametrize("reward", [math.inf, -math.inf, 1e39])
-def test_infinite_rewards_are_errors(reward):
-    assert run_reward(lambda text: reward, items("a"))[0].error.startswith(f"it returned {reward}")
+@pytest.mark.parametrize(
+    "reward", [math.inf, -math.inf, 1e39, math.nan, np.float32("nan"), torch.tensor(math.nan)]
+)
+def test_rewards_that_are_not_finite_are_errors(reward):
+    for function in (
+        lambda text: reward,
+        lambda completions: [reward],
+        lambda solution_str: {"score": reward},
+    ):
+        assert run_reward(function, items("a"))[0].error.startswith(f"it returned {float(reward)}")
 
 
 def test_nothing_needs_no_call():

@@ -274,8 +274,9 @@ def _to_result(value: Any) -> RewardResult:
             f"{type(error).__name__}: it returned {text_of(value)[:40]!r}, a {type(value).__name__}, and one reward "
             "per completion must be a number, or None",
         )
-    if abs(reward) > MAX_REWARD:
-        return RewardResult(math.nan, f"it returned {reward}, and rewards must be finite in float32")
+    if not abs(reward) <= MAX_REWARD:
+        rule = "must be finite in float32, or None where a completion cannot be scored"
+        return RewardResult(math.nan, f"it returned {reward}, and rewards {rule}")
     return RewardResult(reward)
 
 

@@ -90,6 +90,8 @@ class RLLoop:
             None if kl.kl_target is None else AdaptiveKL(kl.kl_coef, kl.kl_target, kl.kl_horizon)
         )
         self.step = 0
+        self.is_unscored = False
+        """Whether steps were made, and none of their completions had a reward."""
         self._busy: list[tuple[float, float]] = []
 
     def run(self) -> None:
@@ -105,9 +107,11 @@ class RLLoop:
             self.recorder.write(0, self._evaluate())
         else:
             self._load_state(saved)
+        self.is_unscored = self.step < self.recorder.num_steps
         while self.step < self.recorder.num_steps and not self.recorder.stopping.is_over:
             metrics = self._train()
             self.step += 1
+            self.is_unscored &= "reward/mean" not in metrics
             self.updater.follow_run(self.step)
             metrics |= self._follow(metrics) | self._evaluate()
             # After the last step only the evaluation's hot swap has brought when the engine computed.
