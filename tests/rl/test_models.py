@@ -1,13 +1,16 @@
 """Critic, reference and reward models: what they say, on one rank and on two."""
 
+import json
 import shutil
 
 import pytest
 import torch
 from rank_processes import on_ranks
+from safetensors.torch import load_file, save_file
 from tiny_rl import build
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging
 
 from vectorlm.algorithms import Support
 from vectorlm.errors import ConfigError
@@ -138,8 +141,26 @@ def test_what_is_no_reward_model_is_refused(folder, tmp_path):
     AutoTokenizer.from_pretrained(folder).save_pretrained(two)
     with pytest.raises(ConfigError, match="has 2 labels: it must have one"):
         RewardModel(str(two), load, Topology(), max_tokens=8, max_length=8)
+    description = json.loads((folder / "config.json").read_text())
+    headless = shutil.copytree(folder, tmp_path / "headless")
+    (headless / "config.json").write_text(json.dumps({**description, "id2label": {"0": "score"}}))
+    with pytest.raises(ConfigError, match=r"lacks 1 tensors \(score\.weight\)"):
+        RewardModel(str(headless), load, Topology(), max_tokens=8, max_length=8)
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         RewardModel(str(tmp_path / "nowhere"), load, Topology(), max_tokens=8, max_length=8)
+
+
+def test_the_head_of_a_critic_alone_may_be_missing(folder, tmp_path, caplog):
+    logging.enable_propagation()
+    load_critic(str(folder), lambda load: load(False))
+    logging.disable_propagation()
+    assert caplog.text == ""
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks 1 tensors \(model\.norm\.weight\)"):
+        load_critic(str(broken), lambda load: load(False))
 
 
 @pytest.mark.parametrize("packs", [True, False])

@@ -170,8 +170,9 @@ def load_critic(path: str, load_sharded: LoadSharded, dtype: str = "float32") ->
 
     def load(is_empty: bool) -> nn.Module:
         try:
-            model = load_pretrained(AutoModelForTokenClassification, path, dtype, is_empty, num_labels=1)
             # transformers calls the output layer by either name.
+            new = ("score.", "classifier.")
+            model = load_pretrained(AutoModelForTokenClassification, path, dtype, is_empty, new, num_labels=1)
             head = model.score if hasattr(model, "score") else model.classifier
         except (ValueError, AttributeError) as error:
             raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,28 +56,32 @@ def load_model(
         # transformers 5.19: torch's kernel silently leaves out the cap on Gemma 2's attention scores, and the trainer's
         # log-probabilities would differ from the engine's.
         attention = "eager"
-    if is_empty:
-        return load_pretrained(
-            AutoModelForCausalLM, path, dtype, is_empty=True, attn_implementation=attention
-        ).train()
-    model, info = load_pretrained(
-        AutoModelForCausalLM, path, dtype, output_loading_info=True, attn_implementation=attention
-    )
-    if info["missing_keys"]:
-        missing = ", ".join(sorted(info["missing_keys"])[:5])
-        raise ConfigError(
-            f"model={str(path)!r} lacks {len(info['missing_keys'])} tensors ({missing}), which would start "
-            "from random values. Use a complete checkpoint."
-        )
-    return model.train()
+    return load_pretrained(AutoModelForCausalLM, path, dtype, is_empty, attn_implementation=attention).train()
 
 
-def load_pretrained(auto: Any, path: str | Path, dtype: str, is_empty: bool = False, **arguments: Any) -> Any:
-    """Read a model through the class `auto` of transformers; if `is_empty`, without memory for its parameters."""
+def load_pretrained(
+    auto: Any,
+    path: str | Path,
+    dtype: str,
+    is_empty: bool = False,
+    new: tuple[str, ...] = (),
+    **arguments: Any,
+) -> Any:
+    """Read a model through the class `auto` of transformers; if `is_empty`, without memory for its parameters.
+
+    Raises:
+        ConfigError: It cannot be read, or lacks a tensor whose name begins with none of `new`.
+    """
     arguments["dtype"] = dtype_of(dtype)
     if not is_empty:
-        with _naming(path, "model"):
-            return auto.from_pretrained(path, **arguments)
+        with _naming(path, "model"), _without_report() if new else nullcontext():
+            model, info = auto.from_pretrained(path, output_loading_info=True, **arguments)
+        if missing := sorted(name for name in info["missing_keys"] if not name.startswith(new)):
+            raise ConfigError(
+                f"model={str(path)!r} lacks {len(missing)} tensors ({', '.join(missing[:5])}), which would start "
+                "from random values. Use a complete checkpoint."
+            )
+        return model
     from accelerate import init_empty_weights
     from transformers import AutoConfig
 
@@ -88,6 +92,19 @@ def load_pretrained(auto: Any, path: str | Path, dtype: str, is_empty: bool = Fa
         model = auto.from_config(config, **arguments)
     model.tie_weights()
     return model
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Keep transformers from advising to train what starts anew."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 @contextmanager
