@@ -75,9 +75,27 @@ def test_messages_of_fine_tuning_are_rendered_too(files):
 
 
 @pytest.mark.parametrize("setting", [RL, SAMPLER])
-def test_a_prompt_that_leaves_no_room_is_refused(files, setting):
-    with pytest.raises(DatasetError, match=rf"prompt 1 of {setting} has \d+ tokens"):
-        ask(files, setting, ["abc", "abc" * 99], None)
+@pytest.mark.parametrize(
+    ("prompt", "rule"),
+    [("abc" * 99, r"has \d+ tokens"), ([5, 600, 6], "holds the token 600, and the model has")],
+)
+def test_a_prompt_that_leaves_no_room_or_has_unknown_tokens_is_refused(files, setting, prompt, rule):
+    with pytest.raises(DatasetError, match=f"prompt 1 of {setting} {rule}"):
+        ask(files, setting, ["abc", prompt], None)
+
+
+def test_columns_that_rewards_do_not_get_and_answers_that_cannot_be_so_long_are_noted(files):
+    rows = [{"prompt": "a", "wanted": "a"}, {"prompt": "b", "wanted": "b", "completion": "c", "prompts": 1}]
+    (files / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def notes(*overrides):
+        found = preflight(config_of(files, files / "out", overrides=overrides), 1).config.notes
+        return [note for note in found if not note.startswith(SAMPLER)]
+
+    about_columns, about_length = notes(f"{RL}={files / 'asked.jsonl'}", "rl.sampling_params.max_tokens=64")
+    assert about_columns.startswith(f"{RL}: rewards do not get the column completion, prompts")
+    assert about_length.startswith("rl.sampling_params.max_tokens=64: ")
+    assert notes("rl.sampling_params.max_tokens=63") == []
 
 
 def test_half_a_character_in_a_list_of_prompts_is_refused_by_its_place(files):

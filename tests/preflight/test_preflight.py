@@ -177,6 +177,16 @@ def test_a_dtype_of_the_engine_that_is_not_the_trainers_is_said(
     assert bool(said) == ("engine in" in " ".join(summary.notes_of(config)))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_said"), [([], False), ([LORA + "={r: 4}"], False), ([f"{TRAIN}.dtype=bfloat16"], True)]
+)
+def test_steps_that_bfloat16_rounds_away_are_said(complete, overrides, is_said):
+    notes = " ".join(summary.notes_of(passes(complete, f"{TRAIN}.optimizer.lr=1e-6", *overrides).config))
+    assert ("a step of lr 1e-06 cannot move weights above 0.00051" in notes) is is_said
+    weight = torch.tensor([480e-6, 520e-6, 1.0], dtype=torch.bfloat16)
+    assert (weight - 1e-6 != weight).tolist() == [True, False, False]
+
+
 def test_on_cuda_every_worker_of_the_engine_needs_the_device_of_a_rank(complete, monkeypatch):
     override = f"{TRAIN}.sampler.engine.tensor_parallel_size=4"
     monkeypatch.setattr(settings, "has_gpu", lambda: True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -209,24 +210,30 @@ def check_lengths(
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: float,
     setting: str,
+    vocab_size: float = math.inf,
 ) -> None:
     """Encode the prompts of `setting`.
 
     Raises:
         ConfigError: One cannot be encoded: the tokenizer has no chat template, or it refuses the messages.
-        DatasetError: One is longer than `max_tokens`.
+        DatasetError: One is longer than `max_tokens`, or holds a token that a model of `vocab_size` does not have.
     """
     for index, prompt_record in enumerate(prompt_records):
         try:
-            length = len(encode(asked(prompt_record), lambda: tokenizer))
+            token_ids = encode(asked(prompt_record), lambda: tokenizer)
         except Exception as error:  # A template may raise whatever its author chose.
             name = tokenizer.name_or_path
             raise ConfigError(
                 f"prompt {index} of {setting} cannot be encoded with the tokenizer of {name!r} "
                 f"({type(error).__name__}: {error}). Correct the prompt, or the template in {name}/chat_template.jinja."
             ) from error
-        if length > max_tokens:
+        if (largest := max(token_ids, default=0)) >= vocab_size:
             raise DatasetError(
-                f"prompt {index} of {setting} has {length} tokens, more than the {max_tokens} that leave room for an "
+                f"prompt {index} of {setting} holds the token {largest}, and the model has {vocab_size}: encode it "
+                "with the model's own tokenizer."
+            )
+        if len(token_ids) > max_tokens:
+            raise DatasetError(
+                f"prompt {index} of {setting} has {len(token_ids)} tokens, more than the {max_tokens} that leave room for an "
                 "answer: leave it out, or raise train_parameters.max_seq_len and sampler.engine.max_model_len."
             )

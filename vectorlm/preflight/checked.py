@@ -15,15 +15,16 @@ from vectorlm.data.prompts import check_lengths, read_prompts
 from vectorlm.data.source import load_saved
 from vectorlm.data.summary import Summary
 from vectorlm.data.tasks import Tasks
-from vectorlm.encoding import has_chat_template, is_messages
+from vectorlm.encoding import has_chat_template
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.packages import is_installed
 from vectorlm.preflight.files import file_problems
-from vectorlm.preflight.local_model import description_of, own_length, resolve_model
+from vectorlm.preflight.local_model import description_of, number_in, own_length, resolve_model
 from vectorlm.preflight.packages import package_problems
 from vectorlm.preflight.resume import Resumption, find_resumption
 from vectorlm.preflight.rewards import reward_problems
 from vectorlm.preflight.settings import setting_problems
+from vectorlm.rewards.signature import RESERVED
 from vectorlm.settings import PromptSettings
 from vectorlm.types import PromptRecord
 
@@ -100,33 +101,29 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         if sampler is not None:
             limit = own_length(description_of(Path(config.model)) or {})
             max_tokens = (sampler.engine.engine_args.get("max_model_len") or limit or math.inf) - 1
-    if has_chat_template(config.model) and any(isinstance(each.prompt, str) for each in held_out.get("", ())):
-        note = (
-            "train_parameters.sampler.prompts: texts are answered as they are, without the model's chat template. "
-            "Write them as messages, in a JSONL file, to ask as in a chat"
-        )
-        config = replace(config, notes=(*config.notes, note))
-    config = replace(config, notes=(*config.notes, *_generation_notes(config)))
+    notes = (*_prompt_notes(config, prompts, held_out), *_generation_notes(config, max_tokens))
+    config = replace(config, notes=(*config.notes, *notes))
     # Costs more than a minute: the prompt may be one of the last, and models are loaded first. The tokenizer is loaded
     # (which imports torch) where it matters: no text has more tokens than bytes, but for those put around it.
     is_long = any(
-        is_messages(each.prompt) or len(str(each.prompt).encode()) + 2 > max_tokens
+        not isinstance(each.prompt, str) or len(each.prompt.encode()) + 2 > max_tokens
         for each in evaluation_prompts
     )
     if rl is not None or is_long:
         from vectorlm.train.load import load_tokenizer
 
         tokenizer = load_tokenizer(config.model)
+        size = number_in(description_of(Path(config.model)) or {}, ("vocab_size",)) or math.inf
         for name, each in prompts.items():
-            check_lengths(_shown(each), tokenizer, max_tokens, _place(name))
+            check_lengths(_shown(each), tokenizer, max_tokens, _place(name), size)
         for name, each in held_out.items():
-            check_lengths(each, tokenizer, max_tokens, _place(name, is_held_out=True))
+            check_lengths(each, tokenizer, max_tokens, _place(name, is_held_out=True), size)
     # Costs more than a minute: checkpoints are looked for after models are loaded.
     return CheckedConfig(config, prompts, evaluation_prompts, find_resumption(config, world_size))
 
 
-def _generation_notes(config: Config) -> Iterator[str]:
-    """Say what the model's publisher samples with where the run samples otherwise."""
+def _generation_notes(config: Config, max_tokens: float) -> Iterator[str]:
+    """Say where answers are sampled in another way than the settings, or the model's publisher, may lead to expect."""
     sampler, rl = config.train_parameters.sampler, config.rl
     if sampler is None:
         return
@@ -135,6 +132,8 @@ def _generation_notes(config: Config) -> Iterator[str]:
     if rl is not None:
         given["rl.sampling_params"] = rl.collect.sampling_params
     for path, parameters in given.items():
+        if isinstance(asked := parameters.get("max_tokens"), int) and asked > max_tokens:
+            yield f"{path}.max_tokens={asked}: the context ends answers after {max_tokens} at most"
         left = {
             name: advice[name]
             for name, neutral in NEUTRAL.items()
@@ -144,6 +143,24 @@ def _generation_notes(config: Config) -> Iterator[str]:
         if left and parameters.get("temperature") != 0:
             listed = ", ".join(f"{name} {value}" for name, value in left.items())
             yield f"{path}: {listed} of the model's generation_config.json are left; write them here to use them"
+
+
+def _prompt_notes(
+    config: Config,
+    prompts: Mapping[str, Sequence[PromptRecord]],
+    held_out: Mapping[str, Sequence[PromptRecord]],
+) -> Iterator[str]:
+    """Say where prompts are taken in another way than they may look."""
+    if has_chat_template(config.model) and any(isinstance(each.prompt, str) for each in held_out.get("", ())):
+        yield (
+            "train_parameters.sampler.prompts: texts are answered as they are, without the model's chat template. "
+            "Write them as messages, in a JSONL file, to ask as in a chat"
+        )
+    for name, each in prompts.items():
+        hidden = {column for record in _shown(each) for column in record.columns if column in RESERVED}
+        if hidden:
+            names = ", ".join(sorted(hidden))
+            yield f"{_place(name)}: rewards do not get the column {names}, which names what is sampled. Rename it"
 
 
 def _data_notes(config: Config) -> Iterator[str]:

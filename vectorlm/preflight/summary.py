@@ -46,6 +46,10 @@ def notes_of(config: Config) -> Iterator[str]:
     if config.train_parameters.model.use_flash_attention and not has_gpu():
         yield "use_flash_attention: there is no CUDA device, so attention is torch's own (SDPA)"
     train, is_cuda = config.train_parameters, has_gpu()
+    # bfloat16 has 8 bits: a change below 1/512 of a weight is rounded away.
+    if train.model.dtype == "bfloat16" and train.lora_peft_config is None:
+        lr = train.optimizer.lr
+        yield f"dtype bfloat16: a step of lr {lr:g} cannot move weights above {512 * lr:.2g}; float32 can"
     if config.rl is not None and train.sampler is not None and train.sampler.engine.inference == "vllm":
         trainer, engine = (
             train.model.dtype_on(is_cuda),
