@@ -283,6 +283,20 @@ elif sys.argv[2] == "import":
 """
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1])
+def test_a_signal_to_all_processes_ends_the_run_by_name_and_leaves_nothing(tmp_path, number):
+    """A terminal that closes sends SIGHUP to all, `srun` passes SIGUSR1 on; the lock of a rank has a name."""
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    run = WatchedRun([str(tmp_path / "script.py"), str(tmp_path / "now"), "work"], tmp_path / "scratch")
+    while run.process.poll() is None and not (tmp_path / "now").exists():
+        time.sleep(0.01)
+    os.killpg(run.process.pid, number)
+    code, error = run.outcome(timeout_s=60)
+    assert code == 1
+    assert f"ended by {number.name}" in error
+
+
 @pytest.mark.parametrize("when", ["import", "work"])
 def test_ranks_are_silent_at_ctrl_c_whatever_they_do(tmp_path, when):
     (tmp_path / "script.py").write_text(INTERRUPTED)

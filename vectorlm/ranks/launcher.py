@@ -38,7 +38,8 @@ from vectorlm.ranks.process_end import (
 from vectorlm.ranks.topology import Topology, device_of, is_rank, with_rank_variables
 from vectorlm.ranks.wait import report_wait
 
-END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""SIGUSR1 is SLURM's early warning, by which the process would end without a word."""
 TIMED_OUT = re.compile("(?i)(?<!engine)timed? ?out")
 """How gloo, NCCL, torch's store and `HandoffTimeout` say that a rank waited for others in vain."""
 LOOK_S = 0.1
@@ -234,6 +235,8 @@ def _signals_end_the_run(world_size: int) -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in END_SIGNALS if is_main}
     handlers = {number: each for number, each in handlers.items() if each not in (signal.SIG_IGN, None)}
+    if handlers.get(signal.SIGUSR1, signal.SIG_DFL) != signal.SIG_DFL:
+        del handlers[signal.SIGUSR1]  # It means what the caller chose.
     for number in handlers:
         signal.signal(number, end)
     try:
@@ -273,9 +276,11 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    # Python's tracker lets SIGINT through again as it starts, which it would with the first process.
+    # Python's tracker lets SIGINT through again as it starts, which it would with the first process. It removes what
+    # killed ranks leave, and keeps the mask that it starts with: a SIGHUP to the whole group must not end it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
     resource_tracker.ensure_running()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, signal.SIGINT})
     try:
         yield
     finally:
