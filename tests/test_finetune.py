@@ -1,6 +1,8 @@
 """Fine-tuning runs: what they leave, that they go on, and the examples that start them."""
 
+import contextlib
 import gzip
+import io
 import json
 import math
 import os
@@ -11,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset, load_from_disk
 from rank_processes import on_ranks
 from safetensors.torch import load_file
-from sft_runs import ROOT, SAMPLER, lines, make_config, train
+from sft_runs import CONFIG, ROOT, SAMPLER, lines, make_config, train
 
 from vectorlm.config import load_config, save_config
 from vectorlm.errors import ConfigError, RankMismatch
@@ -157,6 +160,39 @@ def test_a_finished_run_trains_longer_and_with_another_learning_rate(inputs, who
         inputs, tmp_path / "longer", checkpointing_enabled=True, **changes | {"epochs": 4}
     )
     assert not find_resumption(much_longer, 2).is_finished
+
+
+def train_and_listen(topology, config):
+    """Return what the rank says on the console."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        finetune(config, topology)
+    return said.getvalue()
+
+
+def test_a_run_beyond_its_new_length_says_that_its_steps_are_done(inputs, whole, tmp_path):
+    said, _ = on_ranks(2, train_and_listen, copy_of(whole, tmp_path / "shorter", inputs, epochs=1))
+    assert "all 3 steps are done: the weights of step 6 are exported" in said
+
+
+def num_targets(path):
+    return sum(sum(label != -100 for label in labels[1:]) for labels in load_from_disk(path)["labels"])
+
+
+def test_several_held_out_datasets_have_losses_and_padded_texts_are_said_to_see_each_other(
+    inputs, whole, tmp_path
+):
+    texts = {"input_ids": [[5, 6, 7, 8, 9]] * 8, "labels": [[5, 6, 7, 8, 9]] * 8, "seq_lengths": [[2, 3]] * 8}
+    Dataset.from_dict(texts).save_to_disk(tmp_path / "packed")
+    text = CONFIG.replace("{inputs}/train", f"{tmp_path}/packed")
+    text = text.replace("eval_ds: {inputs}/eval", "eval_ds: {{held: {inputs}/eval, seen: {inputs}/train}}")
+    config = make_config(inputs, tmp_path / "run", text, epochs=1, pack_rows=False)
+    said, _ = on_ranks(2, train_and_listen, config)
+    first = lines(tmp_path / "run/metrics.jsonl")[0]
+    assert first["eval/held/loss"] == pytest.approx(lines(whole / "metrics.jsonl")[0]["eval/loss"], rel=1e-5)
+    held, seen = num_targets(inputs / "eval"), num_targets(inputs / "train")
+    together = (held * first["eval/held/loss"] + seen * first["eval/seen/loss"]) / (held + seen)
+    assert first["eval/loss"] == pytest.approx(together, rel=1e-12)
+    assert "pack_rows is False; the texts that were packed into a row see those before them" in said
 
 
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}

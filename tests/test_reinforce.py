@@ -394,6 +394,7 @@ def test_a_reward_that_fails_ends_the_run_with_its_prompt(files, tmp_path):
         ("grpo", ["rl.correction.preset=bypass", "rl.correction.level=token"]),
         ("grpo", ["rl.overlong_buffer_tokens=9"]),
         ("rloo", [f"rl.environment={TOOL}", "rl.overlong_buffer_tokens=4"]),
+        ("grpo", [f"rl.environment={TOOL}", "train_parameters.sampler.prompts=[a]"]),
         ("pass_at_k", ["rl.pass_k=4"]),
         ("clip_cov", ["rl.covariance_low=9.0"]),
         ("gmpo", ["rl.top_entropy_quantile=0.2"]),

@@ -86,7 +86,7 @@ def build_loop(
     return FineTuningLoop(
         optimizer_step=OptimizerStep(model, optimizer, schedule, 0.5, topology, "model"),
         train_loader=loader(topology, rows(21), num_micro_batches=num_micro_batches),
-        eval_loader=loader(topology, rows(11, seed=1), shuffle=False),
+        eval_loaders={"": loader(topology, rows(11, seed=1), shuffle=False)},
         settings=LoopSettings(
             epochs=NUM_EPOCHS, logging_steps=logging_steps, device_peak_tflops=device_peak_tflops
         ),

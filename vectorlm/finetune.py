@@ -34,7 +34,8 @@ def finetune(config: Config | CheckedConfig, topology: Topology | None = None) -
 
 def _make_loop(run: Run) -> FineTuningLoop:
     settings, data = run.config.train_parameters, run.config.text
-    train_loader, eval_loader = _loader(run, is_training=True), _loader(run, is_training=False)
+    train_loader = _loader(run, data.train_ds, is_training=True)
+    eval_loaders = {name: _loader(run, path, is_training=False) for name, path in data.held_out.items()}
     num_steps = settings.loop.epochs * len(train_loader)
     model = run.load_model()
     optimizer = run.make_optimizer(model)
@@ -58,20 +59,23 @@ def _make_loop(run: Run) -> FineTuningLoop:
             model, optimizer, schedule, settings.loop.max_grad_norm, run.topology, "model"
         ),
         train_loader=train_loader,
-        eval_loader=eval_loader,
+        eval_loaders=eval_loaders,
         settings=settings.loop,
         recorder=recorder,
         ignore_index=data.ignore_index,
         packs=settings.model.pack_rows,
     )
-    recorder.say_padded(loop.language_model.why_padded)
+    if (why := loop.language_model.why_padded) is not None and train_loader.has_texts_in_rows:
+        # Laid end to end, each would be computed by itself.
+        why = f"{why}; the texts that were packed into a row see those before them"
+    recorder.say_padded(why)
     return loop
 
 
-def _loader(run: Run, *, is_training: bool) -> StepLoader:
+def _loader(run: Run, path: str, *, is_training: bool) -> StepLoader:
     settings, data = run.config.train_parameters, run.config.text
     return StepLoader(
-        load_dataset(data.train_ds if is_training else data.eval_ds),
+        load_dataset(path),
         Collator(run.tokenizer.pad_token_id or 0, data.ignore_index, settings.max_seq_len),
         run.topology,
         micro_batch_size=data.train_bs if is_training else data.eval_bs,

@@ -314,6 +314,10 @@ class Run:
             )
             for change in resumption.changes:
                 progress.say(f"  from here on {change}")
+            if first_step >= num_steps:
+                progress.say(
+                    f"  all {num_steps} steps are done: the weights of step {first_step} are exported"
+                )
         return self.stack.enter_context(FanOut(sinks)), progress.say
 
 

@@ -222,6 +222,14 @@ def test_a_folder_without_a_readable_dataset_is_refused(complete, text):
     assert refused(complete) == ["dataset.train_ds"]
 
 
+def test_each_of_several_held_out_datasets_is_looked_at(complete):
+    passes(complete, "dataset.eval_ds={a: data/eval, b: data/train}")
+    assert refused(complete, "dataset.eval_ds={a: data/eval, b: nowhere}") == ["dataset.eval_ds"]
+    for wrong in ("{}", "[data/eval]", "{a: 1}", "{a: {b: data/eval}}"):
+        with pytest.raises(ConfigError, match="must be the path of a folder, or `NAME: path` lines"):
+            load_config(complete, [f"dataset.eval_ds={wrong}"])
+
+
 def test_a_dataset_needs_the_columns_that_training_reads(complete):
     Path("data/train/dataset_info.json").write_text('{"features": {"text": {}, "input_ids": {}}}')
     assert refused(complete) == ["dataset.train_ds"]

@@ -132,6 +132,12 @@ class StepLoader:
         return len(self._dataset)
 
     @property
+    def has_texts_in_rows(self) -> bool:
+        """Whether a row holds several texts."""
+        lengths = self._dataset["seq_lengths"] if "seq_lengths" in self._dataset.column_names else ()
+        return any(len(each or ()) > 1 for each in lengths)
+
+    @property
     def global_batch_size(self) -> int:
         """Rows of one optimizer step over all ranks and micro-batches."""
         return self._topology.world_size * self._micro_batch_size * self._num_micro_batches

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from annotated_types import Predicate
 from pydantic import Field
 
 from vectorlm.settings import NonNegativeInt, PositiveInt, Text
 
 Label = Annotated[int, Field(ge=-(2**31), lt=2**31, description="an integer of 32 bits", examples=["-100"])]
+EvaluationFolders = Annotated[
+    Text | Mapping[str, Text],
+    Predicate(bool),
+    Field(description="the path of a folder, or `NAME: path` lines", examples=["data/eval"]),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +31,13 @@ class DatasetSettings:
     """Sequences per rank in one training micro-batch."""
     train_ds: Text
     """Folder of the preprocessed training dataset."""
-    eval_ds: Text
-    """Folder of the preprocessed evaluation dataset."""
+    eval_ds: EvaluationFolders
+    """Folder of the preprocessed evaluation dataset; or several by name, whose losses are `eval/NAME/loss` too."""
+
+    @property
+    def held_out(self) -> Mapping[str, str]:
+        """The folders of the evaluation datasets by name; a single one has none."""
+        return {"": self.eval_ds} if isinstance(self.eval_ds, str) else self.eval_ds
 
 
 @dataclass(frozen=True, kw_only=True)

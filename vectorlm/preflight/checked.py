@@ -166,7 +166,7 @@ def _prompt_notes(
 def _data_notes(config: Config) -> Iterator[str]:
     """Say what the run will see of its datasets, in the words of preprocessing."""
     data, max_seq_len = config.text, config.train_parameters.max_seq_len
-    for name in dict.fromkeys((data.train_ds, data.eval_ds)) if is_installed("datasets") else ():
+    for name in dict.fromkeys((data.train_ds, *data.held_out.values())) if is_installed("datasets") else ():
         if not Path(name, "state.json").is_file():
             continue  # The library that would say so takes a second to import.
         try:

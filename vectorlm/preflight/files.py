@@ -53,10 +53,13 @@ def file_problems(config: Config) -> Iterator[str]:
         path = "train_parameters.sampler.output_jsonl_path"
         yield refuse(config, path, "is a folder", "Name a file in it.", str(train.samples_path))
     # Costs more than a minute: the job has waited in a queue, and its engine is loading.
-    for name in ("train_ds", "eval_ds") if config.dataset is not None and config.rl is None else ():
-        problem = _dataset_problem(Path(getattr(config.dataset, name)))
-        if problem is not None:
-            yield refuse(config, f"dataset.{name}", *problem)
+    if (data := config.dataset) is not None and config.rl is None:
+        for place, path in (
+            ("train_ds", data.train_ds),
+            *(("eval_ds", each) for each in data.held_out.values()),
+        ):
+            if (problem := _dataset_problem(Path(path))) is not None:
+                yield refuse(config, f"dataset.{place}", *problem, path)
 
 
 def _dataset_problem(folder: Path) -> tuple[str, str] | None:

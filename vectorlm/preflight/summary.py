@@ -62,9 +62,10 @@ def notes_of(config: Config) -> Iterator[str]:
 def _text_rows(config: Config, world_size: int) -> dict[str, str]:
     train, data = config.train_parameters, config.text
     num = train.loop.gradient_accumulation_steps
+    held_out = ", ".join(data.held_out.values())
     rows = {
         "training": f"{_count(train.loop.epochs, 'epoch')} of {data.train_ds}",
-        "evaluation": f"on {data.eval_ds} every {_count(train.loop.logging_steps, 'optimizer step')}",
+        "evaluation": f"on {held_out} every {_count(train.loop.logging_steps, 'optimizer step')}",
         "global batch": f"{_count(world_size * data.train_bs * num, 'sequence')} of up to {train.max_seq_len} tokens "
         f"({_count(world_size, 'rank')} x train_bs {data.train_bs} x accumulation {num})",
     }

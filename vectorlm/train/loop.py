@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,7 +42,8 @@ class FineTuningLoop:
 
     optimizer_step: OptimizerStep
     train_loader: BatchLoader
-    eval_loader: BatchLoader
+    eval_loaders: Mapping[str, BatchLoader]
+    """The held-out datasets by name; the name of a single one is empty."""
     settings: LoopSettings
     recorder: Recorder
     ignore_index: int = -100
@@ -134,26 +135,31 @@ class FineTuningLoop:
         metrics: dict[str, float] = {}
         if self.recorder.is_due(self.settings.logging_steps, self.step):
             with self.recorder.timer.span("time/held_out_s"):
-                metrics["eval/loss"] = self.held_out_loss()
+                metrics |= self.held_out_losses()
             assert self.optimizer_step.schedule is not None
             self.optimizer_step.schedule.observe(metrics["eval/loss"])
             metrics |= self.recorder.stopping.observe(self.step, metrics)
         return metrics | self.recorder.evaluate_if_due(self.step)
 
     @torch.no_grad()
-    def held_out_loss(self) -> float:
-        """Return the mean loss over all target tokens of the held-out text."""
+    def held_out_losses(self) -> dict[str, float]:
+        """Return the mean loss over all target tokens of the held-out text, and over those of each named dataset."""
         model = self.optimizer_step.model
         model.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for micro_batches in self.eval_loader.steps(0):
-            for batch in map(self._apart, micro_batches):
-                totals[0] += self.sum_loss(batch)
-                totals[1] += self._is_target(batch).sum()
+        totals = torch.zeros(len(self.eval_loaders), 2, dtype=torch.float64, device=self._device)
+        for sums, loader in zip(totals, self.eval_loaders.values(), strict=True):
+            for micro_batches in loader.steps(0):
+                for batch in map(self._apart, micro_batches):
+                    sums[0] += self.sum_loss(batch)
+                    sums[1] += self._is_target(batch).sum()
         model.train()
         reshard(model)
         dist.all_reduce(totals)
-        return (totals[0] / totals[1].clamp(min=1)).item()
+        found = {
+            f"eval/{name}/loss": sums for name, sums in zip(self.eval_loaders, totals, strict=True) if name
+        }
+        found["eval/loss"] = totals.sum(dim=0)
+        return {name: (total / num.clamp(min=1)).item() for name, (total, num) in found.items()}
 
     def sum_loss(self, batch: Batch) -> torch.Tensor:
         """Return the sum of the next-token losses of one micro-batch.
