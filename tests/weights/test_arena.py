@@ -1,3 +1,4 @@
+import gc
 import os
 import subprocess
 import sys
@@ -6,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vectorlm.train.device_turn import _host_block
 from vectorlm.weights.arena import Arena, MappedArenas
 from vectorlm.weights.plan import Layout, Slot
 
@@ -62,3 +64,36 @@ def test_an_arena_is_mapped_once_unless_another_takes_its_path():
     assert second.view(layout.slots[0]).all()
     assert not place.any()
     mapped.close()
+
+
+class Cudart:
+    """What CUDA keeps of registered host memory, by address."""
+
+    def __init__(self):
+        self.registered = {}
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        assert address not in self.registered
+        self.registered[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.registered[address]
+        return 0
+
+
+def test_host_memory_is_registered_with_cuda_once_and_for_as_long_as_it_lives(monkeypatch):
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    arena = Arena.create(256)
+    same = Arena.open(arena.path, 256)
+    block = _host_block(100, is_pinned=True)
+    assert sorted(cudart.registered.values()) == [100, 256, 256]
+    arena.close()
+    assert sorted(cudart.registered.values()) == [100, 256]
+    # The receiver is dropped without a word, as after an error.
+    del same, block
+    gc.collect()
+    assert cudart.registered == {}
