@@ -2,6 +2,8 @@
 
 import asyncio
 import functools
+import os
+import re
 import threading
 import time
 
@@ -14,9 +16,11 @@ from vectorlm import FakeEngine
 from vectorlm.errors import EngineError, RolloutError
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.rollouts.environment import Reply
+from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment
 from vectorlm.rollouts.queue import GroupQueue
 from vectorlm.rollouts.sampler import GroupSampler, Task
 from vectorlm.types import PromptRecord
+from vectorlm.workers import WorkerPool
 
 
 def sampler_of(group_size=2, open_environment=None, **settings):
@@ -140,6 +144,38 @@ def test_an_environment_lives_beside_one_engine_and_all_ranks_read_its_replies()
     assert closed_too == []
 
 
+class Hangs:
+    def step(self, message):
+        re.match("(a+)+b", "a" * 40)
+
+
+class Leaves:
+    async def step(self, message):
+        os._exit(3)
+
+
+def fail_on_rank(topology, make):
+    with WorkerPool(2) as pool, FakeEngine(say_done, topology=topology) as engine:
+        opened = functools.partial(HostedEnvironment, EnvironmentHost(make, pool, 1.0))
+        queue = GroupQueue(engine, sampler_of(open_environment=opened))
+        try:
+            return all_of(queue, queue.submit(tasks_of(2)))
+        except RolloutError as error:
+            return str(error)
+        finally:
+            queue.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "reason"), [(Hangs, "no answer within 1 s"), (Leaves, "its process ended with exit code 3")]
+)
+def test_a_worker_that_hangs_or_dies_with_its_environment_is_told_on_all_ranks(world_size, make, reason):
+    found = on_ranks(world_size, fail_on_rank, make)
+    assert len(set(found)) == 1
+    assert re.match(rf"the environment '{make.__name__}' failed in step: {reason} \(prompt 'q", found[0])
+
+
 def test_what_the_engine_refuses_is_raised_and_the_rest_goes_on():
     with FakeEngine(lambda prompt, version: "a") as engine:
         queue = GroupQueue(engine, sampler_of())
@@ -154,8 +190,19 @@ def test_the_room_of_an_engine_bounds_what_asks_it_at_once():
     with FakeEngine(lambda prompt, version: "a") as engine:
         queue = GroupQueue(engine, sampler_of(rollouts_per_engine=4))
         all_of(queue, queue.submit(tasks_of(9)))
-        assert queue.metrics()["rollout/in_flight_max"] == 4.0
+        assert queue.metrics() == {"rollout/in_flight_max": 4.0, "rollout/asking_max": 4.0}
         queue.close()
+
+
+def test_rollouts_that_wait_for_their_environment_are_made_up_for_by_others():
+    with FakeEngine(say_done) as engine:
+        sampler = sampler_of(group_size=2, open_environment=Slow, rollouts_per_engine=4)
+        queue = GroupQueue(engine, sampler)
+        all_of(queue, queue.submit(tasks_of(8)))
+        metrics = queue.metrics()
+        queue.close()
+    assert metrics["rollout/asking_max"] == 4.0
+    assert metrics["rollout/in_flight_max"] == 16.0
 
 
 def test_a_closed_queue_leaves_no_thread():

@@ -85,9 +85,9 @@ class CollectSettings:
     limit."""
     max_turns: Annotated[PositiveInt, WITH_ENVIRONMENT] = 4
     """With an environment, turns of the policy after which a rollout ends; an agent decides itself."""
-    rollouts_per_engine: PositiveInt | None = None
-    """Rollouts that may ask an engine at the same time; those that wait for their environment do not count. null means
-    as many groups as the engine samples sequences at once."""
+    rollouts_per_engine: PositiveInt | Literal["auto"] = "auto"
+    """Rollouts that may ask an engine at once. Those that wait for their environment do not count: others begin
+    in their place. By default as many groups as the engine samples sequences at once."""
     max_sampling_rounds: PositiveInt = 4
     """Rounds of sampling with `dynamic_sampling`; groups that are still missing then stay missing."""
     overlong_buffer_tokens: NonNegativeInt = 0

@@ -49,7 +49,8 @@ class Actor:
         """A number that was drawn, of a task that may not be there yet."""
         self._share = 0
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._num_asking = self._num_rollouts = self._most = 0
+        self._num_asking = self._num_rollouts = 0
+        self._most = (0, 0)
         self._flush_is_due = False
         self._news = threading.Condition()
         self._outcomes: dict[int, Outcome] = {}
@@ -82,11 +83,11 @@ class Actor:
                 if not is_sampling:
                     self._news.wait(min(left_s, IDLE_S) if self._requests.is_inline else left_s)
 
-    def take(self) -> tuple[dict[int, Outcome], int]:
-        """Return what has finished since the last call, and the most rollouts that were in flight at once."""
+    def take(self) -> tuple[dict[int, Outcome], tuple[int, int]]:
+        """Return what has finished since the last call, and the most rollouts in flight and asking at once."""
         with self._news:
             outcomes, self._outcomes = self._outcomes, {}
-            most, self._most = self._most, self._num_rollouts
+            most, self._most = self._most, (self._num_rollouts, self._num_asking)
         return outcomes, most
 
     def close(self) -> None:
@@ -101,6 +102,11 @@ class Actor:
         self._thread.join(CLOSE_S)
         if not self._thread.is_alive():
             self._loop.close()
+
+    def _count(self, num_asking: int) -> None:
+        self._num_asking += num_asking
+        most_rollouts, most_asking = self._most
+        self._most = max(most_rollouts, self._num_rollouts), max(most_asking, self._num_asking)
 
     def _flush(self) -> None:
         self._flush_is_due = False
@@ -127,9 +133,8 @@ class Actor:
             if (task := self._tasks.pop(number, None)) is None:
                 # It was taken back.
                 continue
-            self._num_asking += size
             self._num_rollouts += size
-            self._most = max(self._most, self._num_rollouts)
+            self._count(size)
             self._running[number] = self._loop.create_task(self._carry_out(number, task))
 
     async def _carry_out(self, number: int, task: Task) -> None:
@@ -137,7 +142,7 @@ class Actor:
 
         async def ask(prompt: Prompt, params: dict[str, Any]) -> Sequence[Completion]:
             nonlocal reserved
-            self._num_asking += params["n"] - reserved
+            self._count(params["n"] - reserved)
             reserved = 0
             try:
                 return await self._ask(prompt, params)

@@ -50,11 +50,15 @@ class GroupQueue:
         self._ranks = engine.engine_ranks
         self._num_submitted = 0
         self._open: set[int] = set()
-        self._most = 0
+        self._most = (0, 0)
         self._actor: Actor | None = None
         if engine.local is not None:
             # As many groups as it samples sequences: its batch stays full while a few of each group go on.
-            room = sampler.settings.rollouts_per_engine or max_num_seqs * sampler.settings.group_size
+            # What waits for an environment takes no room, so slow ones are made up for by more rollouts. No time is
+            # measured for it: the order of what is begun would depend on the machine.
+            room = sampler.settings.rollouts_per_engine
+            if room == "auto":
+                room = max_num_seqs * sampler.settings.group_size
             self._actor = Actor(
                 engine.local,
                 sampler,
@@ -80,9 +84,9 @@ class GroupQueue:
         deadline_s = time.monotonic() + timeout_s
         here: dict[int, Outcome] = {}
 
-        def look() -> tuple[int, int, bool]:
+        def look() -> tuple[int, tuple[int, int], bool]:
             nonlocal here
-            most = 0
+            most = (0, 0)
             if self._actor is not None:
                 self._actor.wait(at_least, min(max(deadline_s - time.monotonic(), 0.0), WAIT_S))
                 here, most = self._actor.take()
@@ -90,7 +94,8 @@ class GroupQueue:
 
         while self._open:
             notes = self._ranks.on_all_ranks("rollouts", look)
-            self._most = max(self._most, sum(most for _, most, _ in notes))
+            of_all = [sum(each) for each in zip(*(most for _, most, _ in notes), strict=True)]
+            self._most = max(self._most[0], of_all[0]), max(self._most[1], of_all[1])
             # Ranks' clocks differ: the first decides for all.
             if any(count for count, *_ in notes) or notes[0][2]:
                 break
@@ -116,9 +121,9 @@ class GroupQueue:
             self._actor.cancel(numbers)
 
     def metrics(self) -> dict[str, float]:
-        """Return the most rollouts that were in flight at once."""
-        most, self._most = self._most, 0
-        return {"rollout/in_flight_max": float(most)}
+        """Return the most rollouts at once: in flight, and asking the engines."""
+        (in_flight, asking), self._most = self._most, (0, 0)
+        return {"rollout/in_flight_max": float(in_flight), "rollout/asking_max": float(asking)}
 
     def close(self) -> None:
         """Forget everything; not a collective."""
