@@ -78,7 +78,7 @@ def fine_tuned(device, folder):
     )
     loop.run()
     assert loop.language_model.packs
-    return [{"loss": loop.held_out_loss()}]
+    return [{"loss": loop.held_out_losses()["eval/loss"]}]
 
 
 def trained(device, folder, name):

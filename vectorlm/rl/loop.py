@@ -107,11 +107,12 @@ class RLLoop:
             self.recorder.write(0, self._evaluate())
         else:
             self._load_state(saved)
-        self.is_unscored = self.step < self.recorder.num_steps
+        num_scored = 0
         while self.step < self.recorder.num_steps and not self.recorder.stopping.is_over:
             metrics = self._train()
             self.step += 1
-            self.is_unscored &= "reward/mean" not in metrics
+            num_scored += "reward/mean" in metrics
+            self.is_unscored = num_scored == 0
             self.updater.follow_run(self.step)
             metrics |= self._follow(metrics) | self._evaluate()
             # After the last step only the evaluation's hot swap has brought when the engine computed.
