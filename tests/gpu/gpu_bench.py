@@ -23,7 +23,8 @@ SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-QWEN_7B, REHEARSAL = (152064, 3584, 18944, 28, 28, 4), (512, 128, 256, 2, 4, 2)
+QWEN_3B, QWEN_7B = (151936, 2048, 11008, 36, 16, 2), (152064, 3584, 18944, 28, 28, 4)
+REHEARSAL = (512, 128, 256, 2, 4, 2)
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class Bench:
         """Save a tiny Llama with a tokenizer of letters."""
         return str(save_tiny_llama(self.folder / "tiny", hidden_size=64, max_length=2048))
 
-    def big_model(self) -> str:
-        """Save the config of Qwen2.5-7B alone, with 12 of its layers on a device of 80 GiB; of a tiny one on CPU."""
+    def big_model(self, shape: tuple[int, ...] = QWEN_7B) -> str:
+        """Save a config alone: of Qwen2.5-7B (with 12 of its layers on 80 GiB) or 3B, of a tiny one on CPU."""
         from transformers import Qwen2Config
 
-        sizes = dict(zip(SIZES, QWEN_7B if self.is_cuda else REHEARSAL, strict=True))
-        if self.is_cuda and self.memory_gib < ROOM_FOR_7B_GIB:
+        sizes = dict(zip(SIZES, shape if self.is_cuda else REHEARSAL, strict=True))
+        if self.is_cuda and shape == QWEN_7B and self.memory_gib < ROOM_FOR_7B_GIB:
             sizes["num_hidden_layers"] = 12
         sizes |= {"max_position_embeddings": 2048, "architectures": ["Qwen2ForCausalLM"]}
         Qwen2Config(**sizes).save_pretrained(self.folder / "big")
@@ -59,7 +60,7 @@ class Bench:
         """Start an engine with random weights of its own, without compiling or capturing anything."""
         arguments = {"dtype": "bfloat16", "load_format": "dummy", "enforce_eager": True, "max_model_len": 512}
         cache = {} if self.is_cuda else {"kv_cache_memory_bytes": 16 << 20}
-        return SamplingEngine(folder, **arguments, **cache, **more)
+        return SamplingEngine(folder, **{**arguments, **cache, **more})
 
 
 def big_trainer(folder: str) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
+from collections import Counter
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from gpu_bench import GIB, Bench, big_trainer, logprobs, used_bytes
@@ -17,21 +20,48 @@ from transformers import AutoModelForCausalLM
 
 import vectorlm
 from vectorlm.errors import ChecksumMismatch
+from vectorlm.weights import exports
 
 PROMPTS = [[2, 3, 4, 5], [6, 7]]
 WARM_UP, SWAPS, ROUNDS = 20, 200, 5
 LONG = {"temperature": 1.0, "max_tokens": 1500, "ignore_eos": True}
 
 
-def tiny(bench: Bench) -> None:
-    folder = bench.tiny_model()
-    vectorlm.launch(corrupt_a_row, bench, folder)
-    vectorlm.launch(swap_often, bench, folder)
-    cases: dict[str, dict[str, Any]] = {"fp32": {"dtype": "float32"}, "bf16": {"dtype": "bfloat16"}}
-    if bench.is_cuda:
-        cases["fp32, eager"] = {"dtype": "float32", "enforce_eager": True, "transport": "push"}
-    for name, arguments in cases.items():
-        bench.note(f"log-prob gap, {name}", largest_gap(folder, **arguments))
+def gap_fp32(bench: Bench) -> None:
+    bench.note("log-prob gap, fp32", largest_gap(bench.tiny_model(), dtype="float32"))
+
+
+def gap_bf16(bench: Bench) -> None:
+    bench.note("log-prob gap, bf16", largest_gap(bench.tiny_model(), dtype="bfloat16"))
+
+
+def gap_eager(bench: Bench) -> None:
+    found = largest_gap(bench.tiny_model(), dtype="float32", enforce_eager=True, transport="push")
+    bench.note("log-prob gap, fp32, eager", found)
+
+
+def corrupt(bench: Bench) -> None:
+    vectorlm.launch(corrupt_a_row, bench, bench.tiny_model())
+
+
+def swaps(bench: Bench) -> None:
+    vectorlm.launch(swap_often, bench, bench.tiny_model())
+
+
+def handles(bench: Bench) -> None:
+    vectorlm.launch(lose_a_handle, bench, bench.tiny_model())
+
+
+def lose_a_handle(bench: Bench, folder: str) -> None:
+    """Export memory by a handle that leads nowhere: the weights must cross all the same."""
+    model = fully_shard(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    if not bench.is_cuda:
+        return  # What leads to memory of the host is a file's path, which is there.
+    with (
+        mock.patch.object(exports, "export_memory", return_value=(bytes(64), 0)),
+        vectorlm.SamplingEngine(folder, **TINY_ENGINE, enforce_eager=True) as engine,
+    ):
+        bench.note("transport without handles", engine.update(model, 0).transport)
 
 
 def largest_gap(folder: str, world_size: int = 1, **engine_args: Any) -> float:
@@ -133,21 +163,6 @@ def adapter_on_rank(bench: Bench, folder: str) -> None:
         bench.note("log-prob gap after sleep", gap(engine, reference)[0])
 
 
-def race(bench: Bench) -> None:
-    vectorlm.launch(race_on_rank, bench, bench.big_model())
-
-
-def race_on_rank(bench: Bench, folder: str) -> None:
-    with bench.big_engine(folder) as engine:
-        device = vectorlm.Topology.from_environment().device
-        taken = [torch.zeros(GIB if bench.is_cuda else 1024, dtype=torch.uint8, device=device)]
-        while len(taken) < 20:
-            time.sleep(0.5)
-            taken.append(torch.zeros_like(taken[0]))
-        logprobs(engine, PROMPTS)
-        bench.note("the engine starts and samples", True)
-
-
 def ranks_2(bench: Bench) -> None:
     ranks(bench, 2)
 
@@ -172,6 +187,7 @@ def parallel_on_rank(bench: Bench, folder: str) -> None:
     arguments = {**TINY_ENGINE, "tensor_parallel_size": 2, "enable_sleep_mode": True}
     with vectorlm.SamplingEngine(folder, **arguments) as engine:
         engine.update(model, 0)
+        contexts = contexts_of_a_device() if bench.is_cuda else 0
         engine.sleep()
         left = (used_bytes() - alone) / GIB
         engine.wake_up(kv_cache=False)
@@ -183,3 +199,11 @@ def parallel_on_rank(bench: Bench, folder: str) -> None:
         bench.note("tensor parallel: log-prob gap after sleep", largest)
         if bench.is_cuda:
             bench.note("tensor parallel: left after sleep, GiB", left)
+            bench.note("tensor parallel: contexts on a device", contexts)
+
+
+def contexts_of_a_device() -> int:
+    """Return how many processes have a context on the device that has most."""
+    words = ["nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader"]
+    lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    return max(Counter(lines).values(), default=0)

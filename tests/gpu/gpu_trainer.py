@@ -8,6 +8,7 @@ import time
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,15 +119,22 @@ def offload(bench: Bench, optimizer: torch.optim.Optimizer) -> None:
 
 
 def grpo(bench: Bench) -> None:
-    """Train on Countdown for five steps, in fp32, as examples/rl_example_mp.py does."""
+    """Train on Countdown for five steps, in fp32 as examples/rl_example_mp.py does, then in bf16."""
+    data = make_countdown(bench.folder)
+    for name in ("fp32", "bf16"):
+        grpo_in(bench, data, name)
+
+
+def grpo_in(bench: Bench, data: Path, name: str) -> None:
     from vectorlm.config import load_config
     from vectorlm.reinforce import reinforce
 
-    data, output = make_countdown(bench.folder), bench.folder / "run"
+    output = bench.folder / name
     changes = {
         "model": data / "model",
         "train_parameters.output_dir": output,
-        "train_parameters.use_mp": False,
+        "train_parameters.use_mp": name == "bf16",
+        "train_parameters.sampler.vllm_dtype": {"fp32": "float32", "bf16": "bfloat16"}[name],
         "train_parameters.sampler.prompts": data / "held_out.jsonl",
         "rl.prompts": data / "train.jsonl",
         "rl.max_steps": 5,
@@ -139,8 +147,11 @@ def grpo(bench: Bench) -> None:
     vectorlm.launch(reinforce, config)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     gaps = [line["sampler/logprob_gap_max"] for line in lines if "sampler/logprob_gap_max" in line]
-    bench.note("steps", lines[-1]["step"])
-    bench.note("largest log-prob gap, fp32", max(gaps))
+    bench.note(f"steps, {name}", lines[-1]["step"])
+    bench.note(f"largest log-prob gap, {name}", max(gaps))
+    times = [line["time/step_s"] for line in lines if "time/step_s" in line]
+    if times:
+        bench.note(f"a step, {name}, s", median(times))
 
 
 def make_countdown(folder: Path) -> Path:

@@ -14,6 +14,7 @@ from gpu_bench import Bench, big_trainer
 
 import vectorlm
 from vectorlm.weights.arena import Arena
+from vectorlm.weights.exports import DeviceHandle
 
 HANDLE_WITHIN_S = 40.0
 
@@ -63,14 +64,14 @@ def share(bench: Bench, is_expandable: bool = False) -> bool:
 
 
 def own(bench: Bench, is_expandable: bool) -> None:
-    """Share 1 GB, change it, and compare the second process's sums with this one's."""
+    """Share 1 GB by the handle that a pull uses, change it, and compare the second process's sums with this one's."""
     processes = torch.multiprocessing.get_context("spawn")
     mine, theirs = processes.Pipe()
     size, device = (250_000_000, "cuda") if bench.is_cuda else (250_000, "cpu")
     tensor = torch.arange(size, dtype=torch.int32, device=device)
     reader = processes.Process(target=read, args=(theirs,), daemon=True)
     reader.start()
-    mine.send(tensor)
+    mine.send(DeviceHandle.of(tensor) if bench.is_cuda else tensor)
     equal = []
     for _ in range(2):
         equal.append(mine.poll(HANDLE_WITHIN_S / 2) and mine.recv() == int(tensor.long().sum()))
@@ -78,6 +79,8 @@ def own(bench: Bench, is_expandable: bool) -> None:
         if bench.is_cuda:
             torch.cuda.synchronize()
         mine.send("again")
+    if bench.is_cuda and not is_expandable and mine.poll(HANDLE_WITHIN_S / 2):
+        bench.note("cast into bfloat16 in the second process, TB/s", mine.recv())
     if is_expandable:
         bench.note("with expandable_segments", f"the same bits: {all(equal)}")
     else:
@@ -88,9 +91,15 @@ def own(bench: Bench, is_expandable: bool) -> None:
 def read(pipe: Any) -> None:
     """Sum the tensor that arrives, and sum it again when asked."""
     tensor = pipe.recv()
+    if isinstance(tensor, DeviceHandle):
+        torch.zeros(1, device="cuda")  # Memory is opened for a context.
+        tensor = tensor.open()
     for _ in range(2):
         pipe.send(int(tensor.long().sum()))
         pipe.recv()
+    if tensor.is_cuda:
+        into = torch.empty_like(tensor, dtype=torch.bfloat16)
+        pipe.send(6 * tensor.numel() / seconds(lambda: into.copy_(tensor)) / 1e12)
 
 
 def swap(bench: Bench, world_size: int = 1) -> None:

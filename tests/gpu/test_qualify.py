@@ -20,13 +20,14 @@ def run(*words, timeout_s=60):
     )
 
 
-def test_the_plan_names_every_step_and_fits_into_25_minutes_on_one_gpu():
+def test_the_plan_names_every_step_and_has_most_of_it_in_the_first_ten_minutes_of_one_gpu():
     printed = run("--plan").stdout
     for step in STEPS:
         assert f"{step.name}: {step.what}" in printed
         assert all(f"    {each.figure}: " in printed for each in step.expected)
-    assert sum(step.limit_s for step in STEPS if step.min_gpus == 1) <= 25 * 60
-    assert len([step for step in STEPS if step.min_gpus == 1]) == 10
+    assert STEPS[0].name == "first"
+    assert STEPS[0].limit_s <= 10 * 60
+    assert sum(step.limit_s for step in STEPS if step.min_gpus == 1) <= 35 * 60
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
@@ -85,7 +86,7 @@ def test_a_step_that_hangs_is_ended_and_explained(capsys):
 @on_cpu
 @pytest.mark.slow
 def test_steps_rehearse_on_cpu():
-    printed = run("--device", "cpu", "--only", "tiny,kills", timeout_s=1200)
+    printed = run("--device", "cpu", "--only", "corrupt,kills", timeout_s=1200)
     assert printed.returncode == 0, printed.stdout + printed.stderr
     assert "corrupted row noticed: True" in printed.stdout
     assert "all as expected" in printed.stdout
