@@ -365,7 +365,14 @@ def test_a_reward_that_fails_ends_the_run_with_its_prompt(files, tmp_path):
         ("grpo", ["rl.sampling_params={temperature: 0}"]),
         ("grpo", ["rl.sampling_params={temperature: null}"]),
         ("grpo", ["rl.sampling_params={temperature: .inf}"]),
-        ("grpo", ["rl.sampling_params={structured_outputs: {choice: [a]}}"]),
+        ("grpo", ["rl.sampling_params={structured_outputs: {structural_tag: a}}"]),
+        (
+            "grpo",
+            [
+                "rl.sampling_params={structured_outputs: {choice: [b]}}",
+                "train_parameters.sampler.engine.structured_outputs_config={backend: guidance}",
+            ],
+        ),
         ("grpo", ["rl.rewards={}"]),
         ("grpo", ["rl.rewards={countdown: .nan}"]),
         ("grpo", ["rl.rewards={countdown: -.inf}"]),
@@ -452,6 +459,44 @@ def test_truncated_completions_are_trained_on_as_they_were_drawn(
     # The reference is of all tokens, of which the policy draws nine in ten at most.
     assert metrics[0]["reference/kl"] > 0.1
     assert "sampler/outside_support" in METRICS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "engines", "cuts"), [(2, 2, ""), (1, 1, ", top_p: 0.9, top_k: 4")])
+def test_completions_under_a_grammar_are_trained_on_as_they_were_drawn(
+    files, tmp_path, world_size, engines, cuts
+):
+    overrides = [
+        f"rl.sampling_params={{max_tokens: 8, structured_outputs: {{regex: '[b-k]{{2,5}}'}}{cuts}}}",
+        "rl.correction.preset=tis",
+        f"train_parameters.sampler.engine.data_parallel_size={engines}",
+        "rl.rollout.save_tokens=True",
+        "rl.max_steps=2",
+    ]
+    vectorlm.launch(reinforce, config_of(files, tmp_path / "cut", overrides=overrides), world_size=world_size)
+    metrics = lines(tmp_path / "cut" / "metrics.jsonl")[1:]
+    assert [line["step"] for line in metrics] == [1, 2]
+    for line in metrics:
+        assert line["correction/ratio_max"] == pytest.approx(1, abs=1e-4)
+        assert line["sampler/logprob_gap_max"] < 1e-4
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(files / "model", dtype=torch.float64)
+    first = [row for row in lines(tmp_path / "cut" / "rollouts.jsonl") if row["train_step"] == 1]
+    over_all, gaps = [], []
+    for row in first:
+        written, num_prompt = row["token_ids"], len(row["prompt_token_ids"])
+        logits = model(torch.tensor([row["prompt_token_ids"] + written])).logits[0]
+        for at, token in enumerate(written):
+            # Two to five letters from b to k, then an end token: the tokenizer's, or the one that the model names.
+            kept = [*range(3, 13)] * (at < 5) + [0, 2] * (at >= 2)
+            scores = logits[num_prompt + at - 1]
+            over_all.append(abs(scores.log_softmax(-1)[token].item() - row["sampler_logprobs"][at]))
+            if not cuts:
+                found = scores[kept].log_softmax(-1)[kept.index(token)].item()
+                gaps.append(abs(found - row["sampler_logprobs"][at]))
+    assert max(gaps, default=0.0) < 1e-5
+    assert sum(over_all) / len(over_all) > 0.5
 
 
 @pytest.mark.slow

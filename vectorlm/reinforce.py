@@ -11,6 +11,7 @@ from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.config import Config, RLSettings
 from vectorlm.data.tasks import Tasks
+from vectorlm.encoding import end_tokens
 from vectorlm.errors import ConfigError, RewardError
 from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.preflight.rl import longest_sequence
@@ -43,6 +44,7 @@ from vectorlm.rollouts.sampler import GroupSampler
 from vectorlm.rollouts.scoring import GroupScorer
 from vectorlm.rollouts.source import RolloutSource
 from vectorlm.run import Run, open_run
+from vectorlm.train.grammar import Grammar
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.types import PromptRecord
@@ -140,10 +142,15 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
     # Losses that learn from completions of any policy learn about all tokens.
     support = Support.of(rl.collect.sampling) if spec.samples_from_policy else WHOLE
     model = disable_dropout(run.load_model())
+    sampling, grammar = rl.collect.sampling, None
+    if sampling.get("structured_outputs") and spec.samples_from_policy:
+        ends = end_tokens(run.tokenizer) | set(sampling.get("stop_token_ids") or ())
+        grammar = Grammar(sampling["structured_outputs"], run.tokenizer, num_logits(model), ends)
     policy = LanguageModel(
         model,
-        float(rl.collect.sampling["temperature"]),
+        float(sampling["temperature"]),
         support=support,
+        grammar=grammar,
         packs=settings.model.pack_rows,
         device=run.topology.device,
     )

@@ -413,6 +413,9 @@ def open_engine(
     if settings.inference == "vllm":
         of_run["dtype"] = config.train_parameters.engine_dtype(topology.is_cuda)
         of_run["enable_sleep_mode"] = sampler.turn.sleep != "none"
+        if config.rl is not None and config.rl.collect.sampling.get("structured_outputs"):
+            # The trainer follows its masks; left alone, vLLM falls back to others.
+            of_run["structured_outputs_config"] = {"backend": "xgrammar"}
         if adapters is not None and settings.lora_mode_of_run == "adapter":
             of_run |= engine_arguments(adapters)
     engine = stack.enter_context(

@@ -57,6 +57,8 @@ class RolloutBatch:
     """int64 [B, T], the turn of each token that the policy chose, from 0; None where no turn has its own reward."""
     turn_rewards: torch.Tensor | None = None
     """float32 [B, T], what the environment gave for a turn, at its last token; part of `rewards`."""
+    turn_starts: torch.Tensor | None = None
+    """int64 [B, T], where the turn that each token of the policy belongs to begins in its row; -1 for other tokens."""
 
     @property
     def rows_per_group(self) -> int:

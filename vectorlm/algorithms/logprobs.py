@@ -79,11 +79,12 @@ def token_values(
     head: Head | None = None,
     entropy: EntropyKind = "none",
     support: Support = WHOLE,
+    bitmasks: torch.Tensor | None = None,
     compare: Comparison | None = None,
 ) -> TokenValues:
     """Return log softmax(scores / temperature) of one target for each of N states, and the entropy of that softmax.
 
-    With a `support` that is not whole, the softmax is over the tokens that it keeps.
+    With a `support` that is not whole, or with `bitmasks`, the softmax is over the tokens that these keep.
 
     Args:
         states: float [N, V], the scores; with `head`, what it takes, [N, H].
@@ -94,6 +95,7 @@ def token_values(
         head: The model's output layer.
         entropy: Whether the entropies are computed, else 0, and whether with gradient.
         support: Which tokens the targets were drawn from.
+        bitmasks: int32 [N, ceil(V / 32)], which of all tokens a grammar allowed, as bits; None for all.
         compare: What else is made of each softmax.
 
     Returns:
@@ -112,8 +114,9 @@ def token_values(
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         scores = scores if temperature == 1.0 else scores / temperature
         outside = scores.new_zeros(len(scores))
-        if not support.is_whole:
-            scores, is_outside = truncate(scores, targets[chunk], support)
+        if not support.is_whole or bitmasks is not None:
+            allowed = None if bitmasks is None else bitmasks[chunk]
+            scores, is_outside = truncate(scores, targets[chunk], support, allowed)
             outside = is_outside.to(scores.dtype)
         logprobs = torch.log_softmax(scores, dim=-1)
         chosen = logprobs.gather(-1, targets[chunk, None])[:, 0]

@@ -38,14 +38,14 @@ WHOLE = Support()
 
 
 def truncate(
-    scores: torch.Tensor, tokens: torch.Tensor, support: Support
+    scores: torch.Tensor, tokens: torch.Tensor, support: Support, bitmasks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scores with -inf outside the support, so that their softmax is what the sampler drew from.
 
-    ``log pi(a) = scores[a] - log sum_{b in S} exp(scores[b])``, where S is what min_p leaves, of that what top_k
-    leaves, and of that, with probabilities that add up to 1 again, what top_p leaves: vLLM's order. A token at the
-    bound of min_p stays, as do all that are as likely as the k-th (vLLM's kernel for CUDA keeps k in all). At the bound
-    of top_p some of several equal tokens stay, and the drawn one is among them.
+    ``log pi(a) = scores[a] - log sum_{b in S} exp(scores[b])``, where S is what a grammar allows, of that what min_p
+    leaves, of that what top_k leaves, and of that, with probabilities that add up to 1 again, what top_p leaves: vLLM's
+    order. A token at the bound of min_p stays, as do all that are as likely as the k-th (vLLM's kernel for CUDA keeps k
+    in all). At the bound of top_p some of several equal tokens stay, and the drawn one is among them.
 
     The drawn token is always in S: rounding, or weights that have moved since, may have put it outside, where its
     log-probability would be -inf. S carries no gradient; the scores do.
@@ -54,11 +54,16 @@ def truncate(
         scores: float [N, V], logits divided by the temperature.
         tokens: int64 [N], the tokens that were drawn.
         support: What the sampler was told.
+        bitmasks: int32 [N, ceil(V / 32)], the tokens that a grammar allowed, as bits; None for all.
 
     Returns:
         float [N, V], and bool [N]: whether S has the token only because it was drawn.
     """
     drawn = tokens[:, None]
+    if bitmasks is not None:
+        scores = scores.masked_fill(~_bits(bitmasks, scores.shape[-1]), -torch.inf)
+        if support.is_whole:
+            return scores, torch.zeros_like(tokens, dtype=torch.bool)
     with torch.no_grad():
         is_cut = _is_cut(scores, support)
         is_outside = is_cut.gather(-1, drawn)
@@ -66,6 +71,12 @@ def truncate(
         is_equal = is_outside & (scores.gather(-1, drawn) == least)
         is_cut.scatter_(-1, place, is_equal).scatter_(-1, drawn, False)
     return scores.masked_fill(is_cut, -torch.inf), (is_outside & ~is_equal)[:, 0]
+
+
+def _bits(bitmasks: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the first `size` bits of each row, bool [N, size]."""
+    places = torch.arange(8, dtype=torch.uint8, device=bitmasks.device)
+    return ((bitmasks.view(torch.uint8)[..., None] >> places) & 1).flatten(1)[:, :size].bool()
 
 
 def _is_cut(scores: torch.Tensor, support: Support) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from vectorlm.rl.correction import correction_of
 from vectorlm.rl.curriculum import SCORE
 from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, CriticSettings
 from vectorlm.rollouts.environment import AGENT, require_environment
+from vectorlm.train.grammar import KINDS
 from vectorlm.train.optimizer_step import BY_LOSS
 
 # Parameters that change which tokens can be drawn, or how likely they are, and that the trainer does not follow; with
@@ -33,7 +34,6 @@ _RESHAPING: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
     "min_tokens": (0,),
-    "structured_outputs": (None,),
 }
 _SET_ELSEWHERE = {"n": "rl.group_size", "seed": "train_parameters.seed"}
 
@@ -127,6 +127,20 @@ def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> I
             )
             fix = "Use temperature, top_p, top_k and min_p alone; online_dpo, best_of_k and copg may use it."
             yield refuse(config, f"rl.sampling_params.{name}", rule, fix)
+    if spec.samples_from_policy and (asked := given.get("structured_outputs")):
+        # The trainer would follow another grammar than the engine.
+        if not isinstance(asked, Mapping) or len(asked) != 1 or not set(asked) <= set(KINDS):
+            rule = f"must be one of {', '.join(KINDS)}, which the trainer can follow, and its value"
+            yield refuse(
+                config, "rl.sampling_params.structured_outputs", rule, "Leave the others out.", asked
+            )
+        sampler = config.train_parameters.sampler
+        for name in ("structured_outputs_config", "reasoning_parser"):
+            if sampler is not None and name in sampler.engine.engine_args:
+                rule = (
+                    "changes where the engine follows structured_outputs, and the trainer does not know of it"
+                )
+                yield refuse(config, f"train_parameters.sampler.engine.{name}", rule, "Leave it out.")
 
 
 def correction_problems(

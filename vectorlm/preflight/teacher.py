@@ -55,10 +55,12 @@ def teacher_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
     if teacher.kind == "sampled" and not (spec.level == "token" and spec.samples_from_policy):
         rule = f"changes the advantages of tokens that the policy sampled, and {spec.name} learns otherwise"
         yield refuse(config, "rl.teacher.kind", rule, "Use full, or another algorithm.")
-    if teacher.kind == "full" and teacher.beta == 0 and not Support.of(rl.collect.sampling).is_whole:
-        rule = "is infinite where top_p, top_k or min_p cut tokens that the teacher may draw"
+    sampling = rl.collect.sampling
+    cuts = not Support.of(sampling).is_whole or sampling.get("structured_outputs")
+    if teacher.kind == "full" and teacher.beta == 0 and cuts:
+        rule = "is infinite where top_p, top_k, min_p or a grammar cut tokens that the teacher may draw"
         yield refuse(config, "rl.teacher.beta", rule, "Use 0.1 or more, or do not cut.")
-    temperature = rl.collect.sampling["temperature"]
+    temperature = sampling["temperature"]
     if teacher.server is not None and temperature != 1:
         rule = "must be 1.0 with rl.teacher.server, which scores at this temperature alone"
         fix = "Use 1.0, or name the teacher's folder."

@@ -78,7 +78,7 @@ def make_batch(
     attention_mask = torch.zeros(shape, dtype=torch.int64)
     mask = torch.zeros(shape, dtype=torch.bool)
     is_stale = torch.zeros(shape, dtype=torch.bool)
-    is_left_out = torch.zeros(len(rollouts), 1, dtype=torch.bool)
+    is_left_out = torch.tensor([[drop_truncated and each.is_truncated] for each in rollouts])
     is_valid = is_trained.flatten().tolist()
     sampler_logprobs = torch.zeros(shape)
     for row, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
@@ -88,7 +88,6 @@ def make_batch(
         sampler_logprobs[row, start:length] = torch.tensor(rollout.sampler_logprobs)
         if oldest_version is not None:
             is_stale[row, start:length] = torch.tensor(rollout.versions) < oldest_version
-        is_left_out[row] = drop_truncated and rollout.is_truncated
         if is_valid[row]:
             mask[row, start:length] = torch.tensor(rollout.policy_mask, dtype=torch.bool)
     greedy = [group.greedy_reward for group in groups if group.greedy_reward is not None]
@@ -114,6 +113,7 @@ def make_batch(
         turns=turns,
         turn_rewards=turn_rewards,
         owners=owners,
+        turn_starts=_turn_starts_of(rollouts, shape),
     )
     if is_stale.any():
         batch = batch.without(is_stale)
@@ -157,6 +157,16 @@ def _with_branches(
     compared = is_trained & (torch.arange(num_rows) < group_size)
     owners = (owners + torch.arange(len(owners))[:, None] * num_rows).flatten()
     return rows, owners, columns, rewards, is_trained, compared
+
+
+def _turn_starts_of(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> torch.Tensor:
+    """Return where the turn of each token of the policy begins, int64 [B, T]; -1 for other tokens."""
+    found = torch.full(shape, -1)
+    for row, rollout in enumerate(rollouts):
+        start = len(rollout.prompt_token_ids)
+        for first, end in rollout.turn_places:
+            found[row, start + first : start + end] = start + first
+    return found
 
 
 def _turns_of(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -90,7 +90,8 @@ class MicroBatch:
         """Return what the forward pass reads; a filler asks for nothing, so that it computes one token if it can."""
         input_ids, attention_mask = map(self._rows_of, (batch.input_ids, batch.attention_mask))
         groups = (self.rows // batch.rows_per_group).tolist()
-        return Rows(input_ids, attention_mask, self._trained(batch), groups)
+        starts = None if batch.turn_starts is None else self._rows_of(batch.turn_starts)
+        return Rows(input_ids, attention_mask, self._trained(batch), groups, turn_starts=starts)
 
     def _trained(self, batch: RolloutBatch) -> torch.Tensor:
         return self._rows_of(batch.mask) & (not self.is_filler)

@@ -57,6 +57,16 @@ class Rollout:
         """Number of tokens that the policy chose."""
         return sum(self.policy_mask)
 
+    @property
+    def turn_places(self) -> list[tuple[int, int]]:
+        """From where to where in `token_ids` the policy wrote in each turn, as far as it is trained on here."""
+        found, before = [], 0
+        for end in self.turn_ends or (len(self.token_ids),):
+            if True in self.policy_mask[before:end]:
+                found.append((self.policy_mask.index(True, before), end))
+            before = end
+        return found
+
     @classmethod
     def begun(cls, prompt_record: PromptRecord, completion: Completion) -> Rollout:
         """Return the rollout after the first turn."""

@@ -76,7 +76,7 @@ class CollectSettings:
     """Completions of each prompt."""
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `vllm.SamplingParams`, by default `temperature: 1.0` and `max_tokens: 16`; the trainer follows
-    `temperature`, `top_p`, `top_k` and `min_p`."""
+    `temperature`, `top_p`, `top_k`, `min_p` and `structured_outputs`."""
     environment: Text | None = None
     """`file.py:NAME` of what answers the policy between its turns, or `openai:file.py:NAME` of an agent that asks the
     policy over HTTP; null makes single turns."""

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vectorlm.encoding import encode, encode_reply
+from vectorlm.encoding import encode, encode_reply, end_tokens
 from vectorlm.errors import RolloutError
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rollouts.sampler import Ask
@@ -222,6 +222,13 @@ class Session:
                     f"{name}={wanted} would sample from another distribution than the one that is trained, whose "
                     f"{name} is {fixed}. Leave it out, or change it for the whole run in sampling_params.",
                     name,
+                )
+        if self._sampling.get("structured_outputs"):
+            ends = end_tokens(self._tokenizer) | set(self._sampling.get("stop_token_ids") or ())
+            if not ends.issuperset(given.get("stop_token_ids") or ()):
+                raise RequestError(
+                    "stop_token_ids would change which tokens the grammar of the run allows: use its end tokens.",
+                    "stop_token_ids",
                 )
         limits = [
             limit for limit in (given.pop("max_tokens", None), params.get("max_tokens")) if limit is not None

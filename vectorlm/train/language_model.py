@@ -16,6 +16,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from vectorlm.algorithms.logprobs import Comparison, EntropyKind, Head, TokenValues, token_values
 from vectorlm.algorithms.support import WHOLE, Support
+from vectorlm.train.grammar import Grammar
 from vectorlm.train.packing import PACKED, Packing, Rows, pack
 from vectorlm.weights.plan import reshard
 
@@ -60,15 +61,16 @@ class LanguageModel:
         temperature: float = 1.0,
         *,
         support: Support = WHOLE,
+        grammar: Grammar | None = None,
         packs: bool = True,
         device: str | torch.device = "cpu",
     ) -> None:
         """Take a causal language model, plain or sharded with FSDP2; called on all ranks.
 
-        `support` says which tokens the engine draws from: log-probabilities and entropies are of these alone. Without
-        `packs` rows are padded in any case.
+        `support` and `grammar` say which tokens the engine draws from: log-probabilities and entropies are of these
+        alone. Without `packs` rows are padded in any case.
         """
-        self.model, self.temperature, self.support = model, temperature, support
+        self.model, self.temperature, self.support, self.grammar = model, temperature, support, grammar
         self.device = torch.device(device)
         causal = inner_model(model)
         self._can_skip_logits = "logits_to_keep" in inspect.signature(causal.forward).parameters
@@ -101,10 +103,11 @@ class LanguageModel:
             float32 [B, T] each, on the model's device, with `compare` [B, T, K] too; 0 for tokens not asked for.
         """
         is_asked = rows.is_asked.to(self.device)
+        bitmasks = None if self.grammar is None else self.grammar.bitmasks(rows).to(self.device)
         if self.packs:
-            values = self._packed(rows, pack(rows), entropy, compare)
+            values = self._packed(rows, pack(rows), entropy, compare, bitmasks)
         else:
-            values = self._picked(rows, *self._logits(rows), entropy, compare)
+            values = self._picked(rows, *self._logits(rows), entropy, compare, bitmasks)
         found = []
         for each in values:
             if each is not None:
@@ -118,9 +121,9 @@ class LanguageModel:
         return self(rows).logprobs
 
     def untruncated(self) -> LanguageModel:
-        """Return the same model without its support."""
+        """Return the same model without its support and grammar."""
         whole = copy(self)
-        whole.support = WHOLE
+        whole.support, whole.grammar = WHOLE, None
         return whole
 
     @torch.no_grad()
@@ -145,7 +148,12 @@ class LanguageModel:
         return Scores(states, _head(causal, layer), self.temperature)
 
     def _packed(
-        self, rows: Rows, packing: Packing, entropy: EntropyKind, compare: Comparison | None = None
+        self,
+        rows: Rows,
+        packing: Packing,
+        entropy: EntropyKind,
+        compare: Comparison | None = None,
+        bitmasks: torch.Tensor | None = None,
     ) -> TokenValues:
         model: Any = self.model
         causal = inner_model(model)
@@ -158,6 +166,7 @@ class LanguageModel:
                 head=_head(causal, causal.get_output_embeddings()),
                 entropy=entropy,
                 support=self.support,
+                bitmasks=bitmasks,
                 compare=compare,
             )
 
@@ -183,6 +192,7 @@ class LanguageModel:
         skipped: int,
         entropy: EntropyKind,
         compare: Comparison | None = None,
+        bitmasks: torch.Tensor | None = None,
     ) -> TokenValues:
         return token_values(
             logits.flatten(0, 1),
@@ -191,6 +201,7 @@ class LanguageModel:
             places=self._places(rows, skipped),
             entropy=entropy,
             support=self.support,
+            bitmasks=bitmasks,
             compare=compare,
         )
 

@@ -38,6 +38,8 @@ class Rows:
     """B numbers: neighbours of the same number may share what they begin with."""
     labels: torch.Tensor | None = None
     """int64 [B, T], what is asked for in place of `input_ids`."""
+    turn_starts: torch.Tensor | None = None
+    """int64 [B, T], where the completion that each token belongs to begins; -1 for tokens of none."""
 
     @property
     def targets(self) -> torch.Tensor:

@@ -57,6 +57,7 @@ def server_command(model: str, host: str, port: int, further: Sequence[str]) -> 
     command += ["--no-async-scheduling", "--disable-uvicorn-access-log"]
     # Of what was drawn from, as a trainer needs them; the last of several values counts.
     command += ["--logprobs-mode", "processed_logprobs"]
+    command += ["--structured-outputs-config", '{"backend": "xgrammar"}']
     import torch
 
     if not torch.cuda.is_available():
