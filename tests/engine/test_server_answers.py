@@ -16,7 +16,7 @@ from vectorlm.errors import EngineError, EngineTimeout
 
 TOKEN = "a token for this test"
 SETTINGS = {"max_num_seqs": 4, "max_model_len": 64, "logprobs_mode": "processed_logprobs"}
-PATIENCE_S = 2.0
+PATIENCE_S = 1.0
 FATAL_PROMPT = [2, 61]
 """From this prompt on, the server is mute."""
 CHOICE = {
@@ -158,7 +158,7 @@ def test_a_server_that_stays_mute_at_the_start_is_an_error_in_time(server, path)
     start = time.monotonic()
     with pytest.raises(EngineTimeout, match=rf"said nothing to {path} for"):
         connect(server, start_timeout_s=PATIENCE_S)
-    assert time.monotonic() - start < 4 * PATIENCE_S
+    assert time.monotonic() - start < 8 * PATIENCE_S
 
 
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/pause?mode=keep&clear_cache=false"])
@@ -169,7 +169,7 @@ def test_a_server_that_falls_silent_later_is_an_error_in_time(server, path):
     wait = (lambda: sample(backend)) if "generate" in path else backend.pause
     with pytest.raises(EngineTimeout, match="said nothing"):
         wait()
-    assert time.monotonic() - start < 4 * PATIENCE_S
+    assert time.monotonic() - start < 8 * PATIENCE_S
     backend.close()
 
 
@@ -180,7 +180,7 @@ def test_after_a_call_without_an_answer_the_server_is_not_waited_for_again(serve
         backend.pause()
     start = time.monotonic()
     backend.resume()
-    assert time.monotonic() - start < PATIENCE_S / 2
+    assert time.monotonic() - start < PATIENCE_S
     server.odd.clear()
     backend.pause()
     server.odd["/resume"] = None
@@ -214,4 +214,4 @@ def test_a_server_that_freezes_is_an_error_on_every_rank_in_time(server, world_s
     url = f"http://127.0.0.1:{server.server_address[1]}"
     for text, seconds in on_ranks(world_size, sample_until_it_freezes, url):
         assert f"said nothing for {PATIENCE_S:g} s while generating" in text
-        assert seconds < 4 * PATIENCE_S
+        assert seconds < 8 * PATIENCE_S

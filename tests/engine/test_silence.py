@@ -73,7 +73,7 @@ def freeze(topology, waits):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "waits"), [(1, ["poll", "drain"]), pytest.param(2, list(WAITS), marks=pytest.mark.slow)]
+    ("world_size", "waits"), [(1, ["poll"]), pytest.param(2, list(WAITS), marks=pytest.mark.slow)]
 )
 def test_every_wait_for_a_frozen_engine_ends_at_the_deadline(world_size, waits):
     for seen in on_ranks(world_size, freeze, waits):
@@ -109,9 +109,8 @@ def kill_during_an_update(topology):
         return str(caught.value)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_whoever_finds_the_arena_gone_the_error_says_how_the_engine_ended(world_size):
-    for text in on_ranks(world_size, kill_during_an_update):
+def test_whoever_finds_the_arena_gone_the_error_says_how_the_engine_ended():
+    for text in on_ranks(2, kill_during_an_update):
         assert "was ended by SIGKILL" in text
 
 
@@ -213,10 +212,9 @@ def ask_in_vain(topology, channel):
     return seen
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("channel", ["inline", "process"])
-def test_a_backend_that_never_answers_ends_every_wait(channel, world_size):
-    for seen in on_ranks(world_size, ask_in_vain, channel):
+@pytest.mark.parametrize("channel", ["inline", pytest.param("process", marks=pytest.mark.slow)])
+def test_a_backend_that_never_answers_ends_every_wait(channel):
+    for seen in on_ranks(2, ask_in_vain, channel):
         for text, seconds in seen:
             assert f"nothing for {PATIENCE_S:g} s while" in text
             assert seconds < 2 * PATIENCE_S
@@ -248,9 +246,8 @@ def fork_and_call(topology):
     return said
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_call_in_a_forked_process_is_an_error_at_once(world_size):
-    for said in on_ranks(world_size, fork_and_call):
+def test_a_call_in_a_forked_process_is_an_error_at_once():
+    for said in on_ranks(2, fork_and_call):
         assert all(text.startswith("this engine belongs to process") for text in said[:4])
         assert said[4] == "nothing"
 
@@ -264,9 +261,8 @@ def poll_for(topology, num_steps, timeout_s):
         return len(engine.poll(timeout_s)), time.monotonic() - start
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_poll_waits_for_what_finishes_next_and_not_longer_than_it_was_told(world_size):
-    assert {found for found, _ in on_ranks(world_size, poll_for, 40, 60.0)} == {1}
-    for found, seconds in on_ranks(world_size, poll_for, 10**6, 0.7):
+def test_poll_waits_for_what_finishes_next_and_not_longer_than_it_was_told():
+    assert {found for found, _ in on_ranks(2, poll_for, 40, 60.0)} == {1}
+    for found, seconds in on_ranks(2, poll_for, 10**6, 0.7):
         assert found == 0
         assert 0.7 <= seconds < 5

@@ -57,8 +57,8 @@ def fail_on_rank_1(how):
         raise KeyError("lost")
     if topology.rank == 1 and how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if topology.rank == 1 and isinstance(how, int):
-        os._exit(how)
+    if topology.rank == 1 and how == "leave":
+        os._exit(0)
     if topology.rank == 1 and how == "stay away":
         time.sleep(30)
     collectives.all_gather_object("sampling")
@@ -100,15 +100,14 @@ def share_arrays_from_the_last_rank():
     return note, same, nothing, tickets
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_any_rank_may_share_arrays_and_tickets_are_drawn_once(world_size):
-    results = vectorlm.launch(share_arrays_from_the_last_rank, world_size=world_size)
+def test_any_rank_may_share_arrays_and_tickets_are_drawn_once():
+    results = vectorlm.launch(share_arrays_from_the_last_rank, world_size=2)
     for note, same, nothing, _ in results:
         assert note == "a note"
         assert all(same)
         assert nothing == (1, [])
     drawn = [ticket for *_, tickets in results for ticket in tickets[:3]]
-    assert sorted(drawn) == list(range(3 * world_size))
+    assert sorted(drawn) == list(range(6))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -157,13 +156,13 @@ def test_a_killed_rank_is_noticed_although_what_it_started_keeps_its_pipes_open(
     assert time.time() - float((tmp_path / "began").read_text()) < 30
 
 
-def fork_and_go_on(how):
-    """Let rank 0 fork; return who is back, and what the fork left in the run's folder."""
+def fork_and_go_on():
+    """Let rank 0 fork; return who is back, and what the forks left in the run's folder."""
     import torch
     import torch.distributed as dist
 
     rank = vectorlm.Topology.from_environment().rank
-    if rank == 0:
+    for how in ("return", "exit", "raise") if rank == 0 else ():
         if (child := os.fork()) == 0:
             if how == "return":
                 return "the fork"
@@ -173,10 +172,9 @@ def fork_and_go_on(how):
     return "the rank", [str(path) for path in Path(os.environ["VECTORLM_SCRATCH"]).rglob("error.json")]
 
 
-@pytest.mark.parametrize("how", ["return", "exit", "raise"])
-def test_a_fork_that_comes_back_from_the_function_is_not_the_rank(how):
+def test_a_fork_that_comes_back_from_the_function_is_not_the_rank():
     """It sent its own result, or noted an error as the rank's, and deleted the folder in which the run meets."""
-    assert vectorlm.launch(fork_and_go_on, how, world_size=2) == [("the rank", [])] * 2
+    assert vectorlm.launch(fork_and_go_on, world_size=2) == [("the rank", [])] * 2
 
 
 def test_a_fork_does_not_keep_the_lock_of_a_counter(tmp_path):
@@ -199,10 +197,9 @@ def test_a_fork_does_not_keep_the_lock_of_a_counter(tmp_path):
     os.waitpid(forks[0], 0)
 
 
-@pytest.mark.parametrize("code", [pytest.param(3, marks=pytest.mark.slow), 0])
-def test_a_rank_that_leaves_without_a_word_is_named(code):
-    with pytest.raises(RankFailed, match=f"rank 1 of 2 ended with exit code {code} and no error"):
-        vectorlm.launch(fail_on_rank_1, code, world_size=2)
+def test_a_rank_that_leaves_without_a_word_is_named():
+    with pytest.raises(RankFailed, match="rank 1 of 2 ended with exit code 0 and no error"):
+        vectorlm.launch(fail_on_rank_1, "leave", world_size=2)
     assert multiprocessing.active_children() == []
 
 

@@ -105,8 +105,7 @@ def meet_late(topology, late, kind, shows_life=False):
     return said
 
 
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize(("kind", "place"), [("all", "publish"), ("one", "sample")])
+@pytest.mark.parametrize(("late", "kind", "place"), [(0, "all", "publish"), (1, "one", "sample")])
 def test_a_rank_that_waits_for_another_says_for_which_and_where_that_was_last(late, kind, place):
     said = on_ranks(2, meet_late, late, kind)
     assert said[late] == []
