@@ -38,8 +38,9 @@ def prepare(topology, folder, algorithm, coef, scale, one_step):
     return rows, run.prepare(rows), plain
 
 
-@pytest.mark.parametrize("one_step", [True, False])
-@pytest.mark.parametrize(("algorithm", "coef"), [("on_policy_distillation", 1.0), ("grpo", 0.3)])
+@pytest.mark.parametrize(
+    ("algorithm", "coef", "one_step"), [("on_policy_distillation", 1.0, True), ("grpo", 0.3, False)]
+)
 def test_sampled_tokens_are_charged_by_how_much_less_the_teacher_likes_them(
     folder, algorithm, coef, one_step
 ):
