@@ -14,14 +14,6 @@ from watched_run import WatchedRun
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rl_example_mp.py"
 NUM_STEPS = 10
 START_S = 150
-POISONED = """
-from pathlib import Path
-
-def letters(text, wanted, **columns):
-    if Path(__file__).with_name("poison").exists():
-        raise KeyError("poison")
-    return sum(text.count(letter) for letter in wanted) / 8
-"""
 OVERRIDES = [
     "rl.async={max_staleness: 2, update: keep}",
     "rl.sampling_params={max_tokens: 40}",
@@ -33,9 +25,7 @@ OVERRIDES = [
 def files(tmp_path):
     (tmp_path / "files").mkdir()
     (tmp_path / "scratch").mkdir()
-    files = save_files(tmp_path / "files")
-    (files / "rewards.py").write_text(POISONED)
-    return files
+    return save_files(tmp_path / "files")
 
 
 def start(files):
@@ -59,36 +49,16 @@ def wait_for_step(files, step, run):
         time.sleep(0.02)
 
 
-def interrupt(run, files):
-    os.killpg(run.process.pid, signal.SIGINT)
-
-
-def kill_the_engine(run, files):
+@pytest.mark.slow
+def test_a_run_ends_cleanly_and_goes_on_from_its_checkpoint(files):
+    run = start(files)
+    wait_for_step(files, 3, run)
     for pid, command in run.processes():
         if "vectorlm.engine.process" in command:
             os.kill(pid, signal.SIGKILL)
-
-
-def poison_the_reward(run, files):
-    (files / "poison").touch()
-
-
-@pytest.mark.parametrize(
-    ("fault", "expected"),
-    [
-        pytest.param(interrupt, None, marks=pytest.mark.long),
-        pytest.param(kill_the_engine, r"EngineDied: .*was ended by SIGKILL", marks=pytest.mark.slow),
-        pytest.param(poison_the_reward, r"RewardError: .*KeyError: 'poison'", marks=pytest.mark.long),
-    ],
-)
-def test_a_run_ends_cleanly_and_goes_on_from_its_checkpoint(files, fault, expected):
-    run = start(files)
-    wait_for_step(files, 3, run)
-    fault(run, files)
     code, error = run.outcome(timeout_s=60)
     assert code != 0
-    assert expected is None or re.search(expected, error), error
-    (files / "poison").unlink(missing_ok=True)
+    assert re.search(r"EngineDied: .*was ended by SIGKILL", error), error
     reached = max(steps_of(files))
     assert 3 <= reached < NUM_STEPS, "the run was over before anything had happened to it"
     again = start(files)

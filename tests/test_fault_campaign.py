@@ -18,7 +18,7 @@ def can_mount():
     return shutil.which("unshare") is not None and subprocess.run(words, capture_output=True).returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_minute_of_faults_break_nothing():
     if not can_mount():
         pytest.skip("this machine allows no mounts, even in a namespace of one's own")

@@ -292,22 +292,15 @@ def test_the_last_answers_of_the_engine_are_those_of_the_final_model(inputs, tmp
     assert "step 6: 2 prompts sampled" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("mode", "use_dora"),
-    [
-        pytest.param("adapter", False, marks=pytest.mark.slow),
-        pytest.param("merged", True, marks=pytest.mark.long),
-    ],
-)
-def test_the_last_answers_of_the_engine_are_those_of_the_final_adapter(inputs, tmp_path, mode, use_dora):
+@pytest.mark.slow
+def test_the_last_answers_of_the_engine_are_those_of_the_final_adapter(inputs, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     output = tmp_path / "run"
-    lora = LORA | {"lora_alpha": 16, "use_dora": use_dora}
-    config = make_config(inputs, output, lora_peft_config=lora)
+    config = make_config(inputs, output, lora_peft_config=LORA | {"lora_alpha": 16})
     save_config(config, tmp_path / "run.yaml")
-    sampler = SAMPLER.replace("sample_frequency", f"lora_mode: {mode}, sample_frequency")
+    sampler = SAMPLER.replace("sample_frequency", "lora_mode: adapter, sample_frequency")
     arguments = ("--yaml_path", str(tmp_path / "run.yaml"), "--world_size", "2", "--set", sampler)
     done = start("examples/llama_example_mp.py", *arguments)
     assert done.returncode == 0, done.stderr

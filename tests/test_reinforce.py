@@ -178,20 +178,6 @@ def test_rollouts_that_one_run_kept_are_trained_on_by_another_beside_its_own(fil
     assert (tmp_path / "again" / "correction.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.long
-def test_pairs_are_trained_on_beside_their_reference(files, tmp_path):
-    overrides = ["rl.max_steps=2", f'rl.rewards={{"{files}/rewards.py:vowels": 1.0}}']
-    config = config_of(files, tmp_path / "pairs", "online_dpo", overrides)
-    vectorlm.launch(reinforce, config, world_size=2)
-    metrics = lines(tmp_path / "pairs" / "metrics.jsonl")
-    assert [line["step"] for line in metrics] == [0, 1, 2]
-    assert all(is_documented(name) for line in metrics for name in line if name != "step")
-    # In the first optimizer step the policy is the reference.
-    first = next(line for line in metrics if "preference/margin" in line)
-    assert first["preference/margin"] == pytest.approx(0.0, abs=1e-5)
-    assert first["preference/chosen_logprob"] < 0
-
-
 @pytest.mark.slow
 def test_an_algorithm_of_ones_own_and_a_tool(files, tmp_path):
     overrides = [

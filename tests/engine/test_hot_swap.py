@@ -17,8 +17,6 @@ BF16_GAP = 0.15
     [
         pytest.param(1, "tied", "live", marks=pytest.mark.slow),
         (2, "untied", "packed"),
-        pytest.param(1, "untied", "live", marks=pytest.mark.long),
-        pytest.param(2, "tied", "packed", marks=pytest.mark.long),
     ],
 )
 def test_after_each_update_the_engine_is_the_trainer(tmp_path, world_size, tied, receiver):
@@ -33,13 +31,14 @@ def test_after_each_update_the_engine_is_the_trainer(tmp_path, world_size, tied,
         assert consecutive_samples_differ(seen), "the updates changed nothing, so equality proves nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "world_size", "limit"),
     [
         ("GLM-4-MoE", 2, FP32_GAP),
         # vLLM keeps the numbers of its activation in bf16; stale ones show as 0.3.
-        pytest.param("Apertus", 1, BF16_GAP, marks=pytest.mark.slow),
-        pytest.param("dots.llm1", 2, FP32_GAP, marks=pytest.mark.slow),
+        ("Apertus", 1, BF16_GAP),
+        ("dots.llm1", 2, FP32_GAP),
     ],
 )
 def test_buffers_that_the_model_computes_with_are_sent_as_parameters_are(tmp_path, family, world_size, limit):

@@ -11,19 +11,16 @@ import vectorlm
 # Two fp32 paths through three layers differ by a few 1e-6; a stale adapter shows as 1e-2 and more.
 FP32_GAP = 1e-4
 CASES = [
-    (1, True, "live", WITH_LORA),
     (2, False, "packed", WITH_LORA),
     (2, True, "live", {}),
     (1, False, "live", WITH_LORA | {"tensor_parallel_size": 2}),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "tied", "receiver", "engine_args"),
-    [
-        pytest.param(*case, marks=mark)
-        for case, mark in zip(CASES, [pytest.mark.long, *[pytest.mark.slow] * 3], strict=True)
-    ],
+    CASES,
     ids=[
         f"{world_size} ranks, {'tied' if tied else 'untied'}, {receiver}, {'adapter' if args else 'merged'}, "
         f"{args.get('tensor_parallel_size', 1)} workers"

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 from in_flight_cases import another, check_tokens_against_their_caches
-from rank_processes import on_ranks, save_tiny_llama
+from rank_processes import save_tiny_llama
 from rl_runs import config_of, lines, save_files
 from server_process import TOKEN, running_server, status_of
 
@@ -190,16 +190,6 @@ def test_the_engine_keeps_the_contract(server, folder, engine):
     engine.close()
     with engine_of(server, folder) as fresh:
         run_checks(EngineUnderTest(fresh, folder))
-
-
-def keep_the_contract(topology, server_url, folder):
-    with engine_of((None, server_url), folder, topology) as engine:
-        run_checks(EngineUnderTest(engine, folder, topology=topology))
-
-
-@pytest.mark.long
-def test_the_engine_keeps_the_contract_on_two_ranks(server, folder):
-    on_ranks(2, keep_the_contract, server[1], folder)
 
 
 @pytest.mark.slow

@@ -1,63 +1,21 @@
-"""Two ranks: prompts of their own, batches in flight, and two engines that share the work."""
+"""Two engines share the work of two ranks."""
 
 import pytest
 import torch
 from rank_processes import save_tiny_llama
-from swap_cases import GREEDY, PROMPTS, compare, counting_chunks, perturb
+from swap_cases import GREEDY, compare, counting_chunks, perturb
 from tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM
 
 import vectorlm
-from vectorlm import SamplingEngine, Topology
-from vectorlm.errors import EngineError, RankMismatch
+from vectorlm import SamplingEngine
+from vectorlm.errors import EngineError
 
 BATCH = [[2 + index % 20, 3 + index % 7] for index in range(41)]
 
 
 def tokens(answers):
     return [[completion.token_ids for completion in completions] for completions in answers]
-
-
-def uneven_ranks(folder):
-    """Sample prompts of this rank's own; return what it got, and what everybody would get for the same prompts."""
-    rank = Topology.from_environment().rank
-    seen = []
-    with SamplingEngine(folder, **TINY_ENGINE) as engine:
-        for counts in ((3, 1), (0, 2), (0, 0)):
-            local = [[2 + rank, 5 + index] for index in range(counts[rank])]
-            params = {**GREEDY, "max_tokens": 4 + rank}
-            mine = engine.sample_sharded(local, params)
-            everybody = [[2 + other, 5 + index] for other in (0, 1) for index in range(counts[other])]
-            lengths = [4 + other for other in (0, 1) for _ in range(counts[other])]
-            whole = engine.sample(everybody, [{**GREEDY, "max_tokens": length} for length in lengths])
-            first = 0 if rank == 0 else counts[0]
-            seen.append(tokens(mine) == tokens(whole[first : first + counts[rank]]))
-            outputs = engine.generate_sharded(local, params)
-            seen.append([[tuple(output.outputs[0].token_ids)] for output in outputs] == tokens(mine))
-        try:
-            engine.sample_sharded([[2], [3]], [GREEDY] * (1 + rank))
-        except EngineError as error:
-            seen.append("1 sampling parameters were given for 2 prompts" in str(error))
-        handles = [engine.submit(PROMPTS, {**GREEDY, "max_tokens": count}) for count in (40, 2)]
-        finished = []
-        while len(finished) < 2:
-            finished += engine.poll()
-        seen.append(finished[0] is handles[1])
-        seen.append(
-            tokens(handles[1].result()) == tokens(engine.sample(PROMPTS, {**GREEDY, "max_tokens": 2}))
-        )
-        try:
-            engine.submit([[2 + rank]], GREEDY)
-        except RankMismatch as error:
-            seen.append("rank 1: 1 prompts, the first '[3]'" in str(error))
-    return seen
-
-
-@pytest.mark.long
-def test_ranks_may_bring_prompts_of_their_own_in_any_number(tmp_path):
-    folder = save_tiny_llama(tmp_path / "model", hidden_size=64)
-    for seen in vectorlm.launch(uneven_ranks, str(folder), world_size=2):
-        assert seen == [True] * 10
 
 
 def two_engines(folder, receiver):

@@ -10,12 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from child_processes import sampler_pid, worker_pids
-from rank_processes import save_tiny_llama
-from swap_cases import compare, consecutive_samples_differ, perturb, publishing, swap_and_compare
+from swap_cases import compare, consecutive_samples_differ, perturb, publishing
 from test_faults import GONE_WITHIN_S, Run
 from transformers import AutoModelForCausalLM
 
-import vectorlm
 from vectorlm import SamplingEngine, Topology
 from vectorlm.engine.arguments import parallel_sizes, share_of_engine
 from vectorlm.errors import ChecksumMismatch, EngineDied, EngineError
@@ -85,35 +83,12 @@ def test_a_killed_worker_ends_the_engine_with_its_name(engine):
     assert not os.path.exists(f"/proc/{first}")
 
 
-@pytest.mark.long
-def test_two_ranks_feed_two_workers(tmp_path):
-    # Two key-value heads here: each worker holds one. One rank feeds the workers of the first test.
-    folder = save_tiny_llama(tmp_path / "model", tied=True, hidden_size=64, num_key_value_heads=2)
-    for _, seen, versions in vectorlm.launch(parallel_swap_and_compare, str(folder), "packed", world_size=2):
-        assert versions == [0, 1, 2]
-        require_the_trainers_answers(seen)
-
-
-def parallel_swap_and_compare(folder, receiver):
-    return swap_and_compare(folder, receiver, tensor_parallel_size=2)
-
-
 @pytest.mark.slow
 def test_the_death_of_a_worker_is_reported_and_nothing_is_left(folder, tmp_path):
     code, error = Run(folder, "worker of a parallel engine killed", 2, tmp_path).outcome(timeout_s=START_S)
     assert code == 1
     expected = r"(?s)EngineDied: .*worker 1 of 2 of the engine \(pid \d+\) was ended by SIGKILL"
     assert re.search(expected, error), error
-
-
-@pytest.mark.long
-def test_an_interrupt_ends_a_parallel_engine_too(folder, tmp_path):
-    run = Run(folder, "wait beside a parallel engine", 2, tmp_path)
-    run.wait_until_sampling_works()
-    os.killpg(run.process.pid, signal.SIGINT)
-    code, error = run.outcome(timeout_s=GONE_WITHIN_S)
-    assert code != 0
-    assert "sampler process" not in error
 
 
 @pytest.mark.slow
