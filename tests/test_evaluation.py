@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rank_processes import on_ranks, save_tiny_llama
+from rank_processes import on_ranks
 from tiny_runs import build_loop
 from transformers import AutoTokenizer
 
@@ -17,18 +17,12 @@ from vectorlm.train.device_turn import DeviceTurn
 from vectorlm.train.load import load_model
 from vectorlm.types import PromptRecord
 
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
-
-
 FOUR_TOKENS = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "skip_special_tokens": False}
 
 
-def turn_of(model_dir, model, topology=None, engine=None):
+def turn_of(folder, model, topology=None, engine=None):
     topology = topology or Topology()
-    engine = engine or HFEngine(model_dir, topology=topology, sampling_params=FOUR_TOKENS)
+    engine = engine or HFEngine(folder, topology=topology, sampling_params=FOUR_TOKENS)
     return DeviceTurn(engine, model=model, topology=topology)
 
 
@@ -68,16 +62,14 @@ def reward(text, *, first_letter):
     return 1.0 if text.startswith(first_letter) else 0.1
 
 
-def test_an_evaluation_samples_with_the_models_weights_scores_first_answers_and_records_all(
-    model_dir, tmp_path
-):
-    model = load_model(model_dir)
+def test_an_evaluation_samples_with_the_models_weights_scores_first_answers_and_records_all(folder, tmp_path):
+    model = load_model(folder)
     with torch.no_grad():
         # All logits are equal, so that greedy decoding takes token 0, the end token.
         model.lm_head.weight.zero_()
     said = []
     path = tmp_path / "deep" / "samples.jsonl"
-    turn, reports = turn_of(model_dir, model), []
+    turn, reports = turn_of(folder, model), []
     engine = turn.engine
     update = engine.update
     engine.update = lambda *args, **how: reports.append(update(*args, **how)) or reports[-1]
@@ -107,12 +99,12 @@ def test_an_evaluation_samples_with_the_models_weights_scores_first_answers_and_
     ]
 
 
-def test_answers_that_the_context_cuts_off_before_max_tokens_are_counted(model_dir):
-    model = load_model(model_dir)
+def test_answers_that_the_context_cuts_off_before_max_tokens_are_counted(folder):
+    model = load_model(folder)
     with torch.no_grad():
         model.lm_head.weight.zero_()
     said = []
-    turn = turn_of(model_dir, model)
+    turn = turn_of(folder, model)
     for max_tokens in (4, 5):
         evaluator = Evaluator(
             turn, [PromptRecord("abc")], samples_path=None, max_tokens=max_tokens, say=said.append
@@ -128,20 +120,20 @@ class StringLines:
         assert [line["finish_reasons"] for line in lines] == [["length"]]
 
 
-def test_the_accuracy_is_what_evaluate_reports_of_several_answers(model_dir):
+def test_the_accuracy_is_what_evaluate_reports_of_several_answers(folder):
     """Each of three questions has four answers, and one question has no reward at all."""
     given = iter([1.0, 0.5, None, 1.0, 0.0, 0.0, 0.0, 1.0, None, None, None, None])
-    engine = HFEngine(model_dir, sampling_params={"n": 4, "max_tokens": 2})
-    turn = turn_of(model_dir, load_model(model_dir), engine=engine)
+    engine = HFEngine(folder, sampling_params={"n": 4, "max_tokens": 2})
+    turn = turn_of(folder, load_model(folder), engine=engine)
     records = [PromptRecord("abc"), PromptRecord("xyz"), PromptRecord("uvw")]
     evaluator = Evaluator(turn, records, samples_path=None, reward=RewardFunction(lambda text: next(given)))
     assert evaluator.evaluate(1)["eval/accuracy"] == pytest.approx((2 / 3 + 1 / 4) / 2)
 
 
-def test_a_swap_that_was_skipped_reports_no_times_and_without_a_reward_nothing_is_scored(model_dir, tmp_path):
-    model, said = load_model(model_dir), []
+def test_a_swap_that_was_skipped_reports_no_times_and_without_a_reward_nothing_is_scored(folder, tmp_path):
+    model, said = load_model(folder), []
     evaluator = Evaluator(
-        turn_of(model_dir, model),
+        turn_of(folder, model),
         [PromptRecord("abc")],
         samples_path=tmp_path / "samples.jsonl",
         say=said.append,
@@ -153,21 +145,21 @@ def test_a_swap_that_was_skipped_reports_no_times_and_without_a_reward_nothing_i
 
 
 def test_a_resumed_evaluation_keeps_the_lines_up_to_its_step_and_a_new_one_starts_an_empty_file(
-    model_dir, tmp_path
+    folder, tmp_path
 ):
     path = tmp_path / "samples.jsonl"
     path.write_text('{"train_step": 2}\n{"train_step": 4}\n{"train_step": 6}\n{"train_st')
-    turn = turn_of(model_dir, load_model(model_dir))
+    turn = turn_of(folder, load_model(folder))
     Evaluator(turn, [PromptRecord("abc")], samples_path=path, resume_step=4)
     assert lines(path) == [{"train_step": 2}, {"train_step": 4}]
     Evaluator(turn, [PromptRecord("abc")], samples_path=path)
     assert lines(path) == []
 
 
-def train_with_evaluations(topology, model_dir, path):
-    training = build_loop(topology, model_dir, logging_steps=100, strategy="SHARD_GRAD_OP")
+def train_with_evaluations(topology, folder, path):
+    training = build_loop(topology, folder, logging_steps=100, strategy="SHARD_GRAD_OP")
     evaluation = Evaluator(
-        turn_of(model_dir, training.optimizer_step.model, topology),
+        turn_of(folder, training.optimizer_step.model, topology),
         [PromptRecord("abc", {"first_letter": "d"})],
         samples_path=path if topology.is_main else None,
         reward=RewardFunction(reward),
@@ -178,17 +170,17 @@ def train_with_evaluations(topology, model_dir, path):
     return [line["step"] for line in training.recorder.sink if "eval/accuracy" in line]
 
 
-def test_the_loop_evaluates_before_training_every_n_steps_and_at_the_end(model_dir, tmp_path):
+def test_the_loop_evaluates_before_training_every_n_steps_and_at_the_end(folder, tmp_path):
     path = tmp_path / "samples.jsonl"
-    assert on_ranks(2, train_with_evaluations, model_dir, path) == [[0, 4, 6], [0, 4, 6]]
+    assert on_ranks(2, train_with_evaluations, folder, path) == [[0, 4, 6], [0, 4, 6]]
     assert [line["train_step"] for line in lines(path)] == [0, 4, 6]
 
 
-def test_a_reward_that_fails_is_named_with_its_prompt(model_dir):
+def test_a_reward_that_fails_is_named_with_its_prompt(folder):
     def reward(text, **columns):
         raise KeyError("gone")
 
-    turn = turn_of(model_dir, load_model(model_dir))
+    turn = turn_of(folder, load_model(folder))
     evaluator = Evaluator(turn, [PromptRecord("a b")], samples_path=None, reward=RewardFunction(reward))
     with pytest.raises(
         RewardError, match=r"sampler.reward failed: KeyError: 'gone' \(.*py:\d+\) \(prompt 'a b'"
@@ -203,8 +195,8 @@ def test_blank_lines_and_separators_inside_a_text_are_no_lines(tmp_path):
     assert [prompt_record.prompt for prompt_record in read_prompts(path)] == texts
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_whatever_its_form(model_dir):
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+def test_a_prompt_that_leaves_no_room_is_refused_whatever_its_form(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     fitting = [PromptRecord("a b"), PromptRecord([5, 6]), PromptRecord([{"role": "user", "content": "a b"}])]
     check_lengths(fitting, tokenizer, 20, "rl.prompts")
     for prompt in ("a b " * 12, [5] * 21, [{"role": "user", "content": "a b " * 12}]):
@@ -214,13 +206,13 @@ def test_a_prompt_that_leaves_no_room_is_refused_whatever_its_form(model_dir):
             check_lengths([*fitting, PromptRecord(prompt)], tokenizer, 20, "rl.prompts")
 
 
-def test_chat_messages_are_shown_as_the_last_ones_text_and_token_ids_as_their_number(model_dir, tmp_path):
-    model, said = load_model(model_dir), []
+def test_chat_messages_are_shown_as_the_last_ones_text_and_token_ids_as_their_number(folder, tmp_path):
+    model, said = load_model(folder), []
     with torch.no_grad():
         model.lm_head.weight.zero_()
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "abc"}]
     evaluator = Evaluator(
-        turn_of(model_dir, model),
+        turn_of(folder, model),
         [PromptRecord(messages, {"first_letter": " <"}), PromptRecord([5, 6, 7], {"first_letter": "q"})],
         samples_path=tmp_path / "samples.jsonl",
         reward=RewardFunction(reward),

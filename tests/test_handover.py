@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rank_processes import on_ranks, save_tiny_llama
+from rank_processes import on_ranks
 from tiny_runs import build_loop, whole_weights
 
 from vectorlm.backends.transformers import HFEngine
@@ -11,11 +11,6 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.train.device_turn import DeviceTurn
 from vectorlm.train.load import load_model
 from vectorlm.types import UpdateReport
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
 class ScribeEngine:
@@ -196,12 +191,12 @@ def test_wrong_arguments_are_refused():
         turn_over(ScribeEngine(), offload_optimizer=True)
 
 
-def train(topology, model_dir, hand_over):
+def train(topology, folder, hand_over):
     """Train three steps of two micro-batches, with a hand-over before, between and even inside them."""
-    training = build_loop(topology, model_dir, num_micro_batches=2)
+    training = build_loop(topology, folder, num_micro_batches=2)
     stepper = training.optimizer_step
     greedy = {"temperature": 0.0, "max_tokens": 4}
-    engine = HFEngine(model_dir, topology=topology, sampling_params=greedy)
+    engine = HFEngine(folder, topology=topology, sampling_params=greedy)
     turn = DeviceTurn(
         engine,
         model=stepper.model,
@@ -233,14 +228,14 @@ def train(topology, model_dir, hand_over):
     return whole_weights(stepper.model), states, answers
 
 
-def train_both_ways(topology, model_dir):
-    return train(topology, model_dir, False), train(topology, model_dir, True)
+def train_both_ways(topology, folder):
+    return train(topology, folder, False), train(topology, folder, True)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_training_with_hand_overs_is_bit_for_bit_the_training_without(world_size, model_dir):
-    results = on_ranks(world_size, train_both_ways, model_dir)
-    start = dict(load_model(model_dir).named_parameters())
+def test_training_with_hand_overs_is_bit_for_bit_the_training_without(world_size, folder):
+    results = on_ranks(world_size, train_both_ways, folder)
+    start = dict(load_model(folder).named_parameters())
     for (weights, states, _), (same_weights, same_states, answers) in results:
         assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
         assert all(torch.equal(one, other) for one, other in zip(states, same_states, strict=True))

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from metrics_page import METRICS
-from rank_processes import on_ranks, save_tiny_llama
+from rank_processes import on_ranks
 from tiny_runs import GLOBAL_BATCH, LEARNING_RATE, NUM_STEPS, build_loop, loader, rows, whole_weights
 from torch.distributed.tensor import DTensor
 
@@ -19,11 +19,6 @@ SPLITS = {
 }
 
 LIMITS = (0, settings.GATHER_ONCE_BYTES)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
 def sum_loss(model, row):
@@ -40,11 +35,11 @@ def mean_loss(model, chosen):
 
 
 @pytest.fixture(scope="module")
-def reference(model_dir):
+def reference(folder):
     """One process, plain transformers and torch: the losses, norms and weights that every split must give."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
     examples, held_out = rows(21), rows(11, seed=1)
     rates = [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]
@@ -64,21 +59,21 @@ def reference(model_dir):
     return losses, norms, evals, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def train_every_split(topology, model_dir):
+def train_every_split(topology, folder):
     found = {}
     for limit, split in product(LIMITS, SPLITS[topology.world_size]):
         settings.GATHER_ONCE_BYTES = limit
         strategy, num_micro_batches = split
-        training = build_loop(topology, model_dir, strategy=strategy, num_micro_batches=num_micro_batches)
+        training = build_loop(topology, folder, strategy=strategy, num_micro_batches=num_micro_batches)
         training.run()
         found[limit, *split] = list(training.recorder.sink), whole_weights(training.optimizer_step.model)
     return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_every_split_of_the_global_batch_trains_like_one_plain_process(world_size, model_dir, reference):
+def test_every_split_of_the_global_batch_trains_like_one_plain_process(world_size, folder, reference):
     losses, norms, evals, expected = reference
-    for found in on_ranks(world_size, train_every_split, model_dir):
+    for found in on_ranks(world_size, train_every_split, folder):
         assert list(found) == [(limit, *split) for limit, split in product(LIMITS, SPLITS[world_size])]
         for split, (lines, weights) in found.items():
             assert [line["step"] for line in lines] == list(range(NUM_STEPS + 1)), split
@@ -93,11 +88,11 @@ def test_every_split_of_the_global_batch_trains_like_one_plain_process(world_siz
                 )
 
 
-def gather_twice(topology, model_dir):
+def gather_twice(topology, folder):
     found = []
     for limit in LIMITS:
         settings.GATHER_ONCE_BYTES = limit
-        training = build_loop(topology, model_dir, num_micro_batches=2)
+        training = build_loop(topology, folder, num_micro_batches=2)
         model, batches = training.optimizer_step.model, next(training.remaining_steps())
         for index, batch in enumerate(batches):
             training.optimizer_step.backward(training.sum_loss(batch), is_last=index == len(batches) - 1)
@@ -106,8 +101,8 @@ def gather_twice(topology, model_dir):
     return found
 
 
-def test_a_small_model_stays_whole_between_the_micro_batches_of_a_step(model_dir):
-    for found in on_ranks(2, gather_twice, model_dir):
+def test_a_small_model_stays_whole_between_the_micro_batches_of_a_step(folder):
+    for found in on_ranks(2, gather_twice, folder):
         assert found == [False] * 4 + [True, True, False, False]
 
 
@@ -118,14 +113,14 @@ def test_the_reference_clips_and_learns(reference):
     assert evals[6] < evals[0]
 
 
-def one_step_metrics(topology, model_dir):
-    training = build_loop(topology, model_dir)
+def one_step_metrics(topology, folder):
+    training = build_loop(topology, folder)
     training.run()
     return training.recorder.sink[1], training.recorder.sink[3]
 
 
-def test_a_step_reports_its_learning_rate_and_its_tokens(model_dir):
-    first, third = on_ranks(1, one_step_metrics, model_dir)[0]
+def test_a_step_reports_its_learning_rate_and_its_tokens(folder):
+    first, third = on_ranks(1, one_step_metrics, folder)[0]
     assert (first["train/learning_rate"], third["train/learning_rate"]) == (0.0, LEARNING_RATE)
     steps = list(loader(Topology(), rows(21)).steps(0))
     num_tokens = sum(int(batch.attention_mask.sum()) for batch in steps[0])
@@ -141,8 +136,8 @@ def test_a_step_reports_its_learning_rate_and_its_tokens(model_dir):
     assert set(first) - {"step"} <= METRICS
 
 
-def flops_and_mfu(topology, model_dir):
-    training = build_loop(topology, model_dir, device_peak_tflops=2.0)
+def flops_and_mfu(topology, folder):
+    training = build_loop(topology, folder, device_peak_tflops=2.0)
     training.run()
     step = training.recorder.sink[1]
     names = [name for name, _ in training.optimizer_step.model.named_parameters()]
@@ -155,13 +150,13 @@ def flops_and_mfu(topology, model_dir):
     return step["perf/tokens_seen"]
 
 
-def test_a_step_reports_its_operations_as_a_share_of_what_all_devices_could_do(model_dir):
-    one, two = on_ranks(1, flops_and_mfu, model_dir), on_ranks(2, flops_and_mfu, model_dir)
+def test_a_step_reports_its_operations_as_a_share_of_what_all_devices_could_do(folder):
+    one, two = on_ranks(1, flops_and_mfu, folder), on_ranks(2, flops_and_mfu, folder)
     assert two == one * 2
 
 
-def meet_nan(topology, model_dir):
-    training = build_loop(topology, model_dir)
+def meet_nan(topology, folder):
+    training = build_loop(topology, folder)
     batches = next(training.remaining_steps())
     my_ids = [index for batch in batches for index in batch.ids.tolist()]
     if topology.rank == topology.world_size - 1:
@@ -177,8 +172,8 @@ def meet_nan(topology, model_dir):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_loss_that_is_not_finite_stops_every_rank_and_names_step_rank_and_examples(world_size, model_dir):
-    results = on_ranks(world_size, meet_nan, model_dir)
+def test_a_loss_that_is_not_finite_stops_every_rank_and_names_step_rank_and_examples(world_size, folder):
+    results = on_ranks(world_size, meet_nan, folder)
     ids = results[-1][1]
     for text, _, weights_are_unchanged in results:
         assert text == (
@@ -188,8 +183,8 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_names_step_rank_and_exam
         assert weights_are_unchanged
 
 
-def meet_infinite_gradient(topology, model_dir):
-    training = build_loop(topology, model_dir)
+def meet_infinite_gradient(topology, folder):
+    training = build_loop(topology, folder)
     embedding = training.optimizer_step.model.model.embed_tokens
 
     def spoil(module, inputs, output):
@@ -203,16 +198,16 @@ def meet_infinite_gradient(topology, model_dir):
     return str(raised.value), all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_gradient_norm_that_is_not_finite_stops_before_the_weights_change(model_dir):
-    for rank, (text, weights_are_unchanged) in enumerate(on_ranks(2, meet_infinite_gradient, model_dir)):
+def test_a_gradient_norm_that_is_not_finite_stops_before_the_weights_change(folder):
+    for rank, (text, weights_are_unchanged) in enumerate(on_ranks(2, meet_infinite_gradient, folder)):
         assert text.startswith(
             f"the model's gradient norm is nan at step 1 (over all ranks, seen on rank {rank})"
         )
         assert weights_are_unchanged
 
 
-def train_on_an_unknown_token(topology, model_dir, input_ids, labels):
-    training = build_loop(topology, model_dir)
+def train_on_an_unknown_token(topology, folder, input_ids, labels):
+    training = build_loop(topology, folder)
     examples = [{"input_ids": [1, 2, 3, 40], "labels": [1, 2, 3, 4]} for index in range(20)]
     examples.append({"input_ids": input_ids, "labels": labels})
     training.train_loader = loader(topology, examples, shuffle=False)
@@ -230,7 +225,7 @@ def train_on_an_unknown_token(topology, model_dir, input_ids, labels):
         ([1, 2, 3, 4], [-1, -1, -1, 4], "label -1"),
     ],
 )
-def test_what_the_model_has_no_token_for_is_named_with_its_row(model_dir, input_ids, labels, what):
-    (text,) = on_ranks(1, train_on_an_unknown_token, model_dir, input_ids, labels)
+def test_what_the_model_has_no_token_for_is_named_with_its_row(folder, input_ids, labels, what):
+    (text,) = on_ranks(1, train_on_an_unknown_token, folder, input_ids, labels)
     assert text.startswith(f"row 20 of the dataset holds the {what}, and the model has 48 tokens;")
     assert "dataset.ignore_index=-100" in text

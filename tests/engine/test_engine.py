@@ -33,6 +33,7 @@ def next_step(engine):
     return engine.version + 1
 
 
+@pytest.mark.slow
 def test_before_any_update_it_samples_from_the_checkpoint(folder, models):
     # An engine of its own: the shared one may hold anything by now.
     with SamplingEngine(str(folder), **TINY_ENGINE) as fresh:

@@ -103,6 +103,23 @@ def test_sharded_prompts_of_a_lone_rank_are_all_prompts(engine):
     assert tuple(output.outputs[0].token_ids) == engine.sample([[4]], GREEDY)[0][0].token_ids
 
 
+@pytest.mark.parametrize("given", [{}, {"n": 3}, {"stop": ["a", "e"]}, {"detokenize": False}], ids=str)
+def test_an_engine_s_completions_have_the_text_of_its_request_outputs(engine, given):
+    params = {"max_tokens": 24, "seed": 3, "logprobs": 0, "ignore_eos": True, **given}
+    prompts = [[2, 3, 4], [5, 6], [7], [8, 9, 10]]
+    sampled, outputs = engine.sample(prompts, params), engine.generate(prompts, params)
+    texts = [[each.text for each in completions] for completions in sampled]
+    assert texts == [[each.text for each in output.outputs] for output in outputs]
+    assert any(map(any, texts)) == given.get("detokenize", True)
+    ids = [[list(each.token_ids) for each in completions] for completions in sampled]
+    assert ids == [[list(each.token_ids) for each in output.outputs] for output in outputs]
+    if given.get("detokenize", True):
+        first = outputs[0].outputs[0]
+        assert any(
+            each[token].decoded_token for token, each in zip(first.token_ids, first.logprobs, strict=True)
+        )
+
+
 class Recording:
     """A channel that answers nothing and keeps what it is told to cancel."""
 

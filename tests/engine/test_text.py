@@ -13,7 +13,6 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vectorlm.backends.vllm.shim import make_sampling_params
 from vectorlm.backends.vllm.text import Texts
 
-TINY_LLAMA = {"hidden_size": 64}
 CORPUS = ["the cat sat on the mat, ", "naïve café — Füße", "日本語 🙂🙃", "x = 3 * (4 + 5)\n\n"] * 20
 SPECIAL = [AddedToken(name, special=True) for name in ("<s>", "</s>", "<|user|>")]
 
@@ -110,20 +109,3 @@ def test_text_that_is_not_wanted_or_has_to_be_searched_is_left_to_vllm(tokenizer
     params = make_sampling_params({})
     Texts(None).take_over("a", params)
     assert params.detokenize
-
-
-@pytest.mark.parametrize("given", [{}, {"n": 3}, {"stop": ["a", "e"]}, {"detokenize": False}], ids=str)
-def test_an_engine_s_completions_have_the_text_of_its_request_outputs(engine, given):
-    params = {"max_tokens": 24, "seed": 3, "logprobs": 0, "ignore_eos": True, **given}
-    prompts = [[2, 3, 4], [5, 6], [7], [8, 9, 10]]
-    sampled, outputs = engine.sample(prompts, params), engine.generate(prompts, params)
-    texts = [[each.text for each in completions] for completions in sampled]
-    assert texts == [[each.text for each in output.outputs] for output in outputs]
-    assert any(map(any, texts)) == given.get("detokenize", True)
-    ids = [[list(each.token_ids) for each in completions] for completions in sampled]
-    assert ids == [[list(each.token_ids) for each in output.outputs] for output in outputs]
-    if given.get("detokenize", True):
-        first = outputs[0].outputs[0]
-        assert any(
-            each[token].decoded_token for token, each in zip(first.token_ids, first.logprobs, strict=True)
-        )

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rank_processes import save_tiny_llama
 from transformers import LogitsProcessorList
 
 from vectorlm import encoding
@@ -27,9 +26,7 @@ from vectorlm.types import UpdateReport
 NAMED = {check.__name__: check for check in CHECKS}
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("broken") / "model", hidden_size=64)
+TINY_LLAMA = {"hidden_size": 64}
 
 
 def forget(*args, **kwargs):
@@ -154,31 +151,31 @@ MODEL_BROKEN = [
 ]
 
 
-def fails(engine, model_path, name):
+def fails(engine, folder, name):
     # Several checks need a version that the engine holds.
-    subject = EngineUnderTest(engine, model_path)
+    subject = EngineUnderTest(engine, folder)
     subject.engine.update(subject.models(20)[0], 0)
     with pytest.raises(AssertionError, match=name):
         run_checks(subject, [NAMED[name]])
 
 
 @pytest.mark.parametrize(("name", "change"), BROKEN)
-def test_a_broken_rule_is_noticed(name, change, model_path, monkeypatch):
+def test_a_broken_rule_is_noticed(name, change, folder, monkeypatch):
     monkeypatch.setattr(*change)
     monkeypatch.setattr(answers, "PATIENCE_S", 0.5)
     with FakeEngine(lambda prompt, version: f"step {version}: {prompt}", num_steps=3) as engine:
-        fails(engine, model_path, name)
+        fails(engine, folder, name)
 
 
 @pytest.mark.parametrize(("name", "change"), MODEL_BROKEN)
-def test_answers_that_are_not_the_models_are_noticed(name, change, model_path, monkeypatch):
-    with HFEngine(model_path) as engine:
+def test_answers_that_are_not_the_models_are_noticed(name, change, folder, monkeypatch):
+    with HFEngine(folder) as engine:
         monkeypatch.setattr(*change, raising=False)
-        fails(engine, model_path, name)
+        fails(engine, folder, name)
 
 
-def test_the_same_engines_unbroken_fail_none_of_these_checks(model_path):
+def test_the_same_engines_unbroken_fail_none_of_these_checks(folder):
     with FakeEngine(lambda prompt, version: f"step {version}: {prompt}", num_steps=3) as engine:
-        subject = EngineUnderTest(engine, model_path)
+        subject = EngineUnderTest(engine, folder)
         engine.update(subject.models(20)[0], 0)
         run_checks(subject, [NAMED[name] for name in dict(BROKEN)])

@@ -4,7 +4,7 @@ import contextlib
 import functools
 
 import pytest
-from rank_processes import on_ranks, save_tiny_llama
+from rank_processes import on_ranks
 from tiny_engine import TINY_ENGINE
 
 import vectorlm
@@ -61,17 +61,15 @@ def checks_of(kind):
 CASES = [(kind, check) for kind in ENGINES for check in checks_of(kind)]
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("contract") / "model", tied=True, hidden_size=64)
+TINY_LLAMA = {"tied": True, "hidden_size": 64}
 
 
 @pytest.fixture(scope="module")
-def subject_of(model_path):
+def subject_of(folder):
     """Start each engine once, when the first of its checks comes."""
     with contextlib.ExitStack() as stack:
         yield functools.cache(
-            lambda kind: EngineUnderTest(stack.enter_context(ENGINES[kind](model_path)), model_path)
+            lambda kind: EngineUnderTest(stack.enter_context(ENGINES[kind](folder)), folder)
         )
 
 
@@ -95,5 +93,5 @@ def keep_the_contract(topology, kind, path):
         pytest.param("scripted_process", marks=pytest.mark.slow),
     ],
 )
-def test_an_engine_keeps_the_contract_on_two_ranks(kind, model_path):
-    on_ranks(2, keep_the_contract, kind, model_path)
+def test_an_engine_keeps_the_contract_on_two_ranks(kind, folder):
+    on_ranks(2, keep_the_contract, kind, folder)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from rank_processes import save_tiny_llama
 
 from vectorlm import SamplingEngine
 from vectorlm.testing import EngineUnderTest, answers, run_checks
@@ -40,21 +39,19 @@ MISTAKES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("mistakes") / "model", tied=True, hidden_size=64)
+TINY_LLAMA = {"tied": True, "hidden_size": 64}
 
 
 @pytest.mark.parametrize(("mistake", "check", "said"), MISTAKES, ids=[each[0] for each in MISTAKES])
-def test_the_suite_fails_for_a_mistake(mistake, check, said, model_path, monkeypatch):
+def test_the_suite_fails_for_a_mistake(mistake, check, said, folder, monkeypatch):
     monkeypatch.setattr(answers, "PATIENCE_S", 3.0)
     more = {}
     if mistake == "CancelForgetsTheNames":
         more = {"answers": "step {1}: {0}".format, "num_steps": 3, "max_num_seqs": 2, "step_s": 0.02}
     name = f"{Path(__file__).parent / 'mistakes.py'}:{mistake}"
     with (
-        SamplingEngine(str(model_path), inference=name, channel="inline", timeout_s=60, **more) as engine,
+        SamplingEngine(str(folder), inference=name, channel="inline", timeout_s=60, **more) as engine,
         pytest.raises(AssertionError, match=said) as caught,
     ):
-        run_checks(EngineUnderTest(engine, model_path))
+        run_checks(EngineUnderTest(engine, folder))
     assert str(caught.value).startswith(f"{check}: ")

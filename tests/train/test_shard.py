@@ -2,7 +2,7 @@ import shutil
 
 import pytest
 import torch
-from rank_processes import on_ranks, save_tiny_llama
+from rank_processes import on_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
@@ -18,9 +18,7 @@ from vectorlm.weights.plan import reshard
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("llama"), tied=True)
+TINY_LLAMA = {"tied": True}
 
 
 def gradient(model, rows):
@@ -35,25 +33,25 @@ def gradient(model, rows):
     return loss.item(), whole
 
 
-def gradients_by_strategy(topology, model_dir):
+def gradients_by_strategy(topology, folder):
     found = {}
     for strategy in STRATEGIES:
         for activation_checkpointing in (False, True):
             settings = ModelSettings(
                 sharding_strategy=strategy, use_activation_checkpointing=activation_checkpointing
             )
-            model = shard_model(load_model(model_dir), topology, settings)
+            model = shard_model(load_model(folder), topology, settings)
             found[strategy, activation_checkpointing] = gradient(model, 2)
-    offloaded = shard_model(load_model(model_dir), topology, ModelSettings(cpu_offload=True))
+    offloaded = shard_model(load_model(folder), topology, ModelSettings(cpu_offload=True))
     return found | {"offloaded": gradient(offloaded, 2)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_strategy_checkpointing_and_offload_leave_loss_gradients_and_names_unchanged(
-    world_size, model_dir
+    world_size, folder
 ):
-    expected_loss, expected = gradient(load_model(model_dir), 2)
-    for found in on_ranks(world_size, gradients_by_strategy, model_dir):
+    expected_loss, expected = gradient(load_model(folder), 2)
+    for found in on_ranks(world_size, gradients_by_strategy, folder):
         assert len(found) == 9
         for key, (loss, gradients) in found.items():
             assert loss == pytest.approx(expected_loss, rel=1e-6), key
@@ -63,18 +61,18 @@ def test_every_strategy_checkpointing_and_offload_leave_loss_gradients_and_names
                 torch.testing.assert_close(whole, expected[name], rtol=1e-5, atol=1e-7, msg=f"{key} {name}")
 
 
-def placements(topology, model_dir):
+def placements(topology, folder):
     found = {}
     for strategy in STRATEGIES:
-        model = shard_model(load_model(model_dir), topology, ModelSettings(sharding_strategy=strategy))
+        model = shard_model(load_model(folder), topology, ModelSettings(sharding_strategy=strategy))
         local = sum(parameter.to_local().numel() for parameter in model.parameters())
         tied = model.lm_head.weight is model.model.embed_tokens.weight
         found[strategy] = local / sum(parameter.numel() for parameter in model.parameters()), tied
     return found
 
 
-def test_sharding_strategies_hold_their_share_of_the_weights_and_keep_tied_embeddings_tied(model_dir):
-    for found in on_ranks(2, placements, model_dir):
+def test_sharding_strategies_hold_their_share_of_the_weights_and_keep_tied_embeddings_tied(folder):
+    for found in on_ranks(2, placements, folder):
         assert {name: share for name, (share, _) in found.items()} == {
             "FULL_SHARD": 0.5,
             "SHARD_GRAD_OP": 0.5,
@@ -84,15 +82,15 @@ def test_sharding_strategies_hold_their_share_of_the_weights_and_keep_tied_embed
         assert all(tied for _, tied in found.values())
 
 
-def hybrid(topology, model_dir):
-    model = shard_model(load_model(model_dir), topology, ModelSettings(sharding_strategy="HYBRID_SHARD"))
+def hybrid(topology, folder):
+    model = shard_model(load_model(folder), topology, ModelSettings(sharding_strategy="HYBRID_SHARD"))
     local = sum(parameter.to_local().numel() for parameter in model.parameters())
     return local / sum(parameter.numel() for parameter in model.parameters()), *gradient(model, 2)
 
 
-def test_hybrid_shards_within_a_node_and_leaves_loss_and_gradients_unchanged(model_dir):
-    expected_loss, expected = gradient(load_model(model_dir), 2)
-    for share, loss, gradients in on_ranks(4, hybrid, model_dir, num_nodes=2):
+def test_hybrid_shards_within_a_node_and_leaves_loss_and_gradients_unchanged(folder):
+    expected_loss, expected = gradient(load_model(folder), 2)
+    for share, loss, gradients in on_ranks(4, hybrid, folder, num_nodes=2):
         assert share == 0.5
         assert loss == pytest.approx(expected_loss, rel=1e-6)
         for name, whole in gradients.items():
@@ -100,9 +98,9 @@ def test_hybrid_shards_within_a_node_and_leaves_loss_and_gradients_unchanged(mod
             torch.testing.assert_close(whole, expected[name], rtol=1e-5, atol=1e-7)
 
 
-def half_precision(topology, model_dir, settings, lora):
+def half_precision(topology, folder, settings, lora):
     def load(is_empty):
-        model = load_model(model_dir, dtype=settings.dtype, is_empty=is_empty)
+        model = load_model(folder, dtype=settings.dtype, is_empty=is_empty)
         return add_lora(model, {"r": 2, "target_modules": ["q_proj"]}) if lora else model
 
     model = load_sharded(load, topology, settings)
@@ -128,23 +126,21 @@ def half_precision(topology, model_dir, settings, lora):
         (ModelSettings(dtype="bfloat16", cpu_offload=True), True, torch.float32, torch.bfloat16),
     ],
 )
-def test_half_precision_of_weights_or_of_computing_alone(
-    model_dir, world_size, settings, lora, trained, frozen
-):
-    expected, _ = gradient(load_model(model_dir), 2)
-    for found in on_ranks(world_size, half_precision, model_dir, settings, lora):
+def test_half_precision_of_weights_or_of_computing_alone(folder, world_size, settings, lora, trained, frozen):
+    expected, _ = gradient(load_model(folder), 2)
+    for found in on_ranks(world_size, half_precision, folder, settings, lora):
         loss, *dtypes, computed = found
         assert dtypes == [{trained}, {frozen} - {None}, {trained}]
         assert computed == torch.bfloat16
         assert loss == pytest.approx(expected, rel=1e-2)  # bf16 has 8 bits of mantissa
 
 
-def filled_from_main(topology, model_dir, lora, settings):
+def filled_from_main(topology, folder, lora, settings):
     weights = {}
 
     def load(is_empty):
         assert is_empty is not topology.is_main
-        model = load_model(model_dir, is_empty=is_empty)
+        model = load_model(folder, is_empty=is_empty)
         if lora:
             torch.manual_seed(topology.rank)
             model = add_lora(model, {"r": 2, "target_modules": ["q_proj"]})
@@ -171,30 +167,28 @@ def filled_from_main(topology, model_dir, lora, settings):
     ids=str,
 )
 @pytest.mark.parametrize("has_own_head", [False, True])
-def test_ranks_that_start_empty_get_their_shards_from_rank_0(
-    model_dir, tmp_path, lora, settings, has_own_head
-):
+def test_ranks_that_start_empty_get_their_shards_from_rank_0(folder, tmp_path, lora, settings, has_own_head):
     if has_own_head:
         # As some merges leave it: the config ties the head, and the file has another one.
-        model_dir = shutil.copytree(model_dir, tmp_path / "merged")
-        tensors = load_file(model_dir / "model.safetensors")
+        folder = shutil.copytree(folder, tmp_path / "merged")
+        tensors = load_file(folder / "model.safetensors")
         tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"]
-        save_file(tensors, model_dir / "model.safetensors", {"format": "pt"})
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (first, weights, first_logits), (second, _, second_logits) = on_ranks(
-        2, filled_from_main, model_dir, lora, settings
+        2, filled_from_main, folder, lora, settings
     )
     assert first.keys() == second.keys()
     assert has_own_head is any("lm_head" in name for name in first)
     for name in first:
         assert torch.equal(first[name], weights[name])
         assert torch.equal(second[name], weights[name])
-    expected = load_model(model_dir)(input_ids=torch.arange(8)[None]).logits
+    expected = load_model(folder)(input_ids=torch.arange(8)[None]).logits
     torch.testing.assert_close(first_logits, expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(first_logits, second_logits)
 
 
-def resharded(topology, model_dir):
-    model = shard_model(load_model(model_dir), topology, ModelSettings(sharding_strategy="SHARD_GRAD_OP"))
+def resharded(topology, folder):
+    model = shard_model(load_model(folder), topology, ModelSettings(sharding_strategy="SHARD_GRAD_OP"))
     with torch.no_grad():
         model(input_ids=torch.arange(8)[None], use_cache=False)
     scored_groups = [
@@ -204,8 +198,8 @@ def resharded(topology, model_dir):
     return scored_groups, [type(parameter) for parameter in model.parameters()], gather_weights(model)
 
 
-def test_after_a_forward_alone_reshard_gives_the_parameters_back_as_shards(model_dir):
-    for scored_groups, types, _ in on_ranks(2, resharded, model_dir):
+def test_after_a_forward_alone_reshard_gives_the_parameters_back_as_shards(folder):
+    for scored_groups, types, _ in on_ranks(2, resharded, folder):
         assert scored_groups
         assert set(types) == {DTensor}
 
