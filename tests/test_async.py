@@ -37,10 +37,6 @@ CASES = {
         "grpo",
         overlapping(3, "rl.sampling_params={max_tokens: 30}", "rl.correction.preset=decoupled"),
     ),
-    "drain": (
-        "ppo",
-        overlapping(1, "rl.async.update=drain", "rl.async.placement=split", "rl.critic.lr=1e-3"),
-    ),
     "adapters": (
         "rloo",
         overlapping(

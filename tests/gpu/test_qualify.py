@@ -76,6 +76,7 @@ def test_a_crash_keeps_the_figures_before_it_and_shows_its_last_words():
 
 
 @on_cpu
+@pytest.mark.slow
 def test_a_step_that_hangs_is_ended_and_explained(capsys):
     expected = (Expected(figure="x", at_most=1, means="the cooling"),)
     step = Step(name="hang", call="test_qualify:hang", limit_s=3, expected=expected)

@@ -44,12 +44,11 @@ def outside_address():
         return probe.getsockname()[0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_on_one_machine_listens_on_the_loopback_interface_alone(world_size):
+def test_a_run_on_one_machine_listens_on_the_loopback_interface_alone():
     engine = {"inference": "vectorlm.backends.scripted:Scripted", "answers": "{0}".format}
-    found = vectorlm.launch(listen, engine, world_size=world_size)[0]
+    found = vectorlm.launch(listen, engine, world_size=2)[0]
     assert {address for address, _ in found} <= set(LOOPBACK), found
-    assert world_size == 1 or found, "two ranks without a port: nothing was looked at"
+    assert found, "two ranks without a port: nothing was looked at"
 
 
 def knock(address):

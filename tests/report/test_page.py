@@ -140,6 +140,7 @@ def test_several_runs_are_on_one_page_with_the_settings_that_differ(tmp_path):
     assert [row["prompt"] for row in rows[0]] == [row["prompt"] for row in rows[1]]
 
 
+@pytest.mark.slow
 def test_a_page_that_follows_is_written_while_a_run_goes_on_and_then_rests(tmp_path):
     run = make_run(tmp_path / "run")
     output = tmp_path / "page.html"
