@@ -57,8 +57,8 @@ def train(checked: Any) -> None:
     from transformers import PreTrainedModel
 
     from vectorlm import Topology
-    from vectorlm.finetune import finetune
-    from vectorlm.reinforce import reinforce
+    from vectorlm.rl_run import reinforce
+    from vectorlm.sft_run import finetune
 
     name = f"rank {Topology.from_environment().rank}"
     (FOLDER / f"{name}.pid").write_text(str(os.getpid()))

@@ -78,7 +78,7 @@ def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
 
     from vectorlm.config import load_config
     from vectorlm.ranks.topology import Topology
-    from vectorlm.reinforce import reinforce
+    from vectorlm.rl_run import reinforce
     from vectorlm.run import open_engine
 
     torch.set_num_threads(1)

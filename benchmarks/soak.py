@@ -45,7 +45,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # Spawned ranks import this file again: torch and the library only where they are used.
     import vectorlm
-    from vectorlm.reinforce import reinforce
+    from vectorlm.rl_run import reinforce
 
     make = [sys.executable, str(ROOT / "examples/make_countdown.py"), "--output_dir", str(FOLDER / "data")]
     subprocess.run(make, check=True)

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from vectorlm.config import add_config_arguments, config_from_arguments
 from vectorlm.errors import ConfigError, VectorLMError
-from vectorlm.finetune import finetune
 from vectorlm.preflight.local_model import with_download
 from vectorlm.ranks.topology import Topology
+from vectorlm.sft_run import finetune
 
 
 def main() -> None:

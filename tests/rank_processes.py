@@ -16,7 +16,7 @@ from vectorlm.ranks.topology import Topology
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Imported once, in a clean process that the ranks are forked from.
 _CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed.checkpoint", "transformers", "vectorlm.reinforce", "pytest"]
+    ["torch", "torch.distributed.checkpoint", "transformers", "vectorlm.rl_run", "pytest"]
 )
 
 

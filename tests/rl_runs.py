@@ -12,7 +12,7 @@ from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.config import load_config
 from vectorlm.config.value import raise_problems
 from vectorlm.preflight.rl import rl_problems
-from vectorlm.reinforce import reinforce
+from vectorlm.rl_run import reinforce
 
 REWARD = """
 import random

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from vectorlm.config import load_config
-from vectorlm.finetune import finetune
+from vectorlm.sft_run import finetune
 
 ROOT = Path(__file__).parents[1]
 SAMPLER = (

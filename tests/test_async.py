@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 import vectorlm
 from vectorlm.errors import ConfigError
-from vectorlm.reinforce import reinforce
+from vectorlm.rl_run import reinforce
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from rank_processes import save_tiny_llama
 from rl_runs import config_of, is_documented, lines, save_files
 
 import vectorlm
-from vectorlm.reinforce import reinforce
+from vectorlm.rl_run import reinforce
 from vectorlm.train.load import load_model
 
 

@@ -20,8 +20,8 @@ from sft_runs import CONFIG, ROOT, SAMPLER, lines, make_config, train
 
 from vectorlm.config import load_config, save_config
 from vectorlm.errors import ConfigError, RankMismatch
-from vectorlm.finetune import finetune
 from vectorlm.preflight.resume import find_resumption
+from vectorlm.sft_run import finetune
 
 
 @pytest.fixture(scope="module")

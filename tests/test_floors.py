@@ -42,7 +42,8 @@ FLOORS = [
     {"config"},
     {"preflight"},
     {"run"},
-    {"finetune", "reinforce"},
+    {"sft_run", "rl_run"},
+    {"calls"},
     {"cli"},
 ]
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}

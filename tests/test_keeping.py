@@ -15,10 +15,10 @@ from vectorlm import FakeEngine
 from vectorlm.cli import main
 from vectorlm.config import load_config
 from vectorlm.errors import CheckpointError, ConfigError, RewardError
-from vectorlm.finetune import finetune
 from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.resume import find_resumption, say_finished
-from vectorlm.reinforce import reinforce
+from vectorlm.rl_run import reinforce
+from vectorlm.sft_run import finetune
 from vectorlm.train.loop import FineTuningLoop
 
 TEXT = """

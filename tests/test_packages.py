@@ -70,7 +70,7 @@ def test_the_check_says_that_there_will_be_no_pictures(inputs, tmp_path, hidden,
 
 FINE_TUNING = """
 from vectorlm.config import load_config
-from vectorlm.finetune import finetune
+from vectorlm.sft_run import finetune
 
 finetune(load_config(sys.argv[1], sys.argv[2:]))
 print(sorted({"matplotlib", "wandb"} & set(sys.modules)))
@@ -103,7 +103,7 @@ def run_without(names, code, *arguments):
 RL = """
 from vectorlm import FakeEngine
 from vectorlm.config import load_config
-from vectorlm.reinforce import reinforce
+from vectorlm.rl_run import reinforce
 
 config = load_config(sys.argv[1], sys.argv[2:])
 with FakeEngine(lambda prompt, version: "aeiou") as engine:

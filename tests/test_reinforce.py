@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import vectorlm
 from vectorlm import FakeEngine
 from vectorlm.errors import ConfigError, RewardError
-from vectorlm.reinforce import reinforce
+from vectorlm.rl_run import reinforce
 
 ROOT = Path(__file__).parent.parent
 TOOL = f"{ROOT}/examples/calculator_tool.py:Calculator"

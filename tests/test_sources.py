@@ -9,7 +9,7 @@ from rl_runs import config_of, lines, numbers, save_files, stop_after_step_2
 import vectorlm
 from vectorlm.errors import ConfigError, RankFailed
 from vectorlm.preflight.checked import preflight
-from vectorlm.reinforce import reinforce
+from vectorlm.rl_run import reinforce
 
 TASK = {"reasoning_gym": "letter_counting", "form": "text", "config": {"max_words": 5}}
 

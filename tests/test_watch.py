@@ -167,7 +167,7 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(run):
 
 
 def fine_tune(topology, path):
-    from vectorlm.finetune import finetune
+    from vectorlm.sft_run import finetune
 
     finetune(load_config(path), topology)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vectorlm.backends.scripted import FakeEngine
     from vectorlm.backends.transformers import HFEngine
+    from vectorlm.calls import finetune, reinforce
     from vectorlm.checkpoint.export import save_model
     from vectorlm.config.load import load_config
     from vectorlm.engine.engine import SamplingEngine
@@ -26,8 +27,10 @@ _HOMES = {
     "SamplingEngine": "vectorlm.engine.engine",
     "Topology": "vectorlm.ranks.topology",
     "UpdateReport": "vectorlm.types",
+    "finetune": "vectorlm.calls",
     "launch": "vectorlm.ranks.launcher",
     "load_config": "vectorlm.config.load",
+    "reinforce": "vectorlm.calls",
     "save_model": "vectorlm.checkpoint.export",
 }
 
@@ -40,8 +43,10 @@ __all__ = [
     "SamplingEngine",
     "Topology",
     "UpdateReport",
+    "finetune",
     "launch",
     "load_config",
+    "reinforce",
     "save_model",
 ]
 

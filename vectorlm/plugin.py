@@ -1,4 +1,7 @@
-"""Code of the user: objects by names like ``file.py:NAME`` or ``package.module:NAME``."""
+"""Code of the user: objects by names like ``file.py:NAME`` or ``package.module:NAME``.
+
+A run that was begun in Python keeps functions in a file of its own, ``functions.pkl``, with their names.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -34,8 +38,9 @@ def load_plugin(name: str) -> Any:
         ConfigError: One of them does not exist, or raises while it is imported, or would end the process.
     """
     where, _, what = name.rpartition(":")
+    load = _load_file if where.endswith(".py") else _load_pickle if where.endswith(".pkl") else _load_module
     try:
-        module = _load_file(Path(where), name) if where.endswith(".py") else _load_module(where, name)
+        module = load(where, name)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
@@ -66,7 +71,14 @@ def text_of(value: Any) -> str:
         return f"(its text raised {type(error).__name__})"
 
 
-def _load_file(path: Path, name: str) -> Any:
+def _load_pickle(where: str, name: str) -> Any:
+    if not Path(where).is_file():
+        raise ConfigError(f"{name!r} does not exist: {where} is not a file.")
+    return SimpleNamespace(**cloudpickle.loads(Path(where).read_bytes()))
+
+
+def _load_file(where: str, name: str) -> Any:
+    path = Path(where)
     if not path.is_file():
         raise ConfigError(f"{name!r} does not exist: {path} is not a file.")
     # Without dots, which pickle takes for packages: a process pool of the user's runs functions of the file.

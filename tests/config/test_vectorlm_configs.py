@@ -12,7 +12,7 @@ from tiny_runs import rows
 from vectorlm.cli import main
 from vectorlm.config import load_config
 from vectorlm.errors import ConfigError
-from vectorlm.finetune import finetune
+from vectorlm.sft_run import finetune
 
 FOLDER = Path(__file__).with_name("vectorlm_configs")
 NAMES = sorted(path.name for path in FOLDER.glob("*.yaml"))

@@ -10,7 +10,7 @@ from tiny_runs import rows
 from transformers import AutoTokenizer
 
 from vectorlm.config.load import load_config
-from vectorlm.finetune import finetune
+from vectorlm.sft_run import finetune
 
 CONFIG = """
 model: {side}

@@ -14,7 +14,7 @@ from server_process import TOKEN, running_server
 from vectorlm.backends.server.scoring import ROWS_PER_REQUEST, ScoringServer
 from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout
 from vectorlm.preflight.teacher import check_teacher
-from vectorlm.reinforce import reinforce
+from vectorlm.rl_run import reinforce
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
 from vectorlm.train.packing import Rows

@@ -19,7 +19,7 @@ from vectorlm.backends.server.extension import ServerExtension
 from vectorlm.backends.server.serve import Guard, server_command, server_environment
 from vectorlm.backends.server.wire import arguments_from_wire, result_from_wire, result_to_wire, to_wire
 from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout, WeightMismatch
-from vectorlm.reinforce import reinforce
+from vectorlm.rl_run import reinforce
 from vectorlm.testing import EngineUnderTest, run_checks
 from vectorlm.weights.plan import Layout, Piece, Slot, TensorSpec
 from vectorlm.weights.record import Copy, LoadPlan, View

@@ -19,11 +19,11 @@ from vectorlm import FakeEngine
 from vectorlm.config import load_config
 from vectorlm.config.setting import all_settings
 from vectorlm.errors import VectorLMError
-from vectorlm.finetune import finetune
 from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.memory import memory_report
-from vectorlm.reinforce import reinforce
 from vectorlm.report.metrics import JsonlSink
+from vectorlm.rl_run import reinforce
+from vectorlm.sft_run import finetune
 
 ON_TEXT = """
 model: model

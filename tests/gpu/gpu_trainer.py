@@ -127,7 +127,7 @@ def grpo(bench: Bench) -> None:
 
 def grpo_in(bench: Bench, data: Path, name: str) -> None:
     from vectorlm.config import load_config
-    from vectorlm.reinforce import reinforce
+    from vectorlm.rl_run import reinforce
 
     output = bench.folder / name
     changes = {

@@ -12,11 +12,11 @@ import vectorlm.run
 from vectorlm.cli import main
 from vectorlm.config import load_config
 from vectorlm.errors import ConfigError
-from vectorlm.finetune import finetune
 from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.memory import host_memory_bytes, memory_report, plan_of_config
 from vectorlm.preflight.memory_plan import GIB
 from vectorlm.ranks.topology import Topology
+from vectorlm.sft_run import finetune
 
 TEXT = """\
 model: model

@@ -17,7 +17,7 @@ from rl_runs import config_of, numbers, save_files
 
 from vectorlm import SamplingEngine
 from vectorlm.ranks.topology import Topology
-from vectorlm.reinforce import reinforce
+from vectorlm.rl_run import reinforce
 from vectorlm.train import packing, shard
 
 RUNS = {

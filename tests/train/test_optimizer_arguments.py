@@ -16,11 +16,11 @@ from tiny_runs import rows
 
 from vectorlm.config import load_config
 from vectorlm.errors import CheckpointError, ConfigError
-from vectorlm.finetune import finetune
 from vectorlm.preflight.memory import plan_of_config
 from vectorlm.preflight.resume import find_resumption
 from vectorlm.ranks.topology import Topology
 from vectorlm.run import Run
+from vectorlm.sft_run import finetune
 from vectorlm.train.settings import OptimizerSettings
 
 TEXT = """\

@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if found is not None and found.is_finished:
         print(say_finished(config, found), file=sys.stderr)
         return 0
-    from vectorlm.finetune import finetune
-    from vectorlm.reinforce import reinforce
+    from vectorlm.rl_run import reinforce
+    from vectorlm.sft_run import finetune
 
     with at_interrupt("with checkpoints, the same command goes on from the last one"):
         vectorlm.launch(

@@ -23,6 +23,8 @@ from vectorlm.train.settings import PROFILE_STEPS
 
 DEFAULT_PATH = "configs/config.yaml"
 """The config file of a command that names none."""
+ARGUMENT = "an argument"
+"""The place of a setting that a call in Python gives."""
 
 
 def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -45,6 +47,45 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Con
     _resolve_aliases(tree)
     for override in overrides:
         _apply_override(tree, override)
+    return _read_tree(tree)
+
+
+def config_from_keywords(settings: Mapping[str, Any], section: str) -> Config:
+    """Read keyword arguments as a config file is read.
+
+    Args:
+        settings: Whole sections, and settings by the last part of their names: where several end alike it is the one
+            nearest the top, of those outside the section ``rl`` if that is not `section`.
+        section: Where names go that the schema does not have: of an algorithm, or unknown ones.
+
+    Raises:
+        ConfigError: As `load_config`.
+    """
+    tree: dict[str, Any] = {}
+    known = [path for path in all_settings() if section == "rl" or not path.startswith("rl")]
+    # Single settings win over what sections say.
+    for name, value in sorted(settings.items(), key=lambda item: not isinstance(item[1], Mapping)):
+        paths = [path for path in known if path.rpartition(".")[2] == name]
+        *parents, last = min(paths, key=lambda path: path.count("."), default=f"{section}.{name}").split(".")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        both = isinstance(value, Mapping) and isinstance(place.get(last), Mapping)
+        place[last] = {**place[last], **value} if both else value
+    entry = _entry_of(tree, ARGUMENT)
+    _resolve_aliases(entry)
+    return _read_tree(entry)
+
+
+def _entry_of(value: Any, origin: str) -> Entry:
+    if isinstance(value, Mapping):
+        return Entry({key: _entry_of(each, origin) for key, each in value.items()}, origin)
+    if isinstance(value, list | tuple):
+        return Entry([_entry_of(each, origin) for each in value], origin)
+    return Entry(value, origin)
+
+
+def _read_tree(tree: Entry) -> Config:
     problems: list[str] = []
     config = _read_section(Config, tree, "", problems)
     raise_problems(problems)
@@ -232,7 +273,7 @@ def _describe_missing(section: type, prefix: str, names: Sequence[str], origin: 
     noun = "setting" if len(names) == 1 else "settings"
     plain = [f"--set {prefix}{name}=VALUE" for name in names if settings[name].section is None]
     fix = "Add it" if len(names) == 1 else "Add them"
-    if plain:
+    if plain and origin != ARGUMENT:
         fix += f", or give {' '.join(plain)}"
     return f"missing {noun} {', '.join(lacking)} ({origin}). {fix}."
 

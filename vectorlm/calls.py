@@ -1,0 +1,243 @@
+"""Whole runs from Python, without a config file: what `vectorlm.reinforce` and `vectorlm.finetune` do."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from vectorlm.config.load import config_from_keywords
+from vectorlm.config.schema import Config
+from vectorlm.errors import ConfigError, DatasetError
+from vectorlm.preflight.checked import preflight
+from vectorlm.preflight.local_model import with_download
+from vectorlm.ranks.launcher import launch
+from vectorlm.report.runs import read_lines
+
+HELD_OUT = 0.05
+"""Share of the rows that fine-tuning keeps to evaluate on, where it is given no others."""
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a run has left in its folder."""
+
+    output_dir: Path
+
+    @property
+    def model(self) -> Path:
+        """The folder of the trained model, which `SamplingEngine` and transformers load."""
+        return self.output_dir / "final-model"
+
+    @property
+    def metrics(self) -> Any:
+        """What was logged at each step: a data frame where pandas is installed, else a list of dictionaries."""
+        return _table(self.output_dir / "metrics.jsonl")
+
+    @property
+    def rollouts(self) -> Any:
+        """The same of the rollouts that reinforcement learning trained on."""
+        return _table(self.output_dir / "rollouts.jsonl")
+
+
+def reinforce(
+    model: str | os.PathLike[str],
+    prompts: Any,
+    rewards: Any,
+    *,
+    algorithm: str = "grpo",
+    lr: float = 1e-6,
+    prompts_per_step: int = 8,
+    output_dir: str | os.PathLike[str] | None = None,
+    world_size: int = 1,
+    **settings: Any,
+) -> FinishedRun:
+    """Train a model by rewards.
+
+    >>> run = vectorlm.reinforce("Qwen/Qwen3-0.6B", ["2 + 2 = "], lambda text: float("4" in text),
+    ...                          max_steps=10, max_seq_len=256, group_size=8)  # doctest: +SKIP
+
+    Args:
+        model: A folder, or a name on the Hugging Face Hub.
+        prompts: What ``rl.prompts`` of a config may be; or in memory a list of texts, of conversations (lists of
+            messages) or of rows with a ``prompt`` and the rewards' columns, or a ``datasets.Dataset`` of such rows.
+        rewards: A function, a reward's name as in a config, several of them in a list, or a mapping from them to
+            weights. Functions run in other processes, with what they refer to.
+        algorithm: A row of ``vectorlm algorithms``, or ``file.py:NAME``.
+        lr: Learning rate.
+        prompts_per_step: Prompts of a step, each with ``group_size`` completions.
+        output_dir: Folder of the run; None makes a new one under ``runs``. A run that was ended goes on in its folder.
+        world_size: Number of ranks.
+        **settings: Other settings of a config by their last name (``lr=1e-6``), where several have it that nearest the
+            top; or whole sections (``train_parameters={"optimizer": {"lr": 1e-6}}``).
+
+    Raises:
+        ConfigError: A setting is unknown or wrong; lists them all.
+        RankFailed: Training failed on a rank.
+    """
+    folder = _folder(output_dir, algorithm)
+    given = {
+        "model": os.fspath(model),
+        "output_dir": str(folder),
+        "algorithm": algorithm,
+        "lr": lr,
+        "prompts_per_step": prompts_per_step,
+        "rl": {"prompts": _prompts(prompts, folder), "rewards": _rewards(rewards, folder)},
+    }
+    from vectorlm.rl_run import reinforce as on_rank
+
+    return _run(on_rank, config_from_keywords({**settings, **given}, "rl"), world_size)
+
+
+def finetune(
+    model: str | os.PathLike[str],
+    dataset: Any,
+    eval_dataset: Any = None,
+    *,
+    lr: float = 2e-5,
+    output_dir: str | os.PathLike[str] | None = None,
+    world_size: int = 1,
+    **settings: Any,
+) -> FinishedRun:
+    """Train a model on texts or chats.
+
+    >>> run = vectorlm.finetune("Qwen/Qwen3-0.6B", [{"messages": chat} for chat in chats], max_seq_len=1024,
+    ...                         dataset_preprocess={"assistant_only_loss": True})  # doctest: +SKIP
+
+    Args:
+        model: A folder, or a name on the Hugging Face Hub.
+        dataset: Rows with ``messages``, ``prompt`` and ``completion``, or ``text``: a list of dictionaries, a
+            ``datasets.Dataset``, or what ``dataset_preprocess.load_path`` of a config may be.
+        eval_dataset: Rows for the held-out loss; None takes one of 20 rows out of a `dataset` in memory.
+        lr: Learning rate.
+        output_dir: As for `reinforce`.
+        world_size: Number of ranks.
+        **settings: As for `reinforce`; ``dataset_preprocess={…}`` says how texts are tokenised.
+
+    Raises:
+        ConfigError: A setting is unknown or wrong; lists them all.
+        DatasetError: The rows cannot be tokenised.
+        RankFailed: Training failed on a rank.
+    """
+    from vectorlm.data.preprocess import preprocess
+    from vectorlm.data.settings import PreprocessSettings
+    from vectorlm.sft_run import finetune as on_rank
+    from vectorlm.train.load import load_tokenizer
+
+    folder = _folder(output_dir, "finetune")
+    rows = {"train": dataset, "eval": eval_dataset}
+    if eval_dataset is None:
+        if isinstance(dataset, str | os.PathLike):
+            raise ConfigError("eval_dataset is missing: a dataset that is not in memory is not split.")
+        halves = _as_dataset(dataset).train_test_split(test_size=HELD_OUT, seed=0)
+        rows = {"train": halves["train"], "eval": halves["test"]}
+    how = dict(settings.pop("dataset_preprocess", {}))
+    given = {
+        "model": os.fspath(model),
+        "output_dir": str(folder),
+        "lr": lr,
+        "dataset": {
+            "train_bs": 1,
+            "eval_bs": 1,
+            **settings.pop("dataset", {}),
+            **{f"{part}_ds": str(folder / "data" / part) for part in rows},
+        },
+    }
+    config = with_download(config_from_keywords({**settings, **given}, "train_parameters"))
+    tokenizer = load_tokenizer(config.model)
+    for part, each in rows.items():
+        target = folder / "data" / part
+        if (target / "state.json").exists():
+            continue  # The run was ended, and goes on.
+        source = each
+        if not isinstance(each, str | os.PathLike):
+            source = folder / "data" / f"{part}-rows"
+            _as_dataset(each).save_to_disk(source)
+        asked = PreprocessSettings(load_path=os.fspath(source), save_path=str(target), **how)
+        preprocess(asked, tokenizer, config.train_parameters.max_seq_len)
+    return _run(on_rank, config, world_size)
+
+
+def _run(on_rank: Callable[..., None], config: Config, world_size: int) -> FinishedRun:
+    config = with_download(config)
+    checked = preflight(config, world_size)
+    output = Path(config.train_parameters.output_dir)
+    if checked.resumption is None or not checked.resumption.is_finished:
+        launch(on_rank, checked, world_size=world_size)
+    return FinishedRun(output)
+
+
+def _folder(output_dir: str | os.PathLike[str] | None, name: str) -> Path:
+    if output_dir is None:
+        Path("runs").mkdir(exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{name.rpartition(':')[2]}-", dir="runs"))
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _prompts(prompts: Any, folder: Path) -> Any:
+    """Return what a config can say of prompts; those in memory are saved in the run's folder."""
+    if isinstance(prompts, str | os.PathLike | Mapping):
+        return os.fspath(prompts) if isinstance(prompts, os.PathLike) else prompts
+    rows = prompts if hasattr(prompts, "save_to_disk") else [_row(each) for each in prompts]
+    path = folder / "prompts.jsonl"
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    return str(path)
+
+
+def _row(prompt: Any) -> Mapping[str, Any]:
+    if isinstance(prompt, Mapping):
+        return prompt
+    if not isinstance(prompt, str | Sequence):
+        raise DatasetError(
+            f"a prompt is a {type(prompt).__name__}: use a text, a list of messages, or a row."
+        )
+    return {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+
+
+def _rewards(rewards: Any, folder: Path) -> Mapping[str, Any]:
+    """Return the weight of each reward by its name; functions are pickled into the run's folder."""
+    if not isinstance(rewards, Mapping):
+        rewards = dict.fromkeys(rewards if isinstance(rewards, list | tuple) else [rewards], 1.0)
+    path = folder / "functions.pkl"
+    named: dict[str, Any] = {}
+    functions: dict[str, Callable[..., Any]] = {}
+    for reward, weight in rewards.items():
+        name = reward
+        if not isinstance(reward, str):
+            name = getattr(reward, "__name__", "")
+            if not callable(reward):
+                raise ConfigError(
+                    f"a reward is a {type(reward).__name__}: use a function, or the name of a reward."
+                )
+            if not name.isidentifier() or name in functions:
+                name = f"reward_{len(functions)}"
+            functions[name] = reward
+            name = f"{path}:{name}"
+        named[name] = weight
+    if functions:
+        path.write_bytes(cloudpickle.dumps(functions))
+    return named
+
+
+def _as_dataset(rows: Any) -> Any:
+    from datasets import Dataset
+
+    return rows if hasattr(rows, "save_to_disk") else Dataset.from_list(list(rows))
+
+
+def _table(path: Path) -> Any:
+    lines = list(read_lines(path))
+    try:
+        import pandas
+    except ImportError:
+        return lines
+    return pandas.DataFrame(lines)
