@@ -238,13 +238,15 @@ def test_nothing_is_left_in_the_temp_folder(tmp_path, monkeypatch):
 
 
 ORPHAN = """
-import os, signal, vectorlm
+import os, shutil, signal, sys, tempfile, vectorlm
 
 def lose_the_launcher():
     launcher = os.getppid()
     os.kill(launcher, signal.SIGKILL)
     while os.getppid() == launcher:
         pass
+    if sys.argv[1] == "removed":
+        shutil.rmtree(tempfile.gettempdir())
     raise ValueError("alone")
 
 if __name__ == "__main__":
@@ -252,12 +254,15 @@ if __name__ == "__main__":
 """
 
 
-def test_a_rank_that_raises_after_its_launcher_was_killed_leaves_no_note_of_it(tmp_path):
+@pytest.mark.parametrize("folder", ["there", "removed"])
+def test_a_rank_that_raises_after_its_launcher_was_killed_leaves_no_note_of_it(tmp_path, folder):
+    """Another rank may have removed the folder of the notes already."""
     (tmp_path / "scratch").mkdir()
     (tmp_path / "orphan.py").write_text(ORPHAN)
-    run = WatchedRun([str(tmp_path / "orphan.py")], tmp_path / "scratch")
-    code, _ = run.outcome(timeout_s=60)
+    run = WatchedRun([str(tmp_path / "orphan.py"), folder], tmp_path / "scratch")
+    code, error = run.outcome(timeout_s=60)
     assert code == -signal.SIGKILL
+    assert error == ""
 
 
 INTERRUPTED = """

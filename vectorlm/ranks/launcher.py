@@ -317,8 +317,9 @@ def _rank_main(
             result = cloudpickle.dumps(_call_without_forks(fn, args))
         results.send_bytes(result)
     except BaseException as error:
-        if topology.error_file is not None:
-            write_fault(topology.error_file, topology.rank, error)
+        # Where the launcher was killed, another rank may have removed the folder.
+        with contextlib.suppress(FileNotFoundError):
+            write_fault(_error_file(scratch, topology.rank), topology.rank, error)
         time.sleep(LINGER_S if topology.world_size > 1 else 0.0)
         has_failed = True
     if os.getppid() != parent_pid:
