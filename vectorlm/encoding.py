@@ -89,7 +89,7 @@ def without_nulls(value: Any) -> Any:
 def tools_of(columns: Mapping[str, Any]) -> Any:
     """Return what a row's column ``tools`` holds, as objects or as JSON, without nulls; None if there is none."""
     tools = columns.get("tools")
-    return without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
+    return without_nulls(json.loads(tools or "null") if isinstance(tools, str) else tools)
 
 
 def asked(record: PromptRecord) -> Any:

@@ -96,6 +96,13 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
         ([SAMPLER, f"{TRAIN}.sampler.lora_mode=merged", f"{LORA}={{lora_bias: true}}"], {}, [f"{LORA}.lora_bias"]),
         ([f"{LORA}={{r: 4, lora_alhpa: null}}"], {}, [f"{LORA}.lora_alhpa"]),
         ([f"{LORA}={{trainable_token_indices: [5, 6]}}"], {}, [f"{LORA}.trainable_token_indices"]),
+        ([f"{LORA}={{inference_mode: true}}"], {}, [f"{LORA}.inference_mode"]),
+        ([f"{LORA}={{task_type: SEQ_CLS}}"], {}, [f"{LORA}.task_type"]),
+        (
+            [SAMPLER, f"{TRAIN}.sampler.sampling_params={{detokenize: false}}"],
+            {},
+            [f"{TRAIN}.sampler.sampling_params.detokenize"],
+        ),
         *(
             ([f"{LORA}={{init_lora_weights: {start}}}"], {}, [f"{LORA}.init_lora_weights"])
             for start in ("pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "eva", "loftq", "lora_ga", "mica")

@@ -51,8 +51,12 @@ def refused_options(options: Mapping[str, Any], lora_mode: str) -> Iterator[Refu
         yield "r", rank, rule, f"Use a smaller rank, or {MERGED}."
 
 
-def rewriting_starts(options: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the initialisation of adapters that makes a base of its own, which no export holds, or that reads data."""
+def refused_starts(options: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield what adapters cannot start with: a base of their own, which no export holds, frozen, or of another kind."""
+    if options.get("inference_mode"):
+        yield "inference_mode", True, "freezes the adapters: nothing would be trained", "Leave it out."
+    if (kind := options.get("task_type", "CAUSAL_LM")) != "CAUSAL_LM":
+        yield "task_type", kind, "makes adapters for another kind of model", "Leave it out."
     start = options.get("init_lora_weights", True)
     if (start.lower() if isinstance(start, str) else start) not in STARTS:
         rule = "trains adapters of another base than the one that their export is loaded on"

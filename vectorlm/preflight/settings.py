@@ -13,7 +13,7 @@ from vectorlm.config.schema import Config
 from vectorlm.config.setting import all_settings, refuse, to_plain, value_at
 from vectorlm.config.value import describe_refusal, show
 from vectorlm.errors import EngineError
-from vectorlm.lora.options import largest_rank, refused_options, rewriting_starts
+from vectorlm.lora.options import largest_rank, refused_options, refused_starts
 from vectorlm.packages import fields_of
 from vectorlm.preflight.local_model import description_of, number_in
 from vectorlm.ranks.topology import has_gpu
@@ -157,6 +157,10 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     # Costs more than a minute: vLLM looks at them at the first prompt, and other engines never stop there.
     size = number_in(description_of(Path(config.model)) or {}, ("vocab_size",)) or math.inf
     for path, parameters in given.items():
+        # Silent: rewards would read empty texts.
+        if parameters.get("detokenize") is False:
+            fix = "Leave it out."
+            yield refuse(config, f"{path}.detokenize", "leaves answers without their texts", fix, False)
         stops = parameters.get("stop_token_ids")
         if isinstance(stops, list | tuple) and any(isinstance(each, int) and each >= size for each in stops):
             rule = f"holds a token that the model does not have: it has {size}"
@@ -177,7 +181,7 @@ def _lora_problems(config: Config) -> Iterator[str]:
             )
     # Silent: an engine would sample from other weights than the ones that are trained, in the run or after it.
     mode = "merged" if sampler is None else sampler.engine.lora_mode_of_run
-    for option, value, rule, fix in (*refused_options(options, mode), *rewriting_starts(options)):
+    for option, value, rule, fix in (*refused_options(options, mode), *refused_starts(options)):
         yield refuse(config, f"train_parameters.lora_peft_config.{option}", rule, fix, value)
     if sampler is None:
         return
