@@ -1,5 +1,6 @@
 """README and docs/: links lead somewhere, commands and settings exist, generated parts are current."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -89,6 +90,21 @@ def test_the_commands_of_vllm_parse():
     assert len(lines) == 4
     for line, start in lines:
         cli_args.validate_parsed_serve_args(parser.parse_args(shlex.split(line.removeprefix(start))))
+
+
+@pytest.mark.parametrize(
+    ("listed", "files", "num_ranks"),
+    [("GPU 0: H100\nGPU 1: H100", "", 2), ("GPU 0: H100", "", 1), (None, "/dev/nvidia0", 1), (None, "", 2)],
+)
+def test_make_counts_devices_by_their_files_where_nvidia_smi_is_not_there(listed, files, num_ranks, tmp_path):
+    programs = {"nvidia-smi": "exit 1" if listed is None else f"echo '{listed}'", "ls": f"echo {files}"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = ["make", "-n", "run", "DEVICE=cuda"]
+    steps = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, env=variables).stdout
+    assert f"--world_size {num_ranks}" in steps
 
 
 def test_make_run_is_the_command_of_the_readme():
