@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import string
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,17 +34,19 @@ CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content
 IGNORE_INDEX = -100
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    phrases: Sequence[str] = PHRASES, chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
     """Build a lossless tokenizer: whole phrases, numbers up to 99 and single ASCII characters.
 
     One token per number spares a tiny model from learning to read digits, and short sequences are cheap.
     """
     vocabulary = {
-        token: index for index, token in enumerate((*SPECIAL_TOKENS, *PHRASES, *CHARACTERS, *NUMBERS))
+        token: index for index, token in enumerate((*SPECIAL_TOKENS, *phrases, *CHARACTERS, *NUMBERS))
     }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(
-        Regex("|".join((*PHRASES, r"[1-9]\d", r"[\s\S]"))), "isolated"
+        Regex("|".join((*map(re.escape, phrases), r"[1-9]\d", r"[\s\S]"))), "isolated"
     )
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -55,7 +58,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         bos_token="<s>",
         eos_token="</s>",
         unk_token="<unk>",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
 

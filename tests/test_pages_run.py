@@ -29,6 +29,7 @@ def checkout(tmp_path_factory):
     for name in ("configs", "examples", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     run(folder, "examples/make_countdown.py", "--output_dir", "data/countdown", "--seed", "0")
+    run(folder, "examples/make_chats.py", "--num_chats", "40", "--num_questions", "40")
     return folder
 
 
@@ -55,6 +56,10 @@ def test_every_config_is_sound(checkout, name, monkeypatch, capsys):
         stand_ins["rl.rewards"] = "{countdown: 1.0}"
     elif "small_sums.py:" in text:
         stand_ins |= {f"dataset.{part}_ds": f"data/countdown/{part}" for part in ("train", "eval")}
+    if "data/chats" in text:
+        stand_ins = {"dataset.train_ds": "data/countdown/train", "dataset.eval_ds": "data/countdown/eval"}
+    if "data/chats" in text and "rl:" in text:
+        stand_ins = {"model": "data/chats/model"}
     if "  teacher:" in text:
         stand_ins["rl.teacher.model"] = "data/countdown/model"
     settings = [word for key, value in stand_ins.items() for word in ("--set", f"{key}={value}")]
@@ -82,6 +87,22 @@ def test_the_commands_for_reinforcement_learning_train(checkout):
     printed = run(checkout, *shlex.split(reinforce)[1:], *few)
     assert re.search(r"^step 1: \d+/512 right", printed, re.M)
     assert (checkout / "runs/countdown_grpo/final-model").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", ["calculator_grpo", "guessing_grpo"])
+def test_the_examples_with_turns_run(checkout, name, world_size):
+    few = ["model=data/chats/model", "rl.max_steps=2", "rl.prompts_per_step=4", "rl.group_size=4"]
+    few.append(f"train_parameters.output_dir=runs/{name}_{world_size}")
+    # The model has not learned to end its turns.
+    few.append(f"rl.sampling_params={{max_tokens: 8, stop_token_ids: {list(range(4, 200, 2))}}}")
+    settings = [word for each in few for word in ("--set", each)]
+    run(checkout, "-m", "vectorlm", "run", f"configs/{name}.yaml", "--world_size", world_size, *settings)
+    rollouts = lines(checkout / f"runs/{name}_{world_size}" / "rollouts.jsonl")
+    assert [row["train_step"] for row in rollouts] == [1] * 16 + [2] * 16
+    # Who does not call the calculator has answered.
+    assert name == "calculator_grpo" or max(row["num_turns"] for row in rollouts) == 5
 
 
 @pytest.mark.slow
