@@ -9,9 +9,6 @@ import pytest
 import torch
 from child_processes import sampler_pid
 from in_flight_cases import LONG, OTHER, PROMPT, alone, another, check_tokens_against_their_caches
-from swap_cases import miscounted
-
-from vectorlm.errors import ChecksumMismatch, EngineError
 
 LAST_CORE = max(os.sched_getaffinity(0))
 
@@ -70,30 +67,3 @@ def test_several_updates_leave_their_versions_in_order(engine, folder):
         if all(len(set(completion.versions)) > 2 for completion in completions):
             return
     raise AssertionError("the updates never met the requests on their way")
-
-
-def test_an_update_drains_or_is_refused(engine, folder):
-    step = engine.version + 1
-    engine.update(another(folder, 1), step)
-    handle = engine.submit([PROMPT], {**LONG, "seed": 3})
-    text = r"1 requests are in flight: wait for them, take them back with handle\.cancel\(\), or pass update"
-    with pytest.raises(EngineError, match=text):
-        engine.update(another(folder, 2), step + 1)
-    report = engine.update(another(folder, 2), step + 1, in_flight="drain")
-    assert report.stall_s == 0.0
-    assert handle.done()
-    assert {version for each in handle.result()[0] for version in each.versions} == {step}
-
-
-def test_an_update_that_fails_takes_requests_under_way_with_it(engine, folder):
-    step = engine.version + 1
-    engine.update(another(folder, 1), step)
-    handle = engine.submit([PROMPT], {**LONG, "seed": 3})
-    with miscounted(), pytest.raises(ChecksumMismatch):
-        engine.update(another(folder, 2), step + 1, in_flight="keep")
-    with pytest.raises(EngineError, match="a weight update failed"):
-        handle.result()
-    with pytest.raises(ChecksumMismatch):
-        engine.sample([[2, 3]])
-    engine.update(another(folder, 2), step + 1)
-    assert len(engine.sample([[2, 3]], {**LONG, "max_tokens": 3})[0]) == 2

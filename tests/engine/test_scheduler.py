@@ -199,3 +199,14 @@ def test_weights_that_sleep_wake_before_a_loader_is_recorded_on_them(backend):
     driver.carry_out(1, messages.Connect((), None, "base"))
     assert [name for name, *_ in backend.calls] == ["sleep", "wake_up", "connect"]
     assert backend.calls[1] == ("wake_up", {"weights"})
+
+
+def test_an_update_that_fails_leaves_weights_that_slept_shut(backend):
+    engine = Scheduler(backend)
+    engine.carry_out(0, messages.Sleep(weights=True, kv_cache=True))
+    engine.carry_out(1, messages.BeginUpdate())
+    backend.error = ChecksumMismatch("another tensor")
+    engine.carry_out(2, FINISH)
+    backend.error = None
+    engine.carry_out(3, messages.WakeUp(weights=True, kv_cache=True))
+    assert error_of(engine.carry_out(4, GENERATE)) == "another tensor"
