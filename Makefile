@@ -61,7 +61,7 @@ test-all: $(STAMP) ## run the slow tests too
 test-long: $(STAMP) ## run the tests that test-all leaves out
 	$(PYTEST) -m long $(PYTEST_ARGS)
 
-gpu: $(STAMP) ## qualify a GPU machine, in 25 minutes on one GPU (ARGS="--only swap", ARGS=--plan)
+gpu: $(STAMP) ## qualify a GPU machine, in 35 minutes on one GPU (ARGS="--only first", ARGS=--plan)
 	$(BIN)/python tests/gpu/qualify.py $(ARGS)
 
 lint: $(STAMP) ## check style and types

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ def on_rank(bench: Bench, folder: str) -> None:
     if bench.is_cuda:
         bench.note("left after the engine's end, MiB", (used_bytes() - alone) / 2**20)
         del model
+        gc.collect()
         bench.note("left after the model's end, MiB", (used_bytes() - before) / 2**20)
 
 

@@ -1,4 +1,4 @@
-"""Qualify a GPU machine: ten steps, each in a process of its own, and their figures beside what was expected.
+"""Qualify a GPU machine: steps, each in a process of its own, and their figures beside what was expected.
 
     make gpu                                       every step that the machine has devices for
     python tests/gpu/qualify.py --only swap,sleep  some steps; the others' rows in benchmarks/results/gpu.json stay
