@@ -28,6 +28,7 @@ SERVER = ["--dtype", "float32", "--max-model-len", "1024"]
 
 
 TINY_LLAMA = {"hidden_size": 64, "max_length": 1024}
+pytestmark = pytest.mark.filterwarnings("ignore:another engine of this process is open")
 
 
 @pytest.fixture(scope="module")

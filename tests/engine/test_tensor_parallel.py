@@ -28,6 +28,7 @@ EIGHT_HEADS = SimpleNamespace(num_heads=8, num_parameters=0)
 
 # One key-value head, so both workers hold it; 48 rows of vocabulary, which vLLM rounds up to two times 32.
 TINY_LLAMA = {"hidden_size": 64}
+pytestmark = pytest.mark.filterwarnings("ignore:another engine of this process is open")
 ENGINE_ARGS = {"receiver": "live", "tensor_parallel_size": 2}
 
 
