@@ -8,7 +8,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from rl_runs import config_of, save_files
+from vectorlm.reinforce import reinforce
 
+import vectorlm
 from vectorlm.backends.transformers import HFEngine
 from vectorlm.cli import main
 
@@ -185,6 +187,34 @@ def test_without_the_harness_its_tasks_are_refused_by_the_package_s_name(files, 
     monkeypatch.setattr("vectorlm.cli.evaluate.is_installed", lambda name: False)
     assert evaluate(files, "--tasks", "choice") == 2
     assert "--tasks needs the package lm_eval, which is not installed." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_tasks_between_steps_have_the_numbers_of_the_exported_model(files, tmp_path):
+    pytest.importorskip("lm_eval")
+    names = [str(files / f"{name}.yaml") for name in ("choice", "generate", "rolling")]
+    overrides = [f"train_parameters.sampler.tasks=[{', '.join(names)}]", "rl.max_steps=2"]
+    overrides.append("train_parameters.sampler.prompts=null")
+    overrides.append("train_parameters.sampler.reward=null")
+    vectorlm.launch(reinforce, config_of(files, tmp_path / "run", overrides=overrides), world_size=2)
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    before, after = steps[0], steps[-1]
+    output = tmp_path / "found.json"
+    arguments = ["--model", str(tmp_path / "run" / "final-model"), "--tasks", ",".join(names)]
+    for each in ("dtype=float32", "kv_cache_memory_bytes=16777216", "max_model_len=64"):
+        arguments += ["--engine_arg", each]
+    assert main(["evaluate", *arguments, "--output", str(output)]) == 0
+    results = json.loads(output.read_text())["results"]
+    for name, key in (
+        ("choice", "acc"),
+        ("choice", "acc_norm"),
+        ("generate", "exact_match"),
+        ("rolling", "bits_per_byte"),
+    ):
+        assert after[f"eval/{name}/{key}"] == pytest.approx(results[name][f"{key},none"], rel=1e-5)
+    assert after["eval/rolling/bits_per_byte"] != pytest.approx(
+        before["eval/rolling/bits_per_byte"], rel=1e-4
+    )
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import set_seed
+from transformers import AutoConfig, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from vectorlm.checkpoint.export import export_model
@@ -28,6 +28,7 @@ from vectorlm.checkpoint.folder import (
 )
 from vectorlm.checkpoint.state import CheckpointStore, load_weights
 from vectorlm.config import Config, save_config, to_plain
+from vectorlm.config.schema import SamplerSettings
 from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.lora.load import add_lora
 from vectorlm.lora.options import engine_arguments
@@ -226,7 +227,10 @@ class Run:
         """Return what answers held-out prompts; None without any."""
         settings = self.config.train_parameters
         sampler = settings.sampler
-        if turn is None or sampler is None or not self.checked.evaluation_prompts:
+        if turn is None or sampler is None:
+            return None
+        run_tasks = self._make_tasks(turn, sampler) if sampler.evaluation.tasks else None
+        if run_tasks is None and not self.checked.evaluation_prompts:
             return None
         timeout_s = sampler.engine.timeout_s
         rewards = {
@@ -241,8 +245,22 @@ class Run:
             of_source=rewards,
             # The default of vLLM, and of the other backends.
             max_tokens=sampler.engine.sampling_params.get("max_tokens", 16) or math.inf,
+            run_tasks=run_tasks,
             say=say,
         )
+
+    def _make_tasks(self, turn: DeviceTurn, sampler: SamplerSettings) -> Callable[[], dict[str, float]]:
+        """Return what runs the harness's tasks on the engine, on all ranks alike."""
+        from vectorlm.rewards import harness
+
+        tasks = harness.load_tasks(sampler.evaluation.tasks, "train_parameters.sampler.tasks")
+        longest = sampler.engine.engine_args.get("max_model_len")
+        if longest is None and self.config.rl is not None:
+            longest = self.config.train_parameters.max_seq_len
+        if longest is None:
+            longest = harness.context_length(AutoConfig.from_pretrained(self.config.model), self.tokenizer)
+        model = harness.EngineLM(turn.engine, self.tokenizer, longest)
+        return lambda: harness.scores_of(harness.run_tasks(model, tasks)[0]["results"])
 
     def finish(self, model: nn.Module, recorder: Recorder, step: int) -> None:
         """Write the final model after the last `step`; called on all ranks, and the model holds its weights then."""

@@ -30,8 +30,8 @@ class ReadIf:
     setting off in so many words may keep this one."""
     fix: str = ""
     """What to do instead; empty for leaving it out, or setting the other."""
-    also: str = ""
-    """Another setting that has it read."""
+    also: tuple[str, ...] = ()
+    """Other settings that have it read, each by itself."""
 
 
 # Of each type, the description completes the sentence "the value must be ...", and the example is written as in YAML.

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import socket
+import sys
 
 import httpx
 import pytest
@@ -39,6 +41,35 @@ async def chat(client, messages, **more):
     answer = await client.post("/chat/completions", json={"model": "policy", "messages": messages, **more})
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_another_user_of_the_machine_cannot_reach_it_without_the_key():
+    script = (
+        # Python's own modules may lie where the other user cannot read them.
+        "import encodings.idna, os, sys, urllib.request, urllib.error\n"
+        "os.setgid(65534), os.setuid(65534)\n"
+        "url, pid = sys.argv[1:]\n"
+        "for key in ('', 'Bearer ', 'Bearer x'):\n"
+        "    request = urllib.request.Request(url + '/models', headers={'Authorization': key})\n"
+        "    try: urllib.request.urlopen(request); print('open')\n"
+        "    except urllib.error.HTTPError as error: print(error.code)\n"
+        "for name in ('environ', 'mem', 'fd'):\n"
+        "    try: (os.listdir if name == 'fd' else open)(f'/proc/{pid}/{name}'); print('read')\n"
+        "    except PermissionError: print('closed')\n"
+        "print(open(f'/proc/{pid}/cmdline').read())\n"
+    )
+
+    async def work(gateway, session, client):
+        run = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", script, gateway.url, str(os.getpid())), stdout=asyncio.subprocess.PIPE
+        )
+        printed, _ = await run.communicate()
+        return session.key, printed.decode()
+
+    key, printed = with_session(work)
+    assert printed.split()[:6] == ["401"] * 3 + ["closed"] * 3
+    assert key not in printed
 
 
 def text_of(ids):

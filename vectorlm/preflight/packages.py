@@ -24,7 +24,11 @@ def package_problems(config: Config) -> Iterator[str]:
             "fine-tuning (the section 'dataset') needs the package datasets, which is not installed. "
             "Run `pip install datasets`."
         )
-    # All of these cost more than a minute: trackers are opened after models are loaded.
+    # All of these cost more than a minute: tasks are read and trackers opened after models are loaded.
+    sampler = config.train_parameters.sampler
+    if sampler is not None and sampler.evaluation.tasks and not is_installed("lm_eval"):
+        fix = "Run `pip install 'vectorlm[eval]'`."
+        yield refuse(config, "train_parameters.sampler.tasks", "needs the package lm_eval", fix)
     if config.enable_wandb_logging and not is_installed("wandb"):
         yield refuse(config, "enable_wandb_logging", "needs the package wandb", "Run `pip install wandb`.")
     elif config.enable_wandb_logging and (host := _host_without_key(config)) is not None:

@@ -115,7 +115,7 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     if sampler is None:
         return
     # Silent: an engine would take memory, and answer nothing.
-    if config.rl is None and sampler.evaluation.prompts is None:
+    if config.rl is None and sampler.evaluation.prompts is None and not sampler.evaluation.tasks:
         yield (
             f"missing setting '{_SAMPLER}.prompts' (the prompts to answer during fine-tuning). Add it, or leave the "
             f"section '{_SAMPLER}' out to train without sampling."
@@ -223,6 +223,6 @@ def _unread_settings(config: Config) -> Iterator[str]:
         for other in setting.read_if:
             found = value_at(plain, other.path)
             is_read = found in other.values if other.values else found or other.path in config.origins
-            if not (is_read or (other.also and value_at(plain, other.also))):
+            if not (is_read or any(value_at(plain, each) for each in other.also)):
                 rule = f"has no effect with {other.path}={show(found)}"
                 yield refuse(config, path, rule, other.fix or f"Leave it out, or set {other.path}.", value)

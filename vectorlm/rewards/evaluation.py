@@ -35,12 +35,13 @@ class Evaluator:
         reward: RewardFunction | None = None,
         of_source: Mapping[str, RewardFunction] | None = None,
         max_tokens: float = 0,
+        run_tasks: Callable[[], Mapping[str, float]] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         """Open `samples_path` on rank 0, with its lines up to `resume_step`; the other ranks pass None.
 
         An answer is right when its `reward` is 1, or the reward `of_source` of its question. It may have `max_tokens`;
-        the context may leave it less, which is said.
+        the context may leave it less, which is said. `run_tasks` asks the engine more, and returns metrics.
         """
         self._turn = turn
         self._prompt_records = prompt_records
@@ -51,7 +52,7 @@ class Evaluator:
             self._places.setdefault(record.source, []).append(place)
         rewards = {name: (of_source or {}).get(name, reward) for name in sorted(self._places)}
         self._rewards = {name: each for name, each in rewards.items() if each is not None}
-        self._max_tokens = max_tokens
+        self._max_tokens, self._run_tasks = max_tokens, run_tasks
         self._say = say
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -65,8 +66,13 @@ class Evaluator:
                 is_on=self._lines is not None,
             )
             generate_s = time.perf_counter() - start_s
+            of_tasks = {} if self._run_tasks is None else self._run_tasks()
         num_tokens = sum(len(completion.token_ids) for options in answers for completion in options)
-        metrics = {"sampler/generate_s": generate_s, "sampler/tokens_per_s": num_tokens / generate_s}
+        metrics = {
+            "sampler/generate_s": generate_s,
+            "sampler/tokens_per_s": num_tokens / generate_s,
+            **of_tasks,
+        }
         if not report.skipped:
             metrics |= {
                 "weights/publish_s": report.publish_s,
@@ -89,6 +95,8 @@ class Evaluator:
         if self._lines is not None:
             self._lines.write(step, self._samples(answers, rewards, generate_s))
             self._say(self._summary(step, answers, rewards))
+            for name, value in of_tasks.items():
+                self._say(f"  {name} {value:.4g}")
         return metrics
 
     def _score(self, answers: Answers) -> list[list[float]]:

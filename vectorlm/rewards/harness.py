@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ def context_length(model_config: Any, tokenizer: Any) -> int:
     return resolve_max_length(model_config, tokenizer)
 
 
-def load_tasks(names: Sequence[str]) -> Any:
+def load_tasks(names: Sequence[str], where: str = "--tasks") -> Any:
     """Load tasks and groups of the harness, each by its name or as a YAML file, with their data.
 
     Raises:
@@ -167,12 +167,12 @@ def load_tasks(names: Sequence[str]) -> Any:
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
     for name in files:
         if not Path(name).is_file():
-            raise ConfigError(f"--tasks {name} is not a file. Name a YAML file, or a task of the harness.")
+            raise ConfigError(f"{where} {name} is not a file. Name a YAML file, or a task of the harness.")
     manager = TaskManager(include_defaults=len(files) < len(names))
     for name in names:
         if name not in files and name not in manager.all_tasks:
             rule = "is no task of the lm-evaluation-harness; name your own as a .yaml file."
-            raise ConfigError(f"--tasks {name} {rule} {nearest(name, manager.all_tasks)}".rstrip())
+            raise ConfigError(f"{where} {name} {rule} {nearest(name, manager.all_tasks)}".rstrip())
     # As the harness does, so that tasks which shuffle give its numbers.
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)
@@ -181,7 +181,7 @@ def load_tasks(names: Sequence[str]) -> Any:
     except Exception as error:
         # Whatever the harness, a task's own code, datasets or a missing network raise.
         raise ConfigError(
-            f"--tasks {','.join(names)} cannot be loaded: {type(error).__name__}: {str(error).strip()}. A task that "
+            f"{where} {','.join(names)} cannot be loaded: {type(error).__name__}: {str(error).strip()}. A task that "
             "downloads its data needs the network, or the data in the cache of the package datasets."
         ) from error
     for task in loaded["tasks"].values():
@@ -189,6 +189,17 @@ def load_tasks(names: Sequence[str]) -> Any:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     return loaded
+
+
+def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the numbers of `run_tasks`' results as metrics, ``eval/TASK/METRIC``."""
+    found = {}
+    for task, numbers in results.items():
+        for key, value in numbers.items():
+            metric, comma, filtered = key.partition(",")
+            if comma and isinstance(value, int | float):
+                found[f"eval/{task}/{metric}{'' if filtered == 'none' else f'_{filtered}'}"] = float(value)
+    return found
 
 
 def run_tasks(model: Any, tasks: Any, limit: int | None = None) -> tuple[dict[str, Any], str]:

@@ -36,7 +36,7 @@ CPU_PASS_TOKENS = 1024
 """Where a forward pass on CPU takes up no further rows: larger ones are slower there, and take more memory."""
 
 
-WITH_ENVIRONMENT = ReadIf("rl.environment", also="rl.sources")
+WITH_ENVIRONMENT = ReadIf("rl.environment", also=("rl.sources",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,14 +115,14 @@ class RewardSettings:
     """Weight of each reward function, by name or `file.py:NAME`."""
     reward_models: Mapping[str, Any] = field(default_factory=dict)
     """Weight of each sequence-classification model with one label, by folder."""
-    reward_timeout_s: Annotated[PositiveFloat | None, ReadIf("rl.rewards", also="rl.sources")] = 300.0
+    reward_timeout_s: Annotated[PositiveFloat | None, ReadIf("rl.rewards", also=("rl.sources",))] = 300.0
     """Longest call of a reward function, in seconds; null waits without limit."""
-    reward_workers: Annotated[NonNegativeInt | Literal["auto"], ReadIf("rl.rewards", also="rl.sources")] = (
-        "auto"
-    )
+    reward_workers: Annotated[
+        NonNegativeInt | Literal["auto"], ReadIf("rl.rewards", also=("rl.sources",))
+    ] = "auto"
     """Processes that each rank runs reward functions in, by default its share of the cores, from 2 to 8. 0 runs them in
     the ranks themselves, where nothing ends a call that hangs: for a debugger."""
-    on_reward_error: Annotated[Literal["stop", "skip"], ReadIf("rl.rewards", also="rl.sources")] = "stop"
+    on_reward_error: Annotated[Literal["stop", "skip"], ReadIf("rl.rewards", also=("rl.sources",))] = "stop"
     """Whether a failing reward function ends the run, or its completion is left out."""
 
 

@@ -52,7 +52,7 @@ WITH_CHECKPOINTS = ReadIf("train_parameters.checkpointing_enabled")
 WITH_QUESTIONS = ReadIf(
     "train_parameters.sampler.prompts",
     fix="Leave it out, or name prompts to evaluate on.",
-    also="rl.sources",
+    also=("rl.sources",),
 )
 BY_TOKENS = "Micro-batches follow from rl.max_tokens_per_micro_batch."
 
@@ -195,11 +195,16 @@ class TurnSettings:
 class EvaluationSettings:
     """Which prompts the engine answers during training, and how the answers are scored."""
 
-    sample_frequency: Annotated[PositiveInt | None, WITH_QUESTIONS] = None
+    sample_frequency: Annotated[
+        PositiveInt | None, replace(WITH_QUESTIONS, also=("rl.sources", "train_parameters.sampler.tasks"))
+    ] = None
     """Optimizer steps between two evaluations (with `rl` steps); null evaluates before and after training alone."""
     prompts: PromptSource | None = None
     """The prompts to evaluate on: texts, or a source like `rl.prompts`. With `rl` null evaluates nothing."""
     output_jsonl_path: Annotated[Text | None, WITH_QUESTIONS] = None
     """File of the samples; null means `samples.jsonl` in `output_dir`. A file of another run is kept beside it."""
-    reward: Annotated[Text | None, replace(WITH_QUESTIONS, also="")] = None
+    reward: Annotated[Text | None, replace(WITH_QUESTIONS, also=())] = None
     """Name of the reward that scores each completion (for example `countdown`), logged as `eval/accuracy`."""
+    tasks: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Tasks of the lm-evaluation-harness, by name or YAML file, that vLLM's engine answers at each evaluation too; they
+    are logged as `eval/TASK/METRIC`."""
