@@ -1,6 +1,7 @@
-"""The example on two nodes under torchrun, with an engine on each."""
+"""The examples on two nodes under torchrun, with an engine on each."""
 
 import pytest
+from rl_runs import config_of, numbers, save_files
 from sft_runs import ROOT, SAMPLER, lines, make_config
 from two_nodes import TwoNodes
 
@@ -27,3 +28,39 @@ def test_the_example_fine_tunes_and_samples_on_two_nodes(inputs, tmp_path):
         "step-00000004",
         "step-00000006",
     ]
+
+
+GAMES = """
+import os
+
+class Vowels:
+    async def step(self, message):
+        print("played on node", os.environ["NODE"], flush=True)
+        return None if "u" in message["content"] else "abc"
+"""
+
+
+@pytest.mark.slow
+def test_reinforcement_learning_with_an_environment_on_two_nodes(tmp_path):
+    files, output, scratch = save_files(tmp_path), tmp_path / "run", tmp_path / "scratch"
+    scratch.mkdir()
+    (files / "games.py").write_text(GAMES)
+    config_of(files, output)
+    command = [ROOT / "examples/rl_example_mp.py", "--yaml_path", files / "run.yaml"]
+    settings = [
+        f"rl.environment={files}/games.py:Vowels",
+        "train_parameters.sampler.prompts=null",
+        "train_parameters.sampler.reward=null",
+        "rl.max_steps=2",
+        "train_parameters.sharding_strategy=HYBRID_SHARD",
+    ]
+    command += [word for setting in settings for word in ("--set", setting)]
+    outcomes = TwoNodes(command, scratch).outcomes(timeout_s=380)
+    texts = [text for _, text in outcomes]
+    assert [code for code, _ in outcomes] == [0, 0], "\n".join(texts)
+    assert [line["step"] for line in numbers(output)] == [0, 1, 2]
+    assert len(lines(output / "rollouts.jsonl")) == 2 * 16
+    # Each engine's rollouts are beside it.
+    played = (output / "rewards.log").read_text()
+    assert "played on node 0" in played
+    assert "played on node 1" in played
