@@ -78,7 +78,7 @@ def test_a_larger_teacher_with_the_same_tokenizer_is_accepted_without_rewards(he
         (["rl.teacher.beta=0.5"], "rl.teacher.beta=0.5 has no effect with rl.teacher.kind='sampled'"),
         (
             ["rl.teacher.kind=full", "rl.teacher.beta=0", "rl.sampling_params={max_tokens: 8, top_p: 0.9}"],
-            "rl.teacher.beta=0.0 is infinite where top_p, top_k or min_p cut tokens",
+            "rl.teacher.beta=0.0 is infinite where top_p, top_k, min_p or a grammar cut tokens",
         ),
         (["rl.teacher.timeout_s=5"], "rl.teacher.timeout_s=5.0 has no effect with rl.teacher.server=null"),
         (["rl.group_size=2", "rl.dynamic_sampling=True"], "would drop groups of equal rewards"),
