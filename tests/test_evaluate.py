@@ -8,11 +8,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from rl_runs import config_of, save_files
-from vectorlm.reinforce import reinforce
 
 import vectorlm
 from vectorlm.backends.transformers import HFEngine
 from vectorlm.cli import main
+from vectorlm.rl_run import reinforce
 
 TASK = """
 task: {name}
