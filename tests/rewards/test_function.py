@@ -242,8 +242,8 @@ def test_an_answer_in_between_is_enough(pool):
     def reward(text):
         return os._exit(7) if text == "bad" else 1.0
 
-    found = score(reward, pool, *("good", "bad", "good") * (2 * MAX_DEATHS))
-    assert sum(each.reward == 1.0 for each in found) == 4 * MAX_DEATHS
+    found = score(reward, pool, *("good", "bad", "good", "good") * (2 * MAX_DEATHS))
+    assert sum(each.reward == 1.0 for each in found) == 6 * MAX_DEATHS
 
 
 def test_a_supervisor_that_is_killed_is_replaced(pool):

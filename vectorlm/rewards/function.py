@@ -17,7 +17,7 @@ from vectorlm.workers import WorkerPool, together
 RUNNER = "vectorlm.rewards.runner"
 GRACE_S = 1.0
 """What coroutines that run together may take beyond the limit of each, which ends them one by one."""
-CHUNKS_PER_WORKER = 4
+CHUNKS_PER_WORKER, MIN_CHUNK = 4, 4
 
 
 class RewardFunction:
@@ -62,7 +62,9 @@ class RewardFunction:
         scoring = _Scoring(items)
         size = len(items)
         if self._kind == "each":
-            size = math.ceil(size / (CHUNKS_PER_WORKER * self._pool.size))
+            # A message for each completion of a small group would cost more than most functions.
+            share = math.ceil(size / self._pool.size)
+            size = max(math.ceil(share / CHUNKS_PER_WORKER), min(share, MIN_CHUNK))
         places = range(len(items))
         with contextlib.suppress(_Stopped):
             await together(
