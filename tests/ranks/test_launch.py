@@ -290,7 +290,12 @@ def test_a_signal_to_all_processes_ends_the_run_by_name_and_leaves_nothing(tmp_p
     """A terminal that closes sends SIGHUP to all, `srun` passes SIGUSR1 on; the lock of a rank has a name."""
     (tmp_path / "scratch").mkdir()
     (tmp_path / "script.py").write_text(INTERRUPTED)
-    run = WatchedRun([str(tmp_path / "script.py"), str(tmp_path / "now"), "work"], tmp_path / "scratch")
+    # Under nohup, or in the background of a shell, the tests themselves ignore it, and so would the run.
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        run = WatchedRun([str(tmp_path / "script.py"), str(tmp_path / "now"), "work"], tmp_path / "scratch")
+    finally:
+        signal.signal(number, before)
     while run.process.poll() is None and not (tmp_path / "now").exists():
         time.sleep(0.01)
     os.killpg(run.process.pid, number)

@@ -201,8 +201,9 @@ def test_rollouts_that_wait_for_their_environment_are_made_up_for_by_others():
         all_of(queue, queue.submit(tasks_of(8)))
         metrics = queue.metrics()
         queue.close()
-    assert metrics["rollout/asking_max"] == 4.0
     assert metrics["rollout/in_flight_max"] == 16.0
+    # As many as there is room for, and some that come back from their environment meanwhile.
+    assert 4.0 <= metrics["rollout/asking_max"] < 16.0
 
 
 def test_a_closed_queue_leaves_no_thread():

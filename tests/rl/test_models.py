@@ -159,7 +159,7 @@ def test_the_head_of_a_critic_alone_may_be_missing(folder, tmp_path, caplog):
     weights = load_file(broken / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lacks 1 tensors \(model\.norm\.weight\)"):
+    with pytest.raises(ConfigError, match="lacks 1 tensors"):
         load_critic(str(broken), lambda load: load(False))
 
 
