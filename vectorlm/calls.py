@@ -92,7 +92,7 @@ def reinforce(
     }
     from vectorlm.rl_run import reinforce as on_rank
 
-    return _run(on_rank, config_from_keywords({**settings, **given}, "rl"), world_size)
+    return _run(on_rank, with_download(config_from_keywords({**settings, **given}, "rl")), world_size)
 
 
 def finetune(
@@ -165,7 +165,6 @@ def finetune(
 
 
 def _run(on_rank: Callable[..., None], config: Config, world_size: int) -> FinishedRun:
-    config = with_download(config)
     checked = preflight(config, world_size)
     output = Path(config.train_parameters.output_dir)
     if checked.resumption is None or not checked.resumption.is_finished:

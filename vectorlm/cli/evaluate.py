@@ -162,7 +162,8 @@ def _of_source(config: Config, name: str) -> Config:
             f"{', '.join(known) or 'none at all'}."
         )
     source, sampler = sources[name], config.train_parameters.sampler
-    held_out = replace(sampler.evaluation, prompts=source.held_out, reward=next(iter(source.rewards), None))
+    reward = config.held_out_rewards.get(name)
+    held_out = replace(sampler.evaluation, prompts=source.held_out, reward=reward)
     sampler = replace(sampler, evaluation=held_out)
     collect = replace(config.rl.collect, environment=source.environment)
     return replace(

@@ -182,6 +182,17 @@ class Config:
         return None if self.rl is None else self.rl.async_
 
     @property
+    def sampling_params(self) -> Mapping[str, Mapping[str, Any]]:
+        """What the engine is asked for, by the name of the setting: for held-out questions, and to learn from."""
+        sampler = self.train_parameters.sampler
+        found = (
+            {}
+            if sampler is None
+            else {"train_parameters.sampler.sampling_params": sampler.engine.sampling_params}
+        )
+        return found if self.rl is None else {**found, "rl.sampling_params": self.rl.collect.sampling_params}
+
+    @property
     def held_out_rewards(self) -> Mapping[str, str]:
         """The reward that scores held-out questions, by their source; those of the sampler have none."""
         sampler = self.train_parameters.sampler

@@ -19,7 +19,7 @@ from vectorlm.encoding import has_chat_template
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.packages import is_installed
 from vectorlm.preflight.files import file_problems
-from vectorlm.preflight.local_model import description_of, number_in, own_length, resolve_model
+from vectorlm.preflight.local_model import description_of, own_length, resolve_model, vocab_size
 from vectorlm.preflight.packages import package_problems
 from vectorlm.preflight.resume import Resumption, find_resumption
 from vectorlm.preflight.rewards import reward_problems
@@ -113,7 +113,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         from vectorlm.train.load import load_tokenizer
 
         tokenizer = load_tokenizer(config.model)
-        size = number_in(description_of(Path(config.model)) or {}, ("vocab_size",)) or math.inf
+        size = vocab_size(Path(config.model))
         for name, each in prompts.items():
             check_lengths(_shown(each), tokenizer, max_tokens, _place(name), size)
         for name, each in held_out.items():
@@ -124,14 +124,8 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
 
 def _generation_notes(config: Config, max_tokens: float) -> Iterator[str]:
     """Say where answers are sampled in another way than the settings, or the model's publisher, may lead to expect."""
-    sampler, rl = config.train_parameters.sampler, config.rl
-    if sampler is None:
-        return
     advice = description_of(Path(config.model), "generation_config.json") or {}
-    given = {"train_parameters.sampler.sampling_params": sampler.engine.sampling_params}
-    if rl is not None:
-        given["rl.sampling_params"] = rl.collect.sampling_params
-    for path, parameters in given.items():
+    for path, parameters in config.sampling_params.items():
         if isinstance(asked := parameters.get("max_tokens"), int) and asked > max_tokens:
             yield f"{path}.max_tokens={asked}: the context ends answers after {max_tokens} at most"
         left = {

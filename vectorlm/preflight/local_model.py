@@ -7,6 +7,7 @@ is used as it is, without a look at the Hub, so that a run that resumes finds th
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -164,6 +165,11 @@ def number_in(description: Mapping[str, Any], names: Sequence[str]) -> int | Non
     sections = (description, description.get("text_config"))
     named = (section.get(name) for section in sections if isinstance(section, Mapping) for name in names)
     return next((number for number in named if type(number) is int and number > 0), None)
+
+
+def vocab_size(folder: Path) -> float:
+    """Return how many tokens a model has by its config.json; infinity where that does not say."""
+    return number_in(description_of(folder) or {}, ("vocab_size",)) or math.inf
 
 
 def description_of(folder: Path, name: str = "config.json") -> Mapping[str, Any] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from vectorlm.config.value import describe_refusal, show
 from vectorlm.errors import EngineError
 from vectorlm.lora.options import largest_rank, refused_options, refused_starts
 from vectorlm.packages import fields_of
-from vectorlm.preflight.local_model import description_of, number_in
+from vectorlm.preflight.local_model import vocab_size
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.profile import short_run
 from vectorlm.report.runs import flat
@@ -133,9 +132,7 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
         yield refuse(config, f"{_SAMPLER}.engine.tensor_parallel_size", rule, fix)
     # Costs more than a minute: the engine reads them at its first prompt. Not where vLLM is not installed.
     known = fields_of("sampling_params.py", "SamplingParams")
-    given = {f"{_SAMPLER}.sampling_params": sampler.engine.sampling_params}
-    if config.rl is not None:
-        given["rl.sampling_params"] = config.rl.collect.sampling_params
+    given = config.sampling_params
     for path, parameters in given.items() if known and sampler.engine.inference in ("vllm", "server") else ():
         for name in parameters.keys() - known:
             # Of other libraries, the name may be that of a sampling parameter.
@@ -155,7 +152,7 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
             except EngineError as error:
                 yield f"{path} is not for inference: transformers: {error}"
     # Costs more than a minute: vLLM looks at them at the first prompt, and other engines never stop there.
-    size = number_in(description_of(Path(config.model)) or {}, ("vocab_size",)) or math.inf
+    size = vocab_size(Path(config.model))
     for path, parameters in given.items():
         # Silent: rewards would read empty texts.
         if parameters.get("detokenize") is False:
