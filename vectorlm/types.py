@@ -158,6 +158,8 @@ class Batch:
     """int64 [B], the index of each sequence in the dataset, -1 for a sequence that only fills up the batch."""
     text_ids: torch.Tensor
     """int64 [B, T], which text of its sequence a token belongs to, from 0."""
+    values: torch.Tensor | None = None
+    """float32 [B], of preference data the margin of each pair, or whether a completion is a good one."""
 
 
 @dataclass(frozen=True)

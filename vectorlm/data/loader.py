@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from vectorlm.data.source import load_saved
+from vectorlm.data.summary import PREFERENCE_COLUMNS
 from vectorlm.errors import DatasetError
 from vectorlm.ranks.topology import Topology
 from vectorlm.types import Batch
@@ -20,6 +21,7 @@ from vectorlm.types import Batch
 if TYPE_CHECKING:
     from datasets import Dataset
 
+_PREFERENCES = tuple(PREFERENCE_COLUMNS.values())
 FILLER_ID = -1
 """The id, the index in the dataset, of a row that only fills up a batch."""
 
@@ -43,6 +45,7 @@ class Collator:
         """
         filler = {"input_ids": [self.pad_token_id], "labels": [self.ignore_index], "id": FILLER_ID}
         full = [*rows, *[filler] * (num_rows - len(rows))]
+        values = [next((row[name] for name in _PREFERENCES if name in row), 0.0) for row in full]
         input_ids, labels, text_ids = map(list, zip(*map(self._tokens, full), strict=True))
         pad = partial(pad_sequence, batch_first=True)
         return Batch(
@@ -51,6 +54,7 @@ class Collator:
             pad(labels, padding_value=self.ignore_index),
             torch.tensor([row["id"] for row in full], dtype=torch.int64),
             pad(text_ids),
+            torch.tensor(values, dtype=torch.float32),
         )
 
     def _tokens(self, row: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -75,6 +79,10 @@ class Collator:
                 f"attention_mask values, and texts of {len(text_ids)} tokens by seq_lengths: these numbers must be "
                 "equal, and at least 1. Preprocess the dataset again."
             )
+        if not row.keys().isdisjoint(_PREFERENCES):
+            # Each text of a pair may be as long as a row.
+            is_kept &= torch.tensor([place < self.max_seq_len for length in lengths for place in range(length)])
+            return [each[is_kept] for each in columns]
         return [each[is_kept][: self.max_seq_len] for each in columns]
 
 
@@ -111,7 +119,7 @@ class StepLoader:
         seed: int,
         shuffle: bool,
     ) -> None:
-        optional = ("attention_mask", "seq_lengths")
+        optional = ("attention_mask", "seq_lengths", *_PREFERENCES)
         columns = ["input_ids", "labels", *(name for name in optional if name in dataset.column_names)]
         self._dataset = dataset.select_columns(columns).with_format(None)
         _require_target(self._dataset, collator)

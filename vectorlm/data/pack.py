@@ -20,6 +20,8 @@ class TokenisedText:
     """The same tokens where they count in the loss, the ignore index elsewhere; not shifted."""
     seq_lengths: Sequence[int] = ()
     """Tokens of each text in a packed row."""
+    value: float = 0.0
+    """The margin of a pair, or whether a completion is a good one."""
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -11,9 +11,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.data.pack import Frame, TokenisedText, best_fit, frame_texts, join, pack_texts
+from vectorlm.data.preference import rows_of_two, text_of
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import open_source, write_rows
-from vectorlm.data.summary import Summary, add_row
+from vectorlm.data.summary import PREFERENCE_COLUMNS, Summary, add_row
 from vectorlm.data.tokenise import ROWS_PER_CALL, make_tokeniser
 from vectorlm.ranks.wait import count_rows
 from vectorlm.errors import ConfigError, DatasetError
@@ -59,13 +60,17 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
         frame = _frame(tokenizer, settings, max_seq_len, is_chat=tokeniser.is_chat)
         tokens = tokeniser.map(scratch / "tokens.arrow")
         summary = Summary(max_seq_len, settings.ignore_index, unread=list(tokeniser.unread))
-        texts = _texts(tokens, summary, settings.ignore_index)
+        kept = _kept(tokens, summary)
+        texts = (text_of(row, settings.ignore_index) for row in kept)
         packing, fits = settings.packing_type, settings.packing_type == "best_fit"
-        if packing is None or (fits and settings.truncate):
+        if settings.examples != "texts":
+            rows = rows_of_two(kept, tokens.with_format(None), frame, summary)
+        elif packing is None or (fits and settings.truncate):
             rows = frame_texts(texts, frame, summary, truncate=settings.truncate)
         else:
             rows = pack_texts(texts, frame, summary, "full" if packing == "full" else "partial")
-        _save(_best_fit(rows, max_seq_len, scratch) if fits else rows, summary, scratch)
+        value = PREFERENCE_COLUMNS.get(settings.examples)
+        _save(_best_fit(rows, max_seq_len, scratch) if fits else rows, summary, scratch, value)
         if not summary.loss_tokens:
             raise DatasetError(
                 f"nothing is left to learn from: of {summary.rows_in:,} rows were skipped {summary.why_skipped()}, and "
@@ -123,23 +128,21 @@ def _frame(tokenizer: Any, settings: PreprocessSettings, max_seq_len: int, *, is
     return Frame(max_seq_len, bos, eos, settings.overlap, settings.ignore_index)
 
 
-def _texts(tokens: Dataset, summary: Summary, ignore_index: int) -> Iterator[TokenisedText]:
-    """Yield the texts that are not skipped."""
+def _kept(tokens: Dataset, summary: Summary) -> Iterator[dict[str, Any]]:
+    """Yield the rows that are not skipped, with their places in `tokens`."""
     batches = tokens.with_format(None).iter(ROWS_PER_CALL)
-    columns = ("input_ids", "counted", "skipped", "remarks", "unread", "name")
-    rows = (row for batch in batches for row in zip(*(batch[name] for name in columns), strict=True))
-    for input_ids, counted, skipped, remarks, unread, name in count_rows(rows, len(tokens), "pack"):
+    rows = (
+        dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True)
+    )
+    for index, row in enumerate(count_rows(rows, len(tokens), "pack")):
         summary.rows_in += 1
-        summary.unread += [each for each in unread if each not in summary.unread]
-        if skipped:
-            add_row(summary.skipped, skipped, name)
+        summary.unread += [each for each in row["unread"] if each not in summary.unread]
+        if row["skipped"]:
+            add_row(summary.skipped, row["skipped"], row["name"])
         else:
-            for remark in remarks:
-                add_row(summary.remarks, remark, name)
-            labels = [
-                token if counts else ignore_index for token, counts in zip(input_ids, counted, strict=True)
-            ]
-            yield TokenisedText(input_ids, labels)
+            for remark in row["remarks"]:
+                add_row(summary.remarks, remark, row["name"])
+            yield {**row, "index": index}
 
 
 def _best_fit(chunks: Iterable[TokenisedText], max_seq_len: int, scratch: Path) -> Iterator[TokenisedText]:
@@ -164,8 +167,8 @@ def _best_fit(chunks: Iterable[TokenisedText], max_seq_len: int, scratch: Path) 
         )
 
 
-def _save(rows: Iterable[TokenisedText], summary: Summary, scratch: Path) -> None:
-    """Save the rows, and count them."""
+def _save(rows: Iterable[TokenisedText], summary: Summary, scratch: Path, value: str | None) -> None:
+    """Save the rows, and count them; `value` is the name of the column for their values, if they have any."""
     from datasets import Features, Sequence, Value
 
     def columns() -> Iterator[dict[str, Any]]:
@@ -176,6 +179,7 @@ def _save(rows: Iterable[TokenisedText], summary: Summary, scratch: Path) -> Non
                 "attention_mask": [1] * len(row),
                 "id": index,
                 "seq_lengths": row.seq_lengths or [len(row)],
+                **({} if value is None else {value: row.value}),
             }
 
     features = Features(
@@ -184,6 +188,7 @@ def _save(rows: Iterable[TokenisedText], summary: Summary, scratch: Path) -> Non
         attention_mask=Sequence(Value("int8")),
         id=Value("int64"),
         seq_lengths=Sequence(Value("int32")),
+        **({} if value is None else {value: Value("float32")}),
     )
     path = scratch / "rows.arrow"
     rows_per_write = max(1, _TOKENS_PER_WRITE // summary.max_seq_len)

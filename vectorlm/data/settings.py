@@ -53,6 +53,9 @@ class PreprocessSettings:
     data_field: Text | None = None
     """Column that holds the text, or a list of messages; null takes `messages`, `prompt` with `completion`, or `text`,
     the first of these that is there."""
+    examples: Literal["texts", "pairs", "labels"] = "texts"
+    """What a row is: a text to fine-tune on; `chosen` and `rejected`, with or without `prompt` and `margin` (`pairs`);
+    or `prompt`, `completion` and whether it is a good one, `label` (`labels`)."""
     ignore_index: Label = -100
     """Label of a token that the loss leaves out; must equal `dataset.ignore_index`."""
     dataset_format: str = "hf"

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 ROWS_PER_COUNT = 1000
+PREFERENCE_COLUMNS = {"pairs": "pair_margin", "labels": "is_good"}
+"""The column of a preprocessed dataset with the values of its pairs, or of its labelled completions."""
 _KEY = "vectorlm"
 """Under it the summary stands in the description of a dataset."""
 
@@ -59,6 +61,8 @@ class Summary:
     """Tokens that training cuts off long rows."""
     cut_loss_tokens: int = 0
     """Those of them that count in the loss."""
+    has_pairs: bool = False
+    """Whether each row holds two texts, of up to `max_seq_len` tokens each."""
     idle_rows: int = 0
     """Rows that have no token within `max_seq_len` that counts in the loss."""
 
@@ -84,10 +88,10 @@ class Summary:
     def count(self, dataset: Dataset) -> None:
         """Count the rows of `dataset` as training will see them."""
         totals = np.zeros(7, dtype=np.int64)
-        self.longest = 0
+        self.longest, self.has_pairs = 0, has_pairs(dataset)
         names = [each for each in ("labels", "attention_mask", "seq_lengths") if each in dataset.column_names]
         for table in dataset.select_columns(names).with_format("arrow").iter(ROWS_PER_COUNT):
-            counts, longest = _count(table, self.max_seq_len, self.ignore_index)
+            counts, longest = _count(table, self.max_seq_len, self.ignore_index, self.has_pairs)
             totals += counts
             self.longest = max(self.longest, longest)
         self.rows_out = len(dataset)
@@ -97,7 +101,8 @@ class Summary:
     @property
     def efficiency(self) -> float:
         """Share of `max_seq_len` that the tokens of a row take up in the mean, as training sees them; from 0 to 1."""
-        return (self.tokens - self.cut_tokens) / (self.rows_out * self.max_seq_len)
+        num_full = self.texts if self.has_pairs else self.rows_out
+        return (self.tokens - self.cut_tokens) / (num_full * self.max_seq_len)
 
     def why_skipped(self) -> str:
         """Say how many rows were left out, and why."""
@@ -163,7 +168,12 @@ def add_row(rows: Rows, reason: str, name: str) -> None:
     rows[reason] = (num + 1, first)
 
 
-def _count(table: Any, max_seq_len: int, ignore_index: int) -> tuple[list[int], int]:
+def has_pairs(dataset: Dataset) -> bool:
+    """Whether the rows of a preprocessed dataset are pairs, or labelled completions."""
+    return bool(set(PREFERENCE_COLUMNS.values()) & set(dataset.column_names))
+
+
+def _count(table: Any, max_seq_len: int, ignore_index: int, is_pairs: bool) -> tuple[list[int], int]:
     """Return texts, tokens, counted ones, long rows, cut tokens, counted ones of these, idle rows; and the longest."""
     import pyarrow.compute as pc
 
@@ -172,6 +182,8 @@ def _count(table: Any, max_seq_len: int, ignore_index: int) -> tuple[list[int], 
 
     labels = flat("labels")
     lengths = pc.fill_null(pc.list_value_length(table["labels"]), 0).to_numpy().astype(np.int64)
+    if is_pairs:
+        lengths = flat("seq_lengths").astype(np.int64)  # Each text is a row of its own.
     row = np.repeat(np.arange(len(lengths)), lengths)
     kept = np.ones(len(labels), dtype=bool)
     # Columns of another length than the labels are an error of their own, with the row's name, when training reads it.

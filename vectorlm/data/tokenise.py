@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.data.chat import Chat, Message
+from vectorlm.data.preference import COLUMNS, READ_BESIDE, common_beginning, value_of
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import Source
 from vectorlm.ranks.wait import EVERY_S, how_far, say
@@ -37,6 +38,8 @@ class Tokens:
     """Why there are no tokens, where there are none."""
     remarks: Sequence[str] = ()
     """What the reader of the summary should know of this row."""
+    num_first: int = 0
+    """Of a pair, how many of the tokens are the chosen text's; the others are the rejected one's."""
 
     @property
     def skipped(self) -> str:
@@ -86,7 +89,14 @@ class Tokeniser:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         named = list(self.source.rows(batch, indices))
         filled = [(name, row) for name, row in named if row is not None]
-        found = iter([self._chat(*each) for each in filled] if self.is_chat else self._texts(filled))
+        values = iter([value_of(*each, self.settings.examples) for each in filled])
+        is_pair = self.settings.examples == "pairs"
+        parts = [(name, half) for name, row in filled for half in self._halves(name, row)] if is_pair else filled
+        tokens = [self._chat(*each) for each in parts] if self.is_chat else self._texts(parts)
+        if is_pair:
+            has_prompt = [self.is_chat or bool(half["prompt"]) for _, half in parts[::2]]
+            tokens = list(map(_joined, tokens[::2], tokens[1::2], has_prompt))
+        found = iter(tokens)
         results = [Tokens([], [], "an empty line") if row is None else next(found) for _, row in named]
         if not rank:
             self.progress.add(len(named))
@@ -97,9 +107,11 @@ class Tokeniser:
             "remarks": [list(each.remarks) for each in results],
             "unread": [self._unread(row) if self.source.lines and row else [] for _, row in named],
             "name": [
-                name if each.skipped or each.remarks else ""
+                name if each.skipped or each.remarks or self.settings.examples != "texts" else ""
                 for (name, _), each in zip(named, results, strict=True)
             ],
+            "num_first": [each.num_first for each in results],
+            "value": [0.0 if row is None else next(values) for _, row in named],
         }
 
     def _unread(self, columns: Iterable[str]) -> list[str]:
@@ -109,7 +121,8 @@ class Tokeniser:
 
     @property
     def _read(self) -> tuple[str, ...]:
-        return (*self.columns, "tools", "weight") if self.is_chat else self.columns
+        columns = COLUMNS.get(self.settings.examples, self.columns) + READ_BESIDE[self.settings.examples]
+        return (*columns, "tools", "weight") if self.is_chat else columns
 
     def map(self, path: Path) -> Dataset:
         """Tokenise all rows, in `num_proc` processes, to a file at `path`: `Tokens`, and the names of skipped rows."""
@@ -126,6 +139,8 @@ class Tokeniser:
             remarks=Sequence(Value("string")),
             unread=Sequence(Value("string")),
             name=Value("string"),
+            num_first=Value("int32"),
+            value=Value("float64"),
         )
         try:
             return dataset.map(
@@ -177,6 +192,23 @@ class Tokeniser:
         if eos is None and not any(each in self.ends for each in completion):
             remarks.append(NO_END)
         return Tokens(tokens[first:last], counted[first:last], "an empty text", remarks)
+
+    def _halves(self, name: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Make two rows of a pair, each of a prompt and a completion; with messages the prompt may be in both texts."""
+        texts = [self._value(name, row, column) for column in COLUMNS["pairs"]]
+        prompt = row.get("prompt")
+        if not self.is_chat:
+            prompt = "" if prompt is None else self._value(name, row, "prompt")
+        else:
+            texts = [_messages(name, each) for each in texts]
+            given = _messages(name, prompt) if isinstance(prompt, list) else []
+            if all(each[: len(given)] == given for each in texts):
+                # A prompt as text says again what the messages begin with.
+                given = given or texts[0][: common_beginning(*texts)]
+                texts = [each[len(given) :] for each in texts]
+            prompt = given
+        beside = {each: row[each] for each in ("tools", "weight") if each in row}
+        return [{**beside, "prompt": prompt, "completion": each} for each in texts]
 
     def _pair(self, name: str, row: Mapping[str, Any]) -> tuple[str, str] | None:
         """Split a row into a prompt and a completion; None where it lacks the separator."""
@@ -278,6 +310,21 @@ class Tokeniser:
         return row[column]
 
 
+def _joined(chosen: Tokens, rejected: Tokens, has_prompt: bool) -> Tokens:
+    """Make one row of the two texts of a pair; without a prompt, what both begin with does not count."""
+    if reason := chosen.skipped or rejected.skipped:
+        return Tokens([], [], reason)
+    if chosen.input_ids == rejected.input_ids:
+        return Tokens([], [], "chosen and rejected the same")
+    counted = [list(each.counted) for each in (chosen, rejected)]
+    if not has_prompt:
+        shared = common_beginning(chosen.input_ids, rejected.input_ids)
+        counted = [[False] * shared + each[shared:] for each in counted]
+    remarks = list(dict.fromkeys((*chosen.remarks, *rejected.remarks)))
+    num_first = len(chosen.input_ids)
+    return Tokens(chosen.input_ids + rejected.input_ids, sum(counted, []), "", remarks, num_first)
+
+
 def _messages(name: str, value: Any) -> list[Message]:
     """Return messages without the keys that are null because other rows have them."""
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
@@ -315,12 +362,19 @@ def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings)
     """
     row = _first_row(source)
     asked = settings.data_field
-    columns = (asked,) if asked else next((some for some in _BY_DEFAULT if set(some) <= set(row)), ())
+    columns: tuple[str, ...] = (asked,) if asked else ()
+    columns = columns or next((some for some in _BY_DEFAULT if set(some) <= set(row)), ())
+    columns = COLUMNS.get(settings.examples, columns)
     missing = [column for column in columns if column not in row]
     if missing or not columns:
         lacks = repr(missing[0]) if missing else "'messages', 'prompt' with 'completion', or 'text'"
-        raise DatasetError(f"the dataset has no column {lacks}: data_field must be one of {', '.join(row)}.")
+        fix = "data_field must be one of"
+        if settings.examples != "texts":
+            fix = f"rows of dataset_preprocess.examples={settings.examples} need it, and these have"
+        raise DatasetError(f"the dataset has no column {lacks}: {fix} {', '.join(row)}.")
     is_chat = isinstance(row[columns[0]], list)
+    if settings.examples != "texts":
+        columns = ("prompt", "completion")
     share = -(-len(source.dataset) // settings.num_proc)
     made = Tokeniser(source, tokenizer, settings, columns, is_chat, Progress(share))
     _require_effect(made)
@@ -345,6 +399,9 @@ def _require_effect(tokeniser: Tokeniser) -> None:
         "pre_pend": bool(settings.pre_pend) and is_chat,
         "assistant_only_loss": settings.assistant_only_loss and not is_chat,
     }
+    if settings.examples != "texts":
+        names = ("data_field", "packing_type", "overlap", "truncate")
+        unread |= {name: bool(getattr(settings, name)) for name in names}
     for name in (name for name, is_unread in unread.items() if is_unread):
         raise ConfigError(
             f"dataset_preprocess.{name}={getattr(settings, name)!r} has no effect: the rows hold {what} "

@@ -1,0 +1,160 @@
+"""Preference data: pairs and labelled completions as rows of two texts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from letters import letter_tokenizer, make, spell
+from test_chat import PLAIN, say
+
+from vectorlm.errors import ConfigError, DatasetError
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def rows_of(rows, examples="pairs", max_seq_len=64, **options):
+    """Preprocess rows; return each as its two texts, the labels of these, and its value."""
+    Path("raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = letter_tokenizer(template=PLAIN)
+    dataset, summary = make(max_seq_len, tokenizer, load_path="raw.jsonl", examples=examples, **options)
+    found = []
+    for row in dataset:
+        first = row["seq_lengths"][0]
+        assert sum(row["seq_lengths"]) == len(row["input_ids"])
+        texts = [
+            spell(row[name][part])
+            for name in ("input_ids", "labels")
+            for part in (slice(first), slice(first, None))
+        ]
+        found.append((*texts, row["pair_margin" if examples == "pairs" else "is_good"]))
+    return found, summary
+
+
+CHAT = ("u:x$\na:yz$\n", "u:x$\na:w$\n", ".......yz$.", ".......w$.", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "ab", "chosen": "cd", "rejected": "ce"}, ("^abcd$", "^abce$", "...cd$", "...ce$", 0.0)),
+        # What both begin with stands for the prompt, as tokens.
+        ({"chosen": "abcd", "rejected": "abe"}, ("^abcd$", "^abe$", "...cd$", "...e$", 0.0)),
+        (
+            {"prompt": "ab", "chosen": "c", "rejected": "d", "margin": 1.5},
+            ("^abc$", "^abd$", "...c$", "...d$", 1.5),
+        ),
+        ({"prompt": say("ux"), "chosen": say("ayz"), "rejected": say("aw")}, CHAT),
+        ({"chosen": say("ux", "ayz"), "rejected": say("ux", "aw")}, CHAT),
+        # As in ultrafeedback_binarized, and with a prompt that both conversations begin with.
+        ({"prompt": "x", "chosen": say("ux", "ayz"), "rejected": say("ux", "aw")}, CHAT),
+        ({"prompt": say("ux"), "chosen": say("ux", "ayz"), "rejected": say("ux", "aw")}, CHAT),
+        (
+            {"chosen": say("ux", "ay", "uv", "aw"), "rejected": say("ux", "ay", "uq", "aw")},
+            (
+                "u:x$\na:y$\nu:v$\na:w$\n",
+                "u:x$\na:y$\nu:q$\na:w$\n",
+                "..........u:v$\na:w$.",
+                "..........u:q$\na:w$.",
+                0.0,
+            ),
+        ),
+    ],
+)
+def test_a_pair_is_a_row_of_two_texts_whose_prompt_does_not_count(row, expected):
+    assert rows_of([row])[0] == [expected]
+
+
+def test_tables_are_read_as_lines_are(tmp_path):
+    pair = {"prompt": "ab", "chosen": "cd", "rejected": "ce", "score_chosen": 7.0}
+    Dataset.from_list([pair]).save_to_disk("raw")
+    Dataset.from_list([pair]).to_parquet("raw.parquet")
+    lines, summary = rows_of([pair])
+    assert summary.unread == ["score_chosen"]
+    for path in ("raw", "raw.parquet"):
+        dataset, found = make(load_path=path, examples="pairs", tokenizer=letter_tokenizer())
+        assert spell(dataset[0]["input_ids"]) == lines[0][0] + lines[0][1]
+        assert (found.unread, found.tokens, found.texts) == (summary.unread, summary.tokens, summary.texts)
+
+
+def test_a_completion_stands_beside_the_next_one_of_another_prompt():
+    rows = [
+        {"prompt": "ab", "completion": "c", "label": True},
+        {"prompt": "ab", "completion": "d", "label": False},
+        {"prompt": "x", "completion": "yz", "label": True},
+    ]
+    assert rows_of(rows, "labels")[0] == [
+        ("^abc$", "^abyz$", "...c$", "...yz$", 1.0),
+        ("^abd$", "^abyz$", "...d$", "...yz$", 0.0),
+        ("^xyz$", "^xc$", "..yz$", "..c$", 1.0),
+    ]
+    alone, _ = rows_of([*rows, {"prompt": "ef", "completion": "", "label": True}], "labels")
+    assert len(alone) == 3
+
+
+PAIR = {"prompt": "ab", "chosen": "cd", "rejected": "ce"}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({**PAIR, "rejected": "cd"}, "chosen and rejected the same"),
+        ({**PAIR, "chosen": "c" * 9}, "a text longer than max_seq_len=8"),
+        ({**PAIR, "rejected": ""}, "an empty completion"),
+        ({"chosen": say("ux"), "rejected": say("ux", "ay")}, "no messages"),
+    ],
+)
+def test_pairs_that_teach_nothing_are_left_out_counted_and_named(row, reason):
+    kept = PAIR if isinstance(row["chosen"], str) else {"chosen": say("u", "ay"), "rejected": say("u", "az")}
+    rows, summary = rows_of([kept, row, row], max_seq_len=8 if isinstance(row["chosen"], str) else 64)
+    assert len(rows) == 1
+    assert summary.skipped == {reason: (2, "raw.jsonl:2")}
+    assert (summary.rows_in, summary.rows_out, summary.texts) == (3, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("examples", "row", "text"),
+    [
+        ("pairs", {"prompt": "ab", "chosen": "cd"}, "raw.jsonl:2 has no 'rejected'"),
+        (
+            "pairs",
+            {**PAIR, "margin": "big"},
+            "raw.jsonl:2 holds 'big' in 'margin': it must be a finite number",
+        ),
+        ("pairs", {**PAIR, "chosen": 3}, "raw.jsonl:2 holds '3' in 'completion'"),
+        (
+            "labels",
+            {"prompt": "a", "completion": "b", "label": 1},
+            "raw.jsonl:2 holds '1' in 'label': it must be true",
+        ),
+        ("labels", {"prompt": "a", "completion": "b"}, "raw.jsonl:2 holds 'None' in 'label'"),
+    ],
+)
+def test_a_broken_row_stops_with_its_file_and_line(examples, row, text):
+    whole = PAIR if examples == "pairs" else {"prompt": "a", "completion": "b", "label": True}
+    with pytest.raises(DatasetError, match=text):
+        rows_of([whole, row], examples)
+
+
+def test_a_dataset_without_the_columns_and_settings_without_effect_are_refused():
+    with pytest.raises(DatasetError, match="no column 'chosen': rows of .*=pairs need it"):
+        rows_of([{"text": "ab"}])
+    with pytest.raises(ConfigError, match="packing_type='full' has no effect"):
+        rows_of([PAIR], packing_type="full")
+
+
+def test_a_shorter_max_seq_len_cuts_each_text_of_a_pair():
+    from vectorlm.data.loader import Collator, load_dataset
+    from vectorlm.data.summary import Summary
+
+    rows_of([{"prompt": "ab", "chosen": "cdef", "rejected": "g", "margin": 2.0}])
+    dataset = load_dataset("rows")
+    batch = Collator(0, -100, 4).collate([{"id": 0, **dataset[0]}], 2)
+    assert spell(batch.input_ids[0].tolist()) == "^abc^abg"
+    assert batch.text_ids[0].tolist() == [0] * 4 + [1] * 4
+    assert batch.values.tolist() == [2.0, 0.0]
+    summary = Summary.of(dataset, 4, -100)
+    assert (summary.texts, summary.long_rows, summary.longest, summary.cut_tokens) == (2, 2, 8, 5)
