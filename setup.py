@@ -72,6 +72,8 @@ setup(
         "gguf": ["gguf"],
         # The rewards math, json_schema and ifeval, and the tasks of reasoning-gym.
         "rewards": ["math-verify", "jsonschema", "lm_eval[ifeval]", "reasoning-gym"],
+        # The tasks and environments of verifiers; requirements/verifiers.txt has the versions beside vLLM's.
+        "verifiers": ["verifiers>=0.4,<0.5"],
         # For servers of OpenEnv; vLLM brings it.
         "openenv": ["websockets"],
         # What the server backend talks over; vLLM brings both.

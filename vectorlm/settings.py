@@ -90,7 +90,7 @@ class CurriculumSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSettings:
-    """A source of prompts in full: rows from `path`, or tasks of `reasoning_gym`."""
+    """A source of prompts in full: rows from `path`, or tasks of `reasoning_gym` or `verifiers`."""
 
     path: Text | None = None
     """JSONL or Parquet file, folder of `Dataset.save_to_disk`, or name of a dataset on the hub."""
@@ -100,8 +100,11 @@ class PromptSettings:
     """Configuration of a dataset on the hub, for one that has several."""
     reasoning_gym: Text | None = None
     """Name of a task of reasoning-gym, or `composite` for several."""
+    verifiers: Text | None = None
+    """Name of an installed taskset of verifiers, whose environment plays its tasks."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The task's own settings; of `composite` the list `datasets` with `name`, `weight` and `config` of each task."""
+    """The task's own settings; of `composite` the list `datasets` with `name`, `weight` and `config` of each task; of
+    `verifiers` what its `[env]` section has (`taskset`, `agent`), and `select`."""
     size: PositiveInt | None = None
     """Number of the task's items; null means 10,000 to train on, and 100 held-out ones."""
     seed: NonNegativeInt | None = None
@@ -122,10 +125,21 @@ PromptSource = Annotated[
     Predicate(lambda value: isinstance(value, PromptSettings) or (bool(value) and all(value))),
     Field(
         description="a list of texts, none of them empty; the path of a JSONL or Parquet file or of a saved dataset, a "
-        "name on the hub or `reasoning_gym:TASK`; or a section",
+        "name on the hub, `reasoning_gym:TASK` or `verifiers:TASKSET`; or a section",
         examples=["data/prompts.jsonl"],
     ),
 ]
+
+SHORT_FORMS = ("reasoning_gym", "verifiers")
+
+
+def in_full(source: Any) -> Any:
+    """Return the section that a path, or ``reasoning_gym:TASK`` and the like, stands for; texts stay as they are."""
+    if not isinstance(source, str):
+        return source
+    kind, _, name = source.partition(":")
+    given: dict[str, Any] = {kind: name} if kind in SHORT_FORMS else {"path": source}
+    return PromptSettings(**given)
 
 
 def inline(section: type | None = None) -> Any:

@@ -186,3 +186,34 @@ def test_a_run_notices_that_a_saved_dataset_is_another(tmp_path, monkeypatch):
     Path("saved").rename("old")
     Path("other").rename("saved")
     assert _digest("saved") != before
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "played_by"),
+    [
+        ("verifiers:words", None, "openai:vectorlm.rollouts.verifiers:play"),
+        (PromptSettings(verifiers="words"), None, "openai:vectorlm.rollouts.verifiers:play"),
+        (PromptSettings(verifiers="words"), "own.py:Game", "own.py:Game"),
+        ("reasoning_gym:chain_sum", None, None),
+        (("a text",), "own.py:Game", "own.py:Game"),
+    ],
+    ids=str,
+)
+def test_verifiers_plays_its_own_tasks(given, environment, played_by):
+    settings = CollectSettings(prompts=given, prompts_per_step=1, environment=environment)
+    assert settings.environment_of("") == played_by
+
+
+def test_only_one_kind_of_source_is_read_with_its_own_settings(monkeypatch):
+    for settings, text in (
+        (PromptSettings(), "must have one of `path`, `reasoning_gym`, `verifiers`"),
+        (PromptSettings(path="a.jsonl", verifiers="words"), "must have one of"),
+        (PromptSettings(path="a.jsonl", size=3), "size has no effect with path"),
+        (PromptSettings(verifiers="words", split="train"), "split has no effect with verifiers"),
+        (PromptSettings(reasoning_gym="chain_sum", split="train"), "split has no effect with reasoning_gym"),
+    ):
+        with pytest.raises(DatasetError, match=text):
+            read_prompts(settings)
+    monkeypatch.setattr("vectorlm.data.tasksets.is_installed", lambda package: False)
+    with pytest.raises(DatasetError, match=r"requirements/verifiers\.txt"):
+        read_prompts("verifiers:words")

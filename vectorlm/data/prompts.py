@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 
 from vectorlm.data.source import is_hub_name, load_hub, load_saved, splits_of, take_split
-from vectorlm.data.tasks import SHORT_FORM, Tasks
+from vectorlm.data.tasks import Tasks
+from vectorlm.data.tasksets import read_taskset
 from vectorlm.encoding import asked, encode, require_whole_characters
 from vectorlm.errors import ConfigError, DatasetError
-from vectorlm.settings import PromptSettings
+from vectorlm.settings import SHORT_FORMS, PromptSettings, in_full
 from vectorlm.types import PromptRecord
 
 if TYPE_CHECKING:
@@ -63,37 +64,38 @@ def read_prompts(
 
     Args:
         source: Prompts; the path of a JSONL file, a Parquet file (``.parquet``) or a folder of
-            ``datasets.Dataset.save_to_disk``; the name of a dataset on the hub; ``reasoning_gym:TASK``; or settings.
+            ``datasets.Dataset.save_to_disk``; the name of a dataset on the hub; ``reasoning_gym:TASK`` or ``verifiers:TASKSET``;
+            or settings.
         setting: Name of the source in an error.
         is_held_out: Whether tasks are others than those that are trained on, where the settings name no seed.
 
     Raises:
         DatasetError: The source is missing, empty or broken, or a row has no ``prompt``.
     """
-    if isinstance(source, str) and source.startswith(SHORT_FORM):
-        source = PromptSettings(reasoning_gym=source.removeprefix(SHORT_FORM))
-    if isinstance(source, str | Path):
-        source = PromptSettings(path=str(source))
-    if not isinstance(source, PromptSettings):
-        return [PromptRecord(prompt) for prompt in source]
-    _require_one_kind(source, setting)
-    if source.reasoning_gym is not None:
-        return Tasks.of(source, setting, is_held_out=is_held_out)
-    found = _open(source, setting)
+    settings = in_full(str(source) if isinstance(source, Path) else source)
+    if not isinstance(settings, PromptSettings):
+        return [PromptRecord(prompt) for prompt in settings]
+    _require_one_kind(settings, setting)
+    if settings.reasoning_gym is not None:
+        return Tasks.of(settings, setting, is_held_out=is_held_out)
+    found = _open(settings, setting) if settings.path is not None else read_taskset(settings, setting)
     if not len(found):
-        raise DatasetError(f"{setting}={source.path!r} is empty: it must hold at least one prompt.")
+        named = settings.path or settings.verifiers
+        raise DatasetError(f"{setting}={named!r} is empty: it must hold at least one prompt.")
     return found
 
 
 def _require_one_kind(settings: PromptSettings, setting: str) -> None:
-    of_path = ["split", "hub_config"]
-    of_task = [each.name for each in fields(settings) if each.name not in ("path", *of_path)]
-    if (settings.path is None) == (settings.reasoning_gym is None):
-        raise DatasetError(f"{setting} must have one of `path` and `reasoning_gym`.")
-    kind, unread = ("path", of_task) if settings.path is not None else ("reasoning_gym", of_path)
-    for name in unread:
+    kinds = ("path", *SHORT_FORMS)
+    given = [kind for kind in kinds if getattr(settings, kind) is not None]
+    if len(given) != 1:
+        raise DatasetError(f"{setting} must have one of {', '.join(f'`{kind}`' for kind in kinds)}.")
+    names = {each.name for each in fields(settings)}
+    read = {"path": {"split", "hub_config"}, "verifiers": {"config"}}
+    read["reasoning_gym"] = names - read["path"]
+    for name in sorted(names - read[given[0]] - {*kinds}):
         if getattr(settings, name) != getattr(PromptSettings(), name):
-            raise DatasetError(f"{setting}.{name} has no effect with {kind}. Leave it out.")
+            raise DatasetError(f"{setting}.{name} has no effect with {given[0]}. Leave it out.")
 
 
 def _open(source: PromptSettings, setting: str) -> Sequence[PromptRecord]:

@@ -14,7 +14,6 @@ from vectorlm.packages import is_installed
 from vectorlm.settings import PromptSettings, nearest
 from vectorlm.types import PromptRecord
 
-SHORT_FORM = "reasoning_gym:"
 COMPOSITE = "composite"
 TRAIN_SIZE, HELD_OUT_SIZE = 10_000, 100
 HELD_OUT_SEED = 2**30

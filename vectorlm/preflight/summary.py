@@ -9,7 +9,7 @@ from vectorlm.packages import is_installed
 from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.preflight.resume import say_finished
 from vectorlm.ranks.topology import has_gpu
-from vectorlm.settings import PromptSettings
+from vectorlm.settings import SHORT_FORMS, PromptSettings, in_full
 
 
 def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1, notes: Sequence[str] = ()) -> str:
@@ -134,9 +134,11 @@ def _sampler_row(config: Config) -> str:
 
 
 def _prompts(source: str | tuple[str, ...] | PromptSettings) -> str:
-    if isinstance(source, PromptSettings):
-        source = source.path or f"reasoning_gym:{source.reasoning_gym}"
-    return f"the prompts of {source}" if isinstance(source, str) else _count(len(source), "prompt")
+    source = in_full(source)
+    if not isinstance(source, PromptSettings):
+        return _count(len(source), "prompt")
+    tasks = (f"{kind}:{name}" for kind in SHORT_FORMS if (name := getattr(source, kind)) is not None)
+    return f"the prompts of {source.path or next(tasks)}"
 
 
 def _count(number: int, noun: str, plural: str = "") -> str:

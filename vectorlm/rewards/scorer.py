@@ -94,7 +94,14 @@ class RewardScorer:
                 tuple(errors[index]),
                 reward_weights=self._weights(group[0]),
                 logged=tuple(
-                    {name: value for found in results.values() for name, value in found[place].logged.items()}
+                    {
+                        **rollouts[place].measured,
+                        **{
+                            name: value
+                            for found in results.values()
+                            for name, value in found[place].logged.items()
+                        },
+                    }
                     for place in range(end - len(group), end)
                 ),
             )

@@ -126,7 +126,7 @@ class RolloutGroup:
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each reward in the sum."""
     logged: Sequence[Mapping[str, Any]] = ()
-    """What reward functions logged of each rollout."""
+    """What the environment measured of each rollout, and reward functions logged of it."""
 
     @property
     def source(self) -> str:

@@ -25,6 +25,7 @@ from vectorlm.settings import (
     Text,
     UnitInterval,
     also_written,
+    in_full,
     inline,
     partial,
 )
@@ -35,6 +36,8 @@ SAMPLING_DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "max_tokens": 16}
 CPU_PASS_TOKENS = 1024
 """Where a forward pass on CPU takes up no further rows: larger ones are slower there, and take more memory."""
 
+VERIFIERS = "openai:vectorlm.rollouts.verifiers:play"
+"""What plays the tasks of verifiers."""
 
 WITH_ENVIRONMENT = ReadIf("rl.environment", also=("rl.sources",))
 
@@ -67,7 +70,8 @@ class CollectSettings:
 
     prompts: PromptSource | None = None
     """The prompts to learn from: texts; or a JSONL or Parquet file, a folder of `Dataset.save_to_disk` or a dataset on
-    the hub, whose rows have a `prompt` and the rewards' columns; or tasks, `reasoning_gym:chain_sum`."""
+    the hub, whose rows have a `prompt` and the rewards' columns; or tasks, `reasoning_gym:chain_sum` or
+    `verifiers:TASKSET`."""
     sources: Mapping[str, SourceSettings] = field(default_factory=dict)
     """Several sources in place of `prompts`, by names of your own."""
     prompts_per_step: PositiveInt
@@ -79,7 +83,7 @@ class CollectSettings:
     `temperature`, `top_p`, `top_k`, `min_p` and `structured_outputs`."""
     environment: Text | None = None
     """`file.py:NAME` of what answers the policy between its turns, or `openai:file.py:NAME` of an agent that asks the
-    policy over HTTP; null makes single turns."""
+    policy over HTTP; null makes single turns, and plays prompts of `verifiers` with verifiers."""
     environment_timeout_s: Annotated[PositiveFloat | None, WITH_ENVIRONMENT] = 300.0
     """Longest response of an environment, or time between two requests of an agent, in seconds; null waits without
     limit."""
@@ -99,7 +103,12 @@ class CollectSettings:
 
     def environment_of(self, source: str) -> str | None:
         """The environment of a source's prompts."""
-        return (source in self.sources and self.sources[source].environment) or self.environment
+        own = self.sources.get(source)
+        given, prompts = (self.environment, self.prompts) if own is None else (own.environment, own.prompts)
+        prompts = in_full(prompts)
+        if given is None and isinstance(prompts, PromptSettings) and prompts.verifiers is not None:
+            return VERIFIERS
+        return given or self.environment
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -1,42 +1,45 @@
-"""An agent that runs an environment of verifiers 0.4: ``rl.environment: openai:vectorlm.rollouts.verifiers:play``."""
+"""The agent that plays the tasks of verifiers 0.4, where prompts are `verifiers:TASKSET`."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
+
+from vectorlm.data.tasksets import environment_config
 
 KEY = "VECTORLM_ROLLOUT_KEY"
 """The variable from which verifiers' client reads the key, in the worker alone."""
 
 
 async def play(client_url: str, key: str, row: Mapping[str, Any]) -> dict[str, float]:
-    """Run one episode of the taskset that the column `taskset` names, for its task number `index`.
+    """Play the episode of a row of `read_taskset`.
 
-    Agents run as processes of this machine, so that no tunnel is opened. The reward and the metrics are the trace's;
-    an episode that verifiers calls failed raises.
+    The reward is the trace's; its rewards, as they are weighted, and its metrics are numbers of the rollout. An episode
+    that verifiers calls failed raises.
     """
     import verifiers.v1 as vf
 
     os.environ[KEY] = key
-    environment, tasks = _loaded(row["taskset"])
+    environment = _loaded(row["taskset"], json.dumps(row["config"]))
+    kind = type(environment.taskset).task_type()
+    task = kind(kind.data_type().model_validate(row["task"]), environment.config.taskset.task)
     context = vf.ModelContext("policy", vf.EvalClientConfig(base_url=client_url, api_key_var=KEY))
     async with environment.serving():
-        episode = await environment.run_episode(tasks[row["index"]], context)
+        episode = await environment.run_episode(task, context)
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise RuntimeError(f"verifiers' episode failed: {errors}")
     (trace,) = episode.traces
-    found = {"turns": trace.num_turns, "truncated": trace.is_truncated, **trace.metrics}
+    rewards = {name: each.value for name, each in trace.rewards.items() if each is not None}
+    found = {"turns": trace.num_turns, "truncated": trace.is_truncated, **rewards, **trace.metrics}
     return {**{name: float(value) for name, value in found.items()}, "reward": float(trace.reward)}
 
 
 @cache
-def _loaded(taskset: str) -> tuple[Any, list[Any]]:
-    from verifiers.v1.envs.single_agent.env import SingleAgentEnvConfig
-    from verifiers.v1.utils.loaders import load_environment, load_taskset
+def _loaded(taskset: str, config_text: str) -> Any:
+    from verifiers.v1.utils.loaders import load_environment
 
-    agent = {"runtime": {"type": "subprocess"}}
-    config = SingleAgentEnvConfig.model_validate({"taskset": {"id": taskset}, "agent": agent})
-    return load_environment(config), list(load_taskset(config.taskset))
+    return load_environment(environment_config(taskset, json.loads(config_text)))
