@@ -116,12 +116,12 @@ def test_the_core_never_imports_an_optional_room():
 
 
 def test_reading_a_config_imports_settings_alone():
-    """But for an algorithm of one's own, whose row brings its settings."""
+    """But for an algorithm or an optimizer of one's own, which brings its settings."""
     wrong = [
         f"{path.relative_to(PACKAGE)} imports {name}"
         for path, name in imports()
         if room_of(path) == "config"
-        and not name.endswith((".settings", ".hyperparameters", ".errors", ".algorithms.registry"))
+        and not name.endswith((".settings", ".hyperparameters", ".errors", ".registry", ".optimizers"))
     ]
     assert wrong == []
 

@@ -49,6 +49,15 @@ def fields_of(path: str, name: str, package: str = "vllm") -> Mapping[str, str]:
 
 
 @cache
+def arguments_of(path: str, name: str, package: str) -> frozenset[str]:
+    """Return the arguments with which a class in a package's source is made, by name."""
+    classes = (each for each in ast.parse(_source(path, package)).body if isinstance(each, ast.ClassDef))
+    body = next((each.body for each in classes if each.name == name), [])
+    inits = [each for each in body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+    return frozenset(each.arg for init in inits for each in (*init.args.args[1:], *init.args.kwonlyargs))
+
+
+@cache
 def _source(path: str, package: str = "vllm") -> str:
     """Return a file of an installed package, empty where there is none; finding a package does not import it."""
     found = find_spec(package)

@@ -55,6 +55,7 @@ from vectorlm.train.device_turn import DeviceTurn, put_to_sleep
 from vectorlm.train.early_stopping import EarlyStopping
 from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.optimizer_step import Schedule
+from vectorlm.train.optimizers import make_optimizer
 from vectorlm.train.recorder import Recorder, Timer
 from vectorlm.train.shard import load_sharded
 from vectorlm.workers import WorkerPool
@@ -111,13 +112,9 @@ class Run:
         """Load a model as `vectorlm.train.shard.load_sharded` does, sharded as the config says."""
         return load_sharded(load, self.topology, self.config.train_parameters.model)
 
-    def make_optimizer(self, model: nn.Module, lr: float | None = None) -> torch.optim.AdamW:
-        """Return AdamW over the trainable parameters of `model`; `lr` replaces the config's learning rate."""
-        arguments = self.config.train_parameters.optimizer.arguments(self.topology.is_cuda)
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if lr is not None:
-            arguments["lr"] = lr
-        return torch.optim.AdamW(trainable, **arguments)
+    def make_optimizer(self, model: nn.Module, lr: float | None = None) -> torch.optim.Optimizer:
+        """Return the optimizer of the trainable parameters; `lr` replaces the config's learning rate."""
+        return make_optimizer(self.config.train_parameters.optimizer, model, self.topology.is_cuda, lr)
 
     def make_schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Schedule:
         """Return the learning rate's schedule over `num_steps` optimizer steps."""

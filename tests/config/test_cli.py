@@ -49,7 +49,7 @@ def test_check_says_what_the_run_would_do(complete, capsys, monkeypatch):
         "  global batch   256 sequences of up to 2048 tokens (2 ranks x train_bs 16 x accumulation 8)\n"
         "  micro-batches  8 in an optimizer step: logging_steps 500 is every 4000, sample_frequency 8 is every 64. "
         "VectorLM counted these, which in optimizer steps is logging_steps every 62.5, sample_frequency every 1\n"
-        "  optimizer      AdamW, lr 2e-05, plateau-with-warmup, warmup 5% of the steps\n"
+        "  optimizer      adamw, lr 2e-05, plateau-with-warmup, warmup 5% of the steps\n"
         "  sampler        the prompts of p.jsonl every 8 optimizer steps, scored by countdown, into "
         "data/samples.jsonl\n"
         "  checkpoints    every 0.1 of an epoch\n"

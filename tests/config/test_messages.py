@@ -67,8 +67,8 @@ def test_a_wrong_value_names_value_rule_fix_and_place(write_config, override, te
         (
             ("lr: 1e-4", "lr: 1e-4\n    zzz: 1"),
             "unknown setting 'train_parameters.optimizer.zzz' (my.yaml:8). The settings of "
-            "'train_parameters.optimizer' are: lr, weight_decay, betas, eps, amsgrad, maximize, foreach, "
-            "capturable, differentiable, fused.",
+            "'train_parameters.optimizer' are: name, lr, weight_decay, betas, eps, amsgrad, maximize, foreach, "
+            "capturable, differentiable, fused, arguments.",
         ),
         (
             ("epochs: 2", "epochs: 2\n  epochs: 3"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -19,7 +19,8 @@ from vectorlm.config.source import Dumper, Entry, parse_yaml
 from vectorlm.config.value import convert, describe_refusal, raise_problems
 from vectorlm.errors import ConfigError
 from vectorlm.hyperparameters import SETTINGS
-from vectorlm.train.settings import PROFILE_STEPS
+from vectorlm.train.optimizers import accepted
+from vectorlm.train.settings import PROFILE_STEPS, OptimizerSettings
 
 DEFAULT_PATH = "configs/config.yaml"
 """The config file of a command that names none."""
@@ -152,18 +153,36 @@ def _read_section(section: type, entry: Entry, prefix: str, problems: list[str])
     """Return the section as its dataclass, or None after adding to `problems`."""
     num_before = len(problems)
     values: dict[str, Any] = {}
+    beside: dict[str, Any] = {}
+    own = _arguments_of_optimizer(entry, problems) if section is OptimizerSettings else set[str]()
     known = settings_of(section)
     if section is RLSettings:
         known = {**known, **_settings_of_algorithm(entry, prefix, known, problems)}
     for key, child in entry.value.items():
         if key in known:
             values[key] = _read_setting(known[key], child, prefix + key, problems)
+        elif key in own:
+            beside[key] = child.plain()
         else:
-            problems.append(_describe_unknown(section, prefix, key, child.origin))
+            problems.append(_describe_unknown(section, prefix, key, child.origin, own))
+    if beside:
+        values["arguments"] = {**(values.get("arguments") or {}), **beside}
     missing = [name for name, setting in known.items() if setting.is_required and name not in values]
     if missing:
         problems.append(_describe_missing(section, prefix, missing, entry.origin))
     return build_section(section, values) if len(problems) == num_before else None
+
+
+def _arguments_of_optimizer(entry: Entry, problems: list[str]) -> Set[str]:
+    """Return the arguments of the optimizer that a section names, beyond the settings of all."""
+    name = entry.value.get("name")
+    if name is None or not isinstance(name.value, str):
+        return set()
+    try:
+        return accepted(name.value) - settings_of(OptimizerSettings).keys()
+    except ConfigError as error:
+        problems.append(f"{error} ({name.origin})")
+        return set()
 
 
 def _settings_of_algorithm(
@@ -248,11 +267,11 @@ def _canonical_path(path: str) -> str:
     return path
 
 
-def _describe_unknown(section: type, prefix: str, key: Any, origin: str) -> str:
+def _describe_unknown(section: type, prefix: str, key: Any, origin: str, more: Set[str]) -> str:
     """Say that a section has no such key, and name what it is called here, or the nearest one that exists."""
     if (foreign := FOREIGN.get(str(key))) is not None:
         return f"unknown setting '{prefix}{key}' ({origin}). {foreign.fix}"
-    known = list(settings_of(section))
+    known = [*settings_of(section), *sorted(more)]
     nearest = difflib.get_close_matches(str(key), known, n=1)
     candidates = [prefix + name for name in nearest]
     # A key of the right name in the wrong section: name the section where it belongs.
@@ -262,7 +281,7 @@ def _describe_unknown(section: type, prefix: str, key: Any, origin: str) -> str:
     else:
         place = f"'{prefix.removesuffix('.')}'" if prefix else "the top level"
         few = f"The settings of {place} are: {', '.join(known)}."
-        fix = few if len(known) < 12 else "No setting is like it; docs/config.md lists them all."
+        fix = few if len(known) <= 12 else "No setting is like it; docs/config.md lists them all."
     return f"unknown setting '{prefix}{key}' ({origin}). {fix}"
 
 

@@ -14,6 +14,7 @@ from vectorlm.preflight.memory_report import check_memory, memory_table
 from vectorlm.ranks.placement import tensor_parallel_size
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.rl.settings import CPU_PASS_TOKENS
+from vectorlm.train.optimizers import state_bytes
 from vectorlm.train.settings import gathers_once
 from vectorlm.weights.model_size import ModelSize, count_adapter_parameters, read_model_size
 
@@ -64,7 +65,7 @@ def plan_of_config(
         loads_on_main=train.model.loads_on_main(world_size),
         is_mixed=train.model.computes_in_bf16(not is_cpu),
         packs=train.model.pack_rows and (is_cpu or not train.model.use_flash_attention),
-        num_averages=3 if train.optimizer.amsgrad else 2,
+        num_averages=_num_averages(train, model),
         recomputes=train.model.use_activation_checkpointing,
         micro_batch_size=micro_batch_size,
         num_trained_copies=trained_copies,
@@ -79,6 +80,14 @@ def plan_of_config(
         host_bytes=host_memory_bytes() if device_bytes == device_memory_bytes() else None,
     )
     return plan_memory(demand)
+
+
+def _num_averages(train: TrainSettings, model: ModelSize) -> float:
+    """Return the size of the optimizer's state, in sizes of the trained weights."""
+    is_whole = train.lora_peft_config is None
+    per_weight = 2 if is_whole and train.model.dtype == "bfloat16" else 4
+    outside = 1 - model.num_layers * model.num_block_parameters / model.num_parameters if is_whole else 0.0
+    return state_bytes(train.optimizer, per_weight, outside) / per_weight
 
 
 def _other_models(config: Config, model: ModelSize, is_cpu: bool) -> tuple[int, int, float]:

@@ -52,8 +52,8 @@ class Demand:
     model: ModelSize
     num_trainable: int
     """Parameters that have gradients and optimizer state."""
-    num_averages: int = 2
-    """Numbers that the optimizer keeps of each of them."""
+    num_averages: float = 2
+    """Size of the optimizer's state, in sizes of these parameters."""
     bytes_per_weight: int = 4
     """2 or 4; those of adapters are 4."""
     cpu_offload: bool = False
@@ -148,12 +148,12 @@ class MemoryPlan:
 
 
 def plan_memory(demand: Demand) -> MemoryPlan:
-    """Estimate the memory of a run that trains with AdamW.
+    """Estimate the memory of a run.
 
     With P parameters of w bytes, of which T of t bytes are trained (adapters: 4, else w), in S shards, and c bytes per
     computed number (bf16: 2, fp32: 4)::
 
-        weights w P / S     gradients t T / S     optimizer a t T / S (a: 2 averages, 3 with amsgrad)
+        weights w P / S     gradients t T / S     optimizer a t T / S (a: `state_bytes` / t; of AdamW 2)
         gathered: c (everything outside the blocks + 2 blocks), or c P where blocks stay gathered;
                   and 4 (everything outside the blocks, or one block) for the gradients of the largest group;
                   c P + 4 T of a small model (`train.settings.gathers_once`)
@@ -170,7 +170,7 @@ def plan_memory(demand: Demand) -> MemoryPlan:
     weights, trained = sharded_bytes(demand)
     on_device = 0 if demand.cpu_offload and not demand.is_cpu else ranks
     weights, trained = on_device * weights, on_device * trained
-    engine, state = demand.engine, demand.num_averages * trained
+    engine, state = demand.engine, int(demand.num_averages * trained)
     leaves = engine is not None and engine.offload_optimizer and not demand.is_cpu
     rows = [
         MemoryUse("weights", weights, weights),
@@ -180,7 +180,7 @@ def plan_memory(demand: Demand) -> MemoryPlan:
         MemoryUse("activations", ranks * activation_bytes(demand), 0),
     ]
     # Weights, gradients and averages; only the policy's optimizer leaves the device.
-    critic = (2 + demand.num_averages) * weights * demand.num_trained_copies
+    critic = int((2 + demand.num_averages) * weights) * demand.num_trained_copies
     frozen = int(weights * demand.num_frozen_copies)
     rows += [MemoryUse("critic", critic, critic), MemoryUse("frozen models", frozen, frozen)]
     processes = CPU_LAUNCHER_BYTES + ranks * CPU_RANK_BYTES if demand.is_cpu else CUDA_PROCESS_BYTES
@@ -213,9 +213,9 @@ def host_memory(demand: Demand) -> tuple[HostUse, ...]:
     weights, trained = (ranks * each for each in sharded_bytes(demand))
     whole = demand.bytes_per_weight * demand.model.num_parameters
     others = (2 + demand.num_averages) * demand.num_trained_copies + demand.num_frozen_copies
-    offloaded = int(weights * (1 + others)) + (1 + demand.num_averages) * trained if demand.cpu_offload else 0
+    offloaded = int(weights * (1 + others) + (1 + demand.num_averages) * trained) if demand.cpu_offload else 0
     if engine is not None and engine.offload_optimizer and not demand.cpu_offload:
-        offloaded = demand.num_averages * trained
+        offloaded = int(demand.num_averages * trained)
     shared = 0 if engine is None else engine.bytes_per_weight * demand.model.num_parameters
     if engine is not None and engine.staged_bytes is not None:
         shared = min(shared, engine.staged_bytes)

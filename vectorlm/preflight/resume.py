@@ -22,11 +22,14 @@ from vectorlm.report.runs import flat
 from vectorlm.rewards.registry import without_arguments
 from vectorlm.rollouts.environment import AGENT
 from vectorlm.settings import PromptSettings
+from vectorlm.train.optimizers import OPTIMIZERS
 
 FIXED = (
     "train_parameters.seed",
     "train_parameters.lora_peft_config",
     "train_parameters.optimizer.amsgrad",
+    "train_parameters.optimizer.arguments",
+    "train_parameters.optimizer.name",
     "rl.algorithm",
     "rl.critic.model",
     "rl.num_epochs",
@@ -74,6 +77,9 @@ def identity_of(config: Config, world_size: int, num_examples: int | None = None
         contents |= {"dataset.train_ds": _fingerprint(Path(text.train_ds))}
         fixed["global batch"] = world_size * text.train_bs * train.loop.gradient_accumulation_steps
         fixed["rows of dataset.train_ds"] = num_examples
+    optimizer = train.optimizer.name
+    if optimizer in OPTIMIZERS and OPTIMIZERS[optimizer].per_rank_blocks:
+        fixed[f"number of ranks (of {optimizer}, each keeps its shard in blocks of its own)"] = world_size
     settings = {**_settings(config), "world_size": world_size}
     identity = {"settings": settings, "contents": contents, "fixed": fixed}
     return json.loads(json.dumps(identity))

@@ -9,16 +9,19 @@ from typing import Any
 
 from vectorlm.config.foreign import FOREIGN
 from vectorlm.config.schema import Config
-from vectorlm.config.setting import all_settings, refuse, to_plain, value_at
+from vectorlm.config.setting import all_settings, refuse, settings_of, to_plain, value_at
 from vectorlm.config.value import describe_refusal, show
 from vectorlm.errors import EngineError
 from vectorlm.lora.options import largest_rank, refused_options, refused_starts
-from vectorlm.packages import fields_of
+from vectorlm.packages import fields_of, is_installed
+from vectorlm.plugin import is_plugin, raised_at
 from vectorlm.preflight.local_model import vocab_size
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.profile import short_run
 from vectorlm.report.runs import flat
 from vectorlm.settings import nearest
+from vectorlm.train.optimizers import OPTIMIZERS, accepted, make_optimizer
+from vectorlm.train.settings import OptimizerSettings
 
 _SAMPLER = "train_parameters.sampler"
 _ENGINE_SETTINGS_ELSEWHERE = {
@@ -96,6 +99,7 @@ def _training_problems(config: Config) -> Iterator[str]:
     if optimizer.capturable and (train.model.cpu_offload or not has_gpu()):
         why = "and cpu_offload steps on the host" if has_gpu() else "and there is no such device here"
         yield refuse(config, f"{path}.capturable", f"needs a CUDA device, {why}", "Leave it out.")
+    yield from _optimizer_problems(config)
     if config.rl is None:
         return
     # Costs more than a minute: the profile is opened after models are loaded.
@@ -107,6 +111,42 @@ def _training_problems(config: Config) -> Iterator[str]:
             if getattr(train.keep, name):
                 rule = f"needs {_SAMPLER}.reward, whose eval/accuracy says which weights are the best"
                 yield refuse(config, f"train_parameters.{name}", rule, "Name a reward there.")
+
+
+def _optimizer_problems(config: Config) -> Iterator[str]:
+    path, optimizer = "train_parameters.optimizer", config.train_parameters.optimizer
+    name, row = optimizer.name, OPTIMIZERS.get(optimizer.name)
+    if name == "adamw" and not optimizer.arguments:
+        return
+    if row is None and not is_plugin(name):
+        fix = nearest(name, OPTIMIZERS) or f"Use one of {', '.join(OPTIMIZERS)}, or file.py:NAME."
+        yield refuse(config, f"{path}.name", "is not an optimizer that exists", fix)
+        return
+    if row is not None and not is_installed(row.package):
+        fix = "Run `pip install 'vectorlm[optimizers]'`."
+        yield refuse(config, f"{path}.name", f"needs the package {row.package}", fix)
+        return
+    taken, plain = accepted(name), to_plain(optimizer)
+    changed = {key for key, each in settings_of(OptimizerSettings).items() if plain[key] != each.default}
+    given = {key: plain[key] for key in changed - {"name", "arguments"}} | dict(optimizer.arguments)
+    # Silent: a setting would have no effect.
+    for key in sorted(given.keys() - taken):
+        fix = nearest(key, taken - plain.keys()) or "Leave it out."
+        yield refuse(config, f"{path}.{key}", f"is not an argument of {name}", fix, given[key])
+    # Silent: each replica would round to other weights.
+    rounds, strategy = optimizer.arguments.get("bf16_stochastic_round"), "train_parameters.sharding_strategy"
+    if rounds and config.train_parameters.model.sharding_strategy in ("NO_SHARD", "HYBRID_SHARD"):
+        rule = f"keeps replicas, which {path}.bf16_stochastic_round would round apart"
+        yield refuse(config, strategy, rule, "Use FULL_SHARD.")
+    if given.keys() - taken:
+        return
+    # Its values. This imports torch, which the check of a run with AdamW does without.
+    import torch
+
+    try:
+        make_optimizer(optimizer, torch.nn.ModuleList([torch.nn.Linear(2, 2)]), has_gpu())
+    except Exception as error:
+        yield refuse(config, f"{path}.name", f"cannot be made: {raised_at(error)}", "Correct its arguments.")
 
 
 def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:

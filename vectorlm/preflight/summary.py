@@ -22,7 +22,7 @@ def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1, notes
         "model": config.model + (" with LoRA adapters" if train.lora_peft_config is not None else ""),
         "ranks": f"{ranks}, {train.model.sharding_strategy}, {precision}",
         **(_text_rows(config, world_size) if config.rl is None else _rl_rows(config.rl, train.max_seq_len)),
-        "optimizer": f"AdamW, lr {train.optimizer.lr:g}, {train.schedule.lr_scheduler_type}, "
+        "optimizer": f"{train.optimizer.name}, lr {train.optimizer.lr:g}, {train.schedule.lr_scheduler_type}, "
         f"warmup {train.schedule.warmup_ratio:.0%} of the steps",
         "sampler": _sampler_row(config),
         "checkpoints": _checkpoint_row(config),
@@ -47,7 +47,8 @@ def notes_of(config: Config) -> Iterator[str]:
         yield "use_flash_attention: there is no CUDA device, so attention is torch's own (SDPA)"
     train, is_cuda = config.train_parameters, has_gpu()
     # bfloat16 has 8 bits: a change below 1/512 of a weight is rounded away.
-    if train.model.dtype == "bfloat16" and train.lora_peft_config is None:
+    rounds = train.optimizer.arguments.get("bf16_stochastic_round")
+    if train.model.dtype == "bfloat16" and train.lora_peft_config is None and not rounds:
         lr = train.optimizer.lr
         yield f"dtype bfloat16: a step of lr {lr:g} cannot move weights above {512 * lr:.2g}; float32 can"
     if config.rl is not None and train.sampler is not None and train.sampler.engine.inference == "vllm":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
@@ -117,8 +117,11 @@ class ProfileSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW's arguments; the defaults are those of `torch.optim.AdamW`."""
+    """The optimizer and its arguments; the defaults are those of `torch.optim.AdamW`."""
 
+    name: Text = "adamw"
+    """`adamw`, `adamw8bit`, `adamw4bit`, `muon`, `adafactor`, `sgd`, or `file.py:NAME` of a function of the parameters
+    that returns an optimizer of torch."""
     lr: LearningRate
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.01
@@ -140,13 +143,8 @@ class OptimizerSettings:
     fused: bool | None = None
     """Step in one kernel. null means on CUDA, unless `foreach` is true."""
 
-    def arguments(self, is_cuda: bool) -> dict[str, Any]:
-        """Return the arguments of `torch.optim.AdamW` on this kind of device."""
-        given = asdict(self)
-        if self.fused is None and not self.foreach:
-            # On CUDA torch would else make a temporary copy of all its state at once.
-            given["fused"] = is_cuda or None
-        return given
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Other arguments of the optimizer, such as `{momentum: 0.9}` of sgd; they may also stand beside `name`."""
 
 
 @dataclass(frozen=True, kw_only=True)

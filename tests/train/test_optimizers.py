@@ -1,0 +1,231 @@
+"""Every optimizer that a run may name: its steps, what it keeps, and how a run with it goes on."""
+
+from contextlib import suppress
+
+import pytest
+import torch
+from rank_processes import on_ranks
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from vectorlm.checkpoint.state import CheckpointStore
+from vectorlm.config import load_config
+from vectorlm.errors import ConfigError
+from vectorlm.lora.load import add_lora
+from vectorlm.packages import is_installed
+from vectorlm.preflight.resume import identity_of
+from vectorlm.preflight.settings import setting_problems
+from vectorlm.train.device_turn import Offload
+from vectorlm.train.optimizer_step import OptimizerStep, Schedule
+from vectorlm.train.optimizers import OPTIMIZERS, make_optimizer, state_bytes
+from vectorlm.train.settings import OptimizerSettings
+from vectorlm.train.shard import shard_model
+from vectorlm.types import TrainedModel
+
+OWN = f"{__file__}:own"
+CASES = {
+    **{name: OptimizerSettings(name=name, lr=3e-3) for name in OPTIMIZERS},
+    "sgd": OptimizerSettings(name="sgd", lr=0.3, arguments={"momentum": 0.5}),
+    "adafactor": OptimizerSettings(name="adafactor", lr=3e-2),
+    OWN: OptimizerSettings(name=OWN, lr=3e-4, eps=1e-4),
+}
+IN_BLOCKS = {name for name, row in OPTIMIZERS.items() if row.per_rank_blocks}
+names = pytest.mark.parametrize("name", CASES)
+
+
+def own(params, lr, eps):
+    return torch.optim.RMSprop(params, lr=lr, eps=eps)
+
+
+def is_here(name):
+    return name not in OPTIMIZERS or is_installed(OPTIMIZERS[name].package)
+
+
+def build(topology, settings, lora):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4))
+    if lora:
+        # 64 x 64 numbers: optimizers with blocks leave smaller tensors as they are.
+        model = add_lora(model, {"r": 64, "target_modules": ["q_proj"]})
+    shard_model(model, topology)
+    optimizer = make_optimizer(settings, model, False)
+    schedule = Schedule("linear", optimizer, num_warmup_steps=1, num_steps=20)
+    return OptimizerStep(model, optimizer, schedule, 1.0, topology)
+
+
+def steps(training, numbers):
+    losses = []
+    for number in numbers:
+        tokens = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(number % 2))
+        loss = training.model(input_ids=tokens, labels=tokens).loss
+        training.backward(loss / training.topology.world_size, is_last=True)
+        losses.append(loss.item())
+        training.finish(number)
+    return losses
+
+
+def trained_weights(model):
+    return [each.full_tensor().clone() for each in model.parameters() if each.requires_grad]
+
+
+def bytes_of(value):
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if is_traceable_wrapper_subclass(value):
+        # The table of its codes is 1 kB for each tensor, whatever its size.
+        return sum(bytes_of(getattr(value, each)) for each in value.__tensor_flatten__()[0] if each != "qmap")
+    return value.numel() * value.element_size()
+
+
+def checkpoint(topology, path, training, step, action):
+    store = CheckpointStore(path, {})
+    models = {"policy": TrainedModel(training.model, training.optimizer)}
+    if action == "save":
+        store.save(step, models, {"schedule": training.schedule.state_dict()})
+    else:
+        training.schedule.load_state_dict(store.load(step, models)["schedule"])
+
+
+def go_on(topology, path, lora):
+    """Train six steps of each optimizer, and the last three of them again from a checkpoint."""
+    found = {}
+    for index, (name, settings) in enumerate(CASES.items()):
+        if not is_here(name):
+            continue
+        training = build(topology, settings, lora)
+        losses = steps(training, range(3))
+        checkpoint(topology, path / str(index), training, 3, "save")
+        offload = Offload(training.optimizer, "cpu")
+        offload.move_out()
+        num_moved = offload.num_bytes
+        offload.move_back()
+        losses += steps(training, range(3, 6))
+        last = trained_weights(training.model)
+        state = training.optimizer.state
+        kept = sum(bytes_of(each) for values in state.values() for each in values.values())
+        numbers = sum(each.to_local().numel() for each in training.model.parameters() if each.requires_grad)
+        again = build(topology, settings, lora)
+        checkpoint(topology, path / str(index), again, 3, "load")
+        steps(again, range(3, 6))
+        is_same = all(map(torch.equal, trained_weights(again.model), last))
+        found[name] = {
+            "losses": losses,
+            "is_same": is_same,
+            "bytes": kept / numbers,
+            "moved": num_moved,
+            "weights": last,
+        }
+    return found
+
+
+def go_on_elsewhere(topology, path, lora):
+    """Train the last three steps from the checkpoint of another number of ranks."""
+    found = {}
+    for index, (name, settings) in enumerate(CASES.items()):
+        if is_here(name) and name not in IN_BLOCKS:
+            training = build(topology, settings, lora)
+            checkpoint(topology, path / str(index), training, 3, "load")
+            steps(training, range(3, 6))
+            found[name] = trained_weights(training.model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    path = tmp_path_factory.mktemp("alone")
+    return on_ranks(1, go_on, path, False)[0], path
+
+
+@names
+def test_an_optimizer_learns_keeps_what_is_planned_and_goes_on_bit_for_bit(alone, name):
+    if name not in alone[0]:
+        pytest.skip(f"needs {OPTIMIZERS[name].package}")
+    found = alone[0][name]
+    assert found["losses"][-1] < found["losses"][0] - 0.05
+    assert found["is_same"]
+    assert found["moved"] > 0
+    if name != OWN:
+        # Norms and counts of steps are not planned, nor Adafactor's rows and columns.
+        embeddings = 2 * 96 * 64
+        outside = embeddings / (embeddings + 2 * (4 * 64 * 64 + 3 * 64 * 128))
+        assert found["bytes"] == pytest.approx(state_bytes(CASES[name], 4, outside), rel=0.02, abs=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True])
+def test_two_ranks_go_on_bit_for_bit_and_another_number_of_ranks_goes_on(tmp_path, alone, lora):
+    together = on_ranks(2, go_on, tmp_path, lora)
+    assert all(each["is_same"] for rank in together for each in rank.values())
+    (elsewhere,) = on_ranks(1, go_on_elsewhere, tmp_path, lora)
+    for name, weights in elsewhere.items():
+        # The sums of gradients round otherwise, and Adam's first steps divide by them; Muon computes in bfloat16.
+        limit = 2e-3 if name == "muon" else 2e-4
+        for mine, theirs in zip(weights, together[0][name]["weights"], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=limit)
+    if not lora:
+        for name, found in alone[0].items():
+            assert together[0][name]["losses"] == pytest.approx(found["losses"], abs=0.05)
+
+
+TEXT = """\
+model: model
+train_parameters: {output_dir: run, max_seq_len: 16, optimizer: {lr: 0.01}}
+dataset: {train_bs: 4, eval_bs: 4, train_ds: data, eval_ds: data}
+"""
+OPTIMIZER = "train_parameters.optimizer"
+
+
+@pytest.fixture
+def problems(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text(TEXT)
+    (tmp_path / "broken.py").write_text("def make(params, lr): raise ValueError('not today')")
+
+    def find(*given):
+        overrides = [each if "." in each.partition("=")[0] else f"{OPTIMIZER}.{each}" for each in given]
+        with suppress(FileNotFoundError):
+            return list(setting_problems(load_config("my.yaml", overrides), 1))
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "fix"),
+    [
+        (["name=sgdm"], "name", "'sgd'"),
+        (["name=sgd", "betas=[0.5,0.9]"], "betas", "Leave it out."),
+        (["name=sgd", "arguments={momentun: 0.9}"], "momentun", "'momentum'"),
+        (["name=sgd", "momentum=-1"], "name", "Invalid momentum value"),
+        (["name=adafactor", "eps=1e-3"], "eps", "Leave it out."),
+        (["name=muon", "adjust_lr_fn=mine"], "name", "mine is not supported"),
+        (["name=broken.py:make"], "name", "not today"),
+        (["name=broken.py:make", "fused=true"], "fused", "Leave it out."),
+        (["arguments={momentum: 0.9}"], "momentum", "Leave it out."),
+    ],
+)
+def test_what_an_optimizer_does_not_take_is_refused_by_name(problems, given, key, fix):
+    (text,) = problems(*given)
+    assert text.startswith(f"{OPTIMIZER}.{key}=")
+    assert fix in text
+
+
+def test_arguments_may_stand_beside_the_name(problems):
+    with pytest.raises(ConfigError, match=rf"{OPTIMIZER}\.momentun.*Did you mean '{OPTIMIZER}\.momentum'"):
+        problems("name=sgd", "momentun=0.9")
+    assert problems("name=sgd", "momentum=0.9", "maximize=true") == []
+    found = load_config("my.yaml", [f"{OPTIMIZER}.name=sgd", f"{OPTIMIZER}.momentum=0.9"])
+    assert found.train_parameters.optimizer.arguments == {"momentum": 0.9}
+
+
+@pytest.mark.skipif(not is_installed("torchao"), reason="needs torchao")
+def test_blocks_of_a_rank_s_shard_are_of_this_number_of_ranks_and_replicas_round_alike(problems, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    config = load_config("my.yaml", [f"{OPTIMIZER}.name=adamw8bit"])
+    assert identity_of(config, 2)["fixed"] != identity_of(config, 1)["fixed"]
+    (text,) = problems(
+        "name=adamw4bit", "bf16_stochastic_round=true", "train_parameters.sharding_strategy=NO_SHARD"
+    )
+    assert text.startswith("train_parameters.sharding_strategy='NO_SHARD'")
