@@ -21,6 +21,7 @@ from vectorlm.preflight.accelerate import accelerate_overrides
 from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.local_model import with_download
 from vectorlm.preflight.resume import find_resumption, say_finished
+from vectorlm.ranks.placement import without_gc
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
     if found is not None and found.is_finished:
         print(say_finished(config, found), file=sys.stderr)
         return 0
-    from vectorlm.rl_run import reinforce
-    from vectorlm.sft_run import finetune
+    with without_gc():
+        from vectorlm.rl_run import reinforce
+        from vectorlm.sft_run import finetune
 
     with at_interrupt("with checkpoints, the same command goes on from the last one"):
         vectorlm.launch(

@@ -23,7 +23,7 @@ from vectorlm.engine.environment import CORES_VARIABLE
 from vectorlm.engine.scheduler import Scheduler, open_backend, portable, ready
 from vectorlm.errors import EngineError
 from vectorlm.plugin import is_plugin, load_plugin
-from vectorlm.ranks.placement import set_affinity
+from vectorlm.ranks.placement import set_affinity, without_gc
 from vectorlm.ranks.process_end import follow_parent, remove_folder
 
 ALIVE_EVERY_S = 1.0
@@ -58,8 +58,9 @@ def serve(connection: Connection, scratch: str) -> None:
     try:
         start = pickle.loads(message)
         os.environ[BACKEND_VARIABLE] = start.inference
-        call_hook(start.inference, "prepare_process", scratch)
-        backend = open_backend(start)
+        with without_gc():
+            call_hook(start.inference, "prepare_process", scratch)
+            backend = open_backend(start)
     except Exception as error:
         connection.send((number, messages.Failed(portable(error))))
         # Rank 0 might see the end of this process before the answer: stay until it says Stop.

@@ -24,6 +24,7 @@ from vectorlm.preflight.packages import package_problems
 from vectorlm.preflight.resume import Resumption, find_resumption
 from vectorlm.preflight.rewards import reward_problems
 from vectorlm.preflight.settings import setting_problems
+from vectorlm.ranks.placement import without_gc
 from vectorlm.rewards.signature import RESERVED
 from vectorlm.settings import PromptSettings
 from vectorlm.types import PromptRecord
@@ -46,6 +47,7 @@ class CheckedConfig:
     """How the run goes on from the checkpoints in its output folder."""
 
 
+@without_gc()
 def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedConfig:
     """Check whether a config can be carried out here; reads each file once, and touches no device.
 

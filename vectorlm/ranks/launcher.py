@@ -24,7 +24,7 @@ from typing import Any
 import cloudpickle
 
 from vectorlm.errors import LaunchError, RankFailed
-from vectorlm.ranks.placement import LOOPBACK, bounded_spin, on_loopback, share_cores
+from vectorlm.ranks.placement import LOOPBACK, bounded_spin, on_loopback, share_cores, without_gc
 from vectorlm.ranks.process_end import (
     absent_ranks,
     first_fault,
@@ -312,7 +312,8 @@ def _rank_main(
     write_stack_at_end(scratch, topology.rank)
     has_failed = False
     try:
-        fn, args = cloudpickle.loads(payload)
+        with without_gc():
+            fn, args = cloudpickle.loads(payload)
         with process_group(topology, timeout_s, scratch):
             result = cloudpickle.dumps(_call_without_forks(fn, args))
         results.send_bytes(result)

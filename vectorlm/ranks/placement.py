@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,18 @@ def share_cores(topology: Topology) -> None:
         import torch
 
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // topology.local_world_size))
+
+
+@contextlib.contextmanager
+def without_gc() -> Iterator[None]:
+    """Collect no garbage while a process imports: torch, transformers and vLLM make a million objects that all stay."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
