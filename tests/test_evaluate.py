@@ -98,6 +98,13 @@ def test_questions_and_a_reward_give_a_mean_with_its_error_and_a_file_with_every
     assert seconds.endswith(" s")
 
 
+def test_the_vote_of_several_answers_is_printed(files, tmp_path, capsys):
+    (tmp_path / "voting.py").write_text("def voting(text, log):\n    log('answer', 'same')\n    return 1.0\n")
+    reward = ["--reward", f"{tmp_path / 'voting.py'}:voting", "--max_tokens", 2]
+    assert evaluate(files, *questions(files)[:2], *reward, "--n", 3, "--at_k", "1,3") == 0
+    assert ", pass@1 100.0%, pass@3 100.0%, maj@1 100.0%, maj@3 100.0%" in capsys.readouterr().out
+
+
 def test_one_question_has_no_error(files, capsys):
     assert evaluate(files, *questions(files), "--limit", 1, "--max_tokens", 2) == 0
     line = capsys.readouterr().out.splitlines()[0]
@@ -158,6 +165,7 @@ def test_a_run_s_config_brings_questions_rewards_and_sampling_parameters(files, 
         (["--set", "a=1", "--prompts", "p"], "--set"),
         (["--prompts", "{files}/questions.jsonl", "--engine_arg", "max_model_len=8"], "--engine_arg"),
         (["--prompts", "{files}/questions.jsonl", "--output", "nowhere/o.json"], "--output nowhere/o.json"),
+        (["--prompts", "{files}/questions.jsonl", "--reward", "countdown", "--at_k", "1,4"], "Use --n 4"),
     ],
 )
 def test_a_wrong_argument_ends_with_one_line_and_code_2(files, capsys, arguments, message):

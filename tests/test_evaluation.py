@@ -130,6 +130,37 @@ def test_the_accuracy_is_what_evaluate_reports_of_several_answers(folder):
     assert evaluator.evaluate(1)["eval/accuracy"] == pytest.approx((2 / 3 + 1 / 4) / 2)
 
 
+def test_further_rewards_and_what_most_answers_say_are_logged(folder, tmp_path):
+    given, letters = iter([1.0, 0.0, 0.0, 1.0]), iter("abba")
+
+    def voting(text, log):
+        log("answer", next(letters))
+        return next(given)
+
+    engine = HFEngine(folder, sampling_params={"n": 4, "max_tokens": 2})
+    evaluator = Evaluator(
+        turn_of(folder, load_model(folder), engine=engine),
+        [PromptRecord("abc")],
+        samples_path=tmp_path / "samples.jsonl",
+        reward=RewardFunction(voting),
+        further={"size": RewardFunction(lambda text: 0.25)},
+        at_k=(1, 3),
+    )
+    metrics = evaluator.evaluate(1)
+    # Of three of the four answers, two are one letter or the other.
+    assert {name: value for name, value in metrics.items() if name.startswith("eval/")} == {
+        "eval/accuracy": 0.5,
+        "eval/reward": 0.5,
+        "eval/accuracy/size": 0.0,
+        "eval/reward/size": 0.25,
+        "eval/pass_at_1": 0.5,
+        "eval/pass_at_3": 1.0,
+        "eval/maj_at_1": 0.5,
+        "eval/maj_at_3": 0.5,
+    }
+    assert lines(tmp_path / "samples.jsonl")[0]["further_rewards"] == {"size": [0.25] * 4}
+
+
 def test_a_swap_that_was_skipped_reports_no_times_and_without_a_reward_nothing_is_scored(folder, tmp_path):
     model, said = load_model(folder), []
     evaluator = Evaluator(

@@ -51,6 +51,7 @@ from vectorlm.report.runs import START, RunFolder, save_start
 from vectorlm.report.trackers import WandbSink, open_trackers
 from vectorlm.rewards.evaluation import Evaluator
 from vectorlm.rewards.function import RewardFunction
+from vectorlm.rewards.registry import short_name
 from vectorlm.train.device_turn import DeviceTurn, put_to_sleep
 from vectorlm.train.early_stopping import EarlyStopping
 from vectorlm.train.load import load_model, load_tokenizer
@@ -173,10 +174,12 @@ class Run:
             with timer.span("time/start_s"):
                 self.engine.wait_until_ready()
         sink, say = self._open_sinks(num_steps, resumption, timer)
+        best_metric = settings.keep.best_metric
         stopping = EarlyStopping(
-            "eval/loss" if self.config.rl is None else "eval/accuracy",
+            best_metric or ("eval/loss" if self.config.rl is None else "eval/accuracy"),
             settings.keep.early_stopping_patience,
             settings.keep.early_stopping_min_delta,
+            is_named=best_metric is not None,
             keeps_best=settings.keep.keep_best,
             say=say,
         )
@@ -230,16 +233,18 @@ class Run:
         if run_tasks is None and not self.checked.evaluation_prompts:
             return None
         timeout_s = sampler.engine.timeout_s
-        rewards = {
-            name: RewardFunction(each, self.reward_workers, timeout_s=timeout_s, stops_at_error=True)
-            for name, each in self.config.held_out_rewards.items()
-        }
+
+        def function(name: str) -> RewardFunction:
+            return RewardFunction(name, self.reward_workers, timeout_s=timeout_s, stops_at_error=True)
+
         return Evaluator(
             turn,
             self.checked.evaluation_prompts,
             samples_path=settings.samples_path if self.topology.is_main else None,
             resume_step=resume_step,
-            of_source=rewards,
+            of_source={source: function(name) for source, name in self.config.held_out_rewards.items()},
+            further={short_name(name): function(name) for name in sampler.evaluation.further_rewards},
+            at_k=sampler.evaluation.at_k,
             # The default of vLLM, and of the other backends.
             max_tokens=sampler.engine.sampling_params.get("max_tokens", 16) or math.inf,
             run_tasks=run_tasks,

@@ -1,6 +1,7 @@
 import itertools
 import math
 import statistics
+from collections import Counter
 
 import pytest
 
@@ -45,3 +46,33 @@ def test_pass_at_k_is_the_share_of_the_choices_of_k_answers_with_a_right_one():
         assert value == pytest.approx(statistics.fmean(shares))
     assert grade([[1.0, 0.0], [1.0]]).pass_at == {}
     assert grade([]).pass_at == {}
+
+
+def votes_won(chosen):
+    """Return the share that a right answer has of the answers with the most votes; right is an answer's capital."""
+    counts = Counter(each for each in chosen if each is not None)
+    most = [answer for answer, count in counts.items() if count == max(counts.values())]
+    return sum(answer.isupper() for answer in most) / len(most) if most else 0.0
+
+
+@pytest.mark.parametrize(
+    "votes", ["AAbbc", "Abcde", "AABbb", "aabb", "A", "abbbA", "AABBccd", "A.b.", "...", "..A.aa"], ids=str
+)
+def test_maj_at_k_is_the_mean_over_the_choices_of_k_answers(votes):
+    answers = [None if each == "." else each for each in votes]
+    rewards = [float(each.isupper()) for each in votes]
+    ks = range(1, len(votes) + 1)
+    # A second question, so that one without any vote is graded too.
+    found = grade([rewards, [1.0] * 9], [answers, ["Z"] * 9], ks).majority_at
+    assert list(found) == list(ks)
+    for k in ks:
+        share = statistics.fmean(map(votes_won, itertools.combinations(answers, k)))
+        assert found[k] == pytest.approx((share + 1) / 2)
+
+
+def test_without_an_answer_that_was_logged_nothing_is_voted_on_and_k_may_be_named():
+    found = grade([[1.0, 0.0, 0.0]], [[None] * 3], (1, 3, 5))
+    assert found.majority_at == {}
+    assert found.pass_at == {1: pytest.approx(1 / 3), 3: 1.0}
+    # An answer without a reward does not vote.
+    assert grade([[1.0, math.nan, math.nan]], [["a", "b", "b"]], (1,)).majority_at == {1: 1.0}

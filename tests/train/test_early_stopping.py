@@ -5,6 +5,7 @@ import math
 import pytest
 from rank_processes import on_ranks
 
+from vectorlm.errors import ConfigError
 from vectorlm.train.early_stopping import EarlyStopping
 
 
@@ -80,3 +81,20 @@ def watch_on_rank(topology):
 
 def test_all_ranks_stop_where_rank_0_does():
     assert on_ranks(2, watch_on_rank) == [(1, True), (1, True)]
+
+
+def test_any_metric_of_an_evaluation_is_followed_by_its_name():
+    for metric, values in (
+        ("eval/pass_at_4", (0.1, 0.3, 0.2)),
+        ("eval/task/word_perplexity", (9.0, 7.0, 8.0)),
+    ):
+        stopping = EarlyStopping(metric, is_named=True, keeps_best=True)
+        stopping.require_logged({metric: 0.0, "eval/accuracy": 0.0})
+        for step, value in enumerate(values, start=1):
+            stopping.observe(step, {metric: value})
+        assert stopping.best_step == 2
+        with pytest.raises(
+            ConfigError, match=r"best_metric='.*' is not logged: it must be one of eval/loss\."
+        ):
+            stopping.require_logged({"eval/loss": 1.0, "time/step_s": 1.0})
+    EarlyStopping("eval/accuracy").require_logged({})

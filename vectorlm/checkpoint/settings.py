@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from vectorlm.settings import NonNegativeFloat, PositiveInt, ReadIf
+from vectorlm.settings import NonNegativeFloat, PositiveInt, ReadIf, Text
 from vectorlm.train.settings import WITH_CHECKPOINTS
 
 
@@ -13,7 +13,8 @@ from vectorlm.train.settings import WITH_CHECKPOINTS
 class KeepSettings:
     """What a run keeps, and whether it stops once it no longer improves.
 
-    The best evaluation is the lowest `eval/loss` of fine-tuning, or the highest `eval/accuracy` under `rl`.
+    The best evaluation is the lowest `eval/loss` of fine-tuning, or the highest `eval/accuracy` under `rl`, unless
+    `best_metric` names another metric.
     """
 
     keep_checkpoints: Annotated[PositiveInt, WITH_CHECKPOINTS] = 2
@@ -24,6 +25,11 @@ class KeepSettings:
     """Which weights `final-model` holds: those of the last step, or of the best evaluation."""
     epoch_models: Annotated[bool, ReadIf("dataset", fix="Use rl.save_every and `vectorlm export`.")] = False
     """Export the model at the end of each epoch too, as `epoch-1-model` and so on."""
+    best_metric: Annotated[
+        Text | None, ReadIf("train_parameters.keep_best", also=("train_parameters.early_stopping_patience",))
+    ] = None
+    """Metric of the evaluations that says which is the best, such as `eval/pass_at_4`: the lowest of a loss or
+    perplexity, the highest of others."""
     early_stopping_patience: PositiveInt | None = None
     """Stop after this many evaluations in a row without improvement; null trains to the end."""
     early_stopping_min_delta: Annotated[

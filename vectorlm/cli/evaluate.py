@@ -46,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", metavar="FILE", help="questions: a JSONL file, a `prompt` in every line")
     help_text = "what scores the answers: countdown, or file.py:NAME; may be repeated"
     parser.add_argument("--reward", dest="rewards", action="append", metavar="NAME", help=help_text)
+    help_text = "the k of pass@k and maj@k, up to --n (default: 2, 4, 8 and so on)"
+    parser.add_argument("--at_k", metavar="K,…", type=_ints, default=(), help=help_text)
     help_text = "tasks of the lm-evaluation-harness instead, or YAML files of such tasks"
     parser.add_argument("--tasks", metavar="NAME,…", help=help_text)
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N questions (of each task)")
@@ -82,7 +84,7 @@ def _require_sense(args: argparse.Namespace) -> None:
         "--max_tokens": args.max_tokens,
         "--temperature": args.temperature,
     }
-    own |= {"--n": args.n, "--seed": args.seed, "--param": args.params}
+    own |= {"--n": args.n, "--at_k": args.at_k or None, "--seed": args.seed, "--param": args.params}
     given = [name for name, value in own.items() if value not in (None, [])]
     if args.tasks and given:
         raise ConfigError(f"{given[0]} has no effect with --tasks: each task brings its own. Leave it out.")
@@ -126,6 +128,8 @@ class Exam:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = 300.0
     """Longest call of a reward function, in seconds."""
+    at_k: Sequence[int] = ()
+    """The k of pass@k and maj@k."""
 
 
 def read_exam(args: argparse.Namespace) -> Exam:
@@ -143,13 +147,26 @@ def read_exam(args: argparse.Namespace) -> Exam:
         raise ConfigError("nothing scores the answers. Use --reward countdown, or --reward file.py:NAME.")
     records = read_prompts(args.prompts, "--prompts") if args.prompts else exam.prompt_records
     engine_args = read_pairs("--engine_arg", "max_model_len=2048", args.engine_args)
-    return Exam(
-        records[: args.limit],
-        rewards,
-        {**exam.sampling_params, **sampling_params(args)},
-        {**exam.engine_args, **engine_args},
-        exam.timeout_s,
+    exam = replace(
+        exam,
+        prompt_records=records[: args.limit],
+        rewards=rewards,
+        sampling_params={**exam.sampling_params, **sampling_params(args)},
+        engine_args={**exam.engine_args, **engine_args},
+        at_k=args.at_k or exam.at_k,
     )
+    if (largest := max(exam.at_k, default=1)) > (num := exam.sampling_params.get("n") or 1):
+        raise ConfigError(
+            f"--at_k {largest} needs as many answers to each question, and there are {num}. Use --n {largest}."
+        )
+    return exam
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    found = tuple(map(int, text.split(",")))
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be integers >= 1")
+    return found
 
 
 def _of_source(config: Config, name: str) -> Config:
@@ -163,7 +180,7 @@ def _of_source(config: Config, name: str) -> Config:
         )
     source, sampler = sources[name], config.train_parameters.sampler
     reward = config.held_out_rewards.get(name)
-    held_out = replace(sampler.evaluation, prompts=source.held_out, reward=reward)
+    held_out = replace(sampler.evaluation, prompts=source.held_out, reward=reward, further_rewards=())
     sampler = replace(sampler, evaluation=held_out)
     collect = replace(config.rl.collect, environment=source.environment)
     return replace(
@@ -191,10 +208,11 @@ def _exam_of(config: Config, reads_prompts: bool) -> Exam:
     if settings.inference == "vllm":
         dtype = config.train_parameters.engine_dtype(has_gpu())
         exam = replace(exam, engine_args={"dtype": dtype, **settings.engine_args})
+    exam = replace(exam, at_k=held_out.at_k)
     if reads_prompts and held_out.prompts is not None:
         exam = replace(exam, prompt_records=read_prompts(held_out.prompts))
     if held_out.reward is not None:
-        return replace(exam, rewards={held_out.reward: 1.0})
+        return replace(exam, rewards=dict.fromkeys((held_out.reward, *held_out.further_rewards), 1.0))
     if rl is None:
         return exam
     if rl.reward.reward_models:
@@ -218,17 +236,21 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         functions = [
             RewardFunction(name, pool, timeout_s=exam.timeout_s, stops_at_error=True) for name in exam.rewards
         ]
-        scored = {
+        found_by = {
             label: score_answers(function, records, answers, f"the reward {name!r}")
             for label, name, function in zip(labels, exam.rewards, functions, strict=True)
         }
+    scored = {label: rewards for label, (rewards, _) in found_by.items()}
     if len(scored) > 1:
         weights = list(exam.rewards.values())
         scored["sum"] = [
             [sum(map(operator.mul, weights, answer)) for answer in zip(*question, strict=True)]
             for question in zip(*scored.values(), strict=True)
         ]
-    grades = {name: grade(rewards) for name, rewards in scored.items()}
+    grades = {
+        name: grade(rewards, found_by[name][1] if name in found_by else None, exam.at_k)
+        for name, rewards in scored.items()
+    }
     lines = []
     for name, each in grades.items():
         # One question has no error.
@@ -239,6 +261,7 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         unscored = f", {each.num_unscored} answers without a reward" if each.num_unscored else ""
         mean = f"mean reward {each.mean:.4f}{of_mean}"
         chances = "".join(f", pass@{k} {value:.1%}" for k, value in each.pass_at.items() if name != "sum")
+        chances += "".join(f", maj@{k} {value:.1%}" for k, value in each.majority_at.items())
         lines.append(f"{name:{max(map(len, grades))}}  {right}{mean}{chances}{unscored}")
     num_answers = sum(map(len, answers))
     lines.append(f"{len(records)} questions, {num_answers} answers")

@@ -32,7 +32,9 @@ def reward_problems(
         for name, weight in each.rewards.items() if prompts[source] else ():
             for rule, fix in signature_problems(get_reward(name), prompts[source], f"{place}.prompts"):
                 yield refuse(config, f"{path}.{name}", rule, fix, weight)
-    for source, name in config.held_out_rewards.items():
+    sampler = config.train_parameters.sampler
+    further = () if sampler is None else sampler.evaluation.further_rewards
+    for source, name in [*config.held_out_rewards.items(), *(("", name) for name in further)]:
         asked = f"rl.sources.{source}.held_out" if source else "train_parameters.sampler.prompts"
         path = asked if source else "train_parameters.sampler.reward"
         if records := held_out.get(source):

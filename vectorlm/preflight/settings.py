@@ -19,6 +19,7 @@ from vectorlm.preflight.local_model import vocab_size
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.profile import short_run
 from vectorlm.report.runs import flat
+from vectorlm.rewards.registry import short_name
 from vectorlm.settings import nearest
 from vectorlm.train.optimizers import OPTIMIZERS, accepted, make_optimizer
 from vectorlm.train.settings import OptimizerSettings
@@ -106,7 +107,7 @@ def _training_problems(config: Config) -> Iterator[str]:
     if (problem := short_run(train.profile.profile_steps, config.rl.max_steps)) is not None:
         yield refuse(config, "train_parameters.profile_steps", *problem)
     # Silent: no weights would ever be the best.
-    if not config.held_out_rewards:
+    if not config.held_out_rewards and train.keep.best_metric is None:
         for name in ("keep_best", "early_stopping_patience"):
             if getattr(train.keep, name):
                 rule = f"needs {_SAMPLER}.reward, whose eval/accuracy says which weights are the best"
@@ -158,6 +159,18 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
         yield (
             f"missing setting '{_SAMPLER}.prompts' (the prompts to answer during fine-tuning). Add it, or leave the "
             f"section '{_SAMPLER}' out to train without sampling."
+        )
+    # Silent: what was asked for would not be logged.
+    evaluation, num = sampler.evaluation, sampler.engine.sampling_params.get("n") or 1
+    if (largest := max(evaluation.at_k, default=1)) > num:
+        rule = f"needs as many answers to each question, and sampling_params.n is {num}"
+        yield refuse(config, f"{_SAMPLER}.at_k", rule, f"Set n to {largest}.", list(evaluation.at_k))
+    # Silent: one would take the other's place.
+    taken = [short_name(name) for name in evaluation.further_rewards] + list(config.held_out_rewards)
+    if len(set(taken)) < len(taken):
+        rule = "has a name twice in metrics, where sources are named too"
+        yield refuse(
+            config, f"{_SAMPLER}.further_rewards", rule, "Rename one.", list(evaluation.further_rewards)
         )
     # Silent: it wins over the other setting, and the memory plan does not see it.
     for name, value in sampler.engine.engine_args.items():

@@ -38,7 +38,10 @@ PANELS = (
         "Right answers",
         "should rise with the reward or as the loss falls",
         "share of held-out questions",
-        {"eval/accuracy": "held out"},
+        {
+            "eval/accuracy": "held out",
+            **{f"eval/{kind}_at_{k}": f"{kind}@{k}" for k in (4, 16, 64) for kind in ("pass", "maj")},
+        },
         shares=True,
     ),
     Panel(

@@ -34,14 +34,18 @@ class Evaluator:
         resume_step: int | None = None,
         reward: RewardFunction | None = None,
         of_source: Mapping[str, RewardFunction] | None = None,
+        further: Mapping[str, RewardFunction] | None = None,
+        at_k: Sequence[int] = (),
         max_tokens: float = 0,
         run_tasks: Callable[[], Mapping[str, float]] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         """Open `samples_path` on rank 0, with its lines up to `resume_step`; the other ranks pass None.
 
-        An answer is right when its `reward` is 1, or the reward `of_source` of its question. It may have `max_tokens`;
-        the context may leave it less, which is said. `run_tasks` asks the engine more, and returns metrics.
+        An answer is right when its `reward` is 1, or the reward `of_source` of its question. The `further` rewards
+        score questions without a source too, by their names; `at_k` are the k of pass@k and maj@k. An answer may have
+        `max_tokens`; the context may leave it less, which is said. `run_tasks` asks the engine more, and returns
+        metrics.
         """
         self._turn = turn
         self._prompt_records = prompt_records
@@ -52,6 +56,7 @@ class Evaluator:
             self._places.setdefault(record.source, []).append(place)
         rewards = {name: (of_source or {}).get(name, reward) for name in sorted(self._places)}
         self._rewards = {name: each for name, each in rewards.items() if each is not None}
+        self._further, self._at_k = further or {}, at_k
         self._max_tokens, self._run_tasks = max_tokens, run_tasks
         self._say = say
 
@@ -79,9 +84,13 @@ class Evaluator:
                 "weights/load_s": report.load_s,
                 "weights/update_s": report.total_s,
             }
-        rewards = None
+        rewards, of_further = None, {}
+        for name, reward in self._further.items():
+            of_further[name], _ = self._score(answers, {"": reward})
+            if (found := grade(of_further[name])).num_questions:
+                metrics |= {f"eval/accuracy/{name}": found.accuracy, f"eval/reward/{name}": found.mean}
         if self._rewards:
-            rewards = self._score(answers)
+            rewards, votes = self._score(answers, self._rewards)
             for source in filter(None, self._rewards):
                 found = grade([rewards[place] for place in self._places[source]])
                 if found.num_questions:
@@ -89,33 +98,41 @@ class Evaluator:
                         f"eval/accuracy/{source}": found.accuracy,
                         f"eval/reward/{source}": found.mean,
                     }
-            if (found := grade(rewards)).num_questions:
+            if (found := grade(rewards, votes, self._at_k)).num_questions:
                 metrics |= {"eval/accuracy": found.accuracy, "eval/reward": found.mean}
                 metrics |= {f"eval/pass_at_{k}": value for k, value in found.pass_at.items()}
+                metrics |= {f"eval/maj_at_{k}": value for k, value in found.majority_at.items()}
         if self._lines is not None:
-            self._lines.write(step, self._samples(answers, rewards, generate_s))
+            self._lines.write(step, self._samples(answers, rewards, of_further, generate_s))
             self._say(self._summary(step, answers, rewards))
             for name, value in of_tasks.items():
                 self._say(f"  {name} {value:.4g}")
         return metrics
 
-    def _score(self, answers: Answers) -> list[list[float]]:
-        """Return the reward of each answer; NaN where nothing scores the question."""
+    def _score(
+        self, answers: Answers, of_source: Mapping[str, RewardFunction]
+    ) -> tuple[list[list[float]], list[list[Any]]]:
+        """Return the reward of each answer, NaN where nothing scores the question, and what it votes for."""
         rewards = [[math.nan] * len(options) for options in answers]
-        for source, reward in self._rewards.items():
-            places = self._places[source]
+        votes: list[list[Any]] = [[None] * len(options) for options in answers]
+        for source, reward in of_source.items():
+            places = self._places.get(source, [])
             found = score_answers(
                 reward,
                 [self._prompt_records[place] for place in places],
                 [answers[place] for place in places],
                 f"rl.sources.{source}.rewards" if source else "sampler.reward",
             )
-            for place, each in zip(places, found, strict=True):
-                rewards[place] = each
-        return rewards
+            for place, *each in zip(places, *found, strict=True):
+                rewards[place], votes[place] = each
+        return rewards, votes
 
     def _samples(
-        self, answers: Answers, rewards: list[list[float]] | None, time_taken_s: float
+        self,
+        answers: Answers,
+        rewards: list[list[float]] | None,
+        of_further: Mapping[str, list[list[float]]],
+        time_taken_s: float,
     ) -> Iterator[dict[str, Any]]:
         for index, (record, options) in enumerate(zip(self._prompt_records, answers, strict=True)):
             line: dict[str, Any] = {
@@ -126,6 +143,8 @@ class Evaluator:
             }
             if rewards is not None:
                 line["rewards"] = rewards[index]
+            if of_further:
+                line["further_rewards"] = {name: each[index] for name, each in of_further.items()}
             yield line
 
     def _summary(self, step: int, answers: Answers, rewards: list[list[float]] | None) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import cloudpickle
 
@@ -128,8 +129,10 @@ def score_answers(
     prompt_records: Sequence[PromptRecord],
     answers: Sequence[Sequence[Completion]],
     setting: str,
-) -> list[list[float]]:
-    """Return the reward of each answer to each prompt; NaN for an answer that the function returns None for.
+) -> tuple[list[list[float]], list[list[Any]]]:
+    """Return the reward of each answer to each prompt, and what the function logged as its `answer`, or None.
+
+    A reward is NaN for an answer that the function returns None for.
 
     Raises:
         RewardError: The function raised or was late; the text begins with `setting`.
@@ -143,5 +146,9 @@ def score_answers(
     for item, result in zip(items, results, strict=True):
         if result.error is not None:
             raise RewardError(f"{setting} failed: {item.failure(result.error)}. Correct the function.")
-    rewards = iter(result.reward for result in results)
-    return [[next(rewards) for _ in options] for options in answers]
+    found = iter(results)
+    of_prompts = [[next(found) for _ in options] for options in answers]
+    return (
+        [[each.reward for each in options] for options in of_prompts],
+        [[each.logged.get("answer") for each in options] for options in of_prompts],
+    )

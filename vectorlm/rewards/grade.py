@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -21,34 +23,78 @@ class Grade:
     accuracy_error: float
     """Its standard error."""
     pass_at: Mapping[int, float]
-    """By k, the chance that one of k answers is right: powers of two up to the fewest answers to a question."""
+    """By k, the chance that one of k answers is right."""
+    majority_at: Mapping[int, float]
+    """By k, the chance that most of k answers give a right one; empty where the reward has logged no `answer`."""
     num_questions: int
     """Questions that have an answer with a reward."""
     num_unscored: int
     """Answers that the reward returned None for, which count nowhere."""
 
 
-def grade(rewards: Sequence[Sequence[float]]) -> Grade:
+def grade(
+    rewards: Sequence[Sequence[float]],
+    answers: Sequence[Sequence[Hashable]] | None = None,
+    at_k: Sequence[int] = (),
+) -> Grade:
     r"""Grade the rewards of each question's answers, NaN where there is none.
+
+    `answers` are what is voted with, None for no vote. `at_k` are the k of pass@k and maj@k, up to the fewest answers
+    to a question; none stand for 2, 4, 8 and so on.
 
     The answers to one question are not independent, so a question counts once, with the mean of its answers:
     standard error = standard deviation of these means / sqrt(questions).
     *Source*: Miller 2024, arXiv 2411.00640 (several answers to a question). Of n answers with c right ones, pass@k is
-    estimated without bias by :math:`1 - \binom{n - c}{k} / \binom{n}{k}`; Chen et al. 2021, arXiv 2107.03374.
+    estimated without bias by :math:`1 - \binom{n - c}{k} / \binom{n}{k}`; Chen et al. 2021, arXiv 2107.03374. maj@k is
+    the mean over the same choices of k answers: 1 where the answer with the most votes is right, its share of the
+    answers that are tied, 0 without a vote; Wang et al. 2022, arXiv 2203.11171.
     """
-    scored = [[each for each in answers if not math.isnan(each)] for answers in rewards]
+    scored = [[each for each in question if not math.isnan(each)] for question in rewards]
     num_unscored = sum(map(len, rewards)) - sum(map(len, scored))
-    scored = [answers for answers in scored if answers]
-    mean, mean_error = _mean_and_error([statistics.fmean(answers) for answers in scored])
+    scored = [question for question in scored if question]
+    mean, mean_error = _mean_and_error([statistics.fmean(question) for question in scored])
     accuracy, accuracy_error = _mean_and_error(
-        [statistics.fmean(each == 1.0 for each in answers) for answers in scored]
+        [statistics.fmean(each == 1.0 for each in question) for question in scored]
     )
-    counts = [(len(answers), sum(each == 1.0 for each in answers)) for answers in scored]
-    pass_at, k = {}, 2
-    while counts and k <= min(n for n, _ in counts):
-        pass_at[k] = statistics.fmean(1 - math.comb(n - right, k) / math.comb(n, k) for n, right in counts)
-        k *= 2
-    return Grade(mean, mean_error, accuracy, accuracy_error, pass_at, len(scored), num_unscored)
+    fewest = min(map(len, scored), default=0)
+    ks = [k for k in at_k or (2**power for power in range(1, fewest.bit_length())) if k <= fewest]
+    counts = [(len(question), sum(each == 1.0 for each in question)) for question in scored]
+    pass_at = {k: statistics.fmean(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) for k in ks}
+    majority_at = {}
+    if answers is not None and any(each is not None for question in answers for each in question):
+        votes = [
+            [
+                (vote, each == 1.0)
+                for vote, each in zip(of_votes, question, strict=True)
+                if not math.isnan(each)
+            ]
+            for of_votes, question in zip(answers, rewards, strict=True)
+        ]
+        majority_at = {k: statistics.fmean(_majority_at(k, each) for each in votes if each) for k in ks}
+    return Grade(mean, mean_error, accuracy, accuracy_error, pass_at, majority_at, len(scored), num_unscored)
+
+
+def _majority_at(k: int, votes: Sequence[tuple[Hashable, bool]]) -> float:
+    """Return the mean over all choices of k votes, each with whether it is right."""
+    right: dict[Hashable, list[bool]] = {}
+    for vote, is_right in votes:
+        if vote is not None:
+            right.setdefault(vote, []).append(is_right)
+    num_silent = len(votes) - sum(map(len, right.values()))
+    total = 0.0
+    for answer, each in right.items():
+        for num_votes in range(1, min(len(each), k) + 1) if any(each) else ():
+            # Choices of the other answers, by how many are tied with this one and by their votes together.
+            ways = np.zeros((k // num_votes + 1, k + 1))
+            ways[0] = [math.comb(num_silent, num) for num in range(k + 1)]
+            for count in (len(others) for other, others in right.items() if other != answer):
+                before, ways = ways, np.zeros_like(ways)
+                for num in range(min(count, num_votes) + 1):
+                    tied = int(num == num_votes)
+                    ways[tied:, num:] += math.comb(count, num) * before[: len(ways) - tied, : k + 1 - num]
+            shares = ways[:, k - num_votes] / np.arange(1, len(ways) + 1)
+            total += statistics.fmean(each) * math.comb(len(each), num_votes) * float(shares.sum())
+    return total / math.comb(len(votes), k)
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:

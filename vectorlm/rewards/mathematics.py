@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
+from typing import Any
 
 # Each call would say that its own time limits are off: a reward's worker has one.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def math(completion: str, answer: str | float) -> float | None:
+def _drop(name: str, value: Any) -> None:
+    """Log nothing."""
+
+
+def math(completion: str, answer: str | float, log: Callable[[str, Any], None] = _drop) -> float | None:
     r"""Return 1.0 if the completion's final formula equals the answer, else 0.0; None if the answer is no formula.
 
     The formula is taken from ``\boxed{}``, from ``$...$``, or is the last number or expression of the text.
@@ -18,6 +24,7 @@ def math(completion: str, answer: str | float) -> float | None:
     Args:
         completion: The text of the model.
         answer: A number, an expression or LaTeX, with or without ``$``.
+        log: Takes the formula of the completion, as its `answer`.
     """
     from math_verify import parse, verify
 
@@ -25,10 +32,13 @@ def math(completion: str, answer: str | float) -> float | None:
     gold = parse(f"${answer}$".replace("$$", "$"), parsing_timeout=None)
     if not gold:
         return None
-    return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+    found = parse(completion, parsing_timeout=None)
+    if found:
+        log("answer", str(found[0]))
+    return float(verify(gold, found, timeout_seconds=None))
 
 
-def boxed(completion: str, answer: str | float) -> float:
+def boxed(completion: str, answer: str | float, log: Callable[[str, Any], None] = _drop) -> float:
     r"""Return 1.0 if the completion's last ``\boxed{}`` holds the answer, white space aside, else 0.0."""
     start = completion.rfind(r"\boxed{")
     if start < 0:
@@ -37,6 +47,7 @@ def boxed(completion: str, answer: str | float) -> float:
     for character in completion[start + len(r"\boxed{") :]:
         depth += {"{": 1, "}": -1}.get(character, 0)
         if not depth:
+            log("answer", _without_space(text))
             return float(_without_space(text) == _without_space(str(answer)))
         text += character
     return 0.0

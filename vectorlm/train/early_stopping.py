@@ -9,23 +9,27 @@ from typing import Any
 
 import torch.distributed as dist
 
+from vectorlm.errors import ConfigError
+
 
 @dataclass
 class EarlyStopping:
     """Follows one metric of a run; the evaluation before training does not count. All ranks call each method alike."""
 
     metric: str = "eval/loss"
-    """Of `eval/loss` the lowest is the best, of `eval/accuracy` the highest."""
+    """Of a loss or perplexity the lowest is the best, of others the highest."""
     patience: int | None = None
     """Training is over after this many evaluations in a row without improvement; None lets it run to its end."""
     min_delta: float = 0.0
     """How much better an evaluation must be to count as an improvement."""
+    is_named: bool = False
+    """Whether the config names the metric."""
     keeps_best: bool = False
     """Whether the best evaluation has a checkpoint."""
     say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
-        self._sign = 1.0 if self.metric == "eval/loss" else -1.0
+        self._sign = 1.0 if self.metric.endswith(("loss", "perplexity", "bits_per_byte")) else -1.0
         self._best: tuple[float, int | None] = (math.inf, None)
         # What the next evaluation must beat by min_delta, in the direction that falls.
         self._to_beat: tuple[float, int | None] = (math.inf, None)
@@ -40,6 +44,14 @@ class EarlyStopping:
     def is_over(self) -> bool:
         """Whether training has not improved for as many evaluations as `patience` allows."""
         return self.patience is not None and self._num_without >= self.patience
+
+    def require_logged(self, metrics: Mapping[str, float]) -> None:
+        """Raise `ConfigError` where the evaluations before training lack a metric that a config names."""
+        if self.is_named and self.metric not in metrics:
+            known = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
+            raise ConfigError(
+                f"train_parameters.best_metric={self.metric!r} is not logged: it must be one of {known or 'none'}."
+            )
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Take the metrics of an evaluation after `step`, and return more of them."""

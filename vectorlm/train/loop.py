@@ -139,7 +139,8 @@ class FineTuningLoop:
             assert self.optimizer_step.schedule is not None
             self.optimizer_step.schedule.observe(metrics["eval/loss"])
             metrics |= self.recorder.stopping.observe(self.step, metrics)
-        return metrics | self.recorder.evaluate_if_due(self.step)
+        of_answers = self.recorder.evaluate_if_due(self.step)
+        return metrics | of_answers | self.recorder.stopping.observe(self.step, of_answers)
 
     @torch.no_grad()
     def held_out_losses(self) -> dict[str, float]:

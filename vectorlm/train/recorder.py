@@ -81,6 +81,8 @@ class Recorder:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of `step`, with the seconds of each phase since the last line."""
+        if step == 0:
+            self.stopping.require_logged(metrics)
         self.sink.write(step, {**metrics, **self.timer.drain()})
 
     def is_due(self, every: int, step: int) -> bool:

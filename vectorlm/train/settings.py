@@ -203,6 +203,12 @@ class EvaluationSettings:
     """File of the samples; null means `samples.jsonl` in `output_dir`. A file of another run is kept beside it."""
     reward: Annotated[Text | None, replace(WITH_QUESTIONS, also=())] = None
     """Name of the reward that scores each completion (for example `countdown`), logged as `eval/accuracy`."""
+    further_rewards: Annotated[
+        tuple[str, ...], Field(strict=False), ReadIf("train_parameters.sampler.reward")
+    ] = ()
+    """More rewards of these completions, logged as `eval/reward/NAME` and `eval/accuracy/NAME`."""
+    at_k: Annotated[tuple[PositiveInt, ...], Field(strict=False), WITH_QUESTIONS] = ()
+    """The k of `eval/pass_at_K` and `eval/maj_at_K`, up to `n` of `sampling_params`; none stand for 2, 4, 8 …"""
     tasks: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Tasks of the lm-evaluation-harness, by name or YAML file, that vLLM's engine answers at each evaluation too; they
     are logged as `eval/TASK/METRIC`."""
