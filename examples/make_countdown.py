@@ -7,7 +7,8 @@ files again. The folder then holds
 - ``student/``: a model of a seventh of its size with the same tokenizer, which can learn from it;
 - ``train/`` and ``eval/``: tokenised datasets whose labels leave the prompt out of the loss;
 - ``eval.jsonl``: held-out questions to sample answers for, scored by the ``countdown`` reward;
-- ``train.jsonl`` and ``held_out.jsonl``: the questions of ``train/`` and all of ``eval/``, for reinforcement learning.
+- ``train.jsonl`` and ``held_out.jsonl``: the questions of ``train/`` and all of ``eval/``, for reinforcement learning;
+- ``pairs.jsonl``: the questions of ``train/`` with a right answer and the answer to another question.
 """
 
 from __future__ import annotations
@@ -109,6 +110,15 @@ def write_questions(problems: Sequence[CountdownProblem], path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def write_pairs(problems: Sequence[CountdownProblem], path: Path) -> None:
+    """Write a pair for each problem, whose rejected text answers the next one."""
+    rows = [
+        {"prompt": mine.prompt, "chosen": mine.completion, "rejected": following.completion}
+        for mine, following in zip(problems, [*problems[1:], problems[0]], strict=True)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def main() -> None:
     """Parse the arguments and write the folder."""
     parser = argparse.ArgumentParser(
@@ -145,6 +155,7 @@ def main() -> None:
     write_questions(held_out[: arguments.num_questions], folder / "eval.jsonl")
     write_questions(training, folder / "train.jsonl")
     write_questions(held_out, folder / "held_out.jsonl")
+    write_pairs(training, folder / "pairs.jsonl")
     print(f"{folder}: {len(training)} problems to learn from, {len(held_out)} held out, for example")
     print(f"  {held_out[0].prompt}{held_out[0].completion}")
 

@@ -215,7 +215,7 @@ def train(topology, folder, hand_over):
     for number, micro_batches in zip(range(3), training.remaining_steps(), strict=False):
         sample(2 * number)
         for batch in micro_batches:
-            training.sum_loss(batch).backward()
+            training.objective.sum_loss(batch)[0].backward()
             sample(2 * number + 1)  # gradients of half a step are there now
         stepper.optimizer.step()
         stepper.optimizer.zero_grad()

@@ -13,8 +13,10 @@ from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.data.loader import Collator, StepLoader
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.metrics import JsonlSink
+from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
 from vectorlm.train.loop import FineTuningLoop
+from vectorlm.train.objective import NextTokens
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
 from vectorlm.train.recorder import Recorder
 from vectorlm.train.settings import LoopSettings, ModelSettings
@@ -85,13 +87,13 @@ def build_loop(
     torch.manual_seed(SEED + topology.rank)
     return FineTuningLoop(
         optimizer_step=OptimizerStep(model, optimizer, schedule, 0.5, topology, "model"),
+        objective=NextTokens(LanguageModel(model, packs=packs, device=topology.device)),
         train_loader=loader(topology, rows(21), num_micro_batches=num_micro_batches),
         eval_loaders={"": loader(topology, rows(11, seed=1), shuffle=False)},
         settings=LoopSettings(
             epochs=NUM_EPOCHS, logging_steps=logging_steps, device_peak_tflops=device_peak_tflops
         ),
         recorder=Recorder(num_steps=NUM_STEPS, sink=sink, save_every=2, **recorded),
-        packs=packs,
     )
 
 

@@ -1,14 +1,20 @@
-"""A whole fine-tuning run, from its config to the final model."""
+"""A whole run on a dataset, from its config to the final model: fine-tuning, or a reward model."""
 
 from __future__ import annotations
+
+from torch import nn
 
 from vectorlm.config import Config
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.ranks.topology import Topology
 from vectorlm.run import Run, open_run
+from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.loop import FineTuningLoop
+from vectorlm.train.objective import NextTokens, Objective
 from vectorlm.train.optimizer_step import OptimizerStep
+from vectorlm.train.pairs import RewardPairs
+from vectorlm.train.scorer import Scorer
 
 
 def finetune(config: Config | CheckedConfig, topology: Topology | None = None) -> None:
@@ -54,22 +60,31 @@ def _make_loop(run: Run) -> FineTuningLoop:
         num_examples=train_loader.num_examples,
         end_epoch=end_epoch,
     )
+    objective = _objective(run, model)
     loop = FineTuningLoop(
         optimizer_step=OptimizerStep(
             model, optimizer, schedule, settings.loop.max_grad_norm, run.topology, "model"
         ),
+        objective=objective,
         train_loader=train_loader,
         eval_loaders=eval_loaders,
         settings=settings.loop,
         recorder=recorder,
-        ignore_index=data.ignore_index,
-        packs=settings.model.pack_rows,
     )
-    if (why := loop.language_model.why_padded) is not None and train_loader.has_texts_in_rows:
+    why = objective.why_padded
+    if why is not None and isinstance(objective, NextTokens) and train_loader.has_texts_in_rows:
         # Laid end to end, each would be computed by itself.
         why = f"{why}; the texts that were packed into a row see those before them"
     recorder.say_padded(why)
     return loop
+
+
+def _objective(run: Run, model: nn.Module) -> Objective:
+    packs, ignore_index = run.config.train_parameters.model.pack_rows, run.config.text.ignore_index
+    if (reward_model := run.config.reward_model) is not None:
+        scorer = Scorer(model, packs=packs, device=run.topology.device)
+        return RewardPairs(scorer, reward_model.center_coef, ignore_index)
+    return NextTokens(LanguageModel(model, packs=packs, device=run.topology.device), ignore_index)
 
 
 def _loader(run: Run, path: str, *, is_training: bool) -> StepLoader:

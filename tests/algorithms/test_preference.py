@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vectorlm.algorithms import online_dpo_loss
+from vectorlm.algorithms import bradley_terry_loss, online_dpo_loss
 
 
 def pairs():
@@ -64,3 +64,18 @@ def test_the_reference_gets_no_gradient():
 def test_refusals(more, words):
     with pytest.raises(ValueError, match=words):
         online_dpo_loss(*pairs(), **more)
+
+
+@pytest.mark.parametrize("center_coef", [0.0, 0.3])
+def test_the_loss_of_a_reward_model_equals_a_slow_loop(center_coef):
+    chosen, rejected, margins, _ = (x.detach() for x in pairs())
+    found = bradley_terry_loss(chosen, rejected, margins, center_coef)
+    for i in range(6):
+        c, r = chosen[i].item(), rejected[i].item()
+        expected = math.log(1 + math.exp(-(c - r - margins[i].item()))) + center_coef * (c + r) ** 2
+        assert found[i].item() == pytest.approx(expected, rel=1e-12)
+    # By hand: a tie without margin is a coin toss, and its scores of 1 add 0.3 (1 + 1)^2.
+    tie = bradley_terry_loss(*torch.tensor([[1.0], [1.0], [0.0]]), center_coef)
+    assert tie.item() == pytest.approx(math.log(2) + 4 * center_coef)
+    inputs = (chosen.requires_grad_(), rejected.requires_grad_())
+    assert torch.autograd.gradcheck(lambda a, b: bradley_terry_loss(a, b, margins, center_coef), inputs)

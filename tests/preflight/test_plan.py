@@ -249,7 +249,7 @@ def held_bytes(topology, model_dir):
     """Count what this rank's shards hold after a step: weights, gradients, and AdamW's averages."""
     loop = build_loop(topology, model_dir)
     step = loop.optimizer_step
-    loop.sum_loss(next(loop.remaining_steps())[0]).backward()
+    loop.objective.sum_loss(next(loop.remaining_steps())[0])[0].backward()
     step.optimizer.step()
     local = [
         (each, each.grad, step.optimizer.state[each]["exp_avg"], step.optimizer.state[each]["exp_avg_sq"])

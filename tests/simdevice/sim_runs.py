@@ -77,7 +77,7 @@ def fine_tuned(device, folder):
         Topology(device=device), folder / "model", output=folder / f"sft-{device[:3]}", num_micro_batches=2
     )
     loop.run()
-    assert loop.language_model.packs
+    assert loop.objective.language_model.packs
     return [{"loss": loop.held_out_losses()["eval/loss"]}]
 
 

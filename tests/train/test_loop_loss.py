@@ -33,9 +33,9 @@ def loss_and_gradient(optimizer_step, loss):
 def losses(topology, folder, packs):
     """Return loss and gradient of a batch, of its examples one by one, and of the batch without targets."""
     loop, batch = build_loop(topology, folder, packs=packs), random_batch()
-    assert loop.language_model.packs is packs
+    assert loop.objective.language_model.packs is packs
     model = loop.optimizer_step.model
-    found = loss_and_gradient(loop.optimizer_step, loop.sum_loss(batch))
+    found = loss_and_gradient(loop.optimizer_step, loop.objective.sum_loss(batch)[0])
     one_by_one = torch.zeros(())
     for ids, mask, labels in zip(batch.input_ids, batch.attention_mask, batch.labels, strict=True):
         length = int(mask.sum())
@@ -45,7 +45,7 @@ def losses(topology, folder, packs):
         )
     expected = loss_and_gradient(loop.optimizer_step, one_by_one)
     batch.labels.fill_(-100)
-    return found, expected, loss_and_gradient(loop.optimizer_step, loop.sum_loss(batch))
+    return found, expected, loss_and_gradient(loop.optimizer_step, loop.objective.sum_loss(batch)[0])
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -82,7 +82,11 @@ def packed_losses(topology, folder, packs):
         return loss_and_gradient(loop.optimizer_step, loss)
 
     (batch,) = next(loop.remaining_steps())
-    return loss_and_gradient(loop.optimizer_step, loop.sum_loss(batch)), expected(TEXTS), expected(rows)
+    return (
+        loss_and_gradient(loop.optimizer_step, loop.objective.sum_loss(batch)[0]),
+        expected(TEXTS),
+        expected(rows),
+    )
 
 
 @pytest.mark.parametrize("packs", [True, False])

@@ -33,7 +33,7 @@ from vectorlm.algorithms.policy_loss import (
     sapo_policy_loss,
     vespo_policy_loss,
 )
-from vectorlm.algorithms.preference import copg_loss, online_dpo_loss
+from vectorlm.algorithms.preference import bradley_terry_loss, copg_loss, online_dpo_loss
 from vectorlm.algorithms.reduce import count_denominator, reduce_loss
 from vectorlm.algorithms.registry import algorithm_names, get_algorithm, register
 from vectorlm.algorithms.spec import AlgorithmSpec
@@ -66,6 +66,7 @@ __all__ = [
     "baseline_advantages",
     "batch_advantages",
     "binary_divergence",
+    "bradley_terry_loss",
     "cispo_policy_loss",
     "copg_loss",
     "correction_metrics",

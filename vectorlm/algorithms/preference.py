@@ -54,6 +54,26 @@ def online_dpo_loss(
     raise ValueError(f"kind={kind!r} is unknown: it must be 'sigmoid' or 'ipo'.")
 
 
+def bradley_terry_loss(
+    chosen: torch.Tensor, rejected: torch.Tensor, margins: torch.Tensor, center_coef: float = 0.0
+) -> torch.Tensor:
+    """Return the loss of a reward model's scores of each pair, float [B].
+
+        -log sigmoid(chosen - rejected - margin) + center_coef (chosen + rejected)^2
+
+    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 1; Touvron et al. 2023 (the margin), arXiv:2307.09288, eq. 2;
+    Eisenstein et al. 2023 (the second term, which keeps scores near 0), arXiv:2312.09244, eq. 2.
+
+    Args:
+        chosen: float [B], the scores of the better completions.
+        rejected: float [B], those of the worse ones.
+        margins: float [B], by how much the one is to be above the other; 0 for none.
+        center_coef: Weight of the second term, at least 0.
+    """
+    loss = -F.logsigmoid(chosen - rejected - margins)
+    return loss + center_coef * (chosen + rejected).square() if center_coef else loss
+
+
 def copg_loss(
     policy_logprobs: torch.Tensor,
     reference_logprobs: torch.Tensor,

@@ -151,16 +151,21 @@ def _load(source: Source) -> tuple[Any, Any]:
     """Load the model with its weights, and its tokenizer."""
     from vectorlm.checkpoint.state import load_weights
     from vectorlm.lora.load import add_lora
-    from vectorlm.train.load import load_model, load_tokenizer
+    from vectorlm.train.load import load_model, load_scorer, load_tokenizer
 
     if source.step is not None:
         config = load_config(source.run / "config.yaml")
         train = config.train_parameters
-        model: Any = load_model(config.model, dtype=train.model.dtype)
+        tokenizer = load_tokenizer(config.model)
+        model: Any
+        if config.reward_model is None:
+            model = load_model(config.model, dtype=train.model.dtype)
+        else:
+            model = load_scorer(config.model, tokenizer, train.model.dtype)
         if train.lora_peft_config is not None:
             model = add_lora(model, train.lora_peft_config)
         load_weights(source.path, model)
-        return model, load_tokenizer(config.model)
+        return model, tokenizer
     if not source.is_adapter:
         return load_model(source.path), load_tokenizer(source.path)
     base = base_of(source.path)

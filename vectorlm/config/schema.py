@@ -35,6 +35,7 @@ from vectorlm.train.settings import (
     ModelSettings,
     OptimizerSettings,
     ProfileSettings,
+    RewardModelSettings,
     ScheduleSettings,
     TurnSettings,
 )
@@ -165,6 +166,8 @@ class Config:
     """How the model is trained."""
     dataset: DatasetSettings | None = None
     """The preprocessed datasets; needed for supervised fine-tuning."""
+    reward_model: RewardModelSettings | None = None
+    """Training of a reward model on pairs instead of supervised fine-tuning; `{}` takes the defaults."""
     rl: RLSettings | None = None
     """Reinforcement learning instead of supervised fine-tuning."""
     dataset_preprocess: PreprocessSettings | None = None

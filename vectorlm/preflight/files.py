@@ -11,6 +11,7 @@ from shutil import which
 from vectorlm.checkpoint.folder import is_held
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
+from vectorlm.data.summary import PREFERENCE_COLUMNS
 from vectorlm.lora.folder import is_adapter_folder
 from vectorlm.preflight.local_model import describe_absent, description_of, missing_weights, own_length
 from vectorlm.ranks.topology import has_gpu
@@ -58,11 +59,16 @@ def file_problems(config: Config) -> Iterator[str]:
             ("train_ds", data.train_ds),
             *(("eval_ds", each) for each in data.held_out.values()),
         ):
-            if (problem := _dataset_problem(Path(path))) is not None:
+            if (problem := _dataset_problem(Path(path), _examples(config))) is not None:
                 yield refuse(config, f"dataset.{place}", *problem, path)
 
 
-def _dataset_problem(folder: Path) -> tuple[str, str] | None:
+def _examples(config: Config) -> str:
+    """Return what the rows of the datasets must be, as `dataset_preprocess.examples` calls it."""
+    return "texts" if config.reward_model is None else "pairs"
+
+
+def _dataset_problem(folder: Path, examples: str) -> tuple[str, str] | None:
     """Return what is wrong with the folder of a preprocessed dataset, and a fix; does without the package datasets."""
     if not folder.is_dir():
         return "is not a folder", "Preprocess the dataset first."
@@ -76,4 +82,9 @@ def _dataset_problem(folder: Path) -> tuple[str, str] | None:
     if missing := [name for name in ("input_ids", "labels") if columns and name not in columns]:
         fix = "Preprocess it: training reads token ids and labels."
         return f"has no column {' and no column '.join(map(repr, missing))}", fix
+    # Silent: both texts of a pair would be trained on alike.
+    found = next((kind for kind, column in PREFERENCE_COLUMNS.items() if column in columns), "texts")
+    if columns and found != examples:
+        fix = f"Preprocess with dataset_preprocess.examples={examples}, or add the section that trains on {found}."
+        return f"holds {found}, and this run trains on {examples}", fix
     return None

@@ -26,7 +26,7 @@ from vectorlm.lora.load import add_lora
 from vectorlm.lora.sources import merged_source
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.card import card_of
-from vectorlm.train.load import load_model, load_tokenizer
+from vectorlm.train.load import load_model, load_scorer, load_tokenizer
 from vectorlm.weights.module_source import manifest_of
 from vectorlm.weights.plan import require_same
 
@@ -47,6 +47,8 @@ def rehearse(config: Config) -> list[str]:
         tokenizer = load_tokenizer(config.model)
 
         def load() -> Any:
+            if config.reward_model is not None:
+                return load_scorer(config.model, tokenizer, train.model.dtype, is_empty=True)
             base = load_model(config.model, dtype=train.model.dtype, is_empty=True)
             with suppress(OSError):  # A model without one gets transformers' own.
                 base.generation_config = GenerationConfig.from_pretrained(config.model)

@@ -77,6 +77,8 @@ def identity_of(config: Config, world_size: int, num_examples: int | None = None
         contents |= {"dataset.train_ds": _fingerprint(Path(text.train_ds))}
         fixed["global batch"] = world_size * text.train_bs * train.loop.gradient_accumulation_steps
         fixed["rows of dataset.train_ds"] = num_examples
+        if config.reward_model is not None:
+            fixed["section that trains"] = "reward_model"
     optimizer = train.optimizer.name
     if optimizer in OPTIMIZERS and OPTIMIZERS[optimizer].per_rank_blocks:
         fixed[f"number of ranks (of {optimizer}, each keeps its shard in blocks of its own)"] = world_size

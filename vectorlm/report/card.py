@@ -11,7 +11,7 @@ from vectorlm.lora.folder import hub_name
 from vectorlm.packages import versions_of
 from vectorlm.report.runs import PACKAGES, START, read_lines, read_settings
 
-SHOWN = ("train/loss", "eval/loss", "eval/accuracy", "reward/mean", "reference/kl")
+SHOWN = ("train/loss", "eval/loss", "eval/pair_accuracy", "eval/accuracy", "reward/mean", "reference/kl")
 """Metrics whose newest value is shown."""
 
 _FULL = """```python
@@ -23,6 +23,15 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this-folder")
 
     vectorlm sample --model path/to/this-folder --prompt "..."
     vllm serve path/to/this-folder
+"""
+_REWARD_MODEL = """```python
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+model = AutoModelForSequenceClassification.from_pretrained("path/to/this-folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this-folder")
+```
+
+In a config of vectorlm, its score is a reward: `rl.reward_models: {path/to/this-folder: 1.0}`.
 """
 _ADAPTER = """This folder holds LoRA adapters, without the base model.
 
@@ -54,10 +63,11 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
     config_text = _read(run / "config.yaml")
     config = yaml.safe_load(config_text) or {}
     train, rl = config.get("train_parameters"), config.get("rl")
+    is_scorer = config.get("reward_model") is not None
     has_lora = isinstance(train, dict) and train.get("lora_peft_config") is not None
     head: dict[str, Any] = {
         "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "text-classification" if is_scorer else "text-generation",
         "tags": ["vectorlm", *(["lora"] if has_lora else [])],
     }
     # A path of this machine is nothing that the hub could link to.
@@ -69,7 +79,7 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
         head["step"] = step
     if "model" in config:
         name = base or f"{Path(config['model']).name} (a folder on the machine that trained it)"
-        kind = "supervised fine-tuning"
+        kind = "a reward model from pairs" if is_scorer else "supervised fine-tuning"
         if isinstance(rl, dict):
             kind = f"reinforcement learning ({Path(str(rl.get('algorithm'))).name})"
         what = "with LoRA adapters" if has_lora else "all weights"
@@ -90,7 +100,8 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
     # The model may be exported on another machine than it was trained on.
     found = read_settings(run / START).get("versions") or versions_of(PACKAGES)
     versions = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
-    sections += [f"## Use it\n\n{_ADAPTER if is_adapter else _FULL}", f"## Versions\n\n{versions}\n"]
+    use = _ADAPTER if is_adapter else _REWARD_MODEL if is_scorer else _FULL
+    sections += [f"## Use it\n\n{use}", f"## Versions\n\n{versions}\n"]
     if config_text:
         fold = "<details>\n<summary>config.yaml</summary>\n\n"
         sections.append(f"## Settings\n\n{fold}````yaml\n{config_text.rstrip()}\n````\n\n</details>\n")

@@ -62,6 +62,7 @@ _SHOWN = {
     "train/tokens_per_s": "{:,.0f} tokens/s",
     "eval/loss": "eval loss {:.4f}",
     "eval/accuracy": "right {:.0%}",
+    "eval/pair_accuracy": "pairs right {:.0%}",
 }
 
 

@@ -74,10 +74,7 @@ class LanguageModel:
         self.device = torch.device(device)
         causal = inner_model(model)
         self._can_skip_logits = "logits_to_keep" in inspect.signature(causal.forward).parameters
-        if "packed_pass" not in vars(model):
-            # FSDP2 gathers weights for it as for the forward pass.
-            model.packed_pass = partial(_packed_pass, causal)  # type: ignore[assignment]
-            register_fsdp_forward_method(model, "packed_pass")
+        add_packed_pass(model)
         self.why_padded = why_not_packed(model) if packs else "pack_rows is False"
         """Why rows are padded; None where they are not."""
         if self.why_padded is None:
@@ -210,36 +207,55 @@ class LanguageModel:
         is_before = rows.is_asked.roll(-1, dims=1)[:, skipped:].flatten()
         return torch.nonzero(is_before)[:, 0].to(self.device)
 
-    @torch.no_grad()
     def _compared(self) -> str | None:
         """Compute a few rows padded, then packed; where they differ, go back to padding and say why."""
-        causal = inner_model(self.model)
-        input_ids = torch.arange(40).view(4, 10) % causal.config.get_text_config().vocab_size
-        input_ids[1:3, :5] = input_ids[0, :5]
-        lengths = torch.tensor([7, 10, 6, 9])[:, None]
-        attention_mask = (torch.arange(10) < lengths).long()
-        is_asked = attention_mask.bool() & (torch.arange(10) > 4)
-        rows = Rows(input_ids, attention_mask, is_asked, (0, 0, 0, 1))
-        packing = pack(rows)
-        was_training = self.model.training
-        before = causal.config._attn_implementation
-        self.model.eval()
-        logits, skipped = self._logits(rows)
-        padded = self._picked(rows, logits, skipped, "none").logprobs
-        causal.set_attn_implementation(PACKED)
-        packed = self._packed(rows, packing, "none").logprobs
-        reshard(self.model)
-        self.model.train(was_training)
-        gap = (packed - padded).abs().max()
-        if dist.is_initialized():
-            dist.all_reduce(gap, dist.ReduceOp.MAX)
-        limit = HALF_TOLERANCE if logits.dtype.itemsize == 2 else TOLERANCE
-        reason = _unread(causal, packing)
-        if reason is None and not gap <= limit:
-            reason = f"its log-probabilities would be {gap.item():.2g} off"
-        if reason is not None:
-            causal.set_attn_implementation(before)
-        return reason
+
+        def padded(rows: Rows) -> tuple[torch.Tensor, torch.dtype]:
+            logits, skipped = self._logits(rows)
+            return self._picked(rows, logits, skipped, "none").logprobs, logits.dtype
+
+        def packed(rows: Rows) -> tuple[torch.Tensor, Packing]:
+            packing = pack(rows)
+            return self._packed(rows, packing, "none").logprobs, packing
+
+        return why_not_alike(self.model, padded, packed)
+
+
+@torch.no_grad()
+def why_not_alike(
+    model: nn.Module,
+    padded: Callable[[Rows], tuple[torch.Tensor, torch.dtype]],
+    packed: Callable[[Rows], tuple[torch.Tensor, Packing]],
+) -> str | None:
+    """Compute a few rows padded, then packed; where the values differ, go back to padding and say why.
+
+    Beside the values `padded` returns the type that they were computed in, and `packed` how it laid out the rows.
+    """
+    causal = inner_model(model)
+    input_ids = torch.arange(40).view(4, 10) % causal.config.get_text_config().vocab_size
+    input_ids[1:3, :5] = input_ids[0, :5]
+    lengths = torch.tensor([7, 10, 6, 9])[:, None]
+    attention_mask = (torch.arange(10) < lengths).long()
+    is_asked = attention_mask.bool() & (torch.arange(10) > 4)
+    rows = Rows(input_ids, attention_mask, is_asked, (0, 0, 0, 1))
+    was_training = model.training
+    before = causal.config._attn_implementation
+    model.eval()
+    expected, dtype = padded(rows)
+    causal.set_attn_implementation(PACKED)
+    found, packing = packed(rows)
+    reshard(model)
+    model.train(was_training)
+    gap = (found - expected).abs().max()
+    if dist.is_initialized():
+        dist.all_reduce(gap, dist.ReduceOp.MAX)
+    limit = HALF_TOLERANCE if dtype.itemsize == 2 else TOLERANCE
+    reason = _unread(causal, packing)
+    if reason is None and not gap <= limit:
+        reason = f"what it computes would be {gap.item():.2g} off"
+    if reason is not None:
+        causal.set_attn_implementation(before)
+    return reason
 
 
 def inner_model(model: nn.Module) -> Any:
@@ -277,6 +293,13 @@ def _unread(causal: Any, packing: Packing) -> str | None:
         name for name, given in packing.seen.items() if name not in HARMLESS and given != {type(None)}
     )
     return f"its attention follows {', '.join(unknown)}" if unknown else None
+
+
+def add_packed_pass(model: nn.Module) -> None:
+    """Give a model the method `packed_pass`, unless it has it; FSDP2 gathers weights for it as for the forward pass."""
+    if "packed_pass" not in vars(model):
+        model.packed_pass = partial(_packed_pass, inner_model(model))  # type: ignore[assignment]
+        register_fsdp_forward_method(model, "packed_pass")
 
 
 def _packed_pass(

@@ -59,6 +59,34 @@ def load_model(
     return load_pretrained(AutoModelForCausalLM, path, dtype, is_empty, attn_implementation=attention).train()
 
 
+def load_scorer(path: str | Path, tokenizer: Any, dtype: str = "float32", is_empty: bool = False) -> Any:
+    """Read a model with one score of a whole text, a head that starts from small random numbers unless it is there.
+
+    A new head reads the last token that is no EOS, whether or not texts end in one: its config calls EOS padding, which
+    is where transformers looks.
+
+    Raises:
+        ConfigError: It cannot be read, has several labels, or transformers has no such model of its architecture.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    model = load_pretrained(
+        AutoModelForSequenceClassification, path, dtype, is_empty, ("score.",), num_labels=1
+    )
+    config = model.config.get_text_config()
+    if not any(
+        name.endswith("ForSequenceClassification") for name in _description(path)["architectures"] or ()
+    ):
+        ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+        config.pad_token_id = next((token for token in ends if token is not None), None)
+    if config.pad_token_id is None:
+        raise ConfigError(
+            f"model={str(path)!r} cannot be a reward model: its tokenizer has neither eos_token nor pad_token, and "
+            "transformers would not find the end of a text. Save it with one of them."
+        )
+    return model.train()
+
+
 def load_pretrained(
     auto: Any,
     path: str | Path,

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the loop that every rank runs."""
+"""Training on a dataset: the loop that every rank runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils.rnn import pad_sequence
 
-from vectorlm.errors import DatasetError
-from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.objective import Objective
 from vectorlm.train.optimizer_step import OptimizerStep
-from vectorlm.train.packing import Rows
 from vectorlm.train.recorder import Recorder, memory_bytes, num_multiplied
 from vectorlm.train.settings import LoopSettings
 from vectorlm.types import Batch, TrainedModel
@@ -34,28 +31,24 @@ class BatchLoader(Protocol):
 
 @dataclass(kw_only=True)
 class FineTuningLoop:
-    """Minimise the mean next-token loss over the target tokens of each global batch.
+    """Minimise the mean of an objective over what counts in each global batch.
 
-    The loss of an optimizer step is the sum over all its tokens, on every rank and in every micro-batch,
-    divided by the number of those tokens; so no result depends on how a global batch is split.
+    The loss of an optimizer step is the sum over all its tokens (or pairs), on every rank and in every micro-batch,
+    divided by their number; so no result depends on how a global batch is split.
     """
 
     optimizer_step: OptimizerStep
+    objective: Objective
     train_loader: BatchLoader
     eval_loaders: Mapping[str, BatchLoader]
     """The held-out datasets by name; the name of a single one is empty."""
     settings: LoopSettings
     recorder: Recorder
-    ignore_index: int = -100
-    """Label of tokens outside the loss."""
-    packs: bool = True
-    """Whether rows are laid end to end; models whose attention does not allow it are padded."""
     step: int = 0
     """Optimizer steps done."""
 
     def __post_init__(self) -> None:
         model = self.optimizer_step.model
-        self.language_model = LanguageModel(model, packs=self.packs, device=self._device)
         self._num_weights = num_multiplied(model, bool(model.config.tie_word_embeddings))
         self._tokens_seen = 0
 
@@ -90,20 +83,23 @@ class FineTuningLoop:
             for step in self.train_loader.steps(epoch, start_step=self.step % len(self.train_loader)):
                 if self.recorder.stopping.is_over:
                     return
-                yield [self._apart(batch) for batch in step]
+                yield self.objective.prepare(step)
 
     def optimize(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
         """Make one optimizer step, and return its metrics."""
         start_s = time.perf_counter()
         span = self.recorder.timer.span
-        num_targets, num_tokens, most_bytes = self._count(micro_batches)
+        num_counted, num_tokens, most_bytes = self._count(micro_batches)
         my_loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        measured = torch.zeros(len(self.objective.names), 2, dtype=torch.float64, device=self._device)
         for index, batch in enumerate(micro_batches):
             with span("time/forward_s"):
-                loss = self.sum_loss(batch) / max(num_targets, 1)
+                sum_loss, sums = self.objective.sum_loss(batch)
+                loss = sum_loss / max(num_counted, 1)
             with span("time/backward_s"):
                 self.optimizer_step.backward(loss, is_last=index == len(micro_batches) - 1)
             my_loss += loss.detach()
+            measured += sums.to(measured)
         with span("time/optimizer_s"):
             loss_value = self._add_up_finite(my_loss, micro_batches)
             finished = self.optimizer_step.finish(self.step + 1)
@@ -119,12 +115,16 @@ class FineTuningLoop:
             "perf/memory_max_bytes": float(most_bytes),
             "perf/model_flops_per_s": flops_per_s,
         }
-        if num_targets:
+        if num_counted:
             metrics["train/loss"] = loss_value
         else:
+            what = self.objective.counts
             self.recorder.say(
-                f"step {self.step + 1}: no token counts in the loss; the weights stay as they are"
+                f"step {self.step + 1}: no {what} counts in the loss; the weights stay as they are"
             )
+        if len(measured):
+            dist.all_reduce(measured)
+            metrics |= self._means("train", measured)
         if self.settings.device_peak_tflops is not None:
             peak = self.settings.device_peak_tflops * 1e12 * self.optimizer_step.topology.world_size
             metrics["perf/mfu"] = flops_per_s / peak
@@ -144,94 +144,49 @@ class FineTuningLoop:
 
     @torch.no_grad()
     def held_out_losses(self) -> dict[str, float]:
-        """Return the mean loss over all target tokens of the held-out text, and over those of each named dataset."""
+        """Return the mean loss, and what is measured beside it, of all held-out rows and of each named dataset."""
         model = self.optimizer_step.model
         model.eval()
-        totals = torch.zeros(len(self.eval_loaders), 2, dtype=torch.float64, device=self._device)
+        shape = (len(self.eval_loaders), 1 + len(self.objective.names), 2)
+        totals = torch.zeros(shape, dtype=torch.float64, device=self._device)
         for sums, loader in zip(totals, self.eval_loaders.values(), strict=True):
             for micro_batches in loader.steps(0):
-                for batch in map(self._apart, micro_batches):
-                    sums[0] += self.sum_loss(batch)
-                    sums[1] += self._is_target(batch).sum()
+                for batch in self.objective.prepare(micro_batches):
+                    loss, measured = self.objective.sum_loss(batch)
+                    sums[0, 0] += loss
+                    sums[0, 1] += self.objective.num_counted(batch)
+                    sums[1:] += measured.to(sums)
         model.train()
         reshard(model)
         dist.all_reduce(totals)
-        found = {
-            f"eval/{name}/loss": sums for name, sums in zip(self.eval_loaders, totals, strict=True) if name
+        found: dict[str, float] = {}
+        for name, sums in zip(self.eval_loaders, totals, strict=True):
+            found |= self._means(f"eval/{name}", sums) if name else {}
+        return found | self._means("eval", totals.sum(dim=0))
+
+    def _means(self, place: str, sums: torch.Tensor) -> dict[str, float]:
+        """Name the means of sums, [K, 2], with the loss first where it is among them, unless nothing counted."""
+        names = ["loss", *self.objective.names][-len(sums) :]
+        rows = zip(names, sums.tolist(), strict=True)
+        return {
+            f"{place}/{name}": total / max(num, 1) for name, (total, num) in rows if num or name == "loss"
         }
-        found["eval/loss"] = totals.sum(dim=0)
-        return {name: (total / num.clamp(min=1)).item() for name, (total, num) in found.items()}
-
-    def sum_loss(self, batch: Batch) -> torch.Tensor:
-        """Return the sum of the next-token losses of one micro-batch.
-
-        Raises:
-            DatasetError: A token, or a label that counts, is not in the model's vocabulary.
-        """
-        self._require_known_tokens(batch)
-        rows = Rows(
-            batch.input_ids, batch.attention_mask, self._is_target(batch), batch.ids.tolist(), batch.labels
-        )
-        return -self.language_model.logprobs(rows).sum()
-
-    def _require_known_tokens(self, batch: Batch) -> None:
-        """Look on the CPU, where the batch still is: on CUDA an unknown token ends the process without its name."""
-        num_tokens = self.optimizer_step.model.config.get_text_config().vocab_size
-        labels = batch.labels.where(self._is_target(batch), 0)
-        for name, values in (("token", batch.input_ids), ("label", labels)):
-            is_unknown = (values < 0) | (values >= num_tokens)
-            if is_unknown.any():
-                row, column = is_unknown.nonzero()[0].tolist()
-                raise DatasetError(
-                    f"row {batch.ids[row]} of the dataset holds the {name} {values[row, column]}, and the model has "
-                    f"{num_tokens} tokens; labels that do not count are dataset.ignore_index={self.ignore_index}. "
-                    "Preprocess the dataset with the model's own tokenizer, or set dataset.ignore_index."
-                )
-
-    def _apart(self, batch: Batch) -> Batch:
-        """Make each text a row of its own where that takes no padding, so that no text sees the one before it."""
-        if not (self.language_model.packs and batch.text_ids.any()):
-            return batch
-        lengths = [
-            ids[mask.bool()].bincount().tolist()
-            for ids, mask in zip(batch.text_ids, batch.attention_mask, strict=True)
-        ]
-
-        def cut(x: torch.Tensor, fill: int) -> torch.Tensor:
-            texts = [
-                text for row, each in zip(x, lengths, strict=True) for text in row[: sum(each)].split(each)
-            ]
-            return pad_sequence(texts, batch_first=True, padding_value=fill)
-
-        return Batch(
-            cut(batch.input_ids, 0),
-            cut(batch.attention_mask, 0),
-            cut(batch.labels, self.ignore_index),
-            batch.ids.repeat_interleave(torch.tensor([len(each) for each in lengths])),
-            cut(torch.zeros_like(batch.text_ids), 0),
-        )
 
     @property
     def _device(self) -> str:
         return self.optimizer_step.topology.device
 
-    def _is_target(self, batch: Batch) -> torch.Tensor:
-        """Return bool [B, T], the tokens whose loss counts; the first of a row is not predicted."""
-        is_target = batch.labels != self.ignore_index
-        is_target[:, 0] = False
-        return is_target
-
     def _count(self, micro_batches: Sequence[Batch]) -> tuple[int, int, int]:
-        """Count the target tokens and the tokens of a step, and the bytes of the fullest rank."""
+        """Count what counts in a step and its tokens, and the bytes of the fullest rank."""
         topology = self.optimizer_step.topology
         totals = torch.zeros(2 + topology.world_size, dtype=torch.int64, device=self._device)
         for batch in micro_batches:
-            totals[0] += self._is_target(batch).sum()
+            totals[0] += self.objective.num_counted(batch)
             totals[1] += batch.attention_mask[batch.ids >= 0].sum()  # Without rows that fill up a short step.
         totals[2 + topology.rank] = memory_bytes(self._device)
         dist.all_reduce(totals)
-        num_targets, num_tokens, *each_bytes = totals.tolist()
-        return num_targets, num_tokens, max(each_bytes)
+        num_counted, num_tokens, *each_bytes = totals.tolist()
+        return num_counted, num_tokens, max(each_bytes)
 
     def _add_up_finite(self, my_loss: torch.Tensor, micro_batches: Sequence[Batch]) -> float:
         """Return the sum of all ranks' losses; stop every rank if one of them is not finite."""

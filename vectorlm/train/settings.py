@@ -180,6 +180,14 @@ class LoopSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardModelSettings:
+    """Training of a reward model on pairs, by the Bradley-Terry loss."""
+
+    center_coef: NonNegativeFloat = 0.0
+    """Weight of the squared sum of a pair's scores in the loss, which keeps scores near 0; 0.01 is usual."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TurnSettings:
     """What makes room on the devices while the other side works."""
 

@@ -1,0 +1,178 @@
+"""Runs on pairs: what they leave, that they go on, and that ranks change nothing."""
+
+import shutil
+
+import pytest
+import torch
+from datasets import Dataset
+from rank_processes import on_ranks, save_tiny_llama
+from safetensors.torch import load_file
+from sft_runs import lines, train
+from transformers import AutoModelForSequenceClassification
+
+from vectorlm.config import load_config
+from vectorlm.errors import ConfigError
+from vectorlm.preflight.checked import preflight
+from vectorlm.ranks.topology import Topology
+from vectorlm.rewards.reward_model import RewardModel
+from vectorlm.rl.rollout import Rollout
+from vectorlm.types import PromptRecord
+
+CONFIG = """
+model: {inputs}/model
+train_parameters:
+  output_dir: {output}
+  max_seq_len: 16
+  epochs: 3
+  seed: 3
+  optimizer: {{lr: 0.003}}
+  gradient_accumulation_steps: 2
+  logging_steps: 5
+  checkpointing_enabled: True
+  save_frequency: 5
+dataset: {{train_bs: 2, eval_bs: 4, train_ds: {inputs}/pairs, eval_ds: {inputs}/held_out}}
+{section}
+"""
+
+
+def pairs(num_pairs, seed):
+    """Pairs of a prompt, whose chosen text counts on and whose rejected one is of one letter."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(num_pairs):
+        start, length = torch.randint(2, 12, (2,), generator=generator).tolist()
+        prompt = [start, start + 1, start + 2]
+        good = [start + 3 + place for place in range(1 + length % 4)]
+        bad = [start] * (1 + length % 3)
+        found.append(
+            {
+                "input_ids": prompt + good + [0] + prompt + bad + [0],
+                "labels": [-100] * 3 + good + [0] + [-100] * 3 + bad + [0],
+                "seq_lengths": [4 + len(good), 4 + len(bad)],
+                "pair_margin": 0.0,
+            }
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    path = tmp_path_factory.mktemp("inputs")
+    save_tiny_llama(path / "model")
+    Dataset.from_list(pairs(17, 0)).save_to_disk(path / "pairs")
+    Dataset.from_list(pairs(9, 1)).save_to_disk(path / "held_out")
+    return path
+
+
+def config_of(inputs, output, section, *overrides):
+    path = output.with_suffix(".yaml")
+    path.write_text(CONFIG.format(inputs=inputs, output=output, section=section))
+    return load_config(path, overrides)
+
+
+SECTIONS = {"reward model": "reward_model: {center_coef: 0.01}"}
+
+
+@pytest.fixture(scope="module", params=list(SECTIONS))
+def finished(request, inputs, tmp_path_factory):
+    """The section and the folder of a run of one rank, with checkpoints of its steps 10 and 15."""
+    output = tmp_path_factory.mktemp("finished") / "run"
+    on_ranks(1, train, config_of(inputs, output, SECTIONS[request.param]))
+    return SECTIONS[request.param], output
+
+
+def weights_of(output):
+    return load_file(output / "final-model" / "model.safetensors")
+
+
+def test_a_run_learns_which_text_of_a_pair_is_better(finished):
+    _, output = finished
+    metrics = lines(output / "metrics.jsonl")
+    held_out = [line for line in metrics if "eval/loss" in line]
+    assert [line["step"] for line in held_out] == [0, 5, 10, 15]
+    assert held_out[-1]["eval/loss"] < held_out[0]["eval/loss"]
+    assert held_out[-1]["eval/pair_accuracy"] == 1
+    assert held_out[-1]["eval/pair_margin"] > 0
+    assert metrics[-1]["train/pair_margin"] == pytest.approx(
+        metrics[-1]["train/chosen_reward"] - metrics[-1]["train/rejected_reward"], abs=1e-6
+    )
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(finished, inputs, tmp_path):
+    section, whole = finished
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000015")
+    on_ranks(1, train, config_of(inputs, tmp_path / "run", section))
+    expected, found = weights_of(whole), weights_of(tmp_path / "run")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    last = [lines(output / "metrics.jsonl")[-1] for output in (whole, tmp_path / "run")]
+    same = ("train/loss", "eval/loss", "eval/pair_margin", "train/chosen_reward")
+    assert [last[0][name] for name in same] == [last[1][name] for name in same]
+
+
+@pytest.mark.slow  # Two more ranks load torch.
+def test_two_ranks_and_padded_rows_train_as_one_rank_does(finished, inputs, tmp_path):
+    section, whole = finished
+    alike = {
+        "ranks": "train_parameters.gradient_accumulation_steps=1",
+        "padded": "train_parameters.pack_rows=False",
+    }
+    for name, change in alike.items():
+        on_ranks(2 if name == "ranks" else 1, train, config_of(inputs, tmp_path / name, section, change))
+        mine, theirs = lines(tmp_path / name / "metrics.jsonl"), lines(whole / "metrics.jsonl")
+        for metric in ("train/loss", "eval/loss", "eval/pair_margin"):
+            found = [line[metric] for line in mine if metric in line]
+            # The order of sums in fp32, over 15 steps.
+            assert found == pytest.approx([line[metric] for line in theirs if metric in line], abs=2e-4)
+
+
+def test_transformers_and_a_reward_of_a_run_read_the_reward_model(finished, inputs):
+    section, output = finished
+    if "reward_model" not in section:
+        return
+    model = AutoModelForSequenceClassification.from_pretrained(output / "final-model")
+    texts = [torch.tensor(row["input_ids"]).split(row["seq_lengths"]) for row in pairs(9, 1)]
+    with torch.no_grad():
+        chosen, rejected = (
+            torch.cat([model(input_ids=each[place][None]).logits[:, 0] for each in texts]) for place in (0, 1)
+        )
+    # The score is read before the EOS, whether or not there is one.
+    without_end = torch.stack([model(input_ids=each[0][None, :-1]).logits[0, 0] for each in texts])
+    torch.testing.assert_close(without_end, chosen)
+    last = lines(output / "metrics.jsonl")[-1]
+    assert last["eval/chosen_reward"] == pytest.approx(chosen.mean().item(), abs=1e-5)
+    assert last["eval/pair_margin"] == pytest.approx((chosen - rejected).mean().item(), abs=1e-5)
+    words = ["".join(chr(95 + token) for token in each[0][:-1]) for each in texts]
+    rollouts = [
+        Rollout(
+            PromptRecord(word[:3]),
+            (2,),
+            (3,),
+            (True,),
+            (0.0,),
+            (0,),
+            word[3:],
+            "stop",
+        )
+        for word in words
+    ]
+    reward = RewardModel(
+        str(output / "final-model"), lambda load: load(False), Topology(), max_tokens=64, max_length=16
+    )
+    assert reward(rollouts) == pytest.approx(chosen.tolist(), abs=1e-5)
+    card = (output / "final-model" / "README.md").read_text()
+    assert "text-classification" in card
+    assert "AutoModelForSequenceClassification" in card
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "text"),
+    [
+        ("", "train_parameters.epochs=1", "holds pairs, and this run trains on texts"),
+        ("reward_model: {}", "train_parameters.lora_peft_config={r: 2}", "cannot go with reward_model"),
+        ("reward_model: {}", "train_parameters.sampler={prompts: [a]}", "cannot go with reward_model"),
+    ],
+)
+def test_a_run_on_other_data_or_with_what_it_cannot_use_is_refused(inputs, tmp_path, section, change, text):
+    with pytest.raises(ConfigError, match=text):
+        preflight(config_of(inputs, tmp_path / "run", section, change), 1)

@@ -1,0 +1,51 @@
+"""A sharded sequence classifier with one label as a function from texts to their scores: a reward model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vectorlm.train.language_model import add_packed_pass, inner_model, why_not_alike, why_not_packed
+from vectorlm.train.packing import Packing, Rows, pack
+
+
+class Scorer:
+    """Computes the score of each row, where transformers reads it: at the last token that is no padding token."""
+
+    def __init__(self, model: nn.Module, *, packs: bool = True, device: str | torch.device = "cpu") -> None:
+        """Take a sharded model of `load_scorer`; called on all ranks. Without `packs` rows are padded in any case."""
+        self.model, self._device = model, torch.device(device)
+        inner = inner_model(model)
+        self._score, self._padding = inner.score, inner.config.get_text_config().pad_token_id
+        add_packed_pass(model)
+        self.why_padded = why_not_packed(model) if packs else "pack_rows is False"
+        """Why rows are padded; None where they are not."""
+        if self.why_padded is None:
+            self.why_padded = why_not_alike(model, self._of_padded, self._of_packed)
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        """Return float32 [B], the scores of rows on the CPU; which tokens they ask for is not read."""
+        return (self._of_packed if self.why_padded is None else self._of_padded)(rows)[0]
+
+    def _of_padded(self, rows: Rows) -> tuple[torch.Tensor, torch.dtype]:
+        inputs = {
+            "input_ids": rows.input_ids.where(rows.attention_mask.bool(), self._padding).to(self._device),
+            "attention_mask": rows.attention_mask.to(self._device),
+        }
+        logits = self.model(**inputs, use_cache=False).logits
+        return logits[:, 0].float(), logits.dtype
+
+    def _of_packed(self, rows: Rows) -> tuple[torch.Tensor, Packing]:
+        places = torch.arange(rows.input_ids.shape[1])
+        is_read = rows.attention_mask.bool() & (rows.input_ids != self._padding)
+        # A pass returns states of the tokens before those that are asked for, and the last has none behind it.
+        is_asked = F.one_hot(places.where(is_read, 0).amax(dim=1) + 1, len(places) + 1).bool()
+        input_ids, mask = F.pad(rows.input_ids, (0, 1)), F.pad(rows.attention_mask, (0, 1))
+        packing = pack(Rows(input_ids, mask, is_asked, rows.groups))
+        model: Any = self.model
+        return model.packed_pass(
+            packing, self._device, lambda states: self._score(states)[:, 0].float()
+        ), packing
