@@ -72,6 +72,8 @@ setup(
         "gguf": ["gguf"],
         # The optimizers adamw8bit and adamw4bit.
         "optimizers": ["torchao>=0.18"],
+        # quantization: nf4.
+        "qlora": ["bitsandbytes>=0.50"],
         # The rewards math, json_schema and ifeval, and the tasks of reasoning-gym.
         "rewards": ["math-verify", "jsonschema", "lm_eval[ifeval]", "reasoning-gym"],
         # The tasks and environments of verifiers; requirements/verifiers.txt has the versions beside vLLM's.

@@ -56,6 +56,7 @@ from vectorlm.rl.models import disable_dropout
 from vectorlm.train.device_turn import DeviceTurn, put_to_sleep
 from vectorlm.train.early_stopping import EarlyStopping
 from vectorlm.train.load import load_model, load_scorer, load_tokenizer
+from vectorlm.train.nf4 import quantize_blocks
 from vectorlm.train.optimizer_step import Schedule
 from vectorlm.train.optimizers import make_optimizer
 from vectorlm.train.recorder import Recorder, Timer
@@ -107,6 +108,8 @@ class Run:
                 dtype=settings.model.dtype,
                 is_empty=is_empty,
             )
+            if settings.model.quantization is not None:
+                quantize_blocks(model, self.topology.device)
             return model if settings.lora_peft_config is None else add_lora(model, settings.lora_peft_config)
 
         model = self.load_sharded(load)

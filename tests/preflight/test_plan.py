@@ -18,6 +18,7 @@ from vectorlm.preflight.memory_plan import (
     kv_cache_bytes,
     plan_memory,
     sequence_kv_bytes,
+    sharded_bytes,
 )
 from vectorlm.preflight.memory_report import memory_table
 from vectorlm.train.language_model import LanguageModel
@@ -92,6 +93,15 @@ def test_replicas_hold_everything_and_adapters_little():
     adapted = rows(replace(DEMAND, num_trainable=100))
     assert [adapted[name][0] for name in ("weights", "gradients", "optimizer state")] == [2000, 200, 400]
     assert adapted["gathered weights"] == (4 * 1000 + 160, 0)
+
+
+def test_the_plan_holds_the_blocks_in_4_bits_on_each_rank():
+    """600 of 1,000 weights lie in blocks; 64 of them take 33 bytes and a 64th of four bytes."""
+    demand = replace(DEMAND, is_quantized=True, num_trainable=100)
+    assert sharded_bytes(demand) == (4 * 400 // 2 + int(600 * (0.5 + (1 + 4 / 256) / 64)), 4 * 100 // 2)
+    # What is outside the blocks, a matrix of 8 x 16 numbers twice, and whole gradients.
+    assert gathered_bytes(demand) == 4 * 400 + 8 * 8 * 16 + 4 * 100
+    assert rows(replace(demand, num_frozen_copies=1))["frozen models"] == (2000, 2000)
 
 
 def test_a_model_that_is_gathered_once_is_whole_with_its_gradients():

@@ -139,6 +139,12 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
     is_adapter = source.is_adapter
     model, tokenizer = _load(source)
     if merges:
+        settings = source.run / "config.yaml"
+        if settings.is_file() and load_config(settings).train_parameters.model.quantization is not None:
+            from vectorlm.train.nf4 import round_blocks
+
+            # The adapters were trained on these numbers.
+            round_blocks(model)
         model, is_adapter = merged(model), False
     if dtype is not None:
         model = model.to(dtype_of(dtype))

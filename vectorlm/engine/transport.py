@@ -111,6 +111,10 @@ def pull_obstacle(weight_sets: Sequence[WeightSet], offered: Sequence[str], topo
     sources = [each.source for each in weight_sets]
     if not all(isinstance(source, ModuleSource) for source in sources):
         return FOREIGN
+    if any(
+        write.rows.dtype == torch.uint8 for each in weight_sets for write in _source(each).writes.values()
+    ):
+        return "the trainer holds no memory of its quantised weights as the engine takes them"
     if not topology.is_cuda:
         return None
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):

@@ -56,7 +56,10 @@ def plan_of_config(
     demand = Demand(
         model=model,
         num_trainable=num_trainable,
-        gathers_once=gathers_once(model.num_parameters, num_trainable),
+        gathers_once=gathers_once(
+            model.num_parameters - (model.num_in_blocks if train.model.quantization else 0), num_trainable
+        ),
+        is_quantized=train.model.quantization is not None,
         num_ranks=near,
         num_shards=shards,
         keeps_gathered=train.model.sharding_strategy in ("SHARD_GRAD_OP", "NO_SHARD"),
@@ -86,7 +89,7 @@ def _num_averages(train: TrainSettings, model: ModelSize) -> float:
     """Return the size of the optimizer's state, in sizes of the trained weights."""
     is_whole = train.lora_peft_config is None
     per_weight = 2 if is_whole and train.model.dtype == "bfloat16" else 4
-    outside = 1 - model.num_layers * model.num_block_parameters / model.num_parameters if is_whole else 0.0
+    outside = 1 - model.num_in_blocks / model.num_parameters if is_whole else 0.0
     return state_bytes(train.optimizer, per_weight, outside) / per_weight
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vectorlm.weights.model_size import ModelSize
 
 GIB = 1 << 30
 
 CPU_LAUNCHER_BYTES, CPU_RANK_BYTES, CPU_SAMPLER_BYTES = 280 << 20, 600 << 20, 500 << 20
+NF4_BYTES = 1 / 2 + (1 + 4 / 256) / 64
+"""Of a weight in NF4: 4 bits, and for each 64 of them a scale in 8 bits, which share a scale in fp32 by 256."""
 CHUNK_TOKENS = 2048
 """Tokens whose logits exist at a time; the default of `token_values`."""
 CUDA_PROCESS_BYTES, CUDA_HOST_PROCESS_BYTES = 1 * GIB, 3 * GIB
@@ -56,6 +58,8 @@ class Demand:
     """Size of the optimizer's state, in sizes of these parameters."""
     bytes_per_weight: int = 4
     """2 or 4; those of adapters are 4."""
+    is_quantized: bool = False
+    """Whether the blocks are frozen in NF4, whole on each rank."""
     cpu_offload: bool = False
     """Whether weights, gradients and optimizer state stay on the host."""
     loads_on_main: bool = False
@@ -160,6 +164,7 @@ def plan_memory(demand: Demand) -> MemoryPlan:
         critic: (2 + a) w P / S   reference and reward models: w P / S each, assumed as large as the policy
         teacher: w P_t / S of its own P_t parameters
         engine: its bytes per weight x P / tensor_parallel, and `engine_step_bytes`
+        quantised: `NF4_BYTES` of each weight in the blocks, not sharded; the largest matrix of a block is gathered
 
     With `cpu_offload` weights, gradients and optimizer state are on the host, which `host_memory` adds up.
     Activations are `activation_bytes`. On CPU all ranks and the engine add up, and neither sleep nor offload frees
@@ -179,9 +184,10 @@ def plan_memory(demand: Demand) -> MemoryPlan:
         MemoryUse("gathered weights", ranks * gathered_bytes(demand), 0),
         MemoryUse("activations", ranks * activation_bytes(demand), 0),
     ]
-    # Weights, gradients and averages; only the policy's optimizer leaves the device.
-    critic = int((2 + demand.num_averages) * weights) * demand.num_trained_copies
-    frozen = int(weights * demand.num_frozen_copies)
+    # Weights, gradients and averages; only the policy's optimizer leaves the device, and only the policy is quantised.
+    plain = on_device * sharded_bytes(replace(demand, is_quantized=False))[0]
+    critic = int((2 + demand.num_averages) * plain) * demand.num_trained_copies
+    frozen = int(plain * demand.num_frozen_copies)
     rows += [MemoryUse("critic", critic, critic), MemoryUse("frozen models", frozen, frozen)]
     processes = CPU_LAUNCHER_BYTES + ranks * CPU_RANK_BYTES if demand.is_cpu else CUDA_PROCESS_BYTES
     kv_cache = 0
@@ -203,7 +209,9 @@ def sharded_bytes(demand: Demand) -> tuple[int, int]:
     """Return one rank's bytes of the policy's weights, and of those weights that are trained."""
     is_whole = demand.num_trainable == demand.model.num_parameters
     per_trained = demand.bytes_per_weight if is_whole else 4
-    weights = demand.bytes_per_weight * demand.model.num_parameters // demand.num_shards
+    quantized = demand.model.num_in_blocks if demand.is_quantized else 0
+    weights = demand.bytes_per_weight * (demand.model.num_parameters - quantized) // demand.num_shards
+    weights += int(NF4_BYTES * quantized)
     return weights, per_trained * demand.num_trainable // demand.num_shards
 
 
@@ -233,9 +241,13 @@ def host_memory(demand: Demand) -> tuple[HostUse, ...]:
 def gathered_bytes(demand: Demand) -> int:
     """Estimate the whole weights and gradients that FSDP2 holds at a time on one rank."""
     model, number = demand.model, 2 if demand.is_mixed else 4
+    outside = model.num_parameters - model.num_in_blocks
+    if demand.is_quantized:
+        # One matrix at a time, in the dtype that it was loaded in and the one that it computes in.
+        matrix = (demand.bytes_per_weight + number) * model.hidden_size * model.intermediate_size
+        return number * outside + matrix + 4 * demand.num_trainable
     if demand.gathers_once:
         return number * model.num_parameters + 4 * demand.num_trainable
-    outside = model.num_parameters - model.num_layers * model.num_block_parameters
     held = model.num_parameters if demand.keeps_gathered else outside + 2 * model.num_block_parameters
     trained_share = demand.num_trainable / model.num_parameters
     # In the dtype that they are summed in.

@@ -30,6 +30,7 @@ FIXED = (
     "train_parameters.optimizer.amsgrad",
     "train_parameters.optimizer.arguments",
     "train_parameters.optimizer.name",
+    "train_parameters.quantization",
     "rl.algorithm",
     "rl.critic.model",
     "rl.num_epochs",

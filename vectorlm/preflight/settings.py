@@ -15,7 +15,7 @@ from vectorlm.errors import EngineError
 from vectorlm.lora.options import largest_rank, refused_options, refused_starts
 from vectorlm.packages import fields_of, is_installed
 from vectorlm.plugin import is_plugin, raised_at
-from vectorlm.preflight.local_model import vocab_size
+from vectorlm.preflight.local_model import description_of, vocab_size
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.profile import short_run
 from vectorlm.report.runs import flat
@@ -52,6 +52,8 @@ def setting_problems(config: Config, world_size: int, num_nodes: int = 1) -> Ite
     yield from _training_problems(config)
     yield from _sampler_problems(config, world_size // max(num_nodes, 1))
     yield from _lora_problems(config)
+    if config.train_parameters.model.quantization is not None:
+        yield from _quantization_problems(config)
     yield from _secret_problems(config)
     yield from _unread_settings(config)
 
@@ -251,6 +253,36 @@ def _lora_problems(config: Config) -> Iterator[str]:
         rule = f"must be at least the largest rank of the adapters, {rank}"
         fix = "Leave it out: it follows from lora_peft_config."
         yield refuse(config, f"{_SAMPLER}.engine.max_lora_rank", rule, fix)
+
+
+def _quantization_problems(config: Config) -> Iterator[str]:
+    # All of these cost more than a minute: the model is loaded first.
+    train, path = config.train_parameters, "train_parameters.quantization"
+    if not is_installed("bitsandbytes"):
+        fix = "Run `pip install 'vectorlm[qlora]'`, or leave it out where there is no bitsandbytes."
+        yield refuse(config, path, "needs the package bitsandbytes", fix)
+    if train.lora_peft_config is None:
+        yield refuse(config, path, "freezes the base: there is nothing to train", "Add lora_peft_config.")
+    if "quantization_config" in (description_of(Path(config.model)) or {}):
+        fix = "Name the model that it was made of, in 16 or 32 bits."
+        yield refuse(config, "model", f"is quantised already, and {path} quantises it here", fix)
+    if train.model.cpu_offload:
+        fix = "Leave one of them out."
+        yield refuse(config, "train_parameters.cpu_offload", f"cannot go with {path}", fix)
+    if train.model.low_cpu_mem_usage:
+        fix = "Leave it out."
+        rule = f"sends shards of a model that each rank holds whole with {path}"
+        yield refuse(config, "train_parameters.low_cpu_mem_usage", rule, fix)
+    # The base crosses once; with merged weights all of it would, as numbers that are not those of the trainer.
+    if train.sampler is not None and train.sampler.engine.lora_mode_of_run != "adapter":
+        fix = "Use inference: vllm with lora_mode: adapter."
+        yield refuse(config, f"{_SAMPLER}.lora_mode", f"must be adapter with {path}", fix)
+    elif train.sampler is None:
+        for option, value, _, _ in refused_options(train.lora_peft_config or {}, "adapter"):
+            place = f"train_parameters.lora_peft_config.{option}"
+            yield refuse(
+                config, place, f"reads or trains the base, which is in {path}", "Leave it out.", value
+            )
 
 
 def _secret_problems(config: Config) -> Iterator[str]:

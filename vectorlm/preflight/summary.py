@@ -19,7 +19,9 @@ def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1, notes
     on_cpu, on_cuda = map(train.model.dtype_on, (False, True))
     precision = on_cpu if on_cpu == on_cuda else f"{on_cpu} ({on_cuda} on CUDA)"
     rows = {
-        "model": config.model + (" with LoRA adapters" if train.lora_peft_config is not None else ""),
+        "model": config.model
+        + (" with LoRA adapters" if train.lora_peft_config is not None else "")
+        + (f" on a base in {train.model.quantization}" if train.model.quantization is not None else ""),
         "ranks": f"{ranks}, {train.model.sharding_strategy}, {precision}",
         **(_text_rows(config, world_size) if config.rl is None else _rl_rows(config.rl, train.max_seq_len)),
         "optimizer": f"{train.optimizer.name}, lr {train.optimizer.lr:g}, {train.schedule.lr_scheduler_type}, "

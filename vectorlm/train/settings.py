@@ -73,6 +73,8 @@ class ModelSettings:
     """What FSDP shards: everything, gradients and optimizer state, nothing, or everything within a node."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights. bfloat16 halves them and optimizer state, and loses small updates; adapters stay fp32."""
+    quantization: Literal["nf4"] | None = None
+    """Hold the linear layers of the frozen base in 4 bits, whole on each rank (QLoRA: with `lora_peft_config`)."""
     use_mp: bool | None = None
     """Mixed precision: compute in bfloat16, sum gradients in float32. null means on CUDA alone."""
     use_activation_checkpointing: bool = False
@@ -97,7 +99,9 @@ class ModelSettings:
         return "bfloat16" if self.computes_in_bf16(is_cuda) else "float32"
 
     def loads_on_main(self, world_size: int) -> bool:
-        """Whether rank 0 alone reads the weights."""
+        """Whether rank 0 alone reads the weights; quantised, each rank holds them whole."""
+        if self.quantization is not None:
+            return False
         return world_size > 1 if self.low_cpu_mem_usage is None else self.low_cpu_mem_usage
 
 

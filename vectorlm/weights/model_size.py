@@ -36,6 +36,11 @@ class ModelSize:
     max_length: int
     """Longest sequence, in tokens."""
 
+    @property
+    def num_in_blocks(self) -> int:
+        """Parameters of all transformer blocks."""
+        return self.num_layers * self.num_block_parameters
+
 
 def read_model_size(folder: str | Path) -> ModelSize:
     """Read a model's size from its ``config.json`` and the heads of its safetensors files, without torch.

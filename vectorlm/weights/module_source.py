@@ -27,6 +27,7 @@ from vectorlm.weights.plan import (
     TensorSpec,
     dtype_of,
     persistent_buffers,
+    quantized_layers,
     trainer_tensors,
 )
 
@@ -103,14 +104,17 @@ class ModuleSource:
     @functools.cached_property
     def _description(self) -> tuple[Sequence[TensorSpec], Mapping[str, HeldRows]]:
         tensors: Mapping[str, torch.Tensor]
+        changes = dict(self._changes)
         if self._tensors is None:
+            for name, layer in quantized_layers(self._model).items():
+                changes[name] = _then(layer.dequantize, changes.get(name))
             tensors = trainer_tensors(self._model)
             manifest = manifest_of(self._model, tensors)
         else:
             tensors = self._tensors
             manifest = tuple(TensorSpec(name, tuple(each.shape)) for name, each in tensors.items())
         return manifest, {
-            name: rows_of(tensor, self._topology, self._changes.get(name)) for name, tensor in tensors.items()
+            name: rows_of(tensor, self._topology, changes.get(name)) for name, tensor in tensors.items()
         }
 
     def inspect(self, layout: Layout, with_checksums: bool, check_finite: bool) -> Inspection:
@@ -164,6 +168,10 @@ class ModuleSource:
         """Return the checksums of all slots, given the `row_sums` of those that `inspect` did not sum."""
         found = self._sums | dict(zip(sums, checksums([*sums.values()]), strict=True))
         return [found[slot.name] for slot in layout.slots]
+
+
+def _then(first: Change, second: Change | None) -> Change:
+    return first if second is None else lambda rows: second(first(rows))
 
 
 def rows_of(tensor: torch.Tensor, topology: Topology, change: Change | None = None) -> HeldRows:
@@ -224,12 +232,17 @@ def manifest_of(
     """
     tensors = trainer_tensors(model) if tensors is None else tensors
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    quantized = quantized_layers(model)
+    shapes |= {name: (each.out_features, each.in_features) for name, each in quantized.items()}
     known = _MANIFESTS.get(model)
     if known is None or [(spec.name, spec.shape) for spec in known] != list(shapes.items()):
         pieces = checkpoint_pieces(model, shapes)
+
+        def is_buffer(name: str) -> bool:
+            return name not in quantized and not isinstance(tensors[name], torch.nn.Parameter)
+
         known = tuple(
-            TensorSpec(name, shape, pieces.get(name, ()), not isinstance(tensors[name], torch.nn.Parameter))
-            for name, shape in shapes.items()
+            TensorSpec(name, shape, pieces.get(name, ()), is_buffer(name)) for name, shape in shapes.items()
         )
         _MANIFESTS[model] = known
     return known

@@ -151,7 +151,17 @@ def trainer_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 )
             seen.add(id(parameter))
             tensors[checkpoint_name(name)] = parameter
-    return tensors | persistent_buffers(model)
+    packed = {name: layer.packed for name, layer in quantized_layers(model).items()}
+    return tensors | packed | persistent_buffers(model)
+
+
+def quantized_layers(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the layers that hold rows of their weight packed, by the name of that weight."""
+    return {
+        checkpoint_name(f"{name}.weight"): module
+        for name, module in model.named_modules()
+        if "packed" in module._buffers and hasattr(module, "dequantize")
+    }
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

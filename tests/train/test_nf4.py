@@ -1,0 +1,186 @@
+"""Adapters on a base in 4 bits: what the trainer computes, sends, saves and exports."""
+
+import json
+
+import pytest
+import torch
+from rank_processes import on_ranks, save_tiny_llama
+from rl_runs import config_of, lines, save_files
+from torch.distributed.checkpoint import FileSystemReader
+
+from vectorlm.checkpoint.state import CheckpointStore
+from vectorlm.cli.export import export, find_source
+from vectorlm.config import load_config
+from vectorlm.lora.load import add_lora
+from vectorlm.packages import is_installed
+from vectorlm.preflight import settings as preflight_settings
+from vectorlm.preflight.settings import setting_problems
+from vectorlm.rl_run import reinforce
+from vectorlm.train.load import load_model
+from vectorlm.train.nf4 import quantize_blocks, round_blocks
+from vectorlm.train.shard import shard_model
+from vectorlm.types import TrainedModel
+from vectorlm.weights.module_source import ModuleSource
+
+needs_bitsandbytes = pytest.mark.skipif(not is_installed("bitsandbytes"), reason="needs bitsandbytes")
+LORA = {"r": 4, "target_modules": "all-linear"}
+
+
+def build(topology, folder, *, is_quantized):
+    model = load_model(folder)
+    if is_quantized:
+        quantize_blocks(model, topology.device)
+    else:
+        round_blocks(model)
+    torch.manual_seed(1)
+    return shard_model(add_lora(model, LORA), topology)
+
+
+def learn(model, optimizer):
+    tokens = torch.arange(8)[None]
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    gradients = [each.grad.full_tensor().clone() for each in model.parameters() if each.requires_grad]
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), gradients
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+
+
+def compare(topology, folder, path):
+    """Return losses and gradients beside those of a plain model with the same numbers, and what is sent."""
+    found = []
+    for is_quantized in (True, False):
+        model = build(topology, folder, is_quantized=is_quantized)
+        optimizer = optimizer_of(model)
+        found.append([learn(model, optimizer) for _ in range(2)])
+        if is_quantized:
+            source = ModuleSource(model, topology)
+            shapes = {each.name: each.shape for each in source.manifest()}
+            sent = {
+                name: (each.first_row, each.rows if each.change is None else each.change(each.rows))
+                for name, each in source.writes.items()
+            }
+            store = CheckpointStore(path, {})
+            store.save(2, {"policy": TrainedModel(model, optimizer)}, {})
+            after = learn(model, optimizer)
+            again = build(topology, folder, is_quantized=True)
+            restored = optimizer_of(again)
+            store.load(2, {"policy": TrainedModel(again, restored)})
+            goes_on = learn(again, restored)[0] == after[0]
+    return found, shapes, {name: (first, rows.clone()) for name, (first, rows) in sent.items()}, goes_on
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_engine_is_sent_the_numbers_that_the_trainer_computes_with(tmp_path, world_size):
+    # 36 numbers a row: the 64 numbers of a scale go over its end.
+    folder = save_tiny_llama(tmp_path / "model", hidden_size=36)
+    plain = load_model(folder)
+    rounded = load_model(folder)
+    round_blocks(rounded)
+    wanted = dict(rounded.named_parameters())
+    ranks = on_ranks(world_size, compare, folder, tmp_path / "checkpoints")
+    for (quantized, like), shapes, sent, goes_on in ranks:
+        assert goes_on
+        assert shapes == {name: tuple(each.shape) for name, each in wanted.items()}
+        for (loss, gradients), (loss_like, gradients_like) in zip(quantized, like, strict=True):
+            assert loss == pytest.approx(loss_like, abs=1e-5)
+            # fp32 sums in another order, after a step of Adam.
+            torch.testing.assert_close(gradients, gradients_like, rtol=1e-3, atol=1e-5)
+        for name, (first, rows) in sent.items():
+            assert torch.equal(rows, wanted[name][first : first + len(rows)])
+    for name, whole in wanted.items():
+        assert sum(len(sent[name][1]) for _, _, sent, _ in ranks) == len(whole)
+        is_moved = not torch.equal(whole, plain.get_parameter(name))
+        assert is_moved == ("proj" in name)
+    (shards,) = (tmp_path / "checkpoints").glob("*/shards")
+    held = FileSystemReader(shards).read_metadata().state_dict_metadata
+    assert all("lora_" in name or "param_groups" in name for name in held)
+
+
+@needs_bitsandbytes
+@pytest.mark.slow
+def test_a_run_samples_from_its_own_numbers_and_exports_them_merged(tmp_path):
+    """With vLLM on two ranks: the gap is what fp32 rounds off, as with a base in fp32."""
+    files = save_files(tmp_path)
+    overrides = [
+        "train_parameters.quantization=nf4",
+        "train_parameters.lora_peft_config={r: 8, target_modules: all-linear}",
+        "train_parameters.optimizer.lr=1e-2",
+        "rl.kl_coef=0.01",
+    ]
+    config = config_of(files, tmp_path / "run", overrides=overrides)
+    on_ranks(2, run, config)
+    gaps = [
+        each["sampler/logprob_gap_max"]
+        for each in lines(tmp_path / "run/metrics.jsonl")
+        if "sampler/logprob_gap_max" in each
+    ]
+    assert gaps
+    assert max(gaps) < 1e-5
+    export(find_source(tmp_path / "run/checkpoints"), tmp_path / "merged", merges=True, dtype=None)
+    merged = load_model(tmp_path / "merged")
+    base = load_model(files / "model")
+    round_blocks(base)
+    from safetensors.torch import load_file
+
+    factors = load_file(tmp_path / "run/final-model/adapter_model.safetensors")
+    layer = "model.layers.1.mlp.up_proj"
+    a, b = (factors[f"base_model.model.{layer}.lora_{each}.weight"] for each in "AB")
+    expected = base.get_parameter(f"{layer}.weight") + 8 / 8 * b @ a
+    torch.testing.assert_close(merged.get_parameter(f"{layer}.weight"), expected, rtol=0, atol=1e-6)
+
+
+def run(topology, config):
+    reinforce(config, topology)
+
+
+TEXT = """\
+model: model
+train_parameters: {output_dir: run, max_seq_len: 16, optimizer: {lr: 0.01}, quantization: nf4}
+dataset: {train_bs: 4, eval_bs: 4, train_ds: data, eval_ds: data}
+"""
+TRAIN = "train_parameters"
+ADAPTED = f"{TRAIN}.lora_peft_config={{r: 4}}"
+SAMPLER = f"{TRAIN}.sampler={{prompts: [a]}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ([ADAPTED], []),
+        ([ADAPTED, SAMPLER], []),
+        ([], ["quantization"]),
+        ([ADAPTED, f"{TRAIN}.cpu_offload=true"], ["cpu_offload"]),
+        ([ADAPTED, f"{TRAIN}.low_cpu_mem_usage=true"], ["low_cpu_mem_usage"]),
+        ([ADAPTED, SAMPLER, f"{TRAIN}.sampler.lora_mode=merged"], ["sampler.lora_mode"]),
+        ([ADAPTED, SAMPLER, f"{TRAIN}.sampler.inference=transformers"], ["sampler.lora_mode"]),
+        ([f"{TRAIN}.lora_peft_config={{r: 4, use_dora: true}}"], ["lora_peft_config.use_dora"]),
+    ],
+)
+@pytest.mark.parametrize("is_here", [True, False])
+def test_what_a_base_in_4_bits_cannot_do_is_refused_by_name(tmp_path, monkeypatch, overrides, keys, is_here):
+    monkeypatch.chdir(tmp_path)
+    save_tiny_llama(tmp_path / "model")
+    (tmp_path / "my.yaml").write_text(TEXT)
+    monkeypatch.setattr(preflight_settings, "is_installed", lambda name: is_here)
+    texts = list(setting_problems(load_config("my.yaml", overrides), 2))
+    missing = [] if is_here else ["quantization"]
+    assert [each.removeprefix(f"{TRAIN}.").partition("=")[0] for each in texts] == missing + keys
+    if not is_here:
+        assert "pip install 'vectorlm[qlora]'" in texts[0]
+
+
+def test_a_model_that_is_quantised_already_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_tiny_llama(tmp_path / "model")
+    described = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps({**described, "quantization_config": {"bits": 4}}))
+    (tmp_path / "my.yaml").write_text(TEXT)
+    monkeypatch.setattr(preflight_settings, "is_installed", lambda name: True)
+    (text,) = setting_problems(load_config("my.yaml", [ADAPTED]), 1)
+    assert text.startswith("model='model' is quantised already")
