@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -93,9 +94,9 @@ def lines(path):
 
 
 def is_documented(name):
-    parts = name.split("/")
-    pattern = f"reward/<name>/{parts[2]}" if len(parts) == 3 else name
-    return pattern in METRICS
+    first, *_, last = parts = name.split("/")
+    patterns = {name, f"{first}/<name>", f"{first}/<name>/{last}", "/".join([*parts[:-1], "<name>"])}
+    return not METRICS.isdisjoint(patterns | {re.sub(r"_at_\d+$", "_at_K", name)})
 
 
 def numbers(folder):

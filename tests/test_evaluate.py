@@ -105,6 +105,41 @@ def test_the_vote_of_several_answers_is_printed(files, tmp_path, capsys):
     assert ", pass@1 100.0%, pass@3 100.0%, maj@1 100.0%, maj@3 100.0%" in capsys.readouterr().out
 
 
+GAME = """
+from vectorlm.rollouts.environment import Reply
+
+class Vowels:
+    async def step(self, message):
+        number = sum(message["content"].count(letter) for letter in "aeiou")
+        return Reply("abc", reward=number / 4)
+"""
+
+
+def test_with_an_environment_the_questions_are_played(files, tmp_path, capsys):
+    config_of(files, "played")
+    (tmp_path / "game.py").write_text(GAME)
+    settings = [
+        f"rl.environment={tmp_path}/game.py:Vowels",
+        "rl.max_turns=2",
+        "train_parameters.sampler.reward=null",
+    ]
+    sets = [part for each in settings for part in ("--set", each)]
+    output = tmp_path / "found.json"
+    reward = ["--reward", f"{files / 'rewards.py'}:vowels", "--param", "stop=[e, o]"]
+    assert evaluate(files, files / "played.yaml", *sets, *reward, "--n", 2, "--output", output) == 0
+    found = json.loads(output.read_text())
+    completions = [each for row in found["answers"] for each in row["completions"]]
+    assert len(completions) == 16
+    for each in completions:
+        # The environment saw a turn that was cut off no more, and its own reply is in the text.
+        vowels = sum(each["text"].count(letter) for letter in "aeiou")
+        assert each["rewards"]["vowels"] == pytest.approx(vowels / 8)
+        assert each["rewards"]["environment"] <= (vowels - each["text"].count("abc")) / 4
+    assert any("abc" in each["text"] for each in completions)
+    assert found["rewards"]["environment"]["mean"] > 0
+    assert "environment" in capsys.readouterr().out
+
+
 def test_one_question_has_no_error(files, capsys):
     assert evaluate(files, *questions(files), "--limit", 1, "--max_tokens", 2) == 0
     line = capsys.readouterr().out.splitlines()[0]

@@ -262,17 +262,29 @@ def test_rewards_of_turns_are_all_that_a_run_needs(files, tmp_path):
     (files / "game.py").write_text(GAME)
     overrides = [
         f"rl.environment={files}/game.py:Vowels",
-        "train_parameters.sampler.prompts=null",
         "train_parameters.sampler.reward=null",
+        "train_parameters.sampler.sampling_params={max_tokens: 12, stop: [e, o, x], n: 2, temperature: 0.7}",
         "rl.sampling_params={max_tokens: 12, stop: [e, o, x]}",
         "rl.rewards={}",
         "rl.rollout.save_tokens=True",
         "rl.max_steps=2",
         "rl.async={max_staleness: 1}",
+        "train_parameters.keep_best=True",
+        "train_parameters.best_metric=eval/reward/environment",
     ]
     config = config_of(files, tmp_path / "game", overrides=overrides)
     vectorlm.launch(reinforce, config, world_size=2)
-    metrics = lines(tmp_path / "game" / "metrics.jsonl")[1:]
+    before, *metrics = lines(tmp_path / "game" / "metrics.jsonl")
+    samples = [each for each in lines(tmp_path / "game" / "samples.jsonl") if each["train_step"] == 0]
+    rewards = [each["rewards"] for each in samples]
+    assert [len(each) for each in rewards] == [2] * 8
+    assert (
+        before["eval/reward"]
+        == before["eval/reward/environment"]
+        == pytest.approx(sum(map(sum, rewards)) / 16)
+    )
+    # The environment's own turns are in the answers.
+    assert any("abc" in text[1:] for each in samples for text in each["options"])
     assert all(is_documented(name) for line in metrics for name in line if name != "step")
     assert metrics[-1]["reward/environment/mean"] == metrics[-1]["reward/mean"] > 0
     rows = lines(tmp_path / "game" / "rollouts.jsonl")
@@ -387,7 +399,6 @@ def test_a_reward_that_fails_ends_the_run_with_its_prompt(files, tmp_path):
         ("grpo", ["rl.correction.preset=bypass", "rl.correction.level=token"]),
         ("grpo", ["rl.overlong_buffer_tokens=9"]),
         ("rloo", [f"rl.environment={TOOL}", "rl.overlong_buffer_tokens=4"]),
-        ("grpo", [f"rl.environment={TOOL}", "train_parameters.sampler.prompts=[a]"]),
         ("pass_at_k", ["rl.pass_k=4"]),
         ("clip_cov", ["rl.covariance_low=9.0"]),
         ("gmpo", ["rl.top_entropy_quantile=0.2"]),

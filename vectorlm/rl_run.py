@@ -35,9 +35,8 @@ from vectorlm.rl.models import (
 from vectorlm.rl.prompts import PromptMixture
 from vectorlm.rl.settings import StepSettings
 from vectorlm.rl.teacher import ServerTeacher, Teacher
-from vectorlm.rollouts.environment import AGENT
-from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment
 from vectorlm.rollouts.logger import RolloutLogger
+from vectorlm.rollouts.playing import Environments
 from vectorlm.rollouts.queue import GroupQueue
 from vectorlm.rollouts.replay import read_rollouts, replay_order
 from vectorlm.rollouts.sampler import GroupSampler
@@ -47,14 +46,9 @@ from vectorlm.run import Run, open_run
 from vectorlm.train.grammar import Grammar
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.optimizer_step import OptimizerStep
-from vectorlm.types import PromptRecord
-from vectorlm.workers import WorkerPool
 
 if TYPE_CHECKING:
     from vectorlm.engine.engine import SamplingEngine
-
-MAX_ENVIRONMENTS = 64
-"""Environments at once beside an engine: each has a process of its own, forked from one without torch."""
 
 
 def reinforce(
@@ -101,7 +95,16 @@ def _build(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLLoop:
     models = _models(run, rl, spec)
     turn = run.make_turn(models.policy.model, models.policy_step.optimizer)
     assert turn is not None
-    recorder = run.make_recorder(turn, num_steps=rl.max_steps, save_every=rl.save_every)
+    environments = _environments(run, rl)
+    sampler = run.config.train_parameters.sampler
+    assert sampler is not None
+    play = environments.player(rl.collect, sampler.engine.sampling_params, run.config.train_parameters.seed)
+    recorder = run.make_recorder(
+        turn,
+        num_steps=rl.max_steps,
+        save_every=rl.save_every,
+        play=dict.fromkeys(environments.names, play),
+    )
     recorder.say_padded(models.why_padded)
     rollout_log = RolloutLogger(
         run.output if run.topology.is_main else None,
@@ -114,7 +117,7 @@ def _build(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLLoop:
     return RLLoop(
         models,
         spec,
-        _source(run, rl, spec),
+        _source(run, rl, spec, environments),
         _step_settings(run, rl, spec),
         turn,
         recorder,
@@ -216,21 +219,18 @@ def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSetting
     )
 
 
-def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
+def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Environments) -> RolloutSource:
     seed = run.config.train_parameters.seed
     assert run.engine is not None
     replay = None
     if rl.rollout.path is not None:
         replay = replay_order(read_rollouts(rl.rollout.path), rl.collect.group_size, seed)
-    max_model_len = longest_sequence(run.config)
-    # A copy: the actor encodes in a thread of its own.
-    tokenizer = copy.deepcopy(run.tokenizer)
     sampler = GroupSampler(
         settings=rl.collect,
         seed=seed,
-        max_model_len=max_model_len,
-        tokenizer=tokenizer,
-        **_environments(run, rl, tokenizer, max_model_len),
+        max_model_len=environments.max_model_len,
+        tokenizer=environments.tokenizer,
+        **environments.for_sampler(rl.collect.sampling),
         needs_greedy=spec.needs_greedy,
     )
     prompts = run.checked.prompts
@@ -258,43 +258,20 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RolloutSource:
     )
 
 
-def _environments(run: Run, rl: RLSettings, tokenizer: Any, max_model_len: int) -> dict[str, Any]:
-    """Return what makes rollouts with environments beside this rank's engine; nothing where there are none."""
+def _environments(run: Run, rl: RLSettings) -> Environments:
     assert run.engine is not None
-    names = {
-        source: each.environment for source, each in rl.by_source.items() if each.environment is not None
-    }
-    if not names or run.engine.local is None:
-        return {}
-    timeout_s = rl.collect.environment_timeout_s
-    pool = run.stack.enter_context(WorkerPool(MAX_ENVIRONMENTS, run.output / "rewards.log"))
-    hosts = {
-        source: EnvironmentHost(name, pool, timeout_s)
-        for source, name in names.items()
-        if not name.startswith(AGENT)
-    }
-
-    def open_environment(record: PromptRecord) -> HostedEnvironment | None:
-        return HostedEnvironment(hosts[record.source], record) if record.source in hosts else None
-
-    if len(hosts) == len(names):
-        return {"open_environment": open_environment}
-    from vectorlm.rollouts.agent import AgentHost
-    from vectorlm.rollouts.gateway import Gateway
-
-    gateway = run.stack.enter_context(Gateway(copy.deepcopy(tokenizer), max_model_len))
-    agents = {
-        source: AgentHost(
-            name.removeprefix(AGENT), gateway, pool, sampling=rl.collect.sampling, timeout_s=timeout_s
-        )
-        for source, name in names.items()
-        if source not in hosts
-    }
-    return {
-        "open_environment": open_environment,
-        "run_agent": lambda record, *rest: agents[record.source].rollout(record, *rest),
-        "agent_sources": agents,
-    }
+    # Held-out questions without a source are played as prompts without one are.
+    names = {source: rl.collect.environment_of(source) for source in ("", *rl.by_source)}
+    return Environments(
+        {source: name for source, name in names.items() if name is not None},
+        run.engine,
+        # A copy: the actors encode in threads of their own.
+        copy.deepcopy(run.tokenizer),
+        max_model_len=longest_sequence(run.config),
+        timeout_s=rl.collect.environment_timeout_s,
+        stack=run.stack,
+        log_path=run.output / "rewards.log",
+    )
 
 
 def _scorer(run: Run, rl: RLSettings) -> RewardScorer:

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,7 +49,7 @@ from vectorlm.report.plots import plot_correction, plot_runs, plot_timeline
 from vectorlm.report.profile import ProfileSink, short_run
 from vectorlm.report.runs import START, RunFolder, save_start
 from vectorlm.report.trackers import WandbSink, open_trackers
-from vectorlm.rewards.evaluation import Evaluator
+from vectorlm.rewards.evaluation import Evaluator, Play
 from vectorlm.rewards.function import RewardFunction
 from vectorlm.rewards.registry import short_name
 from vectorlm.rl.models import disable_dropout
@@ -165,10 +165,12 @@ class Run:
         save_every: int,
         num_examples: int | None = None,
         end_epoch: Callable[[int], None] = lambda epoch: None,
+        play: Mapping[str, Play] | None = None,
     ) -> Recorder:
         """Open metrics, checkpoints and evaluation.
 
-        A resumed run must have `num_examples` rows of a training dataset, where it is given.
+        A resumed run must have `num_examples` rows of a training dataset, where it is given. What plays held-out
+        prompts that have an environment is in `play`, by their sources.
         """
         settings = self.config.train_parameters
         if settings.checkpointing_enabled:
@@ -203,7 +205,7 @@ class Run:
             num_steps=num_steps,
             sink=sink,
             say=say,
-            evaluation=self._make_evaluator(turn, resume_step, say),
+            evaluation=self._make_evaluator(turn, resume_step, say, play or {}),
             evaluate_every=(sampler and sampler.evaluation.sample_frequency) or num_steps,
             checkpoints=store,
             save_every=save_every,
@@ -229,7 +231,11 @@ class Run:
         return Timer(clock)
 
     def _make_evaluator(
-        self, turn: DeviceTurn | None, resume_step: int | None, say: Callable[[str], None]
+        self,
+        turn: DeviceTurn | None,
+        resume_step: int | None,
+        say: Callable[[str], None],
+        play: Mapping[str, Play],
     ) -> Evaluator | None:
         """Return what answers held-out prompts; None without any."""
         settings = self.config.train_parameters
@@ -252,6 +258,7 @@ class Run:
             of_source={source: function(name) for source, name in self.config.held_out_rewards.items()},
             further={short_name(name): function(name) for name in sampler.evaluation.further_rewards},
             at_k=sampler.evaluation.at_k,
+            play=play,
             # The default of vLLM, and of the other backends.
             max_tokens=sampler.engine.sampling_params.get("max_tokens", 16) or math.inf,
             run_tasks=run_tasks,

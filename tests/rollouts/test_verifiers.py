@@ -141,8 +141,8 @@ def test_the_taskset_of_the_page_is_played_by_a_harness_of_verifiers(taskset, tm
 def test_a_run_on_a_taskset(taskset, tmp_path, world_size):
     files = save_files(tmp_path)
     source = json.dumps({"verifiers": taskset, "config": {"taskset": {"words": list("aeiou")}}})
-    overrides = [f"rl.prompts={source}", "rl.rewards={}", "train_parameters.sampler.prompts=null"]
-    overrides += ["train_parameters.sampler.reward=null", "train_parameters.sampler.sample_frequency=null"]
+    overrides = [f"rl.prompts={source}", "rl.rewards={}"]
+    overrides += [f"train_parameters.sampler.prompts={source}", "train_parameters.sampler.reward=null"]
     overrides += ["rl.max_steps=2", "rl.prompts_per_step=2"]
     config = config_of(files, tmp_path / "out", overrides=overrides)
     vectorlm.launch(reinforce, config, world_size=world_size)
@@ -151,3 +151,4 @@ def test_a_run_on_a_taskset(taskset, tmp_path, world_size):
     assert {each["reward"] for each in rollouts} <= {0.0, 1.0}
     last = lines(tmp_path / "out" / "metrics.jsonl")[-1]
     assert last["reward/environment/mean"] == last["logged/has_word"]
+    assert 0.0 <= last["eval/accuracy"] == last["eval/accuracy/environment"] <= 1.0

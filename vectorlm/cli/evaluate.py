@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import operator
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,13 @@ from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.step_lines import json_text
+from vectorlm.rewards.evaluation import ENVIRONMENT
 from vectorlm.rewards.function import RewardFunction, score_answers
 from vectorlm.rewards.grade import grade
 from vectorlm.rewards.registry import get_reward, short_name
+from vectorlm.rl.rollout import Rollout
+from vectorlm.rl.settings import CollectSettings
+from vectorlm.rollouts.playing import Environments
 from vectorlm.types import PromptRecord
 from vectorlm.workers import WorkerPool
 
@@ -130,6 +136,14 @@ class Exam:
     """Longest call of a reward function, in seconds."""
     at_k: Sequence[int] = ()
     """The k of pass@k and maj@k."""
+    environment: str | None = None
+    """What plays the questions."""
+    collect: CollectSettings | None = None
+    """How rollouts are made with it."""
+    max_seq_len: int = -1
+    """Longest rollout in tokens, where the engine's arguments have no max_model_len; -1 for the model's own."""
+    seed: int = 0
+    """Where their seeds come from, if the sampling parameters have none."""
 
 
 def read_exam(args: argparse.Namespace) -> Exam:
@@ -143,7 +157,7 @@ def read_exam(args: argparse.Namespace) -> Exam:
         config = load_config(args.yaml_path, args.overrides)
         exam = _exam_of(config if args.source is None else _of_source(config, args.source), not args.prompts)
     rewards = dict.fromkeys(args.rewards, 1.0) if args.rewards else exam.rewards
-    if not rewards:
+    if not rewards and exam.environment is None:
         raise ConfigError("nothing scores the answers. Use --reward countdown, or --reward file.py:NAME.")
     records = read_prompts(args.prompts, "--prompts") if args.prompts else exam.prompt_records
     engine_args = read_pairs("--engine_arg", "max_model_len=2048", args.engine_args)
@@ -198,17 +212,17 @@ def _exam_of(config: Config, reads_prompts: bool) -> Exam:
             "the config has no held-out questions (train_parameters.sampler.prompts). Use --source if rl.sources have "
             "some, or --prompts, and --reward if the config has no reward either."
         )
-    if rl is not None and rl.collect.environment is not None:
-        raise ConfigError(
-            f"rl.environment={rl.collect.environment!r} answers the model between its turns, and evaluate asks for one "
-            "answer. Use --prompts and --reward without the config."
-        )
     settings, held_out = sampler.engine, sampler.evaluation
     exam = Exam(sampling_params=settings.sampling_params, timeout_s=settings.timeout_s)
     if settings.inference == "vllm":
         dtype = config.train_parameters.engine_dtype(has_gpu())
         exam = replace(exam, engine_args={"dtype": dtype, **settings.engine_args})
     exam = replace(exam, at_k=held_out.at_k)
+    if rl is not None and (environment := rl.collect.environment_of("")) is not None:
+        train = config.train_parameters
+        exam = replace(
+            exam, environment=environment, collect=rl.collect, seed=train.seed, max_seq_len=train.max_seq_len
+        )
     if reads_prompts and held_out.prompts is not None:
         exam = replace(exam, prompt_records=read_prompts(held_out.prompts))
     if held_out.reward is not None:
@@ -230,14 +244,21 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         get_reward(name)  # Refused before the model is loaded.
     records = exam.prompt_records
     model, adapter = require_model(args)
-    prompts = [asked(record) for record in records]
-    answers = ask(args.engine, model, adapter, prompts, exam.sampling_params, exam.engine_args)
+    if exam.environment is None:
+        prompts = [asked(record) for record in records]
+        sampled = ask(args.engine, model, adapter, prompts, exam.sampling_params, exam.engine_args)
+        answers: list[Sequence[Rollout]] = [
+            [Rollout.begun(record, each) for each in options]
+            for record, options in zip(records, sampled, strict=True)
+        ]
+    else:
+        answers = _play(args.engine, model, adapter, exam)
     with WorkerPool(WorkerPool.auto_size()) as pool:
         functions = [
             RewardFunction(name, pool, timeout_s=exam.timeout_s, stops_at_error=True) for name in exam.rewards
         ]
         found_by = {
-            label: score_answers(function, records, answers, f"the reward {name!r}")
+            label: score_answers(function, answers, f"the reward {name!r}")
             for label, name, function in zip(labels, exam.rewards, functions, strict=True)
         }
     scored = {label: rewards for label, (rewards, _) in found_by.items()}
@@ -247,6 +268,8 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             [sum(map(operator.mul, weights, answer)) for answer in zip(*question, strict=True)]
             for question in zip(*scored.values(), strict=True)
         ]
+    if exam.environment is not None:
+        scored[ENVIRONMENT], _ = score_answers(None, answers, "")
     grades = {
         name: grade(rewards, found_by[name][1] if name in found_by else None, exam.at_k)
         for name, rewards in scored.items()
@@ -288,6 +311,30 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "answers": rows,
     }
     return found, "\n".join(lines)
+
+
+def _play(engine: str, model: str, adapter: str | None, exam: Exam) -> list[Sequence[Rollout]]:
+    """Return the rollouts of each question with its environment."""
+    assert exam.collect is not None
+    assert exam.environment is not None
+    engine_args = {"max_model_len": exam.max_seq_len, **exam.engine_args}
+    if engine_args["max_model_len"] == -1:
+        from transformers import AutoConfig, AutoTokenizer
+
+        from vectorlm.rewards.harness import context_length
+
+        own = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        engine_args["max_model_len"] = context_length(*own)
+    with open_engine(engine, model, adapter, engine_args) as opened, ExitStack() as stack:
+        environments = Environments(
+            {"": exam.environment},
+            opened,
+            copy.deepcopy(opened.tokenizer),
+            max_model_len=engine_args["max_model_len"],
+            timeout_s=exam.collect.environment_timeout_s,
+            stack=stack,
+        )
+        return environments.player(exam.collect, exam.sampling_params, exam.seed)(exam.prompt_records)
 
 
 def _answer_tasks(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -55,16 +55,6 @@ def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     yield from _length_problems(config, rl, spec)
     # Costs more than a minute: it is first called after models are loaded.
     for environment in sorted(filter(None, {each.environment for each in rl.by_source.values()})):
-        sampler = config.train_parameters.sampler
-        # Silent: an evaluation takes one turn, and would score an answer that has not ended.
-        if (
-            sampler is not None
-            and sampler.evaluation.prompts is not None
-            and environment == rl.collect.environment
-        ):
-            rule = "is asked for one answer each, and rl.environment takes turns"
-            fix = "Leave it out, or drop rl.environment."
-            yield refuse(config, "train_parameters.sampler.prompts", rule, fix)
         try:
             require_environment(load_plugin(environment.removeprefix(AGENT)), environment)
         except ConfigError as error:
@@ -238,10 +228,6 @@ def _mixture_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> It
         yield refuse(config, "rl.sources", rule, "Give all of them the same.", list(sources))
     for name, each in rl.by_source.items():
         path = f"rl.sources.{name}" if name else "rl"
-        # Silent: an evaluation takes one turn, and would score an answer that has not ended.
-        if each.held_out is not None and each.environment is not None:
-            rule = "is asked for one answer each, and the source's environment takes turns"
-            yield refuse(config, f"{path}.held_out", rule, "Leave it out.", "…")
         if (curriculum := each.curriculum) is None:
             continue
         # Costs more than a minute: the first batch is scored.

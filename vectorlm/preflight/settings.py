@@ -119,7 +119,8 @@ def _training_problems(config: Config) -> Iterator[str]:
     if (problem := short_run(train.profile.profile_steps, config.rl.max_steps)) is not None:
         yield refuse(config, "train_parameters.profile_steps", *problem)
     # Silent: no weights would ever be the best.
-    if not config.held_out_rewards and train.keep.best_metric is None:
+    has_environment = any(each.environment is not None for each in config.rl.by_source.values())
+    if not config.held_out_rewards and not has_environment and train.keep.best_metric is None:
         for name in ("keep_best", "early_stopping_patience"):
             if getattr(train.keep, name):
                 rule = f"needs {_SAMPLER}.reward, whose eval/accuracy says which weights are the best"

@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.encoding import asked, shown_prompt
-from vectorlm.report.progress import sample_with_progress
+from vectorlm.report.progress import report_wait, sample_with_progress
 from vectorlm.report.step_lines import StepLines
 from vectorlm.rewards.function import RewardFunction, score_answers
 from vectorlm.rewards.grade import grade
+from vectorlm.rl.rollout import Rollout
 from vectorlm.train.device_turn import DeviceTurn
-from vectorlm.types import Completion, PromptRecord
+from vectorlm.types import PromptRecord
 
-Answers = list[list[Completion]]
+Answers = list[Sequence[Rollout]]
+Play = Callable[[Sequence[PromptRecord]], Answers]
+"""Has questions played with their environment."""
+ENVIRONMENT = "environment"
+"""What metrics call the rewards of environments."""
 
 NUM_SHOWN = 3
 """Answers that each evaluation shows on the console."""
@@ -36,6 +41,7 @@ class Evaluator:
         of_source: Mapping[str, RewardFunction] | None = None,
         further: Mapping[str, RewardFunction] | None = None,
         at_k: Sequence[int] = (),
+        play: Mapping[str, Play] | None = None,
         max_tokens: float = 0,
         run_tasks: Callable[[], Mapping[str, float]] | None = None,
         say: Callable[[str], None] = print,
@@ -43,8 +49,9 @@ class Evaluator:
         """Open `samples_path` on rank 0, with its lines up to `resume_step`; the other ranks pass None.
 
         An answer is right when its `reward` is 1, or the reward `of_source` of its question. The `further` rewards
-        score questions without a source too, by their names; `at_k` are the k of pass@k and maj@k. An answer may have
-        `max_tokens`; the context may leave it less, which is said. `run_tasks` asks the engine more, and returns
+        score questions without a source too, by their names; `at_k` are the k of pass@k and maj@k. Questions of a
+        source in `play` have an environment, whose reward says what is right where there is no other. An answer may
+        have `max_tokens`; the context may leave it less, which is said. `run_tasks` asks the engine more, and returns
         metrics.
         """
         self._turn = turn
@@ -54,8 +61,11 @@ class Evaluator:
         """Of the questions of each source."""
         for place, record in enumerate(prompt_records):
             self._places.setdefault(record.source, []).append(place)
+        self._play = {source: each for source, each in (play or {}).items() if source in self._places}
         rewards = {name: (of_source or {}).get(name, reward) for name in sorted(self._places)}
-        self._rewards = {name: each for name, each in rewards.items() if each is not None}
+        self._rewards = {
+            name: each for name, each in rewards.items() if each is not None or name in self._play
+        }
         self._further, self._at_k = further or {}, at_k
         self._max_tokens, self._run_tasks = max_tokens, run_tasks
         self._say = say
@@ -64,15 +74,10 @@ class Evaluator:
         """Evaluate the weights after training step `step`; called on all ranks."""
         with self._turn.sampling(step) as report:
             start_s = time.perf_counter()
-            answers = sample_with_progress(
-                self._turn.engine,
-                [asked(record) for record in self._prompt_records],
-                what=f"step {step}: sampling the held-out prompts",
-                is_on=self._lines is not None,
-            )
+            answers = self._answer(f"step {step}: sampling the held-out prompts")
             generate_s = time.perf_counter() - start_s
             of_tasks = {} if self._run_tasks is None else self._run_tasks()
-        num_tokens = sum(len(completion.token_ids) for options in answers for completion in options)
+        num_tokens = sum(each.num_policy_tokens for options in answers for each in options)
         metrics = {
             "sampler/generate_s": generate_s,
             "sampler/tokens_per_s": num_tokens / generate_s,
@@ -85,8 +90,13 @@ class Evaluator:
                 "weights/update_s": report.total_s,
             }
         rewards, of_further = None, {}
-        for name, reward in self._further.items():
-            of_further[name], _ = self._score(answers, {"": reward})
+        further: dict[str, Mapping[str, RewardFunction | None]] = {
+            name: {"": reward} for name, reward in self._further.items()
+        }
+        if self._play:
+            further[ENVIRONMENT] = dict.fromkeys(self._play)
+        for name, of_source in further.items():
+            of_further[name], _ = self._score(answers, of_source)
             if (found := grade(of_further[name])).num_questions:
                 metrics |= {f"eval/accuracy/{name}": found.accuracy, f"eval/reward/{name}": found.mean}
         if self._rewards:
@@ -109,8 +119,22 @@ class Evaluator:
                 self._say(f"  {name} {value:.4g}")
         return metrics
 
+    def _answer(self, what: str) -> Answers:
+        found: dict[int, Sequence[Rollout]] = {}
+        for source, play in self._play.items():
+            places = self._places[source]
+            with report_wait(f"{what} with their environment", is_on=self._lines is not None):
+                found |= zip(places, play([self._prompt_records[place] for place in places]), strict=True)
+        places = [place for place in range(len(self._prompt_records)) if place not in found]
+        prompts = [asked(self._prompt_records[place]) for place in places]
+        # With none, for the tasks alone, the engine is asked too: its update is due.
+        sampled = sample_with_progress(self._turn.engine, prompts, what=what, is_on=self._lines is not None)
+        for place, options in zip(places, sampled, strict=True):
+            found[place] = [Rollout.begun(self._prompt_records[place], each) for each in options]
+        return [found[place] for place in range(len(found))]
+
     def _score(
-        self, answers: Answers, of_source: Mapping[str, RewardFunction]
+        self, answers: Answers, of_source: Mapping[str, RewardFunction | None]
     ) -> tuple[list[list[float]], list[list[Any]]]:
         """Return the reward of each answer, NaN where nothing scores the question, and what it votes for."""
         rewards = [[math.nan] * len(options) for options in answers]
@@ -119,7 +143,6 @@ class Evaluator:
             places = self._places.get(source, [])
             found = score_answers(
                 reward,
-                [self._prompt_records[place] for place in places],
                 [answers[place] for place in places],
                 f"rl.sources.{source}.rewards" if source else "sampler.reward",
             )
@@ -159,7 +182,7 @@ class Evaluator:
                 head += f", mean reward {sum(scored) / len(scored):.4g}"
         lines = [head]
         num_short = sum(
-            each.finish_reason == "length" and len(each.token_ids) < self._max_tokens
+            each.finish_reason == "length" and each.num_turns == 1 and len(each.token_ids) < self._max_tokens
             for options in answers
             for each in options
         )

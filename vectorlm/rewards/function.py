@@ -10,9 +10,10 @@ from typing import Any
 
 import cloudpickle
 
+from vectorlm.encoding import is_messages
 from vectorlm.errors import RewardError, WorkerLost
 from vectorlm.rewards.runner import Kind, Reward, RewardResult, Scorable, run_reward
-from vectorlm.types import Completion, PromptRecord
+from vectorlm.rl.rollout import Rollout
 from vectorlm.workers import WorkerPool, together
 
 RUNNER = "vectorlm.rewards.runner"
@@ -124,24 +125,38 @@ class _Stopped(Exception):
     """A call has failed, and no other is wanted."""
 
 
+def shown(rollout: Rollout) -> Scorable:
+    """Return what a reward function is shown of a rollout."""
+    record = rollout.prompt_record
+    messages = rollout.messages
+    if messages is None and is_messages(record.prompt):
+        messages = [*record.prompt, {"role": "assistant", "content": rollout.text}]
+    return Scorable(
+        rollout.text,
+        record.prompt,
+        rollout.token_ids,
+        record.columns,
+        messages,
+        rollout.num_turns,
+        rollout.measured,
+    )
+
+
 def score_answers(
-    reward: RewardFunction,
-    prompt_records: Sequence[PromptRecord],
-    answers: Sequence[Sequence[Completion]],
-    setting: str,
+    reward: RewardFunction | None, answers: Sequence[Sequence[Rollout]], setting: str
 ) -> tuple[list[list[float]], list[list[Any]]]:
     """Return the reward of each answer to each prompt, and what the function logged as its `answer`, or None.
 
-    A reward is NaN for an answer that the function returns None for.
+    A reward is NaN for an answer that the function returns None for. None in place of a function takes the rewards of
+    the environments.
 
     Raises:
         RewardError: The function raised or was late; the text begins with `setting`.
     """
-    items = [
-        Scorable(completion.text, record.prompt, completion.token_ids, record.columns)
-        for record, options in zip(prompt_records, answers, strict=True)
-        for completion in options
-    ]
+    if reward is None:
+        rewards = [[float(sum(each.turn_rewards)) for each in options] for options in answers]
+        return rewards, [[None] * len(options) for options in answers]
+    items = [shown(each) for options in answers for each in options]
     results = reward.score(items)
     for item, result in zip(items, results, strict=True):
         if result.error is not None:

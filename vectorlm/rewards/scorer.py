@@ -11,12 +11,11 @@ from typing import Literal
 
 import torch
 
-from vectorlm.encoding import is_messages
 from vectorlm.errors import RewardError
 from vectorlm.ranks.engine_ranks import capture, gather, results_or_first_error
 from vectorlm.ranks.topology import Topology
-from vectorlm.rewards.function import RewardFunction
-from vectorlm.rewards.runner import Reward, RewardResult, Scorable
+from vectorlm.rewards.function import RewardFunction, shown
+from vectorlm.rewards.runner import Reward, RewardResult
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.workers import WorkerPool
 
@@ -62,7 +61,7 @@ class RewardScorer:
         for name, found in results.items():
             for index, (rollout, result) in enumerate(zip(rollouts, found, strict=True)):
                 if result.error is not None:
-                    text = f"the reward {name!r} failed: {_shown(rollout).failure(result.error)}"
+                    text = f"the reward {name!r} failed: {shown(rollout).failure(result.error)}"
                     if self.on_error == "stop":
                         raise RewardError(f"{text}. Correct the function, or set rl.on_reward_error: skip.")
                     if result.is_counted:
@@ -121,7 +120,7 @@ class RewardScorer:
         def score(name: str) -> list[RewardResult]:
             found = [RewardResult(math.nan)] * len(here)
             places = [place for place, each in enumerate(here) if name in self._weights(each)]
-            results = self._reward_functions[name].score([_shown(here[place]) for place in places])
+            results = self._reward_functions[name].score([shown(here[place]) for place in places])
             for place, result in zip(places, results, strict=True):
                 found[place] = result
             return found
@@ -142,22 +141,6 @@ class RewardScorer:
             name: RewardFunction(each, self.pool, timeout_s=self.timeout_s, stops_at_error=stops)
             for name, each in self.functions.items()
         }
-
-
-def _shown(rollout: Rollout) -> Scorable:
-    record = rollout.prompt_record
-    messages = rollout.messages
-    if messages is None and is_messages(record.prompt):
-        messages = [*record.prompt, {"role": "assistant", "content": rollout.text}]
-    return Scorable(
-        rollout.text,
-        record.prompt,
-        rollout.token_ids,
-        record.columns,
-        messages,
-        rollout.num_turns,
-        rollout.measured,
-    )
 
 
 def _blocks(sizes: Sequence[int], count: int) -> list[tuple[int, int]]:

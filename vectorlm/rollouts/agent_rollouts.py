@@ -18,8 +18,6 @@ from vectorlm.rollouts.sampler import GroupSampler, Task
 from vectorlm.types import PromptRecord
 from vectorlm.workers import WorkerPool
 
-WAIT_S = 1.0
-
 
 class AgentRollouts:
     """Makes rollouts of an agent with an engine, in a loop of your own; a context manager, made on all ranks.
@@ -75,11 +73,7 @@ class AgentRollouts:
             for index, row in enumerate(rows)
         ]
         self._num_begun += len(tasks)
-        numbers = self._queue.submit(tasks)
-        found: dict[int, Sequence[Rollout]] = {}
-        while len(found) < len(numbers):
-            found |= {number: group.rollouts for number, group in self._queue.poll(WAIT_S).items()}
-        return [found[number] for number in numbers]
+        return self._queue.sample(tasks)
 
     def close(self) -> None:
         """End the agents; not a collective."""

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from vectorlm.engine.engine import WAIT_S, SamplingEngine
+from vectorlm.rl.rollout import Rollout
 from vectorlm.rollouts.actor import Actor, Outcome
 from vectorlm.rollouts.sampler import GroupSampler, SampledGroup, Task
 
@@ -113,6 +114,14 @@ class GroupQueue:
                     raise outcome
                 found[number] = outcome
         return found
+
+    def sample(self, tasks: Sequence[Task]) -> list[Sequence[Rollout]]:
+        """Return the rollouts of each group, in order."""
+        numbers = self.submit(tasks)
+        found: dict[int, Sequence[Rollout]] = {}
+        while len(found) < len(numbers):
+            found |= {number: group.rollouts for number, group in self.poll(WAIT_S).items()}
+        return [found[number] for number in numbers]
 
     def cancel(self, numbers: Sequence[int]) -> None:
         """Forget groups in flight."""
