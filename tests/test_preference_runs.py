@@ -1,10 +1,12 @@
 """Runs on pairs: what they leave, that they go on, and that ranks change nothing."""
 
+import math
 import shutil
 
 import pytest
 import torch
 from datasets import Dataset
+from metrics_page import METRICS
 from rank_processes import on_ranks, save_tiny_llama
 from safetensors.torch import load_file
 from sft_runs import lines, train
@@ -55,25 +57,54 @@ def pairs(num_pairs, seed):
     return found
 
 
+def labelled(num_pairs, seed):
+    """The texts of the pairs as good and bad completions, each beside its prompt with another one's completion."""
+    texts, found = [], []
+    for row in pairs(num_pairs, seed):
+        first = row["seq_lengths"][0]
+        for part, is_good in ((slice(first), 1.0), (slice(first, None), 0.0)):
+            texts.append((row["input_ids"][part], row["labels"][part], is_good))
+    for (ids, labels, is_good), (other, _, _) in zip(texts, [*texts[2:], *texts[:2]], strict=True):
+        second = ids[:3] + other[3:]
+        found.append(
+            {
+                "input_ids": ids + second,
+                "labels": labels + [-100] * 3 + second[3:],
+                "seq_lengths": [len(ids), len(second)],
+                "is_good": is_good,
+            }
+        )
+    return found
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     path = tmp_path_factory.mktemp("inputs")
     save_tiny_llama(path / "model")
     Dataset.from_list(pairs(17, 0)).save_to_disk(path / "pairs")
     Dataset.from_list(pairs(9, 1)).save_to_disk(path / "held_out")
+    Dataset.from_list(labelled(9, 0)).save_to_disk(path / "labels")
+    Dataset.from_list(labelled(5, 1)).save_to_disk(path / "held_out_labels")
     return path
 
 
 def config_of(inputs, output, section, *overrides):
     path = output.with_suffix(".yaml")
-    path.write_text(CONFIG.format(inputs=inputs, output=output, section=section))
+    text = CONFIG.format(inputs=inputs, output=output, section=section)
+    if "kto" in section:
+        text = text.replace("/pairs", "/labels").replace("/held_out", "/held_out_labels")
+    path.write_text(text)
     return load_config(path, overrides)
 
 
-SECTIONS = {"reward model": "reward_model: {center_coef: 0.01}"}
+SECTIONS = {
+    "reward model": "reward_model: {center_coef: 0.01}",
+    "dpo": "preference: {loss: dpo, beta: 0.5}",
+    "kto": "preference: {loss: kto, beta: 0.5}",
+}
 
 
-@pytest.fixture(scope="module", params=list(SECTIONS))
+@pytest.fixture(scope="module", params=["reward model", "dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def finished(request, inputs, tmp_path_factory):
     """The section and the folder of a run of one rank, with checkpoints of its steps 10 and 15."""
     output = tmp_path_factory.mktemp("finished") / "run"
@@ -85,17 +116,25 @@ def weights_of(output):
     return load_file(output / "final-model" / "model.safetensors")
 
 
-def test_a_run_learns_which_text_of_a_pair_is_better(finished):
-    _, output = finished
+def test_a_run_learns_which_text_is_better(finished):
+    section, output = finished
     metrics = lines(output / "metrics.jsonl")
     held_out = [line for line in metrics if "eval/loss" in line]
     assert [line["step"] for line in held_out] == [0, 5, 10, 15]
     assert held_out[-1]["eval/loss"] < held_out[0]["eval/loss"]
-    assert held_out[-1]["eval/pair_accuracy"] == 1
-    assert held_out[-1]["eval/pair_margin"] > 0
-    assert metrics[-1]["train/pair_margin"] == pytest.approx(
-        metrics[-1]["train/chosen_reward"] - metrics[-1]["train/rejected_reward"], abs=1e-6
-    )
+    if "preference" in section:
+        # The policy is the reference still: KTO's loss is 1/2 then, and that of DPO log 2.
+        start = 0.5 if "kto" in section else math.log(2)
+        assert held_out[0]["eval/loss"] == pytest.approx(start, abs=1e-5)
+    names = {name.partition("/")[2] for name in held_out[-1] if name.startswith("eval/")}
+    if "kto" in section:
+        assert names == {"loss", "chosen_reward", "rejected_reward", "kl"}
+    else:
+        assert names == {"loss", "chosen_reward", "rejected_reward", "pair_accuracy", "pair_margin"}
+        assert held_out[-1]["eval/pair_accuracy"] == 1
+    rewards = [held_out[-1][f"eval/{name}_reward"] for name in ("chosen", "rejected")]
+    assert rewards[0] > rewards[1]
+    assert {name for name in metrics[-1] if name != "step"} <= METRICS
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(finished, inputs, tmp_path):
@@ -106,7 +145,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(finished, inputs, tm
     expected, found = weights_of(whole), weights_of(tmp_path / "run")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     last = [lines(output / "metrics.jsonl")[-1] for output in (whole, tmp_path / "run")]
-    same = ("train/loss", "eval/loss", "eval/pair_margin", "train/chosen_reward")
+    same = ("train/loss", "eval/loss", "eval/rejected_reward")
     assert [last[0][name] for name in same] == [last[1][name] for name in same]
 
 
@@ -120,7 +159,7 @@ def test_two_ranks_and_padded_rows_train_as_one_rank_does(finished, inputs, tmp_
     for name, change in alike.items():
         on_ranks(2 if name == "ranks" else 1, train, config_of(inputs, tmp_path / name, section, change))
         mine, theirs = lines(tmp_path / name / "metrics.jsonl"), lines(whole / "metrics.jsonl")
-        for metric in ("train/loss", "eval/loss", "eval/pair_margin"):
+        for metric in ("train/loss", "eval/loss", "eval/rejected_reward"):
             found = [line[metric] for line in mine if metric in line]
             # The order of sums in fp32, over 15 steps.
             assert found == pytest.approx([line[metric] for line in theirs if metric in line], abs=2e-4)
@@ -169,6 +208,17 @@ def test_transformers_and_a_reward_of_a_run_read_the_reward_model(finished, inpu
     ("section", "change", "text"),
     [
         ("", "train_parameters.epochs=1", "holds pairs, and this run trains on texts"),
+        (
+            "preference: {loss: dpo}",
+            "preference.loss=kto",
+            "holds pairs, and this run trains on labels",
+        ),
+        ("reward_model: {}", "preference={loss: dpo}", "cannot go with reward_model"),
+        (
+            "preference: {loss: ipo}",
+            "preference.label_smoothing=0.1",
+            "has no effect with preference.loss='ipo'",
+        ),
         ("reward_model: {}", "train_parameters.lora_peft_config={r: 2}", "cannot go with reward_model"),
         ("reward_model: {}", "train_parameters.sampler={prompts: [a]}", "cannot go with reward_model"),
     ],

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vectorlm.settings import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
+from vectorlm.settings import NonNegativeFloat, PositiveFloat, PositiveInt, ReadIf, UnitInterval
 
 Reduction = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_sum_fixed"]
 ImportanceLevel = Literal["token", "sequence"]
@@ -245,3 +245,24 @@ SETTINGS: Mapping[str, AlgorithmSettings] = {
     "vespo": VESPOSettings(),
 }
 """Where each algorithm starts, and by its class which settings it has; a config's values win."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceSettings:
+    """Learning from preference data, without sampling."""
+
+    loss: Literal["dpo", "ipo", "hinge", "simpo", "orpo", "kto"]
+    """The loss: of pairs, or with `kto` of completions that are good or bad."""
+    beta: PositiveFloat | None = None
+    """How strongly the policy is kept near the reference; with `orpo` the weight of the odds ratio. null means 2.0 with
+    `simpo`, else 0.1."""
+    label_smoothing: Annotated[BelowHalf, ReadIf("preference.loss", ("dpo",))] = 0.0
+    """Assumed share of wrongly labelled pairs."""
+    length_normalised: Annotated[bool | None, ReadIf("preference.loss", ("dpo", "ipo", "hinge"))] = None
+    """Divide the log-probability of a completion by its tokens; null means with `ipo`. `simpo` and `orpo` always do."""
+    gamma: Annotated[NonNegativeFloat, ReadIf("preference.loss", ("simpo",))] = 1.0
+    """Margin that `simpo` asks for, in units of the reward."""
+    desirable_weight: Annotated[NonNegativeFloat, ReadIf("preference.loss", ("kto",))] = 1.0
+    """Weight of good completions."""
+    undesirable_weight: Annotated[NonNegativeFloat, ReadIf("preference.loss", ("kto",))] = 1.0
+    """Weight of bad completions."""

@@ -52,7 +52,6 @@ from vectorlm.report.trackers import WandbSink, open_trackers
 from vectorlm.rewards.evaluation import Evaluator, Play
 from vectorlm.rewards.function import RewardFunction
 from vectorlm.rewards.registry import short_name
-from vectorlm.rl.models import disable_dropout
 from vectorlm.train.device_turn import DeviceTurn, put_to_sleep
 from vectorlm.train.early_stopping import EarlyStopping
 from vectorlm.train.load import load_model, load_scorer, load_tokenizer
@@ -100,8 +99,7 @@ class Run:
 
         def load(is_empty: bool) -> nn.Module:
             if self.config.reward_model is not None:
-                scorer = load_scorer(self.config.model, self.tokenizer, settings.model.dtype, is_empty)
-                return disable_dropout(scorer)
+                return load_scorer(self.config.model, self.tokenizer, settings.model.dtype, is_empty)
             model = load_model(
                 self.config.model,
                 flash_attention=settings.model.use_flash_attention,

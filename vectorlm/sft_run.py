@@ -1,19 +1,24 @@
-"""A whole run on a dataset, from its config to the final model: fine-tuning, or a reward model."""
+"""A whole run on a dataset, from its config to the final model: fine-tuning, a reward model, or preferences."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+
 from torch import nn
 
+from vectorlm.algorithms.offline import PAIR_LOSSES
 from vectorlm.config import Config
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.ranks.topology import Topology
+from vectorlm.rl.models import disable_dropout
 from vectorlm.run import Run, open_run
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.loop import FineTuningLoop
 from vectorlm.train.objective import NextTokens, Objective
 from vectorlm.train.optimizer_step import OptimizerStep
-from vectorlm.train.pairs import RewardPairs
+from vectorlm.train.pairs import Completions, GoodAndBad, PreferencePairs, RewardPairs
 from vectorlm.train.scorer import Scorer
 
 
@@ -44,6 +49,8 @@ def _make_loop(run: Run) -> FineTuningLoop:
     eval_loaders = {name: _loader(run, path, is_training=False) for name, path in data.held_out.items()}
     num_steps = settings.loop.epochs * len(train_loader)
     model = run.load_model()
+    if run.config.examples != "texts":
+        disable_dropout(model)
     optimizer = run.make_optimizer(model)
     schedule = run.make_schedule(optimizer, num_steps)
     frequency = settings.loop.save_frequency
@@ -60,7 +67,9 @@ def _make_loop(run: Run) -> FineTuningLoop:
         num_examples=train_loader.num_examples,
         end_epoch=end_epoch,
     )
-    objective = _objective(run, model)
+    held_out = zip(data.held_out.values(), eval_loaders.values(), strict=True)
+    with recorder.timer.span("time/reference_s") if run.config.preference else nullcontext():
+        objective = _objective(run, model, [(data.train_ds, train_loader), *held_out])
     loop = FineTuningLoop(
         optimizer_step=OptimizerStep(
             model, optimizer, schedule, settings.loop.max_grad_norm, run.topology, "model"
@@ -79,12 +88,29 @@ def _make_loop(run: Run) -> FineTuningLoop:
     return loop
 
 
-def _objective(run: Run, model: nn.Module) -> Objective:
+def _objective(run: Run, model: nn.Module, loaders: Sequence[tuple[str, StepLoader]]) -> Objective:
+    """Return what the run minimises; `loaders` get the reference's log-probabilities of the folders that they read."""
     packs, ignore_index = run.config.train_parameters.model.pack_rows, run.config.text.ignore_index
     if (reward_model := run.config.reward_model) is not None:
         scorer = Scorer(model, packs=packs, device=run.topology.device)
         return RewardPairs(scorer, reward_model.center_coef, ignore_index)
-    return NextTokens(LanguageModel(model, packs=packs, device=run.topology.device), ignore_index)
+    language_model = LanguageModel(model, packs=packs, device=run.topology.device)
+    preference = run.config.preference
+    if preference is None:
+        return NextTokens(language_model, ignore_index)
+    spec = PAIR_LOSSES.get(preference.loss)
+    averages = spec is not None and spec.averages
+    if preference.length_normalised is not None:
+        averages = preference.length_normalised
+    completions = Completions(language_model, averages, ignore_index)
+    if spec is None or spec.needs_reference:
+        # The model is the reference now: a checkpoint is loaded later.
+        for path, loader in loaders:
+            reading = _loader(run, path, is_training=False)
+            loader.references = completions.table(reading, loader.num_examples)
+    if spec is None:
+        return GoodAndBad(completions, preference)
+    return PreferencePairs(completions, spec, preference)
 
 
 def _loader(run: Run, path: str, *, is_training: bool) -> StepLoader:

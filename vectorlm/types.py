@@ -160,6 +160,8 @@ class Batch:
     """int64 [B, T], which text of its sequence a token belongs to, from 0."""
     values: torch.Tensor | None = None
     """float32 [B], of preference data the margin of each pair, or whether a completion is a good one."""
+    references: torch.Tensor | None = None
+    """float32 [B, 2], the reference's log-probabilities of both texts of a row, where a loss reads them."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from vectorlm.checkpoint.settings import KeepSettings
 from vectorlm.data.settings import DatasetSettings, PreprocessSettings
 from vectorlm.engine.settings import EngineSettings
 from vectorlm.errors import ConfigError
-from vectorlm.hyperparameters import SETTINGS, AlgorithmSettings
+from vectorlm.hyperparameters import SETTINGS, AlgorithmSettings, PreferenceSettings
 from vectorlm.rl.settings import (
     AsyncSettings,
     CollectSettings,
@@ -168,6 +168,8 @@ class Config:
     """The preprocessed datasets; needed for supervised fine-tuning."""
     reward_model: RewardModelSettings | None = None
     """Training of a reward model on pairs instead of supervised fine-tuning; `{}` takes the defaults."""
+    preference: PreferenceSettings | None = None
+    """Learning from preference data instead of supervised fine-tuning."""
     rl: RLSettings | None = None
     """Reinforcement learning instead of supervised fine-tuning."""
     dataset_preprocess: PreprocessSettings | None = None
@@ -178,6 +180,13 @@ class Config:
     """Where each setting was written (``my.yaml:5``, ``--set a.b=c``); not a setting itself."""
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False, metadata={"is_setting": False})
     """What `load_config` put in the place of what was written; not a setting itself."""
+
+    @property
+    def examples(self) -> str:
+        """What the rows of `dataset` must be, as `dataset_preprocess.examples` calls it."""
+        if self.preference is not None and self.preference.loss == "kto":
+            return "labels"
+        return "texts" if self.preference is None and self.reward_model is None else "pairs"
 
     @property
     def overlap(self) -> AsyncSettings | None:

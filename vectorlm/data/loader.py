@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,6 +129,8 @@ class StepLoader:
         self._num_micro_batches = num_micro_batches
         self._seed = seed
         self._shuffle = shuffle
+        self.references: torch.Tensor | None = None
+        """float32 [rows of the dataset, 2], the `references` of batches; None for none."""
 
     def __len__(self) -> int:
         """Return the number of optimizer steps per epoch."""
@@ -178,7 +180,10 @@ class StepLoader:
         columns: dict[str, Any] = self._dataset[list(indices)] if indices else {}
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         rows = [{"id": index, **row} for index, row in zip(indices, rows, strict=True)]
-        return self._collator.collate(rows, self._micro_batch_size)
+        batch = self._collator.collate(rows, self._micro_batch_size)
+        if self.references is None:
+            return batch
+        return replace(batch, references=self.references[batch.ids.clamp(min=0)])
 
 
 def _require_target(dataset: Dataset, collator: Collator) -> None:

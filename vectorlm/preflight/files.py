@@ -59,13 +59,8 @@ def file_problems(config: Config) -> Iterator[str]:
             ("train_ds", data.train_ds),
             *(("eval_ds", each) for each in data.held_out.values()),
         ):
-            if (problem := _dataset_problem(Path(path), _examples(config))) is not None:
+            if (problem := _dataset_problem(Path(path), config.examples)) is not None:
                 yield refuse(config, f"dataset.{place}", *problem, path)
-
-
-def _examples(config: Config) -> str:
-    """Return what the rows of the datasets must be, as `dataset_preprocess.examples` calls it."""
-    return "texts" if config.reward_model is None else "pairs"
 
 
 def _dataset_problem(folder: Path, examples: str) -> tuple[str, str] | None:

@@ -31,6 +31,7 @@ FIXED = (
     "train_parameters.optimizer.arguments",
     "train_parameters.optimizer.name",
     "train_parameters.quantization",
+    "preference.loss",
     "rl.algorithm",
     "rl.critic.model",
     "rl.num_epochs",
@@ -78,8 +79,9 @@ def identity_of(config: Config, world_size: int, num_examples: int | None = None
         contents |= {"dataset.train_ds": _fingerprint(Path(text.train_ds))}
         fixed["global batch"] = world_size * text.train_bs * train.loop.gradient_accumulation_steps
         fixed["rows of dataset.train_ds"] = num_examples
-        if config.reward_model is not None:
-            fixed["section that trains"] = "reward_model"
+        for section in ("reward_model", "preference"):
+            if getattr(config, section) is not None:
+                fixed["section that trains"] = section
     optimizer = train.optimizer.name
     if optimizer in OPTIMIZERS and OPTIMIZERS[optimizer].per_rank_blocks:
         fixed[f"number of ranks (of {optimizer}, each keeps its shard in blocks of its own)"] = world_size

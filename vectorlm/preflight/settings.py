@@ -84,16 +84,16 @@ def _training_problems(config: Config) -> Iterator[str]:
             "there is nothing to train on: neither the section 'dataset' (supervised fine-tuning) nor 'rl' "
             "(reinforcement learning) is there. Add one."
         )
+    # Silent: one section alone would train, the engine would hold other weights than a reward model's, and
+    # rl.reward_models takes no adapters.
+    alone: dict[str, Any] = {"rl": config.rl}
     if config.reward_model is not None:
-        # Silent: the engine would hold other weights, and adapters have no place in rl.reward_models.
-        others = (
-            ("rl", config.rl),
-            (_SAMPLER, train.sampler),
-            ("train_parameters.lora_peft_config", train.lora_peft_config),
-        )
-        for name, value in others:
-            if value is not None:
-                yield refuse(config, name, "cannot go with reward_model", "Leave one of them out.", "…")
+        alone |= {_SAMPLER: train.sampler, "train_parameters.lora_peft_config": train.lora_peft_config}
+        alone |= {"preference": config.preference}
+    section = "preference" if config.reward_model is None else "reward_model"
+    for name, value in alone.items() if getattr(config, section) is not None else ():
+        if value is not None:
+            yield refuse(config, name, f"cannot go with {section}", "Leave one of them out.", "…")
     # Silent: the loss would count hidden tokens.
     if config.dataset is not None and preprocess is not None:
         index = config.dataset.ignore_index

@@ -69,6 +69,7 @@ def _text_rows(config: Config, world_size: int) -> dict[str, str]:
     rows = {
         "training": f"{_count(train.loop.epochs, 'epoch')} of {data.train_ds}",
         **({} if config.reward_model is None else {"loss": "of a reward model"}),
+        **({} if config.preference is None else {"loss": config.preference.loss}),
         "evaluation": f"on {held_out} every {_count(train.loop.logging_steps, 'optimizer step')}",
         "global batch": f"{_count(world_size * data.train_bs * num, 'sequence')} of up to {train.max_seq_len} tokens "
         f"({_count(world_size, 'rank')} x train_bs {data.train_bs} x accumulation {num})",

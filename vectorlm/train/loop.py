@@ -6,27 +6,18 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from vectorlm.train.objective import Objective
+from vectorlm.train.objective import BatchLoader, Objective
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.recorder import Recorder, memory_bytes, num_multiplied
 from vectorlm.train.settings import LoopSettings
 from vectorlm.types import Batch, TrainedModel
 from vectorlm.weights.plan import reshard
-
-
-class BatchLoader(Protocol):
-    """Splits an epoch into optimizer steps, and each step into the micro-batches of this rank."""
-
-    def __len__(self) -> int: ...  # Optimizer steps per epoch.
-
-    def steps(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
-        """Yield this rank's micro-batches of every optimizer step of `epoch`, from `start_step` on."""
-        ...
 
 
 @dataclass(kw_only=True)
@@ -83,7 +74,7 @@ class FineTuningLoop:
             for step in self.train_loader.steps(epoch, start_step=self.step % len(self.train_loader)):
                 if self.recorder.stopping.is_over:
                     return
-                yield self.objective.prepare(step)
+                yield list(self.objective.prepare(step))
 
     def optimize(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
         """Make one optimizer step, and return its metrics."""
@@ -150,12 +141,11 @@ class FineTuningLoop:
         shape = (len(self.eval_loaders), 1 + len(self.objective.names), 2)
         totals = torch.zeros(shape, dtype=torch.float64, device=self._device)
         for sums, loader in zip(totals, self.eval_loaders.values(), strict=True):
-            for micro_batches in loader.steps(0):
-                for batch in self.objective.prepare(micro_batches):
-                    loss, measured = self.objective.sum_loss(batch)
-                    sums[0, 0] += loss
-                    sums[0, 1] += self.objective.num_counted(batch)
-                    sums[1:] += measured.to(sums)
+            for batch in self.objective.prepare(chain.from_iterable(loader.steps(0))):
+                loss, measured = self.objective.sum_loss(batch)
+                sums[0, 0] += loss
+                sums[0, 1] += self.objective.num_counted(batch)
+                sums[1:] += measured.to(sums)
         model.train()
         reshard(model)
         dist.all_reduce(totals)

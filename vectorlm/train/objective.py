@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,6 +13,16 @@ from vectorlm.errors import DatasetError
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.packing import Rows
 from vectorlm.types import Batch
+
+
+class BatchLoader(Protocol):
+    """Splits an epoch into optimizer steps, and each step into the micro-batches of this rank."""
+
+    def __len__(self) -> int: ...  # Optimizer steps per epoch.
+
+    def steps(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
+        """Yield this rank's micro-batches of every optimizer step of `epoch`, from `start_step` on."""
+        ...
 
 
 class Objective(Protocol):
@@ -32,8 +42,8 @@ class Objective(Protocol):
     def why_padded(self) -> str | None:
         """Why rows are padded; None where they are not."""
 
-    def prepare(self, step: Sequence[Batch]) -> list[Batch]:
-        """Take this rank's micro-batches of the step that comes next; return them as `sum_loss` reads them."""
+    def prepare(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """Take this rank's micro-batches of the next step, or of a held-out dataset, as `sum_loss` reads them."""
         ...
 
     def num_counted(self, batch: Batch) -> torch.Tensor:
@@ -60,12 +70,11 @@ class NextTokens:
         """Why rows are padded; None where they are not."""
         return self.language_model.why_padded
 
-    def prepare(self, step: Sequence[Batch]) -> list[Batch]:
+    def prepare(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Make each text a row of its own where that takes no padding, so that no text sees the one before it."""
-        return [
-            apart(batch, self.ignore_index) if self.language_model.packs and batch.text_ids.any() else batch
-            for batch in step
-        ]
+        for batch in batches:
+            is_cut = self.language_model.packs and batch.text_ids.any()
+            yield apart(batch, self.ignore_index) if is_cut else batch
 
     def num_counted(self, batch: Batch) -> torch.Tensor:
         """Count the target tokens."""

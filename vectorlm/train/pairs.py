@@ -1,16 +1,21 @@
-"""Objectives of pairs: what a reward model learns of two completions."""
+"""Objectives of preference data: what a reward model or a policy learns of rows of two texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
+from vectorlm.algorithms.offline import KTO_BETA, PairLogprobs, PreferenceSpec, kto_loss
 from vectorlm.algorithms.preference import bradley_terry_loss
-from vectorlm.train.objective import apart, known_rows
+from vectorlm.hyperparameters import PreferenceSettings
+from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.objective import BatchLoader, apart, known_rows
 from vectorlm.train.scorer import Scorer
 from vectorlm.types import Batch
+from vectorlm.weights.plan import reshard
 
 NAMES = ("pair_accuracy", "pair_margin", "chosen_reward", "rejected_reward")
 """Of pairs: how often the chosen text has the higher reward, by how much in the mean, and the means of both."""
@@ -32,9 +37,9 @@ class RewardPairs:
         """Why rows are padded; None where they are not."""
         return self.scorer.why_padded
 
-    def prepare(self, step: Sequence[Batch]) -> list[Batch]:
+    def prepare(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Make each text a row of its own."""
-        return [apart(batch, self.ignore_index) for batch in step]
+        return (apart(batch, self.ignore_index) for batch in batches)
 
     def num_counted(self, batch: Batch) -> torch.Tensor:
         """Count the pairs."""
@@ -48,6 +53,141 @@ class RewardPairs:
         margins = batch.values[: len(chosen)].to(chosen.device)
         loss = bradley_terry_loss(chosen, rejected, margins, self.center_coef)
         return loss.sum(), measured(chosen, rejected)
+
+
+@dataclass(frozen=True)
+class Completions:
+    """What objectives of a policy have in common: log-probabilities of the completions of both texts of a row."""
+
+    language_model: LanguageModel
+    averages: bool
+    """Whether these are divided by the number of tokens."""
+    ignore_index: int = -100
+    """Label of tokens that belong to no completion."""
+
+    @property
+    def why_padded(self) -> str | None:
+        """Why rows are padded; None where they are not."""
+        return self.language_model.why_padded
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        """Return float32 [B], of each row of texts that are apart."""
+        rows = known_rows(batch, self.language_model.model, self.ignore_index)
+        sums = self.language_model.logprobs(rows).sum(dim=1)
+        return sums / rows.is_asked.sum(dim=1).clamp(min=1).to(sums) if self.averages else sums
+
+    @torch.no_grad()
+    def table(self, loader: BatchLoader, num_rows: int) -> torch.Tensor:
+        """Return what the model says of both texts of each row of a dataset, float32 [N, 2] on the CPU of all ranks."""
+        model = self.language_model.model
+        found = torch.zeros(num_rows, 2, device=self.language_model.device)
+        model.eval()
+        for step in loader.steps(0):
+            for batch in step:
+                texts = apart(batch, self.ignore_index)
+                both = torch.stack(in_pairs(self.logprobs(texts), texts), dim=1)
+                found[batch.ids[batch.ids >= 0].to(found.device)] = both
+        model.train()
+        reshard(model)
+        # Each row was computed by one rank.
+        dist.all_reduce(found)
+        return found.cpu()
+
+
+@dataclass(frozen=True)
+class PreferencePairs:
+    """A loss of the log-probabilities of pairs: DPO and the like."""
+
+    completions: Completions
+    spec: PreferenceSpec
+    settings: PreferenceSettings
+    counts = "pair"
+    names = NAMES
+
+    @property
+    def why_padded(self) -> str | None:
+        """Why rows are padded; None where they are not."""
+        return self.completions.why_padded
+
+    def prepare(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Make each text a row of its own."""
+        return (apart(batch, self.completions.ignore_index) for batch in batches)
+
+    def num_counted(self, batch: Batch) -> torch.Tensor:
+        """Count the pairs."""
+        return (batch.ids >= 0).sum() // 2
+
+    def sum_loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the losses of the pairs, and the sums of `names`."""
+        chosen, rejected = in_pairs(self.completions.logprobs(batch), batch)
+        references = [torch.zeros_like(chosen)] * 2
+        if batch.references is not None:
+            references = list(batch.references[: len(chosen)].to(chosen.device).unbind(1))
+        beta = self.settings.beta or self.spec.beta
+        loss = self.spec.loss(PairLogprobs(chosen, rejected, *references), self.settings, beta)
+        return loss.sum(), measured(beta * (chosen - references[0]), beta * (rejected - references[1]))
+
+
+@dataclass
+class GoodAndBad:
+    """KTO's loss of completions that are good or bad; the second text of a row estimates the KL divergence."""
+
+    completions: Completions
+    settings: PreferenceSettings
+    _kl: float = 0.0
+    counts = "completion"
+    names = ("chosen_reward", "rejected_reward", "kl")
+
+    @property
+    def why_padded(self) -> str | None:
+        """Why rows are padded; None where they are not."""
+        return self.completions.why_padded
+
+    def prepare(self, batches: Iterable[Batch]) -> list[Batch]:
+        """Estimate the divergence of all batches together, and leave out the texts that it is estimated from."""
+        model = self.completions.language_model.model
+        sums = torch.zeros(2, dtype=torch.float64, device=self.completions.language_model.device)
+        firsts = []
+        for batch in batches:
+            texts = apart(batch, self.completions.ignore_index)
+            num_rows = int((batch.ids >= 0).sum())
+            is_second = (torch.arange(len(texts.ids)) % 2 == 1) & (texts.ids >= 0)
+            firsts.append(rows_of(texts, ~is_second))
+            # A rank without rows takes part with those that fill up its batch.
+            others = rows_of(texts, is_second if num_rows else ~is_second)
+            with torch.no_grad():
+                logprobs = self.completions.logprobs(others)[:num_rows]
+            assert batch.references is not None
+            sums[0] += (logprobs - batch.references[:num_rows, 1].to(logprobs)).sum()
+            sums[1] += num_rows
+        reshard(model)
+        dist.all_reduce(sums)
+        self._kl = max((sums[0] / sums[1].clamp(min=1)).item(), 0.0)
+        return firsts
+
+    def num_counted(self, batch: Batch) -> torch.Tensor:
+        """Count the completions."""
+        return (batch.ids >= 0).sum()
+
+    def sum_loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the losses of the completions, and the sums of `names`."""
+        num_rows = int((batch.ids >= 0).sum())
+        logprobs = self.completions.logprobs(batch)[:num_rows]
+        assert batch.references is not None
+        assert batch.values is not None
+        references = batch.references[:num_rows, 0].to(logprobs)
+        is_good = batch.values[:num_rows].to(logprobs.device) > 0.5
+        beta = self.settings.beta or KTO_BETA
+        loss = kto_loss(logprobs, references, is_good, self._kl, self.settings, beta)
+        rewards = (beta * (logprobs - references)).detach().double()
+        sums = [[rewards[kind].sum().item(), int(kind.sum())] for kind in (is_good, ~is_good)]
+        return loss.sum(), torch.tensor([*sums, [self._kl * num_rows, num_rows]], dtype=torch.float64)
+
+
+def rows_of(batch: Batch, is_kept: torch.Tensor) -> Batch:
+    """Return some rows of a batch; what is known of pairs stays as it is."""
+    names = ("input_ids", "attention_mask", "labels", "ids", "text_ids")
+    return replace(batch, **{name: getattr(batch, name)[is_kept] for name in names})
 
 
 def in_pairs(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:

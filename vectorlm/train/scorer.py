@@ -46,6 +46,5 @@ class Scorer:
         input_ids, mask = F.pad(rows.input_ids, (0, 1)), F.pad(rows.attention_mask, (0, 1))
         packing = pack(Rows(input_ids, mask, is_asked, rows.groups))
         model: Any = self.model
-        return model.packed_pass(
-            packing, self._device, lambda states: self._score(states)[:, 0].float()
-        ), packing
+        # Behind the pass: FSDP2 warns of views that it returns.
+        return model.packed_pass(packing, self._device, self._score)[:, 0].float(), packing

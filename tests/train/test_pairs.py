@@ -1,0 +1,154 @@
+"""The objectives of preference data: losses of a batch against slow loops, whatever its micro-batches and padding."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from rank_processes import on_ranks
+
+from vectorlm.algorithms.offline import PAIR_LOSSES, PairLogprobs, kto_loss, orpo
+from vectorlm.data.loader import Collator
+from vectorlm.hyperparameters import PreferenceSettings
+from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.load import load_model
+from vectorlm.train.pairs import Completions, GoodAndBad, PreferencePairs
+
+ROWS = [
+    ([5, 6, 7, 8, 0], [5, 6, 9, 0], 1.0),
+    ([10, 11, 12], [10, 13, 14, 15, 16], 0.0),
+    ([20, 21, 22, 23], [20, 24, 25, 0], 1.0),
+]
+"""Two texts of a row, whose first two tokens are the prompt, and its label."""
+REFERENCES = torch.tensor([[-3.0, -9.5], [-11.0, -15.0], [-8.0, -13.0]])
+SETTINGS = {
+    "dpo": {"label_smoothing": 0.1},
+    "hinge": {"length_normalised": True, "beta": 0.7},
+    "ipo": {"beta": 0.3},
+    "simpo": {"gamma": 0.6},
+    "orpo": {"beta": 0.4},
+    "kto": {"beta": 0.6, "desirable_weight": 1.5, "undesirable_weight": 0.8},
+}
+
+
+def batch_of(places, num_rows):
+    rows = [
+        {
+            "id": place,
+            "input_ids": [*ROWS[place][0], *ROWS[place][1]],
+            "labels": [-100, -100, *ROWS[place][0][2:], -100, -100, *ROWS[place][1][2:]],
+            "seq_lengths": [len(ROWS[place][0]), len(ROWS[place][1])],
+            "is_good": ROWS[place][2],
+        }
+        for place in places
+    ]
+    batch = Collator(0, -100, 16).collate(rows, num_rows)
+    return replace(batch, references=REFERENCES[batch.ids.clamp(min=0)])
+
+
+def losses(topology, folder):
+    """Return for each loss its sum over a step of one micro-batch, of two, and padded, with what is measured."""
+    found = {}
+    for name, given in SETTINGS.items():
+        settings = PreferenceSettings(loss=name, **given)
+        spec = PAIR_LOSSES.get(name)
+        averages = name in ("ipo", "simpo", "orpo", "hinge")
+        for packs in (True, False):
+            model = LanguageModel(load_model(folder).eval(), packs=packs)
+            completions = Completions(model, averages)
+            objective = GoodAndBad(completions, settings)
+            if spec is not None:
+                objective = PreferencePairs(completions, spec, settings)
+            for parts in ([[0, 1, 2]], [[2], [0, 1]]):
+                step = list(objective.prepare([batch_of(places, 4) for places in parts]))
+                assert sum(int(objective.num_counted(each)) for each in step) == 3
+                sums = [objective.sum_loss(each) for each in step]
+                total = sum(loss.item() for loss, _ in sums), sum(measured for _, measured in sums)
+                found.setdefault(name, []).append(total)
+    return found
+
+
+def logprob(model, text):
+    """Add up what the model says of a text behind its prompt, in float64."""
+    with torch.no_grad():
+        rows = torch.log_softmax(model(input_ids=torch.tensor([text])).logits[0].double(), dim=-1)
+    return sum(rows[place - 1, text[place]].item() for place in range(2, len(text)))
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def expected_of(name, model):
+    """Write the losses of TRL's DPOTrainer, CPOTrainer, ORPOTrainer and KTOTrainer out, pair by pair."""
+    texts = [[logprob(model, text) for text in row[:2]] for row in ROWS]
+    means = [
+        [each / (len(text) - 2) for each, text in zip(two, row[:2], strict=True)]
+        for two, row in zip(texts, ROWS, strict=True)
+    ]
+    references = REFERENCES.tolist()
+    kl = max(sum(two[1] - reference[1] for two, reference in zip(texts, references, strict=True)) / 3, 0.0)
+    total = 0.0
+    for two, mean, reference, (_, _, is_good) in zip(texts, means, references, ROWS, strict=True):
+        if name == "dpo":
+            h = (two[0] - two[1]) - (reference[0] - reference[1])
+            total += -0.9 * math.log(sigmoid(0.1 * h)) - 0.1 * math.log(sigmoid(-0.1 * h))
+        elif name in ("hinge", "ipo"):
+            h = (mean[0] - mean[1]) - (reference[0] - reference[1])
+            total += max(0.0, 1 - 0.7 * h) if name == "hinge" else (h - 1 / 0.6) ** 2
+        elif name == "simpo":
+            total += -math.log(sigmoid(2.0 * (mean[0] - mean[1]) - 0.6))
+        elif name == "orpo":
+            odds = [math.log(math.exp(each) / (1 - math.exp(each))) for each in mean]
+            total += -mean[0] - 0.4 * math.log(sigmoid(odds[0] - odds[1]))
+        else:
+            ratio = two[0] - reference[0]
+            total += (
+                1.5 * (1 - sigmoid(0.6 * (ratio - kl)))
+                if is_good
+                else 0.8 * (1 - sigmoid(0.6 * (kl - ratio)))
+            )
+    return total, texts, kl
+
+
+def test_losses_are_those_of_a_slow_loop_however_a_step_is_split_and_laid_out(folder):
+    model = load_model(folder).eval()
+    (found,) = on_ranks(1, losses, folder)
+    for name, each in found.items():
+        expected, texts, kl = expected_of(name, model)
+        for total, measured in each:
+            assert total == pytest.approx(expected, rel=1e-5), name
+            torch.testing.assert_close(measured, each[0][1], rtol=1e-4, atol=1e-5)
+        means = (each[0][1][:, 0] / each[0][1][:, 1]).tolist()
+        if name == "dpo":
+            rewards = [
+                [0.1 * (two[i] - REFERENCES[row, i].item()) for i in (0, 1)] for row, two in enumerate(texts)
+            ]
+            gaps = [chosen - rejected for chosen, rejected in rewards]
+            right = sum(gap > 0 for gap in gaps) / 3
+            wanted = [
+                right,
+                sum(gaps) / 3,
+                sum(each[0] for each in rewards) / 3,
+                sum(each[1] for each in rewards) / 3,
+            ]
+            assert means == pytest.approx(wanted, rel=1e-4)
+        if name == "kto":
+            assert kl > 1
+            good = [0.6 * (texts[row][0] - REFERENCES[row, 0].item()) for row in (0, 2)]
+            bad = 0.6 * (texts[1][0] - REFERENCES[1, 0].item())
+            assert means == pytest.approx([sum(good) / 2, bad, kl], rel=1e-4)
+
+
+def test_by_hand_and_at_the_edge():
+    one = PreferenceSettings(loss="kto", undesirable_weight=2.0)
+    zeros = torch.zeros(2)
+    # At the reference a completion is a coin toss; sigmoid(0.1 x 10) = 0.731.
+    assert kto_loss(zeros, zeros, torch.tensor([True, False]), 0.0, one, 0.1).tolist() == [0.5, 1.0]
+    found = kto_loss(zeros, zeros, torch.tensor([True, False]), 10.0, one, 0.1)
+    assert found.tolist() == pytest.approx([0.7310586, 2 * 0.2689414])
+    sure = torch.zeros(1, requires_grad=True)
+    loss = orpo(PairLogprobs(sure, torch.tensor([-1.0]), zeros, zeros), PreferenceSettings(loss="orpo"), 0.1)
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert sure.grad.isfinite().all()
