@@ -41,6 +41,7 @@ setup(
     packages=find_packages(include=["vectorlm", "vectorlm.*"]),
     package_data={
         "vectorlm": ["py.typed"],
+        "vectorlm.cli": ["project/*", "project/.github/workflows/*"],
         "vectorlm.config": ["foreign.txt"],
         "vectorlm.report": ["page.html"],
     },
@@ -94,5 +95,8 @@ setup(
             "types-PyYAML",
         ],
     },
-    entry_points={"console_scripts": ["vectorlm=vectorlm.cli:main"]},
+    entry_points={
+        "console_scripts": ["vectorlm=vectorlm.cli:main"],
+        "pytest11": ["vectorlm=vectorlm.pytest_plugin"],
+    },
 )

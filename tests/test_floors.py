@@ -45,6 +45,8 @@ FLOORS = [
     {"sft_run", "rl_run"},
     {"calls"},
     {"cli"},
+    {"project"},
+    {"pytest_plugin"},
 ]
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 ENTRANCES = ("__init__", "__main__")

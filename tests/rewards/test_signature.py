@@ -47,7 +47,11 @@ def test_parameters_may_stand_in_any_order():
     def by_place(completion, answer, /):
         return float(completion == answer)
 
+    def without_one(prompt, answer):
+        return float(prompt == "1 + 1" and answer == "2")
+
     assert [score(each) for each in (last, by_keyword, one, by_place)] == [RIGHT] * 4
+    assert score(without_one) == [1.0, 0.0]
 
 
 def test_what_names_neither_completions_nor_a_completion():

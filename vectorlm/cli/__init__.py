@@ -42,6 +42,10 @@ COMMANDS = {
         "say whether a run would start on this machine, and what to do if not",
         "vectorlm doctor",
     ),
+    "new": Command(
+        "make a folder to begin from: a config, a reward, an environment, and tests of them",
+        "vectorlm new my_project",
+    ),
     "preprocess": Command(
         "make a dataset as the config's dataset_preprocess section says",
         "vectorlm preprocess my.yaml --set dataset_preprocess.save_path=data/mine",

@@ -29,7 +29,7 @@ class RewardSignature:
     takes_lists: bool
     """Whether it takes lists with an entry for each completion, by name, and returns a list."""
     completion: str | None
-    """The parameter that takes the one completion; None for lists, and where there is only ``*arguments``."""
+    """The parameter that takes the one completion; None for lists, and for a function that does not name it."""
     kinds: Mapping[str, Any]
     """`inspect`'s kind of each parameter, in order."""
     required: tuple[str, ...]
@@ -39,7 +39,8 @@ class RewardSignature:
     def of(cls, reward: Callable[..., Any]) -> RewardSignature:
         """Read a function's parameters: `completions` or `prompts` means lists, and so do token ids in first place.
 
-        One completion goes to the parameter `completion`, to verl's `solution_str`, or to the first one.
+        One completion goes to the parameter `completion`, to verl's `solution_str`, or to the first one, unless that
+        asks for something else, such as `messages`.
         """
         parameters = inspect.signature(reward).parameters
         named = {
@@ -55,7 +56,7 @@ class RewardSignature:
         )
         completion = None
         if not takes_lists and first is not None and first.kind is not first.VAR_POSITIONAL:
-            completion = own or first.name
+            completion = own or (None if first.name in (*EXTRAS, *OFFERED[False]) else first.name)
         required = tuple(
             name for name, each in named.items() if each.default is each.empty and name != completion
         )
@@ -78,7 +79,9 @@ class RewardSignature:
             # A list is offered by two names; ``**columns`` gets it by one.
             if name != self.completion and (name in self.kinds or (takes_any and name != IDS[1]))
         }
-        positional = [] if self.takes_lists or self.completion is not None else [completion]
+        first = next(iter(self.kinds.values()), inspect.Parameter.VAR_POSITIONAL)
+        is_open = first is inspect.Parameter.VAR_POSITIONAL and not self.takes_lists
+        positional = [completion] if is_open and self.completion is None else []
         if self.completion is not None:
             given[self.completion] = completion
         by_place = [name for name, kind in self.kinds.items() if kind is inspect.Parameter.POSITIONAL_ONLY]

@@ -1,0 +1,226 @@
+"""Checks of a project of one's own: its config, rewards and environment, on a tiny model with the real engine.
+
+``pytest --vectorlm CONFIG`` runs them; so does a test of one's own, which may name completions:
+
+>>> PROJECT = ProjectUnderTest("config.yaml", completions=["7", "no idea"])  # doctest: +SKIP
+>>> @pytest.mark.parametrize("check", PROJECT_CHECKS)                        # doctest: +SKIP
+... def test_project(check):
+...     check(PROJECT)
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from vectorlm.cli import model as model_command
+from vectorlm.config.load import load_config
+from vectorlm.config.schema import RLSettings
+from vectorlm.data.prompts import read_prompts
+from vectorlm.encoding import is_messages, load_tokenizer
+from vectorlm.errors import ConfigError, EngineError, RankFailed
+from vectorlm.preflight.checked import preflight
+from vectorlm.ranks.launcher import launch
+from vectorlm.report.runs import read_lines
+from vectorlm.rewards.function import RewardFunction
+from vectorlm.rewards.registry import get_reward
+from vectorlm.rewards.runner import RewardResult, Scorable
+from vectorlm.workers import WorkerPool
+
+__all__ = ["PROJECT_CHECKS", "ProjectUnderTest"]
+
+NUM_PROMPTS, MAX_TOKENS = 8, 16
+LOGPROB_TOLERANCE = 1e-3
+"""Largest difference between the log-probabilities of engine and trainer, which are both in float32."""
+STRANGE = ("", "\u4f60\u597d \U0001f642 \u202e e\u0301 \x00", "12 " * 50_000)
+"""What a model may write some day: nothing, any characters, very much."""
+SHOWN_CHARACTERS = 60
+
+Scored = list[tuple[Scorable, RewardResult]]
+
+
+@dataclass
+class ProjectUnderTest:
+    """A config for reinforcement learning with what it names; the checks share one run of two steps."""
+
+    config_path: str | Path
+    completions: Sequence[str] = ()
+    """Completions that each reward should tell apart, beside the values of the prompts' columns."""
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """Where the tiny model and the run are."""
+        return Path(tempfile.mkdtemp(prefix="vectorlm-project-"))
+
+    @functools.cached_property
+    def rl(self) -> RLSettings:
+        """The section `rl` as it was written."""
+        rl = load_config(self.config_path).rl
+        if rl is None:
+            raise ConfigError(f"{self.config_path} has no section rl, which these checks are about.")
+        return rl
+
+    @functools.cached_property
+    def model(self) -> Path:
+        """A tiny model with the tokenizer of the config's model, or SmolLM2's where that one cannot be had."""
+        try:
+            tokenizer = load_tokenizer(load_config(self.config_path).model)
+        except EngineError:
+            small = self.folder / "smollm2"
+            model_command.run(Namespace(name=model_command.SMALL, path=str(small)))
+            tokenizer = load_tokenizer(small)
+        save_tiny_model(self.folder / "model", tokenizer)
+        return self.folder / "model"
+
+    @functools.cached_property
+    def run(self) -> Path:
+        """The folder of a run of two steps.
+
+        Raises:
+            RankFailed: Training failed; from the second time on that is said at once.
+        """
+        from vectorlm.rl_run import reinforce
+
+        if (self.folder / "run").exists():
+            raise RankFailed("the run of two steps failed before.")
+        changes = {
+            "model": str(self.model),
+            "enable_wandb_logging": False,
+            "train_parameters.output_dir": str(self.folder / "run"),
+            "train_parameters.checkpointing_enabled": False,
+            "train_parameters.dtype": "float32",
+            "train_parameters.sampler.vllm_dtype": "float32",
+            "train_parameters.sampler.engine.kv_cache_memory_bytes": 64 << 20,
+            "rl.max_steps": 2,
+            "rl.prompts_per_step": min(self.rl.collect.prompts_per_step, NUM_PROMPTS),
+            "rl.num_mini_batches": 1,
+            "rl.sampling_params.max_tokens": min(self.rl.collect.sampling["max_tokens"], MAX_TOKENS),
+        }
+        overrides = [f"{name}={json.dumps(value)}" for name, value in changes.items()]
+        launch(reinforce, preflight(load_config(self.config_path, overrides), 1), world_size=1)
+        return self.folder / "run"
+
+    def score(self, texts: Callable[[Mapping[str, Any]], Sequence[str]]) -> dict[str, Scored]:
+        """Have each reward score texts, made of a prompt's columns, for some prompts of its source."""
+        scored: dict[str, Scored] = {}
+        with WorkerPool(1) as pool:
+            for source in self.rl.by_source.values():
+                assert source.prompts is not None
+                records = islice(read_prompts(source.prompts, is_held_out=False), NUM_PROMPTS)
+                items = [
+                    Scorable(text, each.prompt, (), each.columns, _chat(each.prompt, text))
+                    for each in records
+                    for text in texts(each.columns)
+                ]
+                # What reads an environment's numbers is called in the run alone.
+                for name in filter(_reads_text, source.rewards):
+                    reward = RewardFunction(name, pool, timeout_s=self.rl.reward.reward_timeout_s)
+                    scored.setdefault(name, []).extend(zip(items, reward.score(items), strict=True))
+        return scored
+
+
+def _reads_text(reward: str) -> bool:
+    return "environment" not in inspect.signature(get_reward(reward)).parameters
+
+
+def _chat(prompt: Any, text: str) -> list[Mapping[str, Any]] | None:
+    return [*prompt, {"role": "assistant", "content": text}] if is_messages(prompt) else None
+
+
+def save_tiny_model(path: Path, tokenizer: Any) -> None:
+    """Save a Llama of two narrow blocks with random weights and somebody's tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=1 << 16,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def _every_reward_answers(project: ProjectUnderTest, texts: Sequence[str]) -> None:
+    for name, scored in project.score(lambda columns: texts).items():
+        for item, result in scored:
+            assert result.error is None, f"{name}: {item.failure(result.error or '')}"
+
+
+def rewards_survive_any_completion(project: ProjectUnderTest) -> None:
+    """No reward raises or is late for an empty, a strange or a huge completion."""
+    _every_reward_answers(project, STRANGE)
+
+
+def rewards_are_deterministic(project: ProjectUnderTest) -> None:
+    """The same completions of the same prompts have the same rewards, in another process too."""
+    first, second = (project.score(lambda columns: _made_of(columns, project)) for _ in range(2))
+    for name, scored in first.items():
+        for (item, one), (_, other) in zip(scored, second[name], strict=True):
+            assert repr(one.reward) == repr(other.reward), (
+                f"{name} gave {one.reward} and then {other.reward} for {item.text[:SHOWN_CHARACTERS]!r}"
+            )
+
+
+def rewards_tell_completions_apart(project: ProjectUnderTest) -> None:
+    """A reward that is the same for all completions teaches nothing."""
+    for name, scored in project.score(lambda columns: _made_of(columns, project)).items():
+        rewards = {repr(result.reward) for _, result in scored}
+        texts = sorted({item.text[:SHOWN_CHARACTERS] for item, _ in scored})[:NUM_PROMPTS]
+        assert len(rewards) > 1, (
+            f"{name} gave {rewards.pop()} to each of {len(scored)} completions, such as {texts}. Name some that it "
+            "should tell apart: ProjectUnderTest(config, completions=[...])."
+        )
+
+
+def _made_of(columns: Mapping[str, Any], project: ProjectUnderTest) -> list[str]:
+    return ["", "no idea", *(str(value) for value in columns.values()), *project.completions]
+
+
+def two_steps_train(project: ProjectUnderTest) -> None:
+    """Two steps are sampled by vLLM, scored, and trained on; environments play and close without an error."""
+    steps = [row["step"] for row in read_lines(project.run / "metrics.jsonl") if row["step"]]
+    assert steps == [1, 2], f"{project.run} has steps {steps}"
+
+
+def engine_and_trainer_agree(project: ProjectUnderTest) -> None:
+    """The engine's log-probabilities are the trainer's; turns are trained on as they were sampled."""
+    gaps = [row[GAP] for row in read_lines(project.run / "metrics.jsonl") if GAP in row]
+    assert max(gaps, default=math.inf) < LOGPROB_TOLERANCE, f"{GAP} is {gaps}"
+
+
+def each_step_samples_from_the_weights_before(project: ProjectUnderTest) -> None:
+    """A swap that was proven lies between two steps: each samples from what the one before has left."""
+    versions = {(row["train_step"], row["version"]) for row in read_lines(project.run / "rollouts.jsonl")}
+    allowed = 0 if project.rl.async_ is None else project.rl.async_.max_staleness
+    late = sorted((step, version) for step, version in versions if step - 1 - version > allowed)
+    assert not late, f"steps and the versions that they sampled from: {late}"
+
+
+GAP = "sampler/logprob_gap_max"
+PROJECT_CHECKS: tuple[Callable[[ProjectUnderTest], None], ...] = (
+    rewards_survive_any_completion,
+    rewards_are_deterministic,
+    rewards_tell_completions_apart,
+    two_steps_train,
+    engine_and_trainer_agree,
+    each_step_samples_from_the_weights_before,
+)
+"""In the order in which they are quick; each raises `AssertionError` where the project is wrong."""
