@@ -37,6 +37,11 @@ KINDS = {
         "train_parameters.dtype=bfloat16",
         "train_parameters.lora_peft_config={r: 32, target_modules: all-linear}",
     ),
+    "QLoRA": (
+        "train_parameters.dtype=bfloat16",
+        "train_parameters.quantization=nf4",
+        "train_parameters.lora_peft_config={r: 32, target_modules: all-linear}",
+    ),
 }
 WAYS = {
     "awake": ("train_parameters.sampler.sleep=none", "train_parameters.sampler.offload_optimizer=false"),
@@ -44,6 +49,11 @@ WAYS = {
     "sleep, offload": (
         "train_parameters.sampler.sleep=all",
         "train_parameters.sampler.offload_optimizer=true",
+    ),
+    "sleep, 70%": (
+        "train_parameters.sampler.sleep=all",
+        "train_parameters.sampler.offload_optimizer=true",
+        "train_parameters.sampler.gpu_memory_utilization=0.7",
     ),
     "CPU offload": (
         "train_parameters.sampler.sleep=all",
@@ -64,14 +74,19 @@ FULL_SHARD, AdamW. **Nothing of it was measured on a GPU.** Each cell names the 
 - *awake*: the engine keeps its memory while the trainer works;
 - *sleep*: it gives up weights and KV cache meanwhile (`sleep: all`);
 - *sleep, offload*: the optimizer's state moves to the host while the engine works (`offload_optimizer: true`);
+- *sleep, 70%*: so, and the engine may have 70% of the device, with hardly a KV cache where that is tight;
 - *CPU offload*: weights, gradients and optimizer state stay on the host, where AdamW steps (`cpu_offload: true`), and
   the engine, asleep meanwhile, may have 85% of the device: slow;
 - `-`: it does not fit.
 
-*full* trains all weights in fp32, computing in bf16; *LoRA* trains adapters of rank 32 on a frozen bf16 base. A GB is
-1e9 bytes. The sizes are those of the models' own `config.json`.
+*full* trains all weights in fp32, computing in bf16; *LoRA* trains adapters of rank 32 on a frozen bf16 base, *QLoRA*
+on one in 4 bits (`quantization: nf4`), which cannot go with `cpu_offload`. The engine holds 16 bits in all of them. A
+GB is 1e9 bytes. The sizes are those of the models' own `config.json`.
 
 {table}
+
+With shorter sequences and a smaller engine than these,
+[1x24gb_qlora.yaml](../configs/cuda/1x24gb_qlora.yaml) fits 7B on one card of 24 GB.
 
 The host needs memory too: the second table of `vectorlm check` says how much.
 
@@ -132,7 +147,7 @@ def fits(config: Any, num_devices: int, gigabytes: int) -> bool:
 
 def way_of(folder: Path, kind: str, num_devices: int, gigabytes: int) -> str:
     """Return the fastest way in which a model fits."""
-    for way in WAYS:
+    for way in [each for each in WAYS if (kind, each) != ("QLoRA", "CPU offload")]:
         config = load_config(ROOT / BASE, [f"model={folder}", *overrides(kind, way)])
         if fits(config, num_devices, gigabytes):
             return way

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from vectorlm.cli import main
+from vectorlm.preflight import settings as preflight_settings
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -26,6 +27,8 @@ def models(tmp_path_factory):
 def checkout(models, tmp_path, monkeypatch):
     """Make a folder in which the commands of the page find what they name."""
     monkeypatch.chdir(tmp_path)
+    # What plans are for need not be installed here.
+    monkeypatch.setattr(preflight_settings, "is_installed", lambda name: True)
     Path("configs").symlink_to(ROOT / "configs")
     Path("models").symlink_to(models[0])
     for name in ("train", "eval"):
