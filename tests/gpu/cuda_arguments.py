@@ -108,7 +108,7 @@ def engine_of(path: Path, device: Device) -> dict[str, object]:
     class Asked(ExitStack):
         def __init__(self, model, settings, **arguments):
             super().__init__()
-            asked.update(arguments)
+            asked.update(arguments, gpu_memory_utilization=settings.gpu_memory_utilization)
 
         def sleep(self, **parts): ...
 

@@ -39,6 +39,8 @@ ENGINES = {
     for machine, engine in {"1x24gb": OF_24GB, "1x80gb": OF_80GB, "8x80gb": OF_EIGHT}.items()
     for task in ("grpo", "lora", "sft")
 }
+SMALL = {"sequences": 8, "tokens": 1024, "graphs": "NONE", "largest graph": 0, "share": 0.7, "rank": 16}
+ENGINES["1x24gb_qlora"] = OF_24GB | SMALL
 
 
 @pytest.mark.parametrize(
