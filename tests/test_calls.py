@@ -1,7 +1,11 @@
 """Whole runs from Python: functions, lists and settings by keyword."""
 
+import json
+
 import pytest
+import torch
 from rank_processes import save_tiny_llama
+from safetensors.torch import load_file
 
 import vectorlm
 from vectorlm.config import load_config
@@ -65,6 +69,65 @@ def test_texts_in_memory_are_learned(folder, tmp_path, monkeypatch):
     assert (run.model / "model.safetensors").is_file()
     with pytest.raises(ConfigError, match="eval_dataset is missing"):
         vectorlm.finetune(folder, "rows.jsonl", max_seq_len=32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_function_after_each_step_sees_it_changes_nothing_and_ends_the_run(folder, tmp_path, world_size):
+    def weights(name, on_step, **more):
+        run = vectorlm.reinforce(
+            folder,
+            [{"prompt": letter * 3} for letter in "aeiou"],
+            lambda text: text.count("a") / 8,
+            output_dir=tmp_path / name,
+            world_size=world_size,
+            on_step=on_step,
+            lr=1e-3,
+            **{**FEW, **more},
+            engine=ENGINE,
+        )
+        return run, load_file(run.model / "model.safetensors")
+
+    def meddle(step, metrics, rollouts):
+        with open(tmp_path / "seen.jsonl", "a") as file:
+            file.write(
+                json.dumps([step, metrics["reward/mean"], len(rollouts), rollouts[0]["prompt"]]) + "\n"
+            )
+        torch.rand(9)
+        metrics["reward/mean"] = 7.0
+        for each in rollouts:
+            each.clear()
+        rollouts.clear()
+        return step == 2
+
+    _, alone = weights("alone", None)
+    run, ended = weights("ended", meddle, max_steps=9)
+    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    rows = _lines(run.metrics)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    kept = [each for each in _lines(run.rollouts) if each["train_step"] == 2]
+    assert seen[1] == [2, rows[2]["reward/mean"], 8, kept[0]["prompt"]]
+    assert all(torch.equal(alone[name], tensor) for name, tensor in ended.items())
+
+
+def test_fine_tuning_ends_after_the_step_that_the_function_says(folder, tmp_path):
+    rows = [{"text": letter * 20} for letter in "abcdefghijklmnopqrst"]
+    run = vectorlm.finetune(
+        folder,
+        rows,
+        max_seq_len=32,
+        epochs=9,
+        train_bs=2,
+        logging_steps=100,
+        world_size=2,
+        output_dir=tmp_path / "run",
+        on_step=lambda step, metrics, rollouts: "eval/loss" not in metrics and rollouts == [] and step == 3,
+    )
+    lines = _lines(run.metrics)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    # It is evaluated as a last step is, and exported.
+    assert "eval/loss" in lines[-1]
+    assert (run.model / "model.safetensors").is_file()
 
 
 def test_keywords_are_the_settings_of_a_config():

@@ -7,8 +7,9 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -19,6 +20,9 @@ from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.local_model import with_download
 from vectorlm.ranks.launcher import launch
 from vectorlm.report.runs import read_lines
+
+if TYPE_CHECKING:
+    from vectorlm.train.recorder import OnStep
 
 HELD_OUT = 0.05
 """Share of the rows that fine-tuning keeps to evaluate on, where it is given no others."""
@@ -56,6 +60,7 @@ def reinforce(
     prompts_per_step: int = 8,
     output_dir: str | os.PathLike[str] | None = None,
     world_size: int = 1,
+    on_step: OnStep | None = None,
     **settings: Any,
 ) -> FinishedRun:
     """Train a model by rewards.
@@ -74,6 +79,9 @@ def reinforce(
         prompts_per_step: Prompts of a step, each with ``group_size`` completions.
         output_dir: Folder of the run; None makes a new one under ``runs``. A run that was ended goes on in its folder.
         world_size: Number of ranks.
+        on_step: ``on_step(step, metrics, rollouts)``, called in the process of rank 0 after each step with copies of
+            its line in ``metrics.jsonl``, without the seconds of its phases, and of its lines in ``rollouts.jsonl``.
+            If it returns True, the run ends after this step as after its last one; if it raises, the run fails.
         **settings: Other settings of a config by their last name (``lr=1e-6``), where several have it that nearest the
             top; or whole sections (``train_parameters={"optimizer": {"lr": 1e-6}}``).
 
@@ -92,7 +100,9 @@ def reinforce(
     }
     from vectorlm.rl_run import reinforce as on_rank
 
-    return _run(on_rank, with_download(config_from_keywords({**settings, **given}, "rl")), world_size)
+    return _run(
+        on_rank, with_download(config_from_keywords({**settings, **given}, "rl")), world_size, on_step
+    )
 
 
 def finetune(
@@ -103,6 +113,7 @@ def finetune(
     lr: float = 2e-5,
     output_dir: str | os.PathLike[str] | None = None,
     world_size: int = 1,
+    on_step: OnStep | None = None,
     **settings: Any,
 ) -> FinishedRun:
     """Train a model on texts or chats.
@@ -118,6 +129,7 @@ def finetune(
         lr: Learning rate.
         output_dir: As for `reinforce`.
         world_size: Number of ranks.
+        on_step: As for `reinforce`, without rollouts: the last argument is empty.
         **settings: As for `reinforce`; ``dataset_preprocess={…}`` says how texts are tokenised.
 
     Raises:
@@ -161,14 +173,16 @@ def finetune(
             _as_dataset(each).save_to_disk(source)
         asked = PreprocessSettings(load_path=os.fspath(source), save_path=str(target), **how)
         preprocess(asked, tokenizer, config.train_parameters.max_seq_len)
-    return _run(on_rank, config, world_size)
+    return _run(on_rank, config, world_size, on_step)
 
 
-def _run(on_rank: Callable[..., None], config: Config, world_size: int) -> FinishedRun:
+def _run(
+    on_rank: Callable[..., None], config: Config, world_size: int, on_step: OnStep | None
+) -> FinishedRun:
     checked = preflight(config, world_size)
     output = Path(config.train_parameters.output_dir)
     if checked.resumption is None or not checked.resumption.is_finished:
-        launch(on_rank, checked, world_size=world_size)
+        launch(partial(on_rank, on_step=on_step), checked, world_size=world_size)
     return FinishedRun(output)
 
 

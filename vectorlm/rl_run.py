@@ -46,13 +46,17 @@ from vectorlm.run import Run, open_run
 from vectorlm.train.grammar import Grammar
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.optimizer_step import OptimizerStep
+from vectorlm.train.recorder import OnStep
 
 if TYPE_CHECKING:
     from vectorlm.engine.engine import SamplingEngine
 
 
 def reinforce(
-    config: Config | CheckedConfig, topology: Topology | None = None, engine: SamplingEngine | None = None
+    config: Config | CheckedConfig,
+    topology: Topology | None = None,
+    engine: SamplingEngine | None = None,
+    on_step: OnStep | None = None,
 ) -> None:
     """Train as `config` says and leave everything in its ``output_dir``; called on every rank.
 
@@ -65,6 +69,7 @@ def reinforce(
         topology: This rank, read from the environment when None.
         engine: An engine to sample with, which stays open; None starts the one that the config describes. It must
             return log-probabilities of what it draws from, as engines do unless told otherwise.
+        on_step: As for `vectorlm.reinforce`.
 
     Raises:
         ConfigError: The config cannot be carried out, or needs more memory than there is.
@@ -81,7 +86,7 @@ def reinforce(
     with open_run(config, topology, engine) as run:
         rl = run.config.rl
         assert rl is not None
-        loop = _build(run, rl, get_algorithm(rl.algorithm))
+        loop = _build(run, rl, get_algorithm(rl.algorithm), on_step)
         loop.run()
         run.finish(loop.models.policy.model, loop.recorder, loop.step)
         if loop.is_unscored:
@@ -91,7 +96,7 @@ def reinforce(
             )
 
 
-def _build(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLLoop:
+def _build(run: Run, rl: RLSettings, spec: AlgorithmSpec, on_step: OnStep | None) -> RLLoop:
     models = _models(run, rl, spec)
     turn = run.make_turn(models.policy.model, models.policy_step.optimizer)
     assert turn is not None
@@ -104,6 +109,7 @@ def _build(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLLoop:
         num_steps=rl.max_steps,
         save_every=rl.save_every,
         play=dict.fromkeys(environments.names, play),
+        on_step=on_step,
     )
     recorder.say_padded(models.why_padded)
     rollout_log = RolloutLogger(

@@ -58,7 +58,7 @@ from vectorlm.train.load import load_model, load_scorer, load_tokenizer
 from vectorlm.train.nf4 import quantize_blocks
 from vectorlm.train.optimizer_step import Schedule
 from vectorlm.train.optimizers import make_optimizer
-from vectorlm.train.recorder import Recorder, Timer
+from vectorlm.train.recorder import OnStep, Recorder, Timer
 from vectorlm.train.shard import load_sharded
 from vectorlm.workers import WorkerPool
 
@@ -164,6 +164,7 @@ class Run:
         num_examples: int | None = None,
         end_epoch: Callable[[int], None] = lambda epoch: None,
         play: Mapping[str, Play] | None = None,
+        on_step: OnStep | None = None,
     ) -> Recorder:
         """Open metrics, checkpoints and evaluation.
 
@@ -210,6 +211,7 @@ class Run:
             resume_step=resume_step,
             stopping=stopping,
             timer=timer,
+            on_step=on_step,
             end_epoch=end_epoch,
         )
 

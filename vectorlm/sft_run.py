@@ -19,10 +19,13 @@ from vectorlm.train.loop import FineTuningLoop
 from vectorlm.train.objective import NextTokens, Objective
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.pairs import Completions, GoodAndBad, PreferencePairs, RewardPairs
+from vectorlm.train.recorder import OnStep
 from vectorlm.train.scorer import Scorer
 
 
-def finetune(config: Config | CheckedConfig, topology: Topology | None = None) -> None:
+def finetune(
+    config: Config | CheckedConfig, topology: Topology | None = None, on_step: OnStep | None = None
+) -> None:
     """Train as `config` says and leave everything in its ``output_dir``; called on every rank.
 
     The folder then holds ``final-model``, ``metrics.jsonl``, ``samples.jsonl``, ``run.png``, ``config.yaml``,
@@ -31,6 +34,7 @@ def finetune(config: Config | CheckedConfig, topology: Topology | None = None) -
     Args:
         config: The whole run; one that was not checked is checked by rank 0 for all.
         topology: This rank's place, read from the environment when None.
+        on_step: As for `vectorlm.finetune`.
 
     Raises:
         ConfigError: The config cannot be carried out, or needs more memory than there is.
@@ -38,12 +42,12 @@ def finetune(config: Config | CheckedConfig, topology: Topology | None = None) -
         NonFiniteLoss: Training diverged.
     """
     with open_run(config, topology) as run:
-        loop = _make_loop(run)
+        loop = _make_loop(run, on_step)
         loop.run()
         run.finish(loop.optimizer_step.model, loop.recorder, loop.step)
 
 
-def _make_loop(run: Run) -> FineTuningLoop:
+def _make_loop(run: Run, on_step: OnStep | None) -> FineTuningLoop:
     settings, data = run.config.train_parameters, run.config.text
     train_loader = _loader(run, data.train_ds, is_training=True)
     eval_loaders = {name: _loader(run, path, is_training=False) for name, path in data.held_out.items()}
@@ -66,6 +70,7 @@ def _make_loop(run: Run) -> FineTuningLoop:
         save_every=round(frequency if frequency > 1 else max(1, frequency * steps_per_epoch)),
         num_examples=train_loader.num_examples,
         end_epoch=end_epoch,
+        on_step=on_step,
     )
     held_out = zip(data.held_out.values(), eval_loaders.values(), strict=True)
     with recorder.timer.span("time/reference_s") if run.config.preference else nullcontext():

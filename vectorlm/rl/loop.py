@@ -52,6 +52,11 @@ class Source(Protocol):
 class RolloutLog(Protocol):
     """Keeps the rollouts of a run."""
 
+    @property
+    def records(self) -> Sequence[Mapping[str, Any]]:
+        """The rollouts of the last step, on rank 0."""
+        ...
+
     def write(self, step: int, groups: Sequence[RolloutGroup], batch: TrainBatch | None) -> None:
         """Keep the rollouts of `step`; `batch` is None where nothing can be learned from them."""
 
@@ -115,6 +120,9 @@ class RLLoop:
             self.is_unscored = num_scored == 0
             self.updater.follow_run(self.step)
             metrics |= self._follow(metrics) | self._evaluate()
+            ends = self.recorder.ends_by_user(self.step, metrics, self.rollout_log.records)
+            if ends and not any(name.startswith("eval/") for name in metrics):
+                metrics |= self._evaluate()
             # After the last step only the evaluation's hot swap has brought when the engine computed.
             is_last = self.step == self.recorder.num_steps or self.recorder.stopping.is_over
             busy = self._busy + self.turn.busy if is_last else self._busy

@@ -39,6 +39,8 @@ class RolloutLogger:
         of `num_shown` rollouts is shown. `saves_tokens` writes what training on a rollout again needs. A warning says
         when the effective sample size, as a share, falls below `min_ess`.
         """
+        self.records: Sequence[Mapping[str, Any]] = ()
+        """The rollouts of the last step."""
         self._lines = None if folder is None else StepLines(folder / "rollouts.jsonl", resume_step)
         self._mismatch = None if folder is None else StepLines(folder / "correction.jsonl", resume_step)
         self._saves_tokens = saves_tokens
@@ -53,7 +55,8 @@ class RolloutLogger:
         if self._lines is None or self._mismatch is None:
             return
         kept = kept_groups(groups)
-        self._lines.write(step, self._records(kept, batch))
+        self.records = list(self._records(kept, batch))
+        self._lines.write(step, self.records)
         if batch is not None and batch.mismatch is not None:
             self._mismatch.write(step, [batch.mismatch])
             self._warn(step, batch.metrics["correction/ess"])

@@ -27,6 +27,8 @@ class EarlyStopping:
     keeps_best: bool = False
     """Whether the best evaluation has a checkpoint."""
     say: Callable[[str], None] = print
+    is_asked: bool = False
+    """Whether the user has ended the run."""
 
     def __post_init__(self) -> None:
         self._sign = 1.0 if self.metric.endswith(("loss", "perplexity", "bits_per_byte")) else -1.0
@@ -42,8 +44,8 @@ class EarlyStopping:
 
     @property
     def is_over(self) -> bool:
-        """Whether training has not improved for as many evaluations as `patience` allows."""
-        return self.patience is not None and self._num_without >= self.patience
+        """Whether training has not improved for as many evaluations as `patience` allows, or the user ended it."""
+        return self.is_asked or (self.patience is not None and self._num_without >= self.patience)
 
     def require_logged(self, metrics: Mapping[str, float]) -> None:
         """Raise `ConfigError` where the evaluations before training lack a metric that a config names."""
@@ -71,7 +73,7 @@ class EarlyStopping:
             self._num_without = 0
         else:
             self._num_without += 1
-        if self.is_over:
+        if self.is_over and not self.is_asked:
             best, at = self._to_beat
             by = f" by more than {self.min_delta:g}" if self.min_delta else ""
             to_beat = "" if at is None else f" (to beat: {self._sign * best:.4f} of step {at})"

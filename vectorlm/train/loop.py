@@ -50,7 +50,7 @@ class FineTuningLoop:
         assert schedule is not None
         saved = recorder.resume(models)
         if saved is None:
-            recorder.write(0, self.evaluate_if_due())
+            recorder.write(0, self.evaluate_if_due({}))
         else:
             schedule.load_state_dict(saved["schedule"])
             self._tokens_seen = saved.get("tokens_seen", 0)
@@ -58,7 +58,10 @@ class FineTuningLoop:
         for micro_batches in self.remaining_steps():
             metrics = self.optimize(micro_batches)
             self.step += 1
-            recorder.write(self.step, metrics | self.evaluate_if_due())
+            metrics |= self.evaluate_if_due({})
+            if recorder.ends_by_user(self.step, metrics, ()):
+                metrics |= self.evaluate_if_due(metrics)
+            recorder.write(self.step, metrics)
             if self.step % len(self.train_loader) == 0:
                 recorder.end_epoch(self.step // len(self.train_loader))
             recorder.save_if_due(self.step, models, self._state)
@@ -121,16 +124,16 @@ class FineTuningLoop:
             metrics["perf/mfu"] = flops_per_s / peak
         return metrics
 
-    def evaluate_if_due(self) -> dict[str, float]:
-        """Evaluate the held-out text and the engine's answers where either is due, and return the metrics."""
+    def evaluate_if_due(self, row: Mapping[str, float]) -> dict[str, float]:
+        """Evaluate the held-out text and the engine's answers where they are due and not in `row`."""
         metrics: dict[str, float] = {}
-        if self.recorder.is_due(self.settings.logging_steps, self.step):
+        if "eval/loss" not in row and self.recorder.is_due(self.settings.logging_steps, self.step):
             with self.recorder.timer.span("time/held_out_s"):
                 metrics |= self.held_out_losses()
             assert self.optimizer_step.schedule is not None
             self.optimizer_step.schedule.observe(metrics["eval/loss"])
             metrics |= self.recorder.stopping.observe(self.step, metrics)
-        of_answers = self.recorder.evaluate_if_due(self.step)
+        of_answers = {} if "sampler/generate_s" in row else self.recorder.evaluate_if_due(self.step)
         return metrics | of_answers | self.recorder.stopping.observe(self.step, of_answers)
 
     @torch.no_grad()

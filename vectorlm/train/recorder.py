@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch.profiler import record_function
 
 from vectorlm.train.early_stopping import EarlyStopping
 from vectorlm.types import Checkpoints, Evaluation, MetricSink, TrainedModel
 
+OnStep = Callable[[int, dict[str, Any], list[dict[str, Any]]], Any]
+"""Takes a step, its metrics and its rollouts; True ends the run after the step."""
 Span = tuple[str, float, float]
 """A name, a start and an end, in seconds."""
 BREAK_S = 0.01
@@ -76,6 +80,8 @@ class Recorder:
     """Follows the evaluations: which one was the best, and whether training still improves."""
     end_epoch: Callable[[int], None] = lambda epoch: None
     """Called at the end of each epoch, with its number from 1."""
+    on_step: OnStep | None = None
+    """Called on rank 0 after each step."""
     timer: Timer = field(default_factory=Timer)
     """Times evaluations and checkpoints, and whatever the loop times with it."""
 
@@ -88,6 +94,29 @@ class Recorder:
     def is_due(self, every: int, step: int) -> bool:
         """Whether `step` is a multiple of `every` or the last step."""
         return step % every == 0 or step == self.num_steps or self.stopping.is_over
+
+    def ends_by_user(
+        self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Mapping[str, Any]]
+    ) -> bool:
+        """Show `on_step` copies of what the step has made; return whether the run ends now, and would not have."""
+        if self.on_step is None or step == self.num_steps or self.stopping.is_over:
+            return False
+        is_alone = not dist.is_initialized()
+        ends = [False]
+        if is_alone or dist.get_rank() == 0:
+            # It may draw random numbers: nothing of the run changes with them.
+            devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+            with torch.random.fork_rng(devices):
+                ends = [
+                    self.on_step(step, dict(metrics), copy.deepcopy([dict(each) for each in rollouts]))
+                    is True
+                ]
+        if not is_alone:
+            dist.broadcast_object_list(ends)
+        if ends[0]:
+            self.stopping.is_asked = True
+            self.say(f"stopped at step {step}, as on_step asked")
+        return ends[0]
 
     def evaluate_if_due(self, step: int) -> dict[str, float]:
         """Evaluate where an evaluation is due, and return its metrics."""
