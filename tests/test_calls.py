@@ -145,6 +145,23 @@ def test_keywords_are_the_settings_of_a_config():
     assert train.sampler.engine.engine_args == {"max_model_len": 9}
 
 
+def test_a_name_is_that_of_the_section_that_trains():
+    given = {"model": "m", "output_dir": "o", "max_seq_len": 8, "lr": 1e-5, "beta": 0.2}
+    of_rl = {
+        "algorithm": "online_dpo",
+        "preference": "ipo",
+        "max_steps": 1,
+        "prompts_per_step": 2,
+        "prompts": ["a"],
+    }
+    config = config_from_keywords({**given, **of_rl}, "rl")
+    assert config.preference is None
+    assert (config.rl.hyperparameters.beta, config.rl.hyperparameters.preference) == (0.2, "ipo")
+    data = {"dataset": {"train_ds": "t", "eval_ds": "e", "train_bs": 1, "eval_bs": 1}}
+    config = config_from_keywords({**given, **data, "preference": {"loss": "dpo"}}, "train_parameters")
+    assert (config.preference.loss, config.preference.beta) == ("dpo", 0.2)
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

@@ -91,6 +91,12 @@ def test_a_completion_stands_beside_the_next_one_of_another_prompt():
         ("^abd$", "^abyz$", "...d$", "...yz$", 0.0),
         ("^xyz$", "^xc$", "..yz$", "..c$", 1.0),
     ]
+    chats = [{**row, "prompt": say("u" + row["prompt"]), "completion": say("a" + row["completion"])} for row in rows]
+    assert rows_of(chats, "labels")[0][2] == ("u:x$\na:yz$\n", "u:x$\na:c$\n", ".......yz$.", ".......c$.", 1.0)
+    alike, _ = rows_of(rows, "labels", max_seq_len=6)
+    assert [each[1] for each in alike] == ["^abyz$", "^abyz$", "^xc$"]
+    with pytest.raises(DatasetError, match="2 with no row of another prompt beside it"):
+        rows_of(rows[:2], "labels")
     alone, _ = rows_of([*rows, {"prompt": "ef", "completion": "", "label": True}], "labels")
     assert len(alone) == 3
 
@@ -156,5 +162,7 @@ def test_a_shorter_max_seq_len_cuts_each_text_of_a_pair():
     assert spell(batch.input_ids[0].tolist()) == "^abc^abg"
     assert batch.text_ids[0].tolist() == [0] * 4 + [1] * 4
     assert batch.values.tolist() == [2.0, 0.0]
+    with pytest.raises(DatasetError, match="holds 1 texts by seq_lengths"):
+        Collator(0, -100, 4).collate([{"id": 0, **dataset[0], "seq_lengths": [13]}], 2)
     summary = Summary.of(dataset, 4, -100)
     assert (summary.texts, summary.long_rows, summary.longest, summary.cut_tokens) == (2, 2, 8, 5)

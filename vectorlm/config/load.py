@@ -63,7 +63,9 @@ def config_from_keywords(settings: Mapping[str, Any], section: str) -> Config:
         ConfigError: As `load_config`.
     """
     tree: dict[str, Any] = {}
-    known = [path for path in all_settings() if section == "rl" or not path.startswith("rl")]
+    # A section of its own for each kind of training: `beta` of an algorithm is not that of a preference loss.
+    others = ("preference", "reward_model") if section == "rl" else ("rl",)
+    known = [path for path in all_settings() if path.split(".")[0] not in others]
     # Single settings win over what sections say.
     for name, value in sorted(settings.items(), key=lambda item: not isinstance(item[1], Mapping)):
         paths = [path for path in known if path.rpartition(".")[2] == name]

@@ -80,6 +80,11 @@ class Collator:
                 "equal, and at least 1. Preprocess the dataset again."
             )
         if not row.keys().isdisjoint(_PREFERENCES):
+            if len(lengths) != 2:
+                raise DatasetError(
+                    f"row {row['id']} of the dataset holds {len(lengths)} texts by seq_lengths, and a row of preference "
+                    "data holds two. Preprocess the dataset again."
+                )
             # Each text of a pair may be as long as a row.
             is_kept &= torch.tensor([place < self.max_seq_len for length in lengths for place in range(length)])
             return [each[is_kept] for each in columns]

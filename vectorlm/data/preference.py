@@ -60,15 +60,18 @@ def rows_of_two(
     completion of the next row that has another prompt, by which KTO estimates a KL divergence.
     """
     ignored, most = frame.ignore_index, frame.max_seq_len
+    last_prompt = stranger = None
     for row in rows:
         text, num_first = text_of(row, ignored), row["num_first"]
         if num_first:
             texts = [text[:num_first], text[num_first:]]
         else:
             prompt, _ = _parts(text)
-            following = (tokens[(row["index"] + step) % len(tokens)] for step in range(1, len(tokens)))
-            others = (_parts(text_of(each, ignored)) for each in following)
-            stranger = next((said for other, said in others if said and other != prompt), None)
+            if prompt != last_prompt:  # Else that of the row before is the next one here too.
+                following = (tokens[(row["index"] + step) % len(tokens)] for step in range(1, len(tokens)))
+                others = (_parts(text_of(each, ignored)) for each in following)
+                stranger = next((said for other, said in others if said and other != prompt), None)
+                last_prompt = prompt
             if stranger is None:
                 add_row(summary.skipped, "no row of another prompt beside it", row["name"])
                 continue
