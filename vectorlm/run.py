@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,9 +99,9 @@ class Run:
         set_seed(settings.seed)
 
         def load(is_empty: bool) -> nn.Module:
-            if self.config.reward_model is not None:
-                return load_scorer(self.config.model, self.tokenizer, settings.model.dtype, is_empty)
-            model = load_model(
+            is_policy = self.config.reward_model is None
+            read = load_model if is_policy else partial(load_scorer, tokenizer=self.tokenizer)
+            model = read(
                 self.config.model,
                 flash_attention=settings.model.use_flash_attention,
                 dtype=settings.model.dtype,

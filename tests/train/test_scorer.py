@@ -1,5 +1,6 @@
 """The scores of a reward model, packed and padded, of many families."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,26 @@ def test_scores_are_those_that_transformers_reads_of_each_text(tmp_path, family)
         torch.testing.assert_close(packed(rows), expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(padded(rows), expected, rtol=1e-4, atol=1e-5)
     assert expected.unique().numel() == len(TEXTS)
+
+
+def test_the_cap_on_attention_scores_is_kept_where_rows_are_padded(tmp_path):
+    capped = replace(
+        FAMILIES["Gemma 2"], settings={**FAMILIES["Gemma 2"].settings, "attn_logit_softcapping": 1e-3}
+    )
+    path = save_family(capped, tmp_path / "model")
+    model = load_scorer(path, SimpleNamespace(eos_token_id=0, pad_token_id=None)).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 50
+    model.save_pretrained(tmp_path / "saved")
+    own = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "saved", attn_implementation="eager"
+    ).eval()
+    ids = torch.tensor([TEXTS[1]])
+    rows = Rows(ids, torch.ones_like(ids), torch.zeros_like(ids, dtype=torch.bool), (0,))
+    with torch.no_grad():
+        found = Scorer(model, packs=False)(rows)
+        torch.testing.assert_close(found, own(input_ids=ids).logits[:, 0], rtol=1e-4, atol=1e-6)
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):

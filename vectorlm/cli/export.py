@@ -167,7 +167,7 @@ def _load(source: Source) -> tuple[Any, Any]:
         if config.reward_model is None:
             model = load_model(config.model, dtype=train.model.dtype)
         else:
-            model = load_scorer(config.model, tokenizer, train.model.dtype)
+            model = load_scorer(config.model, tokenizer, dtype=train.model.dtype)
         if train.lora_peft_config is not None:
             model = add_lora(model, train.lora_peft_config)
         load_weights(source.path, model)

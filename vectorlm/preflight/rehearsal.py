@@ -48,7 +48,7 @@ def rehearse(config: Config) -> list[str]:
 
         def load() -> Any:
             if config.reward_model is not None:
-                return load_scorer(config.model, tokenizer, train.model.dtype, is_empty=True)
+                return load_scorer(config.model, tokenizer, dtype=train.model.dtype, is_empty=True)
             base = load_model(config.model, dtype=train.model.dtype, is_empty=True)
             with suppress(OSError):  # A model without one gets transformers' own.
                 base.generation_config = GenerationConfig.from_pretrained(config.model)

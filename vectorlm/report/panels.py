@@ -33,6 +33,13 @@ PANELS = (
         "nats per token",
         {"train/loss": "train", "eval/loss": "held out"},
     ),
+    Panel(
+        "Pairs told apart",
+        "should rise; half is a coin toss",
+        "share of pairs",
+        {"train/pair_accuracy": "train", "eval/pair_accuracy": "held out"},
+        shares=True,
+    ),
     Panel("Reward", "should rise, noisily", "mean of the completions", {"reward/mean": "sampled"}),
     Panel(
         "Right answers",

@@ -44,22 +44,33 @@ def load_model(
 
     Without a CUDA device there is no Flash Attention, and the model's own computes the same.
     """
-    import torch
     from transformers import AutoModelForCausalLM
 
-    with _naming(path, "model"):
-        capped = _description(path).get("attn_logit_softcapping")
-    attention = None
-    if flash_attention and torch.cuda.is_available():
-        attention = "flash_attention_2"
-    elif capped:
-        # transformers 5.19: torch's kernel silently leaves out the cap on Gemma 2's attention scores, and the trainer's
-        # log-probabilities would differ from the engine's.
-        attention = "eager"
+    attention = _attention(path, flash_attention)
     return load_pretrained(AutoModelForCausalLM, path, dtype, is_empty, attn_implementation=attention).train()
 
 
-def load_scorer(path: str | Path, tokenizer: Any, dtype: str = "float32", is_empty: bool = False) -> Any:
+def _attention(path: str | Path, flash_attention: bool) -> str | None:
+    """Return which of transformers' implementations a model gets; None for its own choice."""
+    import torch
+
+    with _naming(path, "model"):
+        capped = _description(path).get("attn_logit_softcapping")
+    if flash_attention and torch.cuda.is_available():
+        return "flash_attention_2"
+    # transformers 5.19: torch's kernel silently leaves out the cap on Gemma 2's attention scores, and the trainer's
+    # log-probabilities would differ from the engine's.
+    return "eager" if capped else None
+
+
+def load_scorer(
+    path: str | Path,
+    tokenizer: Any,
+    *,
+    flash_attention: bool = False,
+    dtype: str = "float32",
+    is_empty: bool = False,
+) -> Any:
     """Read a model with one score of a whole text, a head that starts from small random numbers unless it is there.
 
     A new head reads the last token that is no EOS, whether or not texts end in one: its config calls EOS padding, which
@@ -70,8 +81,15 @@ def load_scorer(path: str | Path, tokenizer: Any, dtype: str = "float32", is_emp
     """
     from transformers import AutoModelForSequenceClassification
 
+    attention = _attention(path, flash_attention)
     model = load_pretrained(
-        AutoModelForSequenceClassification, path, dtype, is_empty, ("score.",), num_labels=1
+        AutoModelForSequenceClassification,
+        path,
+        dtype,
+        is_empty,
+        ("score.",),
+        num_labels=1,
+        attn_implementation=attention,
     )
     config = model.config.get_text_config()
     if not any(
