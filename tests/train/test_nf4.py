@@ -11,6 +11,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.cli.export import export, find_source
 from vectorlm.config import load_config
+from vectorlm.contracts import WeightSet
+from vectorlm.engine.transport import pull_obstacle
 from vectorlm.lora.load import add_lora
 from vectorlm.packages import is_installed
 from vectorlm.preflight import settings as preflight_settings
@@ -60,6 +62,7 @@ def compare(topology, folder, path):
         if is_quantized:
             source = ModuleSource(model, topology)
             shapes = {each.name: each.shape for each in source.manifest()}
+            assert "quantised" in pull_obstacle([WeightSet("base", source)], ["pull"], topology)
             sent = {
                 name: (each.first_row, each.rows if each.change is None else each.change(each.rows))
                 for name, each in source.writes.items()
