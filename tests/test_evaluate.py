@@ -12,6 +12,7 @@ from rl_runs import config_of, save_files
 import vectorlm
 from vectorlm.backends.transformers import HFEngine
 from vectorlm.cli import main
+from vectorlm.cli.evaluate import _pair_of
 from vectorlm.rl_run import reinforce
 
 TASK = """
@@ -319,3 +320,33 @@ def test_a_source_of_a_run_is_evaluated_by_its_own_questions_and_rewards(files, 
         assert "1 questions" in printed
     assert evaluate(files, "sources.yaml", *sets, "--source", "medium") == 2
     assert "It has easy, hard." in capsys.readouterr().err
+
+
+def test_the_best_and_the_worst_answer_to_each_question_are_a_pair(files, tmp_path, capsys):
+    output, pairs = tmp_path / "found.json", tmp_path / "pairs.jsonl"
+    how = ["--n", 3, "--seed", 3, "--max_tokens", 6]
+    assert evaluate(files, *questions(files), *how, "--output", output, "--pairs", pairs) == 0
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    expected = []
+    for row in json.loads(output.read_text())["answers"]:
+        scores = [(each["rewards"]["letters"], each["text"]) for each in row["completions"]]
+        if len({score for score, _ in scores}) > 1:
+            best, worst = max(score for score, _ in scores), min(score for score, _ in scores)
+            texts = [next(text for score, text in scores if score == wanted) for wanted in (best, worst)]
+            expected.append({"prompt": row["prompt"], "chosen": texts[0], "rejected": texts[1]})
+            expected[-1] |= {"score_chosen": best, "score_rejected": worst}
+    assert rows == expected != []
+    assert f"{len(rows)} pairs; {8 - len(rows)} questions" in capsys.readouterr().out
+    assert evaluate(files, *questions(files), "--pairs", pairs) == 2
+    assert "--pairs needs several answers" in capsys.readouterr().err
+
+
+def test_a_pair_of_messages_goes_on_with_what_the_assistant_had_begun():
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    answers = [
+        {"text": text, "rewards": {"r": score}} for text, score in (("c", 0.0), ("d", None), ("e", 1.0))
+    ]
+    found = _pair_of({"prompt": chat, "completions": answers})
+    assert found["prompt"] == chat[:1]
+    assert [found[name][0]["content"] for name in ("chosen", "rejected")] == ["be", "bc"]
+    assert _pair_of({"prompt": "a", "completions": answers[:2]}) is None

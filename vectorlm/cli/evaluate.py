@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import operator
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from vectorlm.cli.sample import (
 from vectorlm.config.load import add_set_argument, load_config
 from vectorlm.config.schema import Config
 from vectorlm.data.prompts import read_prompts
-from vectorlm.encoding import asked
+from vectorlm.encoding import asked, is_messages
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
 from vectorlm.ranks.topology import has_gpu
@@ -58,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", metavar="NAME,…", help=help_text)
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N questions (of each task)")
     parser.add_argument("--output", metavar="FILE", help="write the numbers and every answer there, as JSON")
+    help_text = "write there for each question its best and worst answer, as rows for dataset_preprocess.examples=pairs"
+    parser.add_argument("--pairs", metavar="FILE", help=help_text)
     help_text = "an argument of vLLM's engine, for example max_model_len=2048; may be repeated"
     parser.add_argument(
         "--engine_arg", dest="engine_args", action="append", default=[], metavar="NAME=VALUE", help=help_text
@@ -78,7 +81,32 @@ def run(args: argparse.Namespace) -> int:
         # Half a character, as JSON lines may hold it, is written as its escape.
         text = json_text(result, indent=1, ensure_ascii=False) + "\n"
         Path(args.output).write_text(text, encoding="utf-8", errors="backslashreplace")
+    if args.pairs is not None:
+        pairs = [pair for row in found["answers"] if (pair := _pair_of(row)) is not None]
+        text = "".join(json_text(pair, ensure_ascii=False) + "\n" for pair in pairs)
+        Path(args.pairs).write_text(text, encoding="utf-8", errors="backslashreplace")
+        num_others = len(found["answers"]) - len(pairs)
+        print(f"{args.pairs}: {len(pairs)} pairs; {num_others} questions have answers that score alike")
     return 0
+
+
+def _pair_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the best and the worst answer to a question, by the sum of their rewards; None if they score alike."""
+    # Of several rewards the last is their weighted sum.
+    scores = [list(each["rewards"].values())[-1] for each in row["completions"]]
+    scored = [place for place, score in enumerate(scores) if score is not None and not math.isnan(score)]
+    best, worst = (pick(scored, key=lambda place: scores[place], default=0) for pick in (max, min))
+    if best == worst or scores[best] == scores[worst]:
+        return None
+    prompt, texts = row["prompt"], [row["completions"][place]["text"] for place in (best, worst)]
+    if is_messages(prompt):
+        begun = ""
+        if prompt[-1]["role"] == "assistant":
+            *prompt, last = prompt
+            begun = last["content"]
+        texts = [[{"role": "assistant", "content": begun + text}] for text in texts]
+    pair = {"prompt": prompt, "chosen": texts[0], "rejected": texts[1]}
+    return {**pair, "score_chosen": scores[best], "score_rejected": scores[worst]}
 
 
 def _require_sense(args: argparse.Namespace) -> None:
@@ -90,7 +118,13 @@ def _require_sense(args: argparse.Namespace) -> None:
         "--max_tokens": args.max_tokens,
         "--temperature": args.temperature,
     }
-    own |= {"--n": args.n, "--at_k": args.at_k or None, "--seed": args.seed, "--param": args.params}
+    own |= {
+        "--pairs": args.pairs,
+        "--n": args.n,
+        "--at_k": args.at_k or None,
+        "--seed": args.seed,
+        "--param": args.params,
+    }
     given = [name for name, value in own.items() if value not in (None, [])]
     if args.tasks and given:
         raise ConfigError(f"{given[0]} has no effect with --tasks: each task brings its own. Leave it out.")
@@ -118,9 +152,10 @@ def _require_sense(args: argparse.Namespace) -> None:
         )
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit {args.limit} leaves no question: it must be at least 1.")
-    folder = Path(args.output or ".").parent
-    if not folder.is_dir() or (args.output and Path(args.output).is_dir()):
-        raise ConfigError(f"--output {args.output} cannot be written: name a file in a folder that exists.")
+    for name in ("output", "pairs"):
+        path = Path(getattr(args, name) or "new")
+        if not path.parent.is_dir() or path.is_dir():
+            raise ConfigError(f"--{name} {path} cannot be written: name a file in a folder that exists.")
 
 
 @dataclass(frozen=True)
@@ -172,6 +207,10 @@ def read_exam(args: argparse.Namespace) -> Exam:
     if (largest := max(exam.at_k, default=1)) > (num := exam.sampling_params.get("n") or 1):
         raise ConfigError(
             f"--at_k {largest} needs as many answers to each question, and there are {num}. Use --n {largest}."
+        )
+    if args.pairs and ((exam.sampling_params.get("n") or 1) < 2 or exam.environment is not None):
+        raise ConfigError(
+            "--pairs needs several answers to each question, and no environment. Use --n 8, for example."
         )
     return exam
 
