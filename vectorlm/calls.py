@@ -18,7 +18,10 @@ from vectorlm.config.schema import Config
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.local_model import with_download
+from vectorlm.preflight.resume import find_resumption, say_finished
 from vectorlm.ranks.launcher import launch
+from vectorlm.ranks.placement import without_gc
+from vectorlm.ranks.topology import Topology
 from vectorlm.report.runs import read_lines
 
 if TYPE_CHECKING:
@@ -98,11 +101,8 @@ def reinforce(
         "prompts_per_step": prompts_per_step,
         "rl": {"prompts": _prompts(prompts, folder), "rewards": _rewards(rewards, folder)},
     }
-    from vectorlm.rl_run import reinforce as on_rank
-
-    return _run(
-        on_rank, with_download(config_from_keywords({**settings, **given}, "rl")), world_size, on_step
-    )
+    start(with_download(config_from_keywords({**settings, **given}, "rl")), world_size, on_step)
+    return FinishedRun(folder)
 
 
 def finetune(
@@ -139,7 +139,6 @@ def finetune(
     """
     from vectorlm.data.preprocess import preprocess
     from vectorlm.data.settings import PreprocessSettings
-    from vectorlm.sft_run import finetune as on_rank
     from vectorlm.train.load import load_tokenizer
 
     folder = _folder(output_dir, "finetune")
@@ -173,17 +172,39 @@ def finetune(
             _as_dataset(each).save_to_disk(source)
         asked = PreprocessSettings(load_path=os.fspath(source), save_path=str(target), **how)
         preprocess(asked, tokenizer, config.train_parameters.max_seq_len)
-    return _run(on_rank, config, world_size, on_step)
+    start(config, world_size, on_step)
+    return FinishedRun(folder)
 
 
-def _run(
-    on_rank: Callable[..., None], config: Config, world_size: int, on_step: OnStep | None
-) -> FinishedRun:
-    checked = preflight(config, world_size)
-    output = Path(config.train_parameters.output_dir)
-    if checked.resumption is None or not checked.resumption.is_finished:
-        launch(partial(on_rank, on_step=on_step), checked, world_size=world_size)
-    return FinishedRun(output)
+def start(config: Config, world_size: int, on_step: OnStep | None = None) -> str | None:
+    """Check a config, then train on every rank as it says: by rewards where it has a section ``rl``, else on a dataset.
+
+    Under torchrun or srun, which decide the number of ranks, rank 0 checks for all.
+
+    Args:
+        config: As `with_download` returns it.
+        world_size: Number of ranks.
+        on_step: As for `reinforce`.
+
+    Returns:
+        What to tell the user where an earlier run has finished here; None where this one did.
+
+    Raises:
+        ConfigError: As `preflight`.
+        RankFailed: Training failed on a rank.
+    """
+    num_started = Topology.from_environment().world_size
+    checked = None if num_started > 1 else preflight(config, world_size)
+    found = find_resumption(config, max(world_size, num_started)) if checked is None else checked.resumption
+    if found is not None and found.is_finished:
+        return say_finished(config, found)
+    with without_gc():
+        from vectorlm.rl_run import reinforce as by_rewards
+        from vectorlm.sft_run import finetune as on_dataset
+
+    on_rank: Callable[..., None] = on_dataset if config.rl is None else by_rewards
+    launch(partial(on_rank, on_step=on_step), checked or config, world_size=world_size)
+    return None
 
 
 def _folder(output_dir: str | os.PathLike[str] | None, name: str) -> Path:

@@ -18,10 +18,8 @@ from vectorlm.config.load import (
 )
 from vectorlm.errors import ConfigError
 from vectorlm.preflight.accelerate import accelerate_overrides
-from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.local_model import with_download
-from vectorlm.preflight.resume import find_resumption, say_finished
-from vectorlm.ranks.placement import without_gc
+from vectorlm.ranks.topology import Topology
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,29 +36,16 @@ def run(args: argparse.Namespace) -> int:
     if asked:
         config = load_config(args.yaml_path, [*args.overrides, *asked])
     config = with_download(config)
-    import vectorlm
+    from vectorlm.calls import start
 
-    # Under torchrun, torchrun decides the number of ranks and machines.
-    topology = vectorlm.Topology.from_environment()
-    world_size = max(args.world_size, topology.world_size)
-    # Under torchrun or srun rank 0 checks for all.
-    checked = None if topology.world_size > 1 else preflight(config, world_size)
-    if asked and topology.is_main:
+    is_main = Topology.from_environment().is_main
+    if asked and is_main:
         print(f"from accelerate: {', '.join(asked)}", file=sys.stderr)
-    found = find_resumption(config, world_size) if checked is None else checked.resumption
-    if found is not None and found.is_finished:
-        print(say_finished(config, found), file=sys.stderr)
-        return 0
-    with without_gc():
-        from vectorlm.rl_run import reinforce
-        from vectorlm.sft_run import finetune
-
     with at_interrupt("with checkpoints, the same command goes on from the last one"):
-        vectorlm.launch(
-            finetune if config.rl is None else reinforce, checked or config, world_size=args.world_size
-        )
-    if topology.is_main:
-        print(f"the model is in {Path(config.train_parameters.output_dir, 'final-model')}", file=sys.stderr)
+        what_was = start(config, args.world_size)
+    if is_main:
+        end = f"the model is in {Path(config.train_parameters.output_dir, 'final-model')}"
+        print(what_was or end, file=sys.stderr)
     return 0
 
 
