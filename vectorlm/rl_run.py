@@ -22,7 +22,7 @@ from vectorlm.rewards.reward_model import RewardModel
 from vectorlm.rewards.scorer import RewardScorer
 from vectorlm.rl.correction import correction_of
 from vectorlm.rl.curriculum import Curriculum
-from vectorlm.rl.loop import RLLoop
+from vectorlm.rl.loop import RLLoop, Source
 from vectorlm.rl.models import (
     Critic,
     Reference,
@@ -57,6 +57,7 @@ def reinforce(
     topology: Topology | None = None,
     engine: SamplingEngine | None = None,
     on_step: OnStep | None = None,
+    recorded: Source | None = None,
 ) -> None:
     """Train as `config` says and leave everything in its ``output_dir``; called on every rank.
 
@@ -70,6 +71,7 @@ def reinforce(
         engine: An engine to sample with, which stays open; None starts the one that the config describes. It must
             return log-probabilities of what it draws from, as engines do unless told otherwise.
         on_step: As for `vectorlm.reinforce`.
+        recorded: Where rollouts come from in place of the engine.
 
     Raises:
         ConfigError: The config cannot be carried out, or needs more memory than there is.
@@ -86,7 +88,7 @@ def reinforce(
     with open_run(config, topology, engine) as run:
         rl = run.config.rl
         assert rl is not None
-        loop = _build(run, rl, get_algorithm(rl.algorithm), on_step)
+        loop = _build(run, rl, get_algorithm(rl.algorithm), on_step, recorded)
         loop.run()
         run.finish(loop.models.policy.model, loop.recorder, loop.step)
         if loop.is_unscored:
@@ -96,7 +98,9 @@ def reinforce(
             )
 
 
-def _build(run: Run, rl: RLSettings, spec: AlgorithmSpec, on_step: OnStep | None) -> RLLoop:
+def _build(
+    run: Run, rl: RLSettings, spec: AlgorithmSpec, on_step: OnStep | None, recorded: Source | None
+) -> RLLoop:
     models = _models(run, rl, spec)
     turn = run.make_turn(models.policy.model, models.policy_step.optimizer)
     assert turn is not None
@@ -123,7 +127,7 @@ def _build(run: Run, rl: RLSettings, spec: AlgorithmSpec, on_step: OnStep | None
     return RLLoop(
         models,
         spec,
-        _source(run, rl, spec, environments),
+        recorded or _source(run, rl, spec, environments),
         _step_settings(run, rl, spec),
         turn,
         recorder,

@@ -74,6 +74,10 @@ COMMANDS = {
         "say how well a model answers a run's questions, or tasks of the lm-evaluation-harness",
         "vectorlm evaluate --model runs/countdown_grpo/final-model configs/countdown_grpo.yaml",
     ),
+    "replay": Command(
+        "make a logged step of a run again and compare it, or find where two runs part",
+        "vectorlm replay runs/countdown_grpo --step 5",
+    ),
     "serve": Command(
         "run a vLLM server whose weights a trainer on this machine can replace",
         "vectorlm serve --model data/countdown/model --port 8000 -- --dtype float32",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from vectorlm.data.prompts import read_rows
 from vectorlm.errors import DatasetError
 from vectorlm.rl.prompts import PromptOrder
-from vectorlm.rl.rollout import Rollout
+from vectorlm.rl.rollout import Rollout, RolloutGroup
+from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
 
 Group = list[Rollout]
@@ -59,6 +63,61 @@ def replay_order(groups: Sequence[Group], group_size: int, seed: int) -> PromptO
                 "they must be equal. Change rl.group_size, or name another file."
             )
     return PromptOrder(groups, seed)
+
+
+class RecordedGroups:
+    """A source of the groups that a run trained on, step by step, as its ``rollouts.jsonl`` has them."""
+
+    def __init__(self, path: Path, last_step: int, max_lag: int | None = None) -> None:
+        """Read the steps up to `last_step`; tokens that lag by more than `max_lag` steps are left out, as they were.
+
+        Raises:
+            DatasetError: The run was without ``rl.rollout.save_tokens``.
+        """
+        self._max_lag = max_lag
+        rule = "every line must be as a run with rl.rollout.save_tokens: True writes it."
+        places: dict[tuple[int, int], list[tuple[Rollout, Mapping[str, Any]]]] = {}
+        for (place, rollout), row in read_rows(path, lambda row: (_placed_rollout_of(row), row), rule):
+            if place[0] <= last_step:
+                places.setdefault(place, []).append((replace(rollout, is_replayed=False), row))
+        self._groups: dict[int, list[RolloutGroup]] = {}
+        for (step, _), group in places.items():
+            self._groups.setdefault(step, []).append(_scored(group))
+
+    @property
+    def group_size(self) -> int:
+        """Return G."""
+        return len(next(iter(self._groups.values()))[0].rollouts)
+
+    def collect(self, step: int, timer: Timer) -> list[RolloutGroup]:
+        """Return the groups that the step after `step` trained on."""
+        with timer.span("time/generate_s"), timer.span("time/score_s"):
+            return self._groups[step + 1]
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return nothing."""
+        return {}
+
+    def oldest_version(self, step: int) -> int | None:
+        """Return the first version whose tokens `step` trains on; None where it trains on all."""
+        return None if self._max_lag is None else step - self._max_lag
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Read nothing: the step says which groups are due."""
+
+
+def _scored(group: Sequence[tuple[Rollout, Mapping[str, Any]]]) -> RolloutGroup:
+    rows = [row for _, row in group]
+
+    def tensor(values: Sequence[float | None]) -> torch.Tensor:
+        return torch.tensor([math.nan if each is None else each for each in values])
+
+    by_name = {name: tensor([row["rewards"][name] for row in rows]) for name in rows[0]["rewards"]}
+    return RolloutGroup([rollout for rollout, _ in group], tensor([row["reward"] for row in rows]), by_name)
 
 
 def _placed_rollout_of(row: Mapping[str, Any]) -> tuple[tuple[int, int], Rollout]:

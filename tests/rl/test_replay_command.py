@@ -1,0 +1,88 @@
+"""``vectorlm replay``: a step made again from what a run has logged, and where two runs part."""
+
+import json
+
+import pytest
+from rl_runs import config_of, lines, save_files
+
+import vectorlm
+from vectorlm.cli import main
+from vectorlm.rl_run import reinforce
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_that_is_made_again_is_bit_for_bit_what_was_logged(tmp_path, capsys, world_size):
+    files, output = save_files(tmp_path), tmp_path / "run"
+    overrides = ["rl.rollout.save_tokens=True", "rl.num_mini_batches=2", "rl.kl_coef=0.1"]
+    vectorlm.launch(reinforce, config_of(files, output, overrides=overrides), world_size=world_size)
+    # Of steps 2 and 4 there are checkpoints, and the last one has the final model.
+    for step, weights in ((2, "as logged"), (3, "not compared"), (4, "as logged")):
+        assert main(["replay", str(output), "--step", str(step)]) == 0
+        printed = capsys.readouterr().out
+        assert printed.count("as logged") == 5 + (weights == "as logged")
+        assert f"  weights           {weights}" in printed
+    rollouts = lines(output / "rollouts.jsonl")
+    changed = [each | {"reward": each["reward"] + (each["train_step"] == 4)} for each in rollouts]
+    changed[-1]["reward"] += 1.0
+    (output / "rollouts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in changed))
+    assert main(["replay", str(output), "--step", "4"]) == 1
+    assert "tensors differ" in capsys.readouterr().out
+    assert sorted(output.glob("replay-*")) == []
+    assert main(["replay", str(output), "--step", "5"]) == 2
+
+
+def save_run(folder, rows, norms):
+    folder.mkdir()
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics = [
+        {"step": step, "policy/grad_norm": norm, "policy/loss": 0.5} for step, norm in enumerate(norms)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "norm", "found"),
+    [
+        ({}, 0.3, None),
+        ({"prompt": "b"}, 0.3, ["step 2: prompts differ in 1 of 1 rollouts, the first 0: 'a' and 'b'"]),
+        (
+            {"token_ids": [1, 3]},
+            0.3,
+            ["step 2: tokens differ in 1 of 1 rollouts, the first 0: '[1, 2]' and '[1, 3]'"],
+        ),
+        (
+            {"reward": 0.5, "advantage": 0.1},
+            0.4,
+            ["step 2: rewards", "step 2: advantages", "step 2: the gradient norm differs: 0.3 and 0.4"],
+        ),
+        ({}, 0.4, ["step 2: the gradient norm differs: 0.3 and 0.4"]),
+    ],
+    ids=str,
+)
+def test_the_first_step_at_which_two_runs_differ_is_named_with_what_differs(
+    tmp_path, capsys, change, norm, found
+):
+    row = {"prompt": "a", "completion": "x", "token_ids": [1, 2], "reward": 1.0, "advantage": 0.2}
+    rows = [{"train_step": step, **row} for step in (1, 2, 3)]
+    other = [rows[0], *({**each, **change} for each in rows[1:])]
+    runs = (
+        save_run(tmp_path / "a", rows, [0.0, 0.1, 0.3, 0.3]),
+        save_run(tmp_path / "b", other, [0.0, 0.1, norm, 9.0]),
+    )
+    if found is None:
+        runs = runs[0], save_run(tmp_path / "c", rows, [0.0, 0.1, 0.3, 0.3])
+    assert main(["replay", runs[0], "--bisect", runs[1]]) == int(found is not None)
+    printed = capsys.readouterr().out.splitlines()
+    expected = found or ["no step differs"]
+    assert len(printed) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(printed, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"), [([], "--step N"), (["--bisect", "nowhere"], "rollouts.jsonl is not there")]
+)
+def test_what_is_missing_is_said_in_one_line(tmp_path, capsys, arguments, text):
+    assert main(["replay", str(tmp_path), *arguments]) == 2
+    assert text in capsys.readouterr().err

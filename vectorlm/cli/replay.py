@@ -1,0 +1,193 @@
+"""``vectorlm replay``: make a logged step again and compare it, or find where two runs part."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vectorlm.errors import ConfigError
+from vectorlm.report.runs import read_lines
+
+COMPARED = ("policy/loss", "policy/grad_norm", "policy/entropy", "policy/kl", "reward/mean")
+OF_ROLLOUTS = {
+    "prompts": "prompt",
+    "tokens": "token_ids",
+    "texts": "completion",
+    "the sampler's log-probabilities": "sampler_logprobs",
+    "rewards": "reward",
+    "advantages": "advantage",
+}
+"""What is compared of the rollouts of two runs, in the order in which a step makes it, with its key."""
+OF_METRICS = {"gradient norm": "policy/grad_norm", "loss": "policy/loss"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``vectorlm replay``."""
+    parser.add_argument("run", metavar="RUN", help="the output folder of a run of reinforcement learning")
+    help_text = "the step to make again, from the checkpoint before it; the run needs rl.rollout.save_tokens"
+    parser.add_argument("--step", type=int, metavar="N", help=help_text)
+    help_text = "name the first step at which RUN and this run differ, and in what"
+    parser.add_argument("--bisect", metavar="OTHER_RUN", help=help_text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 0 if everything is as it was logged, or the runs agree, and else 1."""
+    if (args.step is None) == (args.bisect is None):
+        raise ConfigError(
+            "there is nothing to do, or two things. Give one of --step N and --bisect OTHER_RUN."
+        )
+    if args.bisect is not None:
+        differences = list(_differences(Path(args.run), Path(args.bisect)))
+        print("\n".join(differences) or "no step differs, as far as both have come")
+        return int(bool(differences))
+    return _replay(Path(args.run), args.step)
+
+
+def _by_step(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
+    if not path.is_file():
+        raise ConfigError(f"{path} is not there: name the output folder of a run of reinforcement learning.")
+    found: dict[int, list[dict[str, Any]]] = {}
+    for line in read_lines(path):
+        found.setdefault(line[key], []).append(line)
+    return found
+
+
+def _differences(run: Path, other: Path) -> Iterator[str]:
+    """Yield in what the first step that differs does so, the cause before what it causes."""
+    rollouts = [_by_step(each / "rollouts.jsonl", "train_step") for each in (run, other)]
+    metrics = [_by_step(each / "metrics.jsonl", "step") for each in (run, other)]
+    for step in sorted(rollouts[0].keys() & rollouts[1].keys()):
+        here, there = (each[step] for each in rollouts)
+        found = []
+        if len(here) != len(there):
+            found.append(f"step {step}: {len(here)} rollouts and {len(there)}")
+        for what, key in OF_ROLLOUTS.items():
+            pairs = [
+                (a.get(key), b.get(key)) for a, b in zip(here, there, strict=False) if key in a and key in b
+            ]
+            unlike = [(row, a, b) for row, (a, b) in enumerate(pairs) if a != b]
+            if unlike:
+                row, a, b = unlike[0]
+                where = f"{len(unlike)} of {len(pairs)} rollouts, the first {row}"
+                found.append(f"step {step}: {what} differ in {where}: {str(a)[:60]!r} and {str(b)[:60]!r}")
+        for what, key in OF_METRICS.items():
+            a, b = (each[step][-1].get(key) if step in each else None for each in metrics)
+            if a != b:
+                found.append(f"step {step}: the {what} differs: {a} and {b}")
+        if found:
+            yield from found
+            return
+
+
+def _replay(run: Path, step: int) -> int:
+    """Make the steps from the checkpoint before `step` again, in a folder of their own, and compare the last."""
+    from vectorlm.algorithms.registry import get_algorithm
+    from vectorlm.checkpoint.folder import folder_of, steps_in
+    from vectorlm.config.load import load_config
+    from vectorlm.preflight.checked import preflight
+    from vectorlm.ranks.launcher import launch
+    from vectorlm.train.settings import EvaluationSettings
+
+    logged = _by_step(run / "metrics.jsonl", "step")
+    if step < 1 or step not in logged:
+        raise ConfigError(f"--step {step} is not in {run}/metrics.jsonl, which ends at step {max(logged)}.")
+    config = load_config(run / "config.yaml")
+    train, rl = config.train_parameters, config.rl
+    if rl is None or train.sampler is None:
+        raise ConfigError(f"{run} is no run of reinforcement learning.")
+    spec = get_algorithm(rl.algorithm)
+    if spec.needs_greedy or spec.needs_parts:
+        raise ConfigError(
+            f"{spec.name} reads more of a group than is logged, so its steps cannot be made again."
+        )
+    masks = rl.async_ is not None and rl.async_.overdue == "mask"
+    max_lag = rl.async_.max_staleness if masks and rl.async_ is not None else None
+    first = max((each for each in steps_in(run / "checkpoints") if each < step), default=0)
+    with tempfile.TemporaryDirectory(prefix="replay-", dir=run) as folder:
+        output = Path(folder)
+        if first:
+            source = folder_of(run / "checkpoints", first)
+            # A link to each file takes no room.
+            shutil.copytree(source, folder_of(output / "checkpoints", first), copy_function=os.link)
+        sampler = replace(train.sampler, evaluation=EvaluationSettings())
+        keep = replace(
+            train.keep, keep_best=False, final_model="last", early_stopping_patience=None, best_metric=None
+        )
+        train = replace(train, output_dir=str(output), checkpointing_enabled=True, sampler=sampler, keep=keep)
+        sources = {name: replace(each, held_out=None) for name, each in rl.collect.sources.items()}
+        rl = replace(
+            rl,
+            collect=replace(rl.collect, sources=sources),
+            async_=None,
+            save_every=rl.max_steps,
+            show_every=0,
+        )
+        config = replace(config, train_parameters=train, rl=rl, trackers={}, enable_wandb_logging=False)
+        world_size = json.loads((run / "run.json").read_text())["versions"]["world_size"]
+        checked = preflight(config, world_size)
+        launch(_on_rank, checked, run / "rollouts.jsonl", step, max_lag, world_size=world_size)
+        (again,) = _by_step(output / "metrics.jsonl", "step")[step]
+        start = f"the checkpoint of step {first}" if first else "the start"
+        print(f"{run}: steps {first + 1} to {step} again, from {start}")
+        return int(not _is_as_logged(run, step, logged, again, output / "final-model"))
+
+
+def _on_rank(checked: Any, path: Path, step: int, max_lag: int | None) -> None:
+    from vectorlm import FakeEngine
+    from vectorlm.rl_run import reinforce
+    from vectorlm.rollouts.replay import RecordedGroups
+
+    with FakeEngine(lambda prompt, version: "") as engine:
+        reinforce(
+            checked,
+            engine=engine,
+            on_step=lambda made, *_: made == step,
+            recorded=RecordedGroups(path, step, max_lag),
+        )
+
+
+def _is_as_logged(
+    run: Path, step: int, logged: Mapping[int, list[dict[str, Any]]], again: Mapping[str, Any], model: Path
+) -> bool:
+    is_same = True
+    for name in COMPARED:
+        before, now = logged[step][-1].get(name), again.get(name)
+        is_same &= before == now
+        print(
+            f"  {name:16}  {f'{before}, as logged' if before == now else f'{before} was logged, and is {now}'}"
+        )
+    known = _weights_of(run, step, is_last=step == max(logged))
+    if known is None:
+        print(f"  weights           not compared: {run} has no checkpoint of step {step}")
+        return is_same
+    from vectorlm.train.load import load_model
+
+    found = load_model(str(model)).state_dict()
+    unlike = [name for name, tensor in known.items() if not tensor.equal(found[name].to(tensor.dtype))]
+    print(f"  weights           {f'{len(unlike)} of {len(known)} tensors differ' if unlike else 'as logged'}")
+    return is_same and not unlike
+
+
+def _weights_of(run: Path, step: int, is_last: bool) -> Mapping[str, Any] | None:
+    """Return the weights that the run had after `step`; None where it has kept none."""
+    from vectorlm.checkpoint.folder import folder_of
+    from vectorlm.checkpoint.state import load_weights
+    from vectorlm.train.load import load_model
+
+    if is_last and (run / "final-model").is_dir():
+        return load_model(str(run / "final-model")).state_dict()
+    checkpoint = folder_of(run / "checkpoints", step)
+    if not checkpoint.is_dir():
+        return None
+    from vectorlm.config.load import load_config
+
+    model = load_model(load_config(run / "config.yaml").model)
+    load_weights(checkpoint, model)
+    return model.state_dict()
