@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vectorlm.cli.sample import (
     MAX_TOKENS,
@@ -30,15 +30,15 @@ from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.step_lines import json_text
-from vectorlm.rewards.evaluation import ENVIRONMENT
 from vectorlm.rewards.function import RewardFunction, score_answers
 from vectorlm.rewards.grade import grade
 from vectorlm.rewards.registry import get_reward, short_name
-from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.settings import CollectSettings
-from vectorlm.rollouts.playing import Environments
 from vectorlm.types import PromptRecord
 from vectorlm.workers import WorkerPool
+
+if TYPE_CHECKING:
+    from vectorlm.rl.rollout import Rollout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -275,6 +275,9 @@ def _exam_of(config: Config, reads_prompts: bool) -> Exam:
 
 def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Answer the questions of an exam; return what is written to a file, and the text to print."""
+    # It imports torch, which the other commands do without.
+    from vectorlm.rewards.evaluation import ENVIRONMENT
+
     exam = read_exam(args)
     # Functions of two files may have one name.
     short = [short_name(name) for name in exam.rewards]
@@ -282,16 +285,7 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     for name in exam.rewards:
         get_reward(name)  # Refused before the model is loaded.
     records = exam.prompt_records
-    model, adapter = require_model(args)
-    if exam.environment is None:
-        prompts = [asked(record) for record in records]
-        sampled = ask(args.engine, model, adapter, prompts, exam.sampling_params, exam.engine_args)
-        answers: list[Sequence[Rollout]] = [
-            [Rollout.begun(record, each) for each in options]
-            for record, options in zip(records, sampled, strict=True)
-        ]
-    else:
-        answers = _play(args.engine, model, adapter, exam)
+    answers = _answers(args, exam)
     with WorkerPool(WorkerPool.auto_size()) as pool:
         functions = [
             RewardFunction(name, pool, timeout_s=exam.timeout_s, stops_at_error=True) for name in exam.rewards
@@ -352,10 +346,19 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return found, "\n".join(lines)
 
 
-def _play(engine: str, model: str, adapter: str | None, exam: Exam) -> list[Sequence[Rollout]]:
-    """Return the rollouts of each question with its environment."""
-    assert exam.collect is not None
-    assert exam.environment is not None
+def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
+    """Return the answers to each question: one turn, or rollouts with the environment."""
+    from vectorlm.rl.rollout import Rollout
+    from vectorlm.rollouts.playing import Environments
+
+    model, adapter = require_model(args)
+    if exam.environment is None or exam.collect is None:
+        prompts = [asked(record) for record in exam.prompt_records]
+        sampled = ask(args.engine, model, adapter, prompts, exam.sampling_params, exam.engine_args)
+        return [
+            [Rollout.begun(record, each) for each in options]
+            for record, options in zip(exam.prompt_records, sampled, strict=True)
+        ]
     engine_args = {"max_model_len": exam.max_seq_len, **exam.engine_args}
     if engine_args["max_model_len"] == -1:
         from transformers import AutoConfig, AutoTokenizer
@@ -364,7 +367,7 @@ def _play(engine: str, model: str, adapter: str | None, exam: Exam) -> list[Sequ
 
         own = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
         engine_args["max_model_len"] = context_length(*own)
-    with open_engine(engine, model, adapter, engine_args) as opened, ExitStack() as stack:
+    with open_engine(args.engine, model, adapter, engine_args) as opened, ExitStack() as stack:
         environments = Environments(
             {"": exam.environment},
             opened,

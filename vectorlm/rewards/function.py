@@ -6,15 +6,18 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from vectorlm.encoding import is_messages
 from vectorlm.errors import RewardError, WorkerLost
 from vectorlm.rewards.runner import Kind, Reward, RewardResult, Scorable, run_reward
-from vectorlm.rl.rollout import Rollout
 from vectorlm.workers import WorkerPool, together
+
+if TYPE_CHECKING:
+    # It imports torch, which the check of a config does without.
+    from vectorlm.rl.rollout import Rollout
 
 RUNNER = "vectorlm.rewards.runner"
 GRACE_S = 1.0
