@@ -12,7 +12,8 @@ from vectorlm.data.prompts import check_lengths, read_prompts
 from vectorlm.errors import DatasetError, RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.evaluation import Evaluator
-from vectorlm.rewards.function import RewardFunction
+from vectorlm.rewards.function import RewardFunction, score_answers
+from vectorlm.rl.rollout import Rollout
 from vectorlm.train.device_turn import DeviceTurn
 from vectorlm.train.load import load_model
 from vectorlm.types import PromptRecord
@@ -159,6 +160,15 @@ def test_further_rewards_and_what_most_answers_say_are_logged(folder, tmp_path):
         "eval/maj_at_3": 0.5,
     }
     assert lines(tmp_path / "samples.jsonl")[0]["further_rewards"] == {"size": [0.25] * 4}
+
+
+def test_a_reward_is_shown_the_chat_of_an_evaluation():
+    chat = [{"role": "user", "content": "2 + 2?"}]
+    answer = Rollout(PromptRecord(chat), (1,), (2,), (True,), (0.0,), (0,), "4", "stop")
+    reward = RewardFunction(
+        lambda text, messages: float(messages == [*chat, {"role": "assistant", "content": text}])
+    )
+    assert score_answers(reward, [[answer]], "sampler.reward") == ([[1.0]], [[None]])
 
 
 def test_a_swap_that_was_skipped_reports_no_times_and_without_a_reward_nothing_is_scored(folder, tmp_path):
