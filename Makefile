@@ -26,7 +26,11 @@ export PYTHON VECTORLM_DEVICE
 # Its packages are no part of the pinned stack.
 DOCS := build/docs-env
 
-.PHONY: help install run real countdown papers test test-all test-long gpu lint docs bench slides clean FORCE
+# Packages that nothing else of the tests may see: they slow imports down, or replace pinned ones.
+EXTRAS := $(CURDIR)/build/extras
+WITH_EXTRAS := tests/train/test_optimizers.py tests/train/test_nf4.py tests/rollouts/test_verifiers.py
+
+.PHONY: help install run real countdown papers test test-all test-extras test-long gpu lint docs bench slides clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -57,6 +61,14 @@ test: $(STAMP) ## run the tests, without those marked slow or long (PYTEST_ARGS=
 
 test-all: $(STAMP) ## run the slow tests too
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
+
+test-extras: $(EXTRAS)/.installed ## run the tests of optional packages, which lie beside the pinned stack
+	PYTHONPATH=$(EXTRAS) $(PYTEST) -m "not long" $(WITH_EXTRAS) $(PYTEST_ARGS)
+
+$(EXTRAS)/.installed: requirements/one_card.txt requirements/verifiers.txt | $(STAMP)
+	rm -rf $(EXTRAS)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(EXTRAS) $(addprefix -r ,$^)
+	touch $@
 
 test-long: $(STAMP) ## run the tests that test-all leaves out
 	$(PYTEST) -m long $(PYTEST_ARGS)
