@@ -95,7 +95,9 @@ def gather_twice(topology, folder):
         training = build_loop(topology, folder, num_micro_batches=2)
         model, batches = training.optimizer_step.model, next(training.remaining_steps())
         for index, batch in enumerate(batches):
-            training.optimizer_step.backward(training.sum_loss(batch), is_last=index == len(batches) - 1)
+            training.optimizer_step.backward(
+                training.objective.sum_loss(batch)[0], is_last=index == len(batches) - 1
+            )
             found.append(not isinstance(model.get_input_embeddings().weight, DTensor))
             found.append(not isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor))
     return found

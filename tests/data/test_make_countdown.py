@@ -18,9 +18,10 @@ def make(folder, *options):
     """Run the script with small numbers."""
     specification = importlib.util.spec_from_file_location("make_countdown", SCRIPT)
     module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
     sizes = ["--num_train", "300", "--num_eval", "40", "--num_questions", "30"]
     with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        specification.loader.exec_module(module)
         patch.setattr(sys, "argv", [str(SCRIPT), "--output_dir", str(folder), *sizes, *options])
         module.main()
     return folder
