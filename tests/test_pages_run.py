@@ -30,6 +30,8 @@ def checkout(tmp_path_factory):
         (folder / name).symlink_to(ROOT / name)
     run(folder, "examples/make_countdown.py", "--output_dir", "data/countdown", "--seed", "0")
     run(folder, "examples/make_chats.py", "--num_chats", "40", "--num_questions", "40")
+    few = ("--set", "dataset_preprocess.split=train[:5%]")
+    run(folder, "-m", "vectorlm", "preprocess", "configs/countdown_reward.yaml", *few)
     return folder
 
 
@@ -56,6 +58,8 @@ def test_every_config_is_sound(checkout, name, monkeypatch, capsys):
         stand_ins["rl.rewards"] = "{countdown: 1.0}"
     elif "small_sums.py:" in text:
         stand_ins |= {f"dataset.{part}_ds": f"data/countdown/{part}" for part in ("train", "eval")}
+    if "pairs" in text:
+        stand_ins["dataset.eval_ds"] = "data/countdown/train_pairs"
     if "data/chats" in text:
         stand_ins = {"dataset.train_ds": "data/countdown/train", "dataset.eval_ds": "data/countdown/eval"}
     if "data/chats" in text and "rl:" in text:

@@ -88,10 +88,11 @@ def test_a_column_that_one_prompt_lacks_is_missed_by_a_function_of_one_completio
 
 def test_a_function_without_a_parameter_for_the_completion_is_refused():
     assert found(lambda prompt, answer: 0) == [
-        "has no parameter for the completion, which would go to its first one, 'prompt' -> "
-        "Add a parameter `completion`."
+        "has no parameter for the completion -> Add a parameter `completion`, or `messages`."
     ]
     assert found(lambda prompt, completion: 0) == []
+    assert found(lambda messages, answer: 0) == []
+    assert found(lambda *texts: 0) == []
 
 
 def test_the_reward_of_an_evaluation_is_checked_too(folder):

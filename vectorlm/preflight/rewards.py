@@ -48,9 +48,9 @@ def signature_problems(
     """Yield the rule and the fix for each parameter of a reward that these prompts, from `source`, cannot fill."""
     signature = RewardSignature.of(reward)
     columns = {name for record in records for name in record.columns if name not in RESERVED}
-    if signature.completion == "prompt":
-        rule = "has no parameter for the completion, which would go to its first one, 'prompt'"
-        yield rule, "Add a parameter `completion`."
+    # Silent: it scores without a look at what was sampled.
+    if not signature.sees_completion:
+        yield "has no parameter for the completion", "Add a parameter `completion`, or `messages`."
     for name in signature.missing(columns):
         rule = f"asks for {name!r}, which nothing supplies"
         if name in OF_TRL:

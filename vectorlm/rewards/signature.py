@@ -79,14 +79,24 @@ class RewardSignature:
             # A list is offered by two names; ``**columns`` gets it by one.
             if name != self.completion and (name in self.kinds or (takes_any and name != IDS[1]))
         }
-        first = next(iter(self.kinds.values()), inspect.Parameter.VAR_POSITIONAL)
-        is_open = first is inspect.Parameter.VAR_POSITIONAL and not self.takes_lists
-        positional = [completion] if is_open and self.completion is None else []
+        positional = [completion] if self._takes_by_place else []
         if self.completion is not None:
             given[self.completion] = completion
         by_place = [name for name, kind in self.kinds.items() if kind is inspect.Parameter.POSITIONAL_ONLY]
         positional += [given.pop(name) for name in by_place if name in given]
         return reward(*positional, **given)
+
+    @property
+    def _takes_by_place(self) -> bool:
+        """Whether the completion goes to ``*arguments``, or to a function that takes nothing, which then raises."""
+        first = next(iter(self.kinds.values()), inspect.Parameter.VAR_POSITIONAL)
+        return not self.takes_lists and self.completion is None and first is inspect.Parameter.VAR_POSITIONAL
+
+    @property
+    def sees_completion(self) -> bool:
+        """Whether the function is shown anything of what was sampled."""
+        named = self.kinds.keys() & {*EXTRAS, IDS[0]}
+        return bool(self.takes_lists or self.completion or self._takes_by_place or named)
 
     def missing(self, columns: Iterable[str]) -> list[str]:
         """Return the required parameters that neither these columns nor the completion itself can fill."""
