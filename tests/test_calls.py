@@ -110,6 +110,7 @@ def test_a_function_after_each_step_sees_it_changes_nothing_and_ends_the_run(fol
     assert all(torch.equal(alone[name], tensor) for name, tensor in ended.items())
 
 
+@pytest.mark.slow
 def test_fine_tuning_ends_after_the_step_that_the_function_says(folder, tmp_path):
     rows = [{"text": letter * 20} for letter in "abcdefghijklmnopqrst"]
     run = vectorlm.finetune(

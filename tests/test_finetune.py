@@ -239,6 +239,7 @@ def start(*command):
     )
 
 
+@pytest.mark.slow
 def test_the_plain_example_trains_without_the_sampler_and_says_what_samples(inputs, tmp_path):
     config = make_config(inputs, tmp_path / "run")
     path = tmp_path / "run.yaml"

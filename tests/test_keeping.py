@@ -220,6 +220,7 @@ def test_a_run_without_a_single_reward_writes_its_model_and_fails(inputs, tmp_pa
     assert (tmp_path / "run" / "final-model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_that_was_deleted_is_named_and_the_last_weights_are_exported_instead(
     inputs, tmp_path
 ):

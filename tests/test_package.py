@@ -64,6 +64,7 @@ def test_the_wheel_says_what_it_is(wheel):
     assert {"cpu", "cuda", "dev", "plots", "wandb"} <= set(about.get_all("Provides-Extra"))
 
 
+@pytest.mark.slow
 def test_the_installed_package_is_light_and_runs_from_any_folder(installed, tmp_path):
     here = {"PYTHONPATH": str(installed)}
     code = (

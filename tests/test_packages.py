@@ -77,6 +77,7 @@ print(sorted({"matplotlib", "wandb"} & set(sys.modules)))
 """
 
 
+@pytest.mark.slow
 def test_fine_tuning_without_matplotlib_leaves_everything_but_pictures(inputs, tmp_path):
     make_config(inputs, tmp_path / "run", epochs=1)
     done = run_without(("matplotlib", "wandb"), FINE_TUNING, str(tmp_path / "run.yaml"))

@@ -17,6 +17,7 @@ TINY_LLAMA = {"hidden_size": 64, "max_length": 1024}
 ENGINE_ARGS = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "devices": [LAST_CORE]}
 
 
+@pytest.mark.slow
 def test_an_engine_keeps_to_the_cores_that_are_its_own(engine):
     engine.wait_until_ready()
     for thread in Path(f"/proc/{sampler_pid()}/task").iterdir():

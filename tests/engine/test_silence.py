@@ -72,9 +72,8 @@ def freeze(topology, waits):
     return seen
 
 
-@pytest.mark.parametrize(
-    ("world_size", "waits"), [(1, ["poll"]), pytest.param(2, list(WAITS), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "waits"), [(1, ["poll"]), (2, list(WAITS))])
 def test_every_wait_for_a_frozen_engine_ends_at_the_deadline(world_size, waits):
     for seen in on_ranks(world_size, freeze, waits):
         assert len(seen) == len(waits)
@@ -212,7 +211,8 @@ def ask_in_vain(topology, channel):
     return seen
 
 
-@pytest.mark.parametrize("channel", ["inline", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("channel", ["inline", "process"])
 def test_a_backend_that_never_answers_ends_every_wait(channel):
     for seen in on_ranks(2, ask_in_vain, channel):
         for text, seconds in seen:

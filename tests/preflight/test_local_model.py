@@ -155,6 +155,7 @@ def test_a_download_that_fails_says_why(cache, write_config, monkeypatch):
         with_download(load_config(write_config(MINIMAL, ON_HUB)))
 
 
+@pytest.mark.slow
 def test_the_commands_take_a_name_from_the_cache_of_HF_HOME(model, write_config, tmp_path):
     """In processes of their own: the library reads HF_HOME when it is imported."""
     snapshot = lay_out(tmp_path / "hf/hub", model)

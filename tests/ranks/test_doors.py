@@ -98,6 +98,7 @@ def rewrite_the_meeting(key):
     return took, int(total)
 
 
+@pytest.mark.slow
 def test_a_stranger_cannot_write_where_the_ranks_meet():
     """gloo connects to the address that it finds in the store, and torch loads the pickles that come from there."""
     results = vectorlm.launch(rewrite_the_meeting, "/0//cpu//0/1", world_size=2)
@@ -161,6 +162,7 @@ def call_differently(gathering_rank):
         return str(error)
 
 
+@pytest.mark.slow
 def test_ranks_in_different_calls_are_named():
     for other in (0, 1):
         texts = [text for text in vectorlm.launch(call_differently, other, world_size=2) if text]

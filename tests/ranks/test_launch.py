@@ -229,6 +229,7 @@ def test_a_rank_that_misses_a_collective_is_named_and_where_it_was(how, where):
         vectorlm.launch(leave_rank_0_alone, how, world_size=2, timeout_s=3.0)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_in_the_temp_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     vectorlm.launch(exchange, 1, world_size=1)

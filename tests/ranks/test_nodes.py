@@ -33,6 +33,7 @@ def test_two_nodes_make_one_run(scratch):
     assert sorted(results, key=lambda result: result["rank"]) == [{"rank": rank, **same} for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_a_rank_ends_well_although_something_still_holds_its_group():
     """As the caches of DTensor do; such an end aborted every fourth rank.
 
