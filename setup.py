@@ -95,8 +95,5 @@ setup(
             "types-PyYAML",
         ],
     },
-    entry_points={
-        "console_scripts": ["vectorlm=vectorlm.cli:main"],
-        "pytest11": ["vectorlm=vectorlm.pytest_plugin"],
-    },
+    entry_points={"console_scripts": ["vectorlm=vectorlm.cli:main"]},
 )

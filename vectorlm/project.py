@@ -1,6 +1,6 @@
 """Checks of a project of one's own: its config, rewards and environment, on a tiny model with the real engine.
 
-``pytest --vectorlm CONFIG`` runs them; so does a test of one's own, which may name completions:
+``pytest -p vectorlm.pytest_plugin --vectorlm CONFIG`` runs them; a test of your own may name completions:
 
 >>> PROJECT = ProjectUnderTest("config.yaml", completions=["7", "no idea"])  # doctest: +SKIP
 >>> @pytest.mark.parametrize("check", PROJECT_CHECKS)                        # doctest: +SKIP

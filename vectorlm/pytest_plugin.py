@@ -1,4 +1,7 @@
-"""``pytest --vectorlm CONFIG``: the checks of `vectorlm.project` as tests, one for each."""
+"""``pytest -p vectorlm.pytest_plugin --vectorlm CONFIG``: the checks of `vectorlm.project` as tests, one for each.
+
+There is no entry point: pytest would rewrite the assertions of a whole package that has one.
+"""
 
 from __future__ import annotations
 
