@@ -21,21 +21,13 @@ NAMES = ("pair_accuracy", "pair_margin", "chosen_reward", "rejected_reward")
 """Of pairs: how often the chosen text has the higher reward, by how much in the mean, and the means of both."""
 
 
-@dataclass(frozen=True)
-class RewardPairs:
-    """The Bradley-Terry loss of a reward model's scores."""
+class Pairs:
+    """What objectives of pairs have in common."""
 
-    scorer: Scorer
-    center_coef: float = 0.0
-    ignore_index: int = -100
-    """Label of tokens outside the loss."""
     counts = "pair"
     names = NAMES
-
-    @property
-    def why_padded(self) -> str | None:
-        """Why rows are padded; None where they are not."""
-        return self.scorer.why_padded
+    ignore_index: int
+    """Label of tokens outside the loss."""
 
     def prepare(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Make each text a row of its own."""
@@ -44,6 +36,20 @@ class RewardPairs:
     def num_counted(self, batch: Batch) -> torch.Tensor:
         """Count the pairs."""
         return (batch.ids >= 0).sum() // 2
+
+
+@dataclass(frozen=True)
+class RewardPairs(Pairs):
+    """The Bradley-Terry loss of a reward model's scores."""
+
+    scorer: Scorer
+    center_coef: float = 0.0
+    ignore_index: int = -100
+
+    @property
+    def why_padded(self) -> str | None:
+        """Why rows are padded; None where they are not."""
+        return self.scorer.why_padded
 
     def sum_loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses of the pairs, and the sums of `names`."""
@@ -95,27 +101,22 @@ class Completions:
 
 
 @dataclass(frozen=True)
-class PreferencePairs:
+class PreferencePairs(Pairs):
     """A loss of the log-probabilities of pairs: DPO and the like."""
 
     completions: Completions
     spec: PreferenceSpec
     settings: PreferenceSettings
-    counts = "pair"
-    names = NAMES
+
+    @property
+    def ignore_index(self) -> int:  # type: ignore[override]
+        """Label of tokens that belong to no completion."""
+        return self.completions.ignore_index
 
     @property
     def why_padded(self) -> str | None:
         """Why rows are padded; None where they are not."""
         return self.completions.why_padded
-
-    def prepare(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Make each text a row of its own."""
-        return (apart(batch, self.completions.ignore_index) for batch in batches)
-
-    def num_counted(self, batch: Batch) -> torch.Tensor:
-        """Count the pairs."""
-        return (batch.ids >= 0).sum() // 2
 
     def sum_loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses of the pairs, and the sums of `names`."""
