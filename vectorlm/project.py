@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import math
 import tempfile
@@ -24,16 +23,17 @@ from typing import Any
 
 from vectorlm.cli import model as model_command
 from vectorlm.config.load import load_config
-from vectorlm.config.schema import RLSettings
+from vectorlm.config.schema import Config, RLSettings
 from vectorlm.data.prompts import read_prompts
-from vectorlm.encoding import is_messages, load_tokenizer
+from vectorlm.encoding import load_tokenizer
 from vectorlm.errors import ConfigError, EngineError, RankFailed
 from vectorlm.preflight.checked import preflight
 from vectorlm.ranks.launcher import launch
 from vectorlm.report.runs import read_lines
-from vectorlm.rewards.function import RewardFunction
+from vectorlm.rewards.function import RewardFunction, chat_of
 from vectorlm.rewards.registry import get_reward
 from vectorlm.rewards.runner import RewardResult, Scorable
+from vectorlm.rewards.signature import RewardSignature
 from vectorlm.workers import WorkerPool
 
 __all__ = ["PROJECT_CHECKS", "ProjectUnderTest"]
@@ -62,18 +62,22 @@ class ProjectUnderTest:
         return Path(tempfile.mkdtemp(prefix="vectorlm-project-"))
 
     @functools.cached_property
+    def config(self) -> Config:
+        """The config as it was written."""
+        return load_config(self.config_path)
+
+    @property
     def rl(self) -> RLSettings:
-        """The section `rl` as it was written."""
-        rl = load_config(self.config_path).rl
-        if rl is None:
+        """Its section `rl`."""
+        if self.config.rl is None:
             raise ConfigError(f"{self.config_path} has no section rl, which these checks are about.")
-        return rl
+        return self.config.rl
 
     @functools.cached_property
     def model(self) -> Path:
         """A tiny model with the tokenizer of the config's model, or SmolLM2's where that one cannot be had."""
         try:
-            tokenizer = load_tokenizer(load_config(self.config_path).model)
+            tokenizer = load_tokenizer(self.config.model)
         except EngineError:
             small = self.folder / "smollm2"
             model_command.run(Namespace(name=model_command.SMALL, path=str(small)))
@@ -109,6 +113,15 @@ class ProjectUnderTest:
         launch(reinforce, preflight(load_config(self.config_path, overrides), 1), world_size=1)
         return self.folder / "run"
 
+    @functools.cached_property
+    def scored(self) -> dict[str, Scored]:
+        """What each reward gives to completions made of the prompts' columns, and to those that were named."""
+        return self.score(self.made_of)
+
+    def made_of(self, columns: Mapping[str, Any]) -> list[str]:
+        """Make completions of a prompt's columns."""
+        return ["", "no idea", *(str(value) for value in columns.values()), *self.completions]
+
     def score(self, texts: Callable[[Mapping[str, Any]], Sequence[str]]) -> dict[str, Scored]:
         """Have each reward score texts, made of a prompt's columns, for some prompts of its source."""
         scored: dict[str, Scored] = {}
@@ -117,7 +130,7 @@ class ProjectUnderTest:
                 assert source.prompts is not None
                 records = islice(read_prompts(source.prompts, is_held_out=False), NUM_PROMPTS)
                 items = [
-                    Scorable(text, each.prompt, (), each.columns, _chat(each.prompt, text))
+                    Scorable(text, each.prompt, (), each.columns, chat_of(each.prompt, text))
                     for each in records
                     for text in texts(each.columns)
                 ]
@@ -129,11 +142,7 @@ class ProjectUnderTest:
 
 
 def _reads_text(reward: str) -> bool:
-    return "environment" not in inspect.signature(get_reward(reward)).parameters
-
-
-def _chat(prompt: Any, text: str) -> list[Mapping[str, Any]] | None:
-    return [*prompt, {"role": "assistant", "content": text}] if is_messages(prompt) else None
+    return "environment" not in RewardSignature.of(get_reward(reward)).kinds
 
 
 def save_tiny_model(path: Path, tokenizer: Any) -> None:
@@ -171,8 +180,8 @@ def rewards_survive_any_completion(project: ProjectUnderTest) -> None:
 
 def rewards_are_deterministic(project: ProjectUnderTest) -> None:
     """The same completions of the same prompts have the same rewards, in another process too."""
-    first, second = (project.score(lambda columns: _made_of(columns, project)) for _ in range(2))
-    for name, scored in first.items():
+    second = project.score(project.made_of)
+    for name, scored in project.scored.items():
         for (item, one), (_, other) in zip(scored, second[name], strict=True):
             assert repr(one.reward) == repr(other.reward), (
                 f"{name} gave {one.reward} and then {other.reward} for {item.text[:SHOWN_CHARACTERS]!r}"
@@ -181,17 +190,13 @@ def rewards_are_deterministic(project: ProjectUnderTest) -> None:
 
 def rewards_tell_completions_apart(project: ProjectUnderTest) -> None:
     """A reward that is the same for all completions teaches nothing."""
-    for name, scored in project.score(lambda columns: _made_of(columns, project)).items():
+    for name, scored in project.scored.items():
         rewards = {repr(result.reward) for _, result in scored}
         texts = sorted({item.text[:SHOWN_CHARACTERS] for item, _ in scored})[:NUM_PROMPTS]
         assert len(rewards) > 1, (
             f"{name} gave {rewards.pop()} to each of {len(scored)} completions, such as {texts}. Name some that it "
             "should tell apart: ProjectUnderTest(config, completions=[...])."
         )
-
-
-def _made_of(columns: Mapping[str, Any], project: ProjectUnderTest) -> list[str]:
-    return ["", "no idea", *(str(value) for value in columns.values()), *project.completions]
 
 
 def two_steps_train(project: ProjectUnderTest) -> None:

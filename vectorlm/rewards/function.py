@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -128,12 +128,15 @@ class _Stopped(Exception):
     """A call has failed, and no other is wanted."""
 
 
+def chat_of(prompt: Any, text: str) -> list[Mapping[str, Any]] | None:
+    """Return the chat that a prompt and a completion are together; None where the prompt is no chat."""
+    return [*prompt, {"role": "assistant", "content": text}] if is_messages(prompt) else None
+
+
 def shown(rollout: Rollout) -> Scorable:
     """Return what a reward function is shown of a rollout."""
     record = rollout.prompt_record
-    messages = rollout.messages
-    if messages is None and is_messages(record.prompt):
-        messages = [*record.prompt, {"role": "assistant", "content": rollout.text}]
+    messages = chat_of(record.prompt, rollout.text) if rollout.messages is None else rollout.messages
     return Scorable(
         rollout.text,
         record.prompt,
