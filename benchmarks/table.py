@@ -68,12 +68,14 @@ PAGES = {
             "Fine-tuning on texts of a long tail of lengths, packed into rows of 1,024 tokens (medians of nine steps)",
         ),
     ],
-    "docs/rl.md": [
+    "docs/reference_and_teacher.md": [
         Table(
             "distill",
             "A Countdown student of 0.1 M parameters after as many tokens, from the same start: mean (range) of three "
             "seeds",
         ),
+    ],
+    "docs/truncated_sampling.md": [
         Table(
             "truncation",
             "Log-probabilities of the engine and of the trainer, which computes in float32",

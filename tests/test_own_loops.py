@@ -186,7 +186,7 @@ def test_the_documented_commands_run_on_countdown(tmp_path):
     size = ["--num_train", "64", "--num_eval", "8", "--num_questions", "8"]
     run(tmp_path, "examples/make_countdown.py", *size)
     for name, each in zip(PAGES, ("steps", "rounds"), strict=True):
-        (line,) = commands("docs/rl.md", f"python examples/{name}.py")
+        (line,) = commands("docs/algorithms.md", f"python examples/{name}.py")
         few = ["--model", "data/countdown/model", f"--num_{each}", "1"]
         printed = run(tmp_path, *shlex.split(line)[1:], *few)
         assert re.search(r"^(step|round) 1: 0% of the (proposals right|questions solved), 0 ", printed, re.M)

@@ -35,7 +35,7 @@ NAMES = [
 
 def test_the_algorithms_that_there_are():
     assert algorithm_names() == sorted(NAMES)
-    page = (ROOT / "docs/rl.md").read_text()
+    page = (ROOT / "docs/algorithms.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) == set(algorithm_names())
     choosing = (ROOT / "docs/choosing.md").read_text().partition("## All of them")[2]
     firsts = re.findall(r"^\| (`[^|]*`) \|", choosing, re.M)
