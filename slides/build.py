@@ -224,31 +224,11 @@ def correction(folder: Path) -> None:
     figure.savefig(folder / "correction.svg")
 
 
-def countdown(folder: Path) -> None:
-    """Right answers over the steps, of four algorithms and three seeds each."""
-    colours = {"ppo": ENGINE, "grpo": TRAINER, "rloo": SWAP, "online_dpo": "#8452a8"}
-    figure, (axes,) = new(13, 5.4)
-    for name, seeds in read("countdown")["accuracy_by_step"].items():
-        for index, line in enumerate(seeds):
-            ends = [step / line[-1][0] for step, _ in line]
-            axes.plot(
-                ends,
-                [100 * right for _, right in line],
-                color=colours[name],
-                linewidth=2.5,
-                alpha=0.75,
-                label=name.replace("_", " ") if index == 0 else None,
-            )
-    axes.set(xlabel="share of the run", ylabel="right answers, %", ylim=(30, 62))
-    axes.legend(frameon=False, loc="lower right", ncols=2)
-    figure.savefig(folder / "countdown.svg")
-
-
 def main() -> None:
     """Draw everything into build/slides, and write slides/vectorlm.pdf."""
     folder = ROOT / "build" / "slides"
     folder.mkdir(parents=True, exist_ok=True)
-    for draw in (turns, swap, steps, overlap, correction, countdown):
+    for draw in (turns, swap, steps, overlap, correction):
         draw(folder)
     (folder / "facts.json").write_text(json.dumps({"num_algorithms": len(ROWS)}))
     typst.compile(
