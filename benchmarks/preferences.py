@@ -1,9 +1,9 @@
 """A reward model and DPO beside TRL's RewardTrainer and DPOTrainer. Run: python benchmarks/preferences.py
 
-Both train the same 36 M parameter Llama in fp32 on the same pairs: a prompt of 128 random tokens, and two answers of 16 to
-192. An optimizer step takes eight pairs. The reference's log-probabilities are computed before the first step by both, and do
-not count. TRL is first tried with several pairs in a pass, and measured with the fastest; the library takes all of them.
-Then both take turns, each run a process of its own. Needs TRL: pip install --no-deps -r requirements/bench.txt
+Both train the same 36 M parameter Llama in fp32 on the same pairs: a prompt of 128 random tokens, and two answers of 16
+to 192. An optimizer step takes eight pairs. The reference's log-probabilities are computed before the first step by
+both, and do not count. TRL is first tried with several pairs in a pass, and measured with the fastest; the library
+takes all of them. Then both take turns, each run a process of its own. Needs TRL: pip install --no-deps -r requirements/bench.txt
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import sft
-from report import ROOT, write_result
+from report import write_result
 from rl_step import Setting, save_prompts
 
 STEPS, SKIPPED, TRIAL_STEPS = 5, 1, 1
@@ -51,7 +51,9 @@ def main() -> None:
         model, _ = save_prompts(Path(scratch), Setting(1, 1, 1, 1))
         pairs = save_pairs(Path(scratch) / "pairs.jsonl")
         for job in SECTIONS:
-            tried = {size: _median(theirs(job, model, pairs, size, TRIAL_STEPS + SKIPPED)) for size in TRL_PAIRS}
+            tried = {
+                size: _median(theirs(job, model, pairs, size, TRIAL_STEPS + SKIPPED)) for size in TRL_PAIRS
+            }
             best = max(tried, key=lambda size: tried[size])
             found: dict[str, list[dict[str, float]]] = {}
             for turn in range(args.rounds):

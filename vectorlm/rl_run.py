@@ -10,6 +10,7 @@ from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.config import Config, RLSettings
+from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.data.tasks import Tasks
 from vectorlm.encoding import end_tokens
 from vectorlm.errors import ConfigError, RewardError
@@ -22,6 +23,7 @@ from vectorlm.rewards.reward_model import RewardModel
 from vectorlm.rewards.scorer import RewardScorer
 from vectorlm.rl.correction import correction_of
 from vectorlm.rl.curriculum import Curriculum
+from vectorlm.rl.demonstrations import Demonstrations
 from vectorlm.rl.loop import RLLoop, Source
 from vectorlm.rl.models import (
     Critic,
@@ -33,7 +35,7 @@ from vectorlm.rl.models import (
     num_logits,
 )
 from vectorlm.rl.prompts import PromptMixture
-from vectorlm.rl.settings import StepSettings
+from vectorlm.rl.settings import CPU_PASS_TOKENS, StepSettings
 from vectorlm.rl.teacher import ServerTeacher, Teacher
 from vectorlm.rollouts.logger import RolloutLogger
 from vectorlm.rollouts.playing import Environments
@@ -45,6 +47,7 @@ from vectorlm.rollouts.source import RolloutSource
 from vectorlm.run import Run, open_run
 from vectorlm.train.grammar import Grammar
 from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.objective import NextTokens
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.recorder import OnStep
 
@@ -136,20 +139,45 @@ def _build(
             run.output / "timeline.jsonl" if run.topology.is_main else None, recorder.resume_step
         ),
         topology=run.topology,
+        demonstrations=_demonstrations(run, rl, models.policy),
     )
+
+
+def _demonstrations(run: Run, rl: RLSettings, policy: LanguageModel) -> Demonstrations | None:
+    if (sft := rl.sft) is None:
+        return None
+    longest, rows = run.config.train_parameters.max_seq_len, sft.rows_per_step // run.topology.world_size
+    most = rl.update.max_tokens_per_micro_batch
+    if not run.topology.is_cuda:
+        most = min(most, CPU_PASS_TOKENS)
+    # Passes of equally many rows.
+    per_pass = max(
+        size for size in range(1, rows + 1) if rows % size == 0 and (size * longest <= most or size == 1)
+    )
+    loader = StepLoader(
+        load_dataset(sft.dataset),
+        Collator(run.tokenizer.pad_token_id or 0, NextTokens.ignore_index, longest),
+        run.topology,
+        micro_batch_size=per_pass,
+        num_micro_batches=rows // per_pass,
+        seed=run.config.train_parameters.seed,
+        shuffle=True,
+    )
+    plain = policy.untruncated()
+    plain.temperature = 1.0
+    return Demonstrations(plain, loader, sft, rl.max_steps)
 
 
 def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
     settings = run.config.train_parameters
     path = run.config.model
-    steps_per_batch = rl.update.num_epochs * rl.update.num_mini_batches
     warmup_steps = rl.critic.warmup_steps if spec.needs_critic else 0
 
     def optimizer_step(
         model: Any, num_batches: int, max_norm: float, name: str, lr: float | None
     ) -> OptimizerStep:
         optimizer = run.make_optimizer(model, lr)
-        schedule = run.make_schedule(optimizer, num_batches * steps_per_batch)
+        schedule = run.make_schedule(optimizer, num_batches * rl.update.steps_per_batch)
         return OptimizerStep(model, optimizer, schedule, max_norm, run.topology, name)
 
     # Losses that learn from completions of any policy learn about all tokens.

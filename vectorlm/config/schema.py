@@ -23,6 +23,7 @@ from vectorlm.rl.settings import (
     KLSettings,
     RewardSettings,
     RolloutSettings,
+    SFTSettings,
     SourceSettings,
     TeacherSettings,
     UpdateSettings,
@@ -119,6 +120,8 @@ class RLSettings:
     """How the critic is trained."""
     teacher: TeacherSettings | None = None
     """A teacher to learn from, beside rewards or alone; null learns from rewards."""
+    sft: SFTSettings | None = None
+    """A dataset of texts to learn as well; null learns from completions alone."""
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     """Off-policy correction."""
     async_: AsyncSettings | None = field(default=None, metadata={"key": "async"})

@@ -54,13 +54,17 @@ def file_problems(config: Config) -> Iterator[str]:
         path = "train_parameters.sampler.output_jsonl_path"
         yield refuse(config, path, "is a folder", "Name a file in it.", str(train.samples_path))
     # Costs more than a minute: the job has waited in a queue, and its engine is loading.
-    if (data := config.dataset) is not None and config.rl is None:
-        for place, path in (
-            ("train_ds", data.train_ds),
-            *(("eval_ds", each) for each in data.held_out.values()),
-        ):
-            if (problem := _dataset_problem(Path(path), config.examples)) is not None:
-                yield refuse(config, f"dataset.{place}", *problem, path)
+    data, folders = config.dataset, []
+    if data is not None and config.rl is None:
+        folders = [
+            ("dataset.train_ds", data.train_ds),
+            *(("dataset.eval_ds", each) for each in data.held_out.values()),
+        ]
+    elif config.rl is not None and config.rl.sft is not None:
+        folders = [("rl.sft.dataset", config.rl.sft.dataset)]
+    for place, path in folders:
+        if (problem := _dataset_problem(Path(path), config.examples)) is not None:
+            yield refuse(config, place, *problem, path)
 
 
 def _dataset_problem(folder: Path, examples: str) -> tuple[str, str] | None:

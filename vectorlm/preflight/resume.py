@@ -75,6 +75,8 @@ def identity_of(config: Config, world_size: int, num_examples: int | None = None
         for name, each in rl.by_source.items():
             path = each.prompts.path if isinstance(each.prompts, PromptSettings) else None
             contents[f"rl.sources.{name}.prompts" if name else "rl.prompts"] = _digest(path or each.prompts)
+        if rl.sft is not None:
+            contents["rl.sft.dataset"] = _fingerprint(Path(rl.sft.dataset))
     elif text is not None:
         contents |= {"dataset.train_ds": _fingerprint(Path(text.train_ds))}
         fixed["global batch"] = world_size * text.train_bs * train.loop.gradient_accumulation_steps

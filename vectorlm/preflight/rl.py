@@ -289,7 +289,7 @@ def _unread_settings(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
         unread["reference_sync_every"] = ("rl.kl_coef=0.0, which needs no reference", "rl.kl_coef")
     if not rl.hyperparameters.dynamic_sampling:
         unread["max_sampling_rounds"] = ("rl.dynamic_sampling=false", "rl.dynamic_sampling")
-    if rl.update.num_epochs * rl.update.num_mini_batches == 1:
+    if rl.update.steps_per_batch == 1:
         unread["max_kl"] = ("one optimizer step a batch", "")
     correction = correction_of(rl.correction, spec)
     for kind, names in (

@@ -69,6 +69,12 @@ def _rank_problems(config: Config, world_size: int, num_nodes: int) -> Iterator[
         rule = f"must be a multiple of nnodes={num_nodes}: it counts the ranks of all nodes"
         fix = f"Use {world_size + num_nodes - world_size % num_nodes}, for example."
         yield describe_refusal("world_size", world_size, rule, fix)
+    # Costs more than a minute: the first step comes after models are loaded and completions sampled.
+    sft = None if config.rl is None else config.rl.sft
+    if sft is not None and world_size >= 1 and sft.rows_per_step % world_size:
+        rule = f"must be a multiple of the number of ranks, {world_size}"
+        fix = f"Use {sft.rows_per_step + world_size - sft.rows_per_step % world_size}, for example."
+        yield refuse(config, "rl.sft.rows_per_step", rule, fix)
     # Costs more than a minute: weights are sent after the model has been loaded.
     is_spread = num_nodes > 1 and strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
     if is_spread and config.train_parameters.sampler is not None:

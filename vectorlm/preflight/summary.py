@@ -105,8 +105,13 @@ def _rl_rows(rl: RLSettings, max_seq_len: int) -> dict[str, str]:
     if teacher is not None:
         how = "sampled tokens" if teacher.kind == "sampled" else f"whole distributions, beta {teacher.beta:g}"
         rows["teacher"] = f"{teacher.model or teacher.server} x {teacher.coef:g}, by {how}"
+    if (sft := rl.sft) is not None:
+        end = "" if sft.share_at_end is None else f" to {sft.share_at_end:.0%}"
+        rows["texts"] = (
+            f"{_count(sft.rows_per_step, 'row')} of {sft.dataset} a step, {sft.share:.0%}{end} of the loss"
+        )
     rows["updates"] = (
-        f"{_count(update.num_epochs * update.num_mini_batches, 'optimizer step')} a step "
+        f"{_count(update.steps_per_batch, 'optimizer step')} a step "
         f"({_count(update.num_epochs, 'epoch')} x {_count(update.num_mini_batches, 'mini-batch', 'mini-batches')})"
     )
     return rows

@@ -10,6 +10,7 @@ from vectorlm.algorithms.kl import AdaptiveKL
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch, make_batch
+from vectorlm.rl.demonstrations import Demonstrations
 from vectorlm.rl.metrics import SpeedMeter, batch_metrics, rollout_metrics
 from vectorlm.rl.models import RLModels
 from vectorlm.rl.prepare import prepare_batch
@@ -83,12 +84,13 @@ class RLLoop:
         rollout_log: RolloutLog,
         timeline: TimelineLog,
         topology: Topology,
+        demonstrations: Demonstrations | None = None,
     ) -> None:
         """Take everything that the loop needs; `turn` gives the devices to the engine and takes them back."""
         self.models, self.spec, self.source, self.settings = models, spec, source, settings
         self.turn, self.recorder, self.topology = turn, recorder, topology
         self.rollout_log, self.timeline = rollout_log, timeline
-        self.updater = Updater(models, spec, settings, topology)
+        self.updater = Updater(models, spec, settings, topology, demonstrations)
         self.meter = SpeedMeter(models, source.group_size, settings.peak_flops)
         kl = settings.kl
         self.kl_controller = (

@@ -45,7 +45,7 @@ def prepare_batch(
     mismatch = settings.mismatch
     in_reward = models.reference is not None and settings.kl.kl_in == "reward"
     # In the only optimizer step of a batch the policy is still the one that sampled: the update's own pass will do.
-    is_one_step = settings.update.num_epochs * settings.update.num_mini_batches == 1
+    is_one_step = settings.update.steps_per_batch == 1
     learns_tokens = settings.teacher is not None and settings.teacher.kind == "sampled"
     needs_old = in_reward or learns_tokens or correction.is_on or not is_one_step or spec.needs_old
     old, gradient_norms, entropies, weights = _first_pass(batch, models, spec, settings, needs_old, all_rows)

@@ -159,6 +159,11 @@ class UpdateSettings:
     """KL divergence per token, from the engine to the policy, above which a completion with a negative mean advantage
     is left out of the loss; null leaves none out."""
 
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps on a batch of rollouts."""
+        return self.num_epochs * self.num_mini_batches
+
 
 @dataclass(frozen=True, kw_only=True)
 class KLSettings:
@@ -217,6 +222,23 @@ class TeacherSettings:
     generalised Jensen-Shannon divergence."""
     timeout_s: Annotated[PositiveFloat, ReadIf("rl.teacher.server")] = 300.0
     """Longest answer of the server, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTSettings:
+    """Texts of a dataset, learned in the same optimizer steps as completions."""
+
+    dataset: Text
+    """Folder that `vectorlm preprocess` wrote, with texts and no preference data."""
+    rows_per_step: PositiveInt = 8
+    """Rows of the dataset in an optimizer step of all ranks; a multiple of the number of ranks."""
+    share: Fraction = 0.1
+    """Weight of the mean loss of the rows' target tokens; the loss of the completions has the rest."""
+    share_at_end: UnitInterval | None = None
+    """The share at the last step, to which it goes in a straight line; null keeps it."""
+    weighting: Literal["none", "chord", "luffy"] = "none"
+    """What a target token of probability p counts for: its -log p; the same times p (1 - p), as in CHORD; or
+    -p / (p + 0.1), the shaping of LUFFY."""
 
 
 @dataclass(frozen=True, kw_only=True)

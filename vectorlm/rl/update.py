@@ -18,6 +18,7 @@ from vectorlm.hyperparameters import ClipSettings, LevelSettings, Reduction, Red
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.correction import weights_in_update
+from vectorlm.rl.demonstrations import Demonstrations
 from vectorlm.rl.metrics import MetricAccumulator
 from vectorlm.rl.micro_batch import MicroBatch, micro_batches_of
 from vectorlm.rl.models import RLModels
@@ -52,6 +53,8 @@ class Updater:
     spec: AlgorithmSpec
     settings: StepSettings
     topology: Topology
+    demonstrations: Demonstrations | None = None
+    """Texts that the policy learns as well."""
 
     def update(
         self, batch: TrainBatch, step: int, *, kl_coef: float = 0.0, trains_policy: bool = True
@@ -68,9 +71,9 @@ class Updater:
         accumulator = MetricAccumulator(self.topology)
         is_stopped = False
         num_steps = num_tokens = num_passes = 0
-        for mini_batch in self._mini_batches(batch, step):
+        for index, mini_batch in enumerate(self._mini_batches(batch, step)):
             if trains_policy:
-                kl, grad_norm = self._train_policy(batch, mini_batch, step, kl_coef, accumulator)
+                kl, grad_norm = self._train_policy(batch, mini_batch, (step, index), kl_coef, accumulator)
                 is_stopped = self.settings.update.max_kl is not None and kl > self.settings.update.max_kl
                 num_steps += grad_norm > 0
             if self.models.critic is not None:
@@ -94,7 +97,7 @@ class Updater:
         warmup_steps = 0 if critic is None else self.settings.critic.warmup_steps
         for optimizer_step, left_out in ((self.models.policy_step, warmup_steps), (critic, 0)):
             if optimizer_step is not None and optimizer_step.schedule is not None:
-                num_steps = update.num_epochs * update.num_mini_batches * (num_batches - left_out)
+                num_steps = update.steps_per_batch * (num_batches - left_out)
                 optimizer_step.schedule.go_to(num_steps)
 
     @property
@@ -131,24 +134,39 @@ class Updater:
         self,
         batch: TrainBatch,
         mini_batch: MiniBatch,
-        step: int,
+        place: tuple[int, int],
         kl_coef: float,
         accumulator: MetricAccumulator,
     ) -> tuple[float, float]:
-        """Make one step of the policy; return its divergence from the rollout's policy, and the gradient's norm."""
+        """Make one step of the policy; return its divergence from the rollout's policy, and the gradient's norm.
+
+        `place` is the step of the run, and which optimizer step of the batch this is.
+        """
         micro_batches = mini_batch.micro_batches
         accumulator.begin_step(mini_batch.num_tokens)
         tokens = sum(each.num_tokens for each in micro_batches if not each.is_filler)
         here = torch.tensor([float(tokens)], device=self.topology.device)
         accumulator.add("balance/rank_tokens_mean", here[0] / self.topology.world_size)
         accumulator.add_largest("balance/rank_tokens_max", here, here > 0)
-        optimizer_step = self.models.policy_step
+        optimizer_step, (step, index_in_batch) = self.models.policy_step, place
+        share, texts, num_targets = 0.0, [], 0
+        if self.demonstrations is not None:
+            share = self.demonstrations.share(step)
+            before = step * self.settings.update.steps_per_batch
+            texts, num_targets = self.demonstrations.micro_batches(before + index_in_batch)
+        last = len(micro_batches) + len(texts) - 1
         for index, micro_batch in enumerate(micro_batches):
             loss = self._policy_loss(batch, micro_batch, mini_batch, kl_coef, accumulator)
-            optimizer_step.backward(loss, is_last=index == len(micro_batches) - 1)
+            optimizer_step.backward((1 - share) * loss, is_last=index == last)
             accumulator.add("policy/loss", loss)
+        for index, text in enumerate(texts, len(micro_batches)):
+            assert self.demonstrations is not None
+            loss = self.demonstrations.loss(text, num_targets)
+            optimizer_step.backward(share * loss, is_last=index == last)
+            accumulator.add("sft/loss", loss)
         sums = accumulator.end_step()
-        optimizer_step.require_finite(sums["policy/loss"], step)
+        for name in ("policy/loss", "sft/loss") if texts else ("policy/loss",):
+            optimizer_step.require_finite(sums[name], step)
         finished = optimizer_step.finish(step)
         accumulator.note_all("policy", finished)
         return sums["policy/kl"], finished["grad_norm"]

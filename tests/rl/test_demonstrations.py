@@ -1,0 +1,130 @@
+"""Texts that a policy learns beside its completions: their share of the gradient, and which ones a step has."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from datasets import Dataset
+from rank_processes import on_ranks
+from tiny_rl import build, random_rows
+from transformers import AutoModelForCausalLM
+
+from vectorlm.data.loader import Collator, StepLoader
+from vectorlm.rl.demonstrations import Demonstrations
+from vectorlm.rl.settings import SFTSettings
+from vectorlm.rl.update import Updater
+
+SHARE = 0.3
+TEXTS = [[5, 9, 3, 20, 11], [7, 7, 30], [12, 40, 6, 2, 2, 33, 19], [8, 15, 22, 4]]
+PROMPTS = [2, 1, 3, 0]
+"""How many of a text's first tokens count in no loss."""
+
+
+def demonstrations(topology, policy, **settings):
+    rows = [
+        {"input_ids": text, "labels": [-100] * count + text[count:]}
+        for text, count in zip(TEXTS, PROMPTS, strict=True)
+    ]
+    size = 4 // topology.world_size
+    collator = Collator(0, -100, 16)
+    loader = StepLoader(
+        Dataset.from_list(rows), collator, topology, micro_batch_size=size, seed=0, shuffle=True
+    )
+    plain = replace_temperature(policy)
+    return Demonstrations(plain, loader, SFTSettings(dataset="texts", **settings), num_batches=11)
+
+
+def replace_temperature(policy):
+    plain = policy.untruncated()
+    plain.temperature = 1.0
+    return plain
+
+
+def change(topology, folder, weighting):
+    """Return by what one plain step of size 1 moves the weights, and what it measures."""
+    run = build(
+        topology,
+        folder,
+        "grpo",
+        num_epochs=1,
+        num_mini_batches=1,
+        max_grad_norm=1e9,
+        lr=1.0,
+        entropy_coef=0.0,
+    )
+    before, batch = run.weights(), run.prepare(random_rows("grpo"))
+    texts = None
+    if weighting is not None:
+        texts = demonstrations(topology, run.models.policy, share=SHARE, weighting=weighting)
+    metrics = Updater(run.models, run.spec, run.settings, topology, texts).update(batch, 2)
+    after = run.weights()
+    return {name: before[name] - after[name] for name in before}, metrics
+
+
+def changes(topology, folder):
+    return {weighting: change(topology, folder, weighting) for weighting in (None, "none", "chord", "luffy")}
+
+
+def expected(folder, weighting):
+    """Return the gradient and the loss of the texts, token by token in float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    losses = []
+    for text, count in zip(TEXTS, PROMPTS, strict=True):
+        logprobs = torch.log_softmax(model(torch.tensor([text])).logits[0], dim=-1)
+        for place in range(max(count, 1), len(text)):
+            logp = logprobs[place - 1, text[place]]
+            p = logp.exp()
+            losses.append(
+                {"none": -logp, "chord": -(p * (1 - p)).detach() * logp, "luffy": -p / (p + 0.1)}[weighting]
+            )
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}, loss.item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_gradient_is_the_sum_of_both_by_their_shares(folder, world_size):
+    found = on_ranks(world_size, changes, folder)
+    alone, without = found[0][None]
+    assert "sft/loss" not in without
+    for weighting in ("none", "chord", "luffy"):
+        of_texts, loss = expected(folder, weighting)
+        for each in found:
+            gradient, metrics = each[weighting]
+            assert metrics["sft/loss"] == pytest.approx(loss, rel=1e-5)
+            assert metrics["policy/loss"] == pytest.approx(without["policy/loss"], rel=1e-5)
+            for name, value in gradient.items():
+                both = (1 - SHARE) * alone[name].double() + SHARE * of_texts[name]
+                torch.testing.assert_close(value.double(), both, rtol=1e-3, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shares"),
+    [({"share": 0.5}, [0.5, 0.5, 0.5]), ({"share": 0.5, "share_at_end": 0.0}, [0.5, 0.25, 0.0])],
+)
+def test_the_share_goes_in_a_straight_line(settings, shares):
+    texts = Demonstrations(None, None, SFTSettings(dataset="texts", **settings), num_batches=11)
+    assert [texts.share(batch) for batch in (0, 5, 10)] == shares
+
+
+def ids_of_steps(topology, folder):
+    run = build(topology, folder, "grpo")
+    texts = demonstrations(topology, run.models.policy)
+    texts = replace(
+        texts,
+        loader=StepLoader(
+            texts.loader._dataset, Collator(0, -100, 16), topology, micro_batch_size=1, seed=0, shuffle=True
+        ),
+    )
+    return [
+        (texts.micro_batches(index)[0][0].ids.tolist(), texts.micro_batches(index)[1]) for index in range(8)
+    ]
+
+
+def test_which_texts_a_step_has_follows_from_its_place_alone(folder):
+    (found,) = on_ranks(1, ids_of_steps, folder)
+    first, second = ([ids[0] for ids, _ in found[start : start + 4]] for start in (0, 4))
+    assert sorted(first) == sorted(second) == [0, 1, 2, 3]
+    assert first != second
+    for (index,), count in found:
+        assert count == len(TEXTS[index]) - max(PROMPTS[index], 1)
