@@ -3,7 +3,9 @@
 Both train the same 36 M parameter Llama in fp32 on the same pairs: a prompt of 128 random tokens, and two answers of 16
 to 192. An optimizer step takes eight pairs. The reference's log-probabilities are computed before the first step by
 both, and do not count. TRL is first tried with several pairs in a pass, and measured with the fastest; the library
-takes all of them. Then both take turns, each run a process of its own. Needs TRL: pip install --no-deps -r requirements/bench.txt
+takes all of them. Then both take turns, each run a process of its own. Needs TRL:
+
+    pip install --no-deps -r requirements/bench.txt
 """
 
 from __future__ import annotations
