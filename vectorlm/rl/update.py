@@ -24,6 +24,7 @@ from vectorlm.rl.micro_batch import MicroBatch, micro_batches_of
 from vectorlm.rl.models import RLModels
 from vectorlm.rl.settings import StepSettings
 from vectorlm.rl.teacher import Teacher
+from vectorlm.types import Batch
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,8 @@ class Updater:
         accumulator.add("balance/rank_tokens_mean", here[0] / self.topology.world_size)
         accumulator.add_largest("balance/rank_tokens_max", here, here > 0)
         optimizer_step, (step, index_in_batch) = self.models.policy_step, place
-        share, texts, num_targets = 0.0, [], 0
+        share, num_targets = 0.0, 0
+        texts: list[Batch] = []
         if self.demonstrations is not None:
             share = self.demonstrations.share(step)
             before = step * self.settings.update.steps_per_batch
