@@ -118,3 +118,21 @@ def save_tiny_llama(
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     tokenizer.save_pretrained(path)
     return path
+
+
+def save_adapters(model: Path, path: Path, **options: Any) -> Path:
+    """Save LoRA adapters of random numbers on the model in the folder `model`, as PEFT saves them."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **options}
+    base = AutoModelForCausalLM.from_pretrained(model)
+    adapted = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **options))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    adapted.save_pretrained(path)
+    return path

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
 from safetensors.torch import load_file, save_file
-from sft_runs import make_config, train
+from sft_runs import lines, make_config, train
 from transformers import LlamaForCausalLM
 
 from vectorlm.cli import main
@@ -106,6 +106,30 @@ def test_adapters_of_a_checkpoint_are_exported_alone_or_merged(inputs, adapters,
     assert (found - start).abs().max() > 0.01
     assert AutoTokenizer.from_pretrained(merged)("abc").input_ids == [2, 3, 4]
     assert "peft" not in (merged / "README.md").read_text().split("---")[1]
+
+
+@pytest.mark.parametrize("merges", [False, True])
+def test_a_run_goes_on_from_adapters(inputs, adapters, tmp_path, capsys, merges):
+    text = TEXT.replace("{inputs}/model", str(adapters / "final-model"))
+    run = tmp_path / "more"
+    config = make_config(inputs, run, text, save_frequency=9, keep_best=False, merge_adapters=merges)
+    on_ranks(2, train, config)
+    before, after = (lines(each / "metrics.jsonl") for each in (adapters, run))
+    # fp32 round-off, where they are merged.
+    assert after[0]["eval/loss"] == pytest.approx(before[-1]["eval/loss"], rel=1e-5)
+    assert after[-1]["eval/loss"] != after[0]["eval/loss"]
+    of_run = run / "final-model"
+    if merges:
+        assert are_equal(
+            *(load_file(each / "model.safetensors") for each in (of_run, export_of(capsys, run)))
+        )
+        return
+    assert json.loads((of_run / "adapter_config.json").read_text())["r"] == LORA["r"]
+    merged = [
+        export_of(capsys, each, "--merge", "--output", tmp_path / f"{each.name}-merged")
+        for each in (of_run, run)
+    ]
+    assert are_equal(*(load_file(each / "model.safetensors") for each in merged))
 
 
 def test_an_embedding_that_the_head_shares_cannot_be_merged(tmp_path, capsys):

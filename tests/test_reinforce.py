@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from metrics_page import METRICS
+from rank_processes import save_adapters
 from rl_runs import REWARD, check_rl, config_of, is_documented, lines, numbers, save_files, stop_after_step_2
 from safetensors.torch import load_file
 
@@ -179,20 +180,21 @@ def test_rollouts_that_one_run_kept_are_trained_on_by_another_beside_its_own(fil
 
 
 @pytest.mark.slow
-def test_an_algorithm_of_ones_own_and_a_tool(files, tmp_path):
+def test_an_algorithm_of_ones_own_a_tool_and_adapters_that_were_there(files, tmp_path):
     overrides = [
         f"rl.environment={TOOL}",
         "train_parameters.sampler.prompts=null",
         "train_parameters.sampler.reward=null",
         "rl.max_steps=1",
-        "train_parameters.lora_peft_config={r: 4, target_modules: [q_proj, v_proj]}",
+        f"model={save_adapters(files / 'model', tmp_path / 'adapters')}",
         "rl.kl_coef=0.1",
     ]
     config = config_of(files, tmp_path / "own", f"{ROOT}/examples/my_algorithm.py:MEDIAN", overrides)
     vectorlm.launch(reinforce, config, world_size=2)
     metrics = lines(tmp_path / "own" / "metrics.jsonl")[-1]
-    # The adapters start at zero, where policy and reference are one.
+    # The reference has the adapters that the policy begins with, and so has the engine.
     assert metrics["reference/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["sampler/logprob_gap_max"] < 1e-4
     assert (tmp_path / "own" / "final-model" / "adapter_config.json").exists()
 
 

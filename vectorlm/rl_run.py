@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.algorithms.registry import get_algorithm
@@ -14,6 +15,7 @@ from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.data.tasks import Tasks
 from vectorlm.encoding import end_tokens
 from vectorlm.errors import ConfigError, RewardError
+from vectorlm.lora.folder import start_alone
 from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.preflight.rl import longest_sequence
 from vectorlm.ranks.topology import Topology
@@ -47,6 +49,7 @@ from vectorlm.rollouts.source import RolloutSource
 from vectorlm.run import Run, open_run
 from vectorlm.train.grammar import Grammar
 from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.load import load_model
 from vectorlm.train.objective import NextTokens
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.recorder import OnStep
@@ -182,7 +185,8 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
 
     # Losses that learn from completions of any policy learn about all tokens.
     support = Support.of(rl.collect.sampling) if spec.samples_from_policy else WHOLE
-    model = disable_dropout(run.load_model())
+    has_reference = spec.needs_reference or rl.kl.kl_coef > 0
+    model = disable_dropout(run.load_model(keeps_start=has_reference))
     sampling, grammar = rl.collect.sampling, None
     if sampling.get("structured_outputs") and spec.samples_from_policy:
         ends = end_tokens(run.tokenizer) | set(sampling.get("stop_token_ids") or ())
@@ -198,15 +202,11 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
     num_batches = max(rl.max_steps - warmup_steps, 1)
     policy_step = optimizer_step(policy.model, num_batches, settings.loop.max_grad_norm, "policy", None)
     reference = critic = critic_step = None
-    if spec.needs_reference or rl.kl.kl_coef > 0:
-        # With LoRA the reference is the policy without its adapters.
+    if has_reference:
+        # With LoRA the reference is the policy with the adapters that it began with.
         is_copy = settings.lora_peft_config is None
-        copy = None
-        if is_copy:
-            copy = load_reference(
-                path, run.load_sharded, settings.model.use_flash_attention, settings.model.dtype
-            )
-        reference = Reference(policy, copy)
+        copy = load_reference(run.read_model, run.load_sharded) if is_copy else None
+        reference = Reference(policy, copy, start_alone)
     if spec.needs_critic:
         critic_model = load_critic(rl.critic.model or path, run.load_sharded, settings.model.dtype)
         critic = Critic(critic_model, policy)
@@ -228,14 +228,10 @@ def _teacher(run: Run, rl: RLSettings, policy: LanguageModel) -> Teacher | Serve
         assert rl.teacher.server is not None
         server = ScoringServer(rl.teacher.server, rl.teacher.timeout_s)
         return ServerTeacher(server.logprobs, run.topology)
-    model = load_reference(
-        rl.teacher.model,
-        run.load_sharded,
-        settings.use_flash_attention,
-        settings.dtype,
-        num_logits(policy.model),
+    read = partial(
+        load_model, rl.teacher.model, flash_attention=settings.use_flash_attention, dtype=settings.dtype
     )
-    return Teacher(policy, model)
+    return Teacher(policy, load_reference(read, run.load_sharded, num_logits(policy.model)))
 
 
 def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSettings:

@@ -28,9 +28,10 @@ from vectorlm.checkpoint.folder import (
     require_shared,
 )
 from vectorlm.checkpoint.state import CheckpointStore, load_weights
-from vectorlm.config import Config, save_config, to_plain
+from vectorlm.config import Config, load_config, save_config, to_plain
 from vectorlm.config.schema import SamplerSettings
 from vectorlm.errors import CheckpointError, ConfigError
+from vectorlm.lora.folder import continue_lora, load_adapters, merged
 from vectorlm.lora.load import add_lora
 from vectorlm.lora.options import engine_arguments
 from vectorlm.packages import is_installed
@@ -56,7 +57,7 @@ from vectorlm.rewards.registry import short_name
 from vectorlm.train.device_turn import DeviceTurn, put_to_sleep
 from vectorlm.train.early_stopping import EarlyStopping
 from vectorlm.train.load import load_model, load_scorer, load_tokenizer
-from vectorlm.train.nf4 import quantize_blocks
+from vectorlm.train.nf4 import quantize_blocks, round_blocks
 from vectorlm.train.optimizer_step import Schedule
 from vectorlm.train.optimizers import make_optimizer
 from vectorlm.train.recorder import OnStep, Recorder, Timer
@@ -93,23 +94,40 @@ class Run:
         """The folder that everything is written to."""
         return Path(self.config.train_parameters.output_dir)
 
-    def load_model(self) -> nn.Module:
-        """Load, adapt and shard the model; afterwards every rank has its own random state."""
+    def read_model(self, *, is_empty: bool) -> Any:
+        """Read the model that training starts from, without adapters that are trained."""
+        settings = self.config.train_parameters
+        is_policy = self.config.reward_model is None
+        read = load_model if is_policy else partial(load_scorer, tokenizer=self.tokenizer)
+        model = read(
+            self.config.model,
+            flash_attention=settings.model.use_flash_attention,
+            dtype=settings.model.dtype,
+            is_empty=is_empty,
+        )
+        if settings.merge_adapters and not is_empty:
+            assert settings.adapters is not None, "preflight has seen to it"
+            adapters = Path(settings.adapters)
+            model = merge_of_run(load_adapters(adapters, model), adapters.parent).requires_grad_(True)
+        return model
+
+    def load_model(self, *, keeps_start: bool = False) -> nn.Module:
+        """Load, adapt and shard the model; afterwards every rank has its own random state.
+
+        `keeps_start` is as for `continue_lora`.
+        """
         settings = self.config.train_parameters
         set_seed(settings.seed)
 
         def load(is_empty: bool) -> nn.Module:
-            is_policy = self.config.reward_model is None
-            read = load_model if is_policy else partial(load_scorer, tokenizer=self.tokenizer)
-            model = read(
-                self.config.model,
-                flash_attention=settings.model.use_flash_attention,
-                dtype=settings.model.dtype,
-                is_empty=is_empty,
-            )
+            model = self.read_model(is_empty=is_empty)
             if settings.model.quantization is not None:
                 quantize_blocks(model, self.topology.device)
-            return model if settings.lora_peft_config is None else add_lora(model, settings.lora_peft_config)
+            options = settings.lora_peft_config
+            if options is None or settings.adapters is None:
+                return model if options is None else add_lora(model, options)
+            path = Path(settings.adapters)
+            return continue_lora(model, path, options, is_empty=is_empty, keeps_start=keeps_start)
 
         model = self.load_sharded(load)
         set_seed((settings.seed + self.topology.rank) % 2**32)
@@ -354,6 +372,19 @@ class Run:
                     f"  all {num_steps} steps are done: the weights of step {first_step} are exported"
                 )
         return self.stack.enter_context(FanOut(sinks)), progress.say
+
+
+def merge_of_run(model: Any, run: Path) -> Any:
+    """Merge the adapters of `model`, which the run in the folder `run` has trained, if it has; return the base.
+
+    Raises:
+        ConfigError: As `vectorlm.lora.folder.merged`.
+    """
+    settings = run / "config.yaml"
+    if settings.is_file() and load_config(settings).train_parameters.model.quantization is not None:
+        # The adapters were trained on these numbers.
+        round_blocks(model)
+    return merged(model)
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """Models named as the Hugging Face Hub names them, and sequences as long as the model's own."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +26,7 @@ from vectorlm.preflight.local_model import (
     with_download,
 )
 from vectorlm.preflight.resume import identity_of
+from vectorlm.preflight.settings import setting_problems
 
 NAME = "acme/tiny"
 ON_HUB = ("model: models/tiny", f"model: {NAME}")
@@ -70,6 +73,91 @@ def test_a_name_is_the_snapshot_in_the_cache(cache, model, write_config):
         identity_of(config, 1)["contents"]
         == identity_of(load_config("my.yaml", [f"model={model}"]), 1)["contents"]
     )
+
+
+ADAPTERS = {
+    "peft_type": "LORA",
+    "r": 8,
+    "target_modules": ["v_proj", "q_proj"],
+    "bias": "none",
+    "inference_mode": True,
+}
+
+
+def adapters_on(base, **options):
+    """Describe adapters on a model, in a folder beside the config, and return the change that makes them the model."""
+    Path("trained").mkdir(exist_ok=True)
+    described = {**ADAPTERS, "base_model_name_or_path": str(base), **options}
+    Path("trained/adapter_config.json").write_text(json.dumps(described))
+    return "models/tiny", "trained"
+
+
+def test_adapters_are_their_base_and_their_options(model, write_config):
+    config = resolve_model(load_config(write_config(MINIMAL, adapters_on(model, lora_dropout=0.0))))
+    train = config.train_parameters
+    assert (config.model, train.adapters) == (str(model), "trained")
+    assert train.lora_peft_config == {"r": 8, "target_modules": ["v_proj", "q_proj"]}
+    assert resolve_model(config) == config
+    assert config.notes == (f"model: the LoRA adapters in trained are on {model}",)
+    given = "train_parameters.lora_peft_config={r: 8, target_modules: [q_proj, v_proj], lora_dropout: 0.0}"
+    assert resolve_model(load_config("my.yaml", [given])).train_parameters == train
+    whole = resolve_model(load_config("my.yaml", ["train_parameters.merge_adapters=True"]))
+    assert whole.train_parameters.lora_peft_config is None
+    contents = identity_of(config, 1)["contents"]
+    Path("trained/adapter_model.safetensors").write_text("other numbers")
+    assert identity_of(config, 1)["contents"] != contents
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "text"),
+    [
+        (
+            {},
+            "lora_peft_config={r: 4}",
+            "lora_peft_config.r=4 is not that of the adapters in trained, which is 8",
+        ),
+        ({}, "lora_peft_config={target_modules: all-linear}", "target_modules='all-linear' is not that of"),
+        (
+            {},
+            "lora_peft_config={use_dora: True}",
+            "use_dora=true is not that of the adapters in trained, which is null",
+        ),
+        ({"peft_type": "IA3"}, "seed=1", "the adapters in trained are IA3, and only LORA can be trained on"),
+        (
+            {"base_model_name_or_path": "no/such"},
+            "seed=1",
+            "the base model 'no/such' of the adapters in trained is not",
+        ),
+        (
+            {},
+            "adapters=elsewhere",
+            "train_parameters.adapters='elsewhere' is not a folder with an adapter_config.json",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_gone_on_with_are_refused_by_name(model, write_config, options, given, text):
+    change = adapters_on(model, **options)
+    if given.startswith("adapters="):
+        change = ("models/tiny", str(model))
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        resolve_model(load_config(write_config(MINIMAL, change), [f"train_parameters.{given}"]))
+
+
+def test_what_adapters_begin_with_decides_what_may_be_done_with_them(model, write_config):
+    refused = {
+        "lora_peft_config.use_dora=true is beyond": (
+            {"use_dora": True},
+            ["train_parameters.sampler={prompts: [abc]}"],
+        ),
+        "lora_peft_config.task_type='SEQ_CLS' makes": ({"task_type": "SEQ_CLS"}, []),
+        "merge_adapters=true would have new adapters": (
+            {},
+            ["train_parameters.merge_adapters=True", "train_parameters.lora_peft_config={r: 8}"],
+        ),
+    }
+    for text, (options, overrides) in refused.items():
+        config = resolve_model(load_config(write_config(MINIMAL, adapters_on(model, **options)), overrides))
+        assert any(text in problem for problem in setting_problems(config, 1)), text
 
 
 def test_a_folder_of_that_name_comes_first(cache, model, write_config):

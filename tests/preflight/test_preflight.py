@@ -155,12 +155,6 @@ def test_a_sampling_parameter_that_transformers_cannot_honour_is_refused(complet
         passes(complete, SAMPLER, f"{path}.{parameter}", here)
 
 
-def test_adapters_are_no_model_to_start_from(complete):
-    Path("models/tiny/config.json").rename("models/tiny/adapter_config.json")
-    with pytest.raises(ConfigError, match="vectorlm export models/tiny --merge"):
-        passes(complete)
-
-
 @pytest.mark.parametrize(
     ("is_cuda", "overrides", "said"),
     [

@@ -5,15 +5,18 @@ import shutil
 
 import pytest
 import torch
-from rank_processes import on_ranks
+from peft import PeftModel
+from rank_processes import on_ranks, save_adapters
 from safetensors.torch import load_file, save_file
 from tiny_rl import build
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 from vectorlm.algorithms import Support
+from vectorlm.checkpoint.export import export_model
 from vectorlm.errors import ConfigError
+from vectorlm.lora.folder import STARTING, continue_lora, options_of, start_alone
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.reward_model import RewardModel
 from vectorlm.rl.models import Critic, Reference, disable_dropout, load_critic
@@ -257,6 +260,58 @@ def test_the_reference_of_a_truncated_policy_is_of_all_tokens(folder):
     policy = LanguageModel(adapted, support=support)
     torch.testing.assert_close(Reference(policy, None)(ROWS), expected)
     assert (policy.logprobs(ROWS)[ROWS.is_asked] > expected[ROWS.is_asked] + 1).all()
+
+
+@pytest.fixture(scope="module")
+def adapters(folder, tmp_path_factory):
+    """A folder of trained adapters, and what transformers with PEFT computes with it."""
+    path = tmp_path_factory.mktemp("models") / "adapters"
+    save_adapters(folder, path, modules_to_save=["lm_head"])
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), path).eval()
+    logprobs = torch.zeros(ROWS.is_asked.shape)
+    for row, length in enumerate(ATTENTION.sum(dim=1).tolist()):
+        with torch.no_grad():
+            logits = model(IDS[row : row + 1, : length - 1]).logits[0]
+        logprobs[row, 1:length] = logits.log_softmax(-1).gather(1, IDS[row, 1:length, None])[:, 0]
+    return path, logprobs
+
+
+def continued(topology, folder, path, output):
+    """Return what policy and reference of continued adapters compute, before and after a step; export the policy."""
+    options = options_of(path)
+
+    def load(is_empty):
+        model = load_model(folder, is_empty=is_empty)
+        return disable_dropout(continue_lora(model, path, options, is_empty=is_empty, keeps_start=True))
+
+    model = load_sharded(load, topology)
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.5)
+    step = OptimizerStep(model, optimizer, None, 1.0, topology)
+    policy = LanguageModel(model)
+    reference = Reference(policy, None, start_alone)
+    found = [policy.logprobs(ROWS).detach(), reference(ROWS)]
+    policy.logprobs(ROWS).sum().backward()
+    step.optimizer.step()
+    found += [policy.logprobs(ROWS).detach(), reference(ROWS)]
+    export_model(model, folder, output)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_reference_of_continued_adapters_is_what_they_were(folder, adapters, tmp_path, world_size):
+    path, expected = adapters
+    asked = ROWS.is_asked
+    output = tmp_path / "exported"
+    for policy, reference, moved, still in on_ranks(world_size, continued, folder, path, output):
+        torch.testing.assert_close(policy[asked], expected[asked])
+        # The same factors in the same order: not a bit differs.
+        assert torch.equal(policy, reference)
+        assert torch.equal(reference, still)
+        assert not torch.allclose(moved[asked], expected[asked], atol=1e-3)
+    before, after = (load_file(each / "adapter_model.safetensors") for each in (path, output))
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+    assert not (output / STARTING).exists()
 
 
 def adapters_after_a_reference_pass(topology, folder, strategy):

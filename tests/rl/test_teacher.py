@@ -170,7 +170,9 @@ def test_ranks_micro_batches_chunks_and_padding_change_nothing(folder, algorithm
 def padded_teacher(topology, folder, wide):
     policy = LanguageModel(load_model(folder))
     load = lambda load: load_sharded(load, topology)  # noqa: E731
-    teacher = Teacher(policy, load_reference(str(wide), load, num_tokens=num_logits(policy.model)))
+    teacher = Teacher(
+        policy, load_reference(partial(load_model, wide), load, num_tokens=num_logits(policy.model))
+    )
     rows = random_rows("on_policy_distillation")
     run = build(topology, folder, "on_policy_distillation", teacher=settings(wide, "full"))
     found = teacher.logprobs(rows, lambda batch, function: _all_rows(run, batch, function))

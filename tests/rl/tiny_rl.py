@@ -1,6 +1,7 @@
 """A tiny run of reinforcement learning without an engine: real models and settings, and random rollouts."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -159,12 +160,15 @@ def build(
     model = load(load_policy)
     policy = LanguageModel(model, support=support, packs=packs)
     has_reference = has_reference or spec.needs_reference
-    reference = Reference(policy, load_reference(folder, load)) if has_reference else None
+    reference = (
+        Reference(policy, load_reference(partial(load_model, folder), load)) if has_reference else None
+    )
     critic = Critic(load_critic(folder, load), policy) if spec.needs_critic else None
     critic_step = None if critic is None else descent(critic.model, "critic")
     taught_by = None
     if teacher is not None:
-        taught_by = Teacher(policy, load_reference(teacher.model, load, num_tokens=num_logits(model)))
+        read = partial(load_model, teacher.model)
+        taught_by = Teacher(policy, load_reference(read, load, num_tokens=num_logits(model)))
         with torch.no_grad():
             for parameter in taught_by.model.parameters():
                 parameter.mul_(teacher_scale)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from vectorlm.checkpoint import folder
 from vectorlm.encoding import end_tokens
-from vectorlm.lora.folder import lasting_name
+from vectorlm.lora.folder import STARTING, lasting_name
 from vectorlm.ranks.engine_ranks import capture, results_or_first_error
 from vectorlm.ranks.wait import report_wait
 from vectorlm.weights.plan import WRAPPERS
@@ -134,15 +134,18 @@ def write_model(
     model: Any, weights: Mapping[str, torch.Tensor], tokenizer: Any, work: Path, card: str | None
 ) -> None:
     """Write the files of an exported model into the folder `work`; `weights` are what `saved_tensors` names."""
-    for options in getattr(model, "peft_config", {}).values():
+    of_adapters: dict[str, Any] = {}
+    for name, options in getattr(model, "peft_config", {}).items():
         options.base_model_name_or_path = lasting_name(options.base_model_name_or_path)
+        if name != STARTING:
+            of_adapters.setdefault("selected_adapters", []).append(name)
     generation_config: Any = getattr(model, "generation_config", None)
     is_whole = generation_config is not None and not hasattr(model, "peft_config")
     if is_whole:
         # transformers would refuse to write some that it reads.
         model.generation_config = type(generation_config)()
     try:
-        model.save_pretrained(work, state_dict=dict(weights), max_shard_size=MAX_SHARD)
+        model.save_pretrained(work, state_dict=dict(weights), max_shard_size=MAX_SHARD, **of_adapters)
     finally:
         if is_whole:
             model.generation_config = generation_config

@@ -11,7 +11,7 @@ from vectorlm.checkpoint import folder
 from vectorlm.cli import at_interrupt
 from vectorlm.config.load import load_config
 from vectorlm.errors import ConfigError
-from vectorlm.lora.folder import base_of, is_adapter_folder, load_adapters, merged
+from vectorlm.lora.folder import base_of, is_adapter_folder, load_adapters
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,9 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
     is_adapter = source.is_adapter
     model, tokenizer = _load(source)
     if merges:
-        settings = source.run / "config.yaml"
-        if settings.is_file() and load_config(settings).train_parameters.model.quantization is not None:
-            from vectorlm.train.nf4 import round_blocks
+        from vectorlm.run import merge_of_run
 
-            # The adapters were trained on these numbers.
-            round_blocks(model)
-        model, is_adapter = merged(model), False
+        model, is_adapter = merge_of_run(model, source.run), False
     if dtype is not None:
         model = model.to(dtype_of(dtype))
     step = step_of(source.path) if source.step is None else source.step

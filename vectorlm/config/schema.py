@@ -28,7 +28,7 @@ from vectorlm.rl.settings import (
     TeacherSettings,
     UpdateSettings,
 )
-from vectorlm.settings import Length, NonNegativeInt, PositiveInt, Seed, Text, inline, partial
+from vectorlm.settings import Length, NonNegativeInt, PositiveInt, ReadIf, Seed, Text, inline, partial
 from vectorlm.train.settings import (
     WITH_CHECKPOINTS,
     EvaluationSettings,
@@ -73,6 +73,12 @@ class TrainSettings:
     profile: ProfileSettings = inline(ProfileSettings)
     lora_peft_config: Mapping[str, Any] | None = None
     """Arguments of `peft.LoraConfig`; null trains all weights. May also stand at the top of the file."""
+    adapters: Text | None = None
+    """Folder of LoRA adapters on `model` to go on training. A `model` that is such a folder fills this in."""
+    merge_adapters: Annotated[bool, ReadIf("train_parameters.adapters", fix="Name a folder of adapters.")] = (
+        False
+    )
+    """Merge `adapters` into the model first, and train all weights."""
     optimizer: OptimizerSettings
     """The arguments of the optimizer."""
     batch_size: int | None = None
@@ -158,7 +164,8 @@ class Config:
     """All settings of a run."""
 
     model: Text
-    """Folder of the model with its tokenizer, in Hugging Face layout; or its name on the Hub (`google/gemma-2b`)."""
+    """Folder of the model with its tokenizer, in Hugging Face layout; or its name on the Hub (`google/gemma-2b`); or a
+    folder of LoRA adapters, which name their model."""
     enable_wandb_logging: bool = False
     """Log to Weights & Biases as well."""
     wandb_config: Mapping[str, Any] = field(default_factory=dict)

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import ConfigError
+from vectorlm.lora.load import add_lora
+from vectorlm.lora.options import STARTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER_CONFIG = "adapter_config.json"
+
+STARTING = "starting_adapters"
+"""The name of the frozen copy of the adapters that a policy began with."""
+
+_NOT_OPTIONS = frozenset(
+    {"peft_type", "peft_version", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping"}
+)
 
 
 def is_adapter_folder(path: Path) -> bool:
@@ -43,6 +55,56 @@ def base_of(path: Path) -> Path:
             f"in {path / ADAPTER_CONFIG}."
         )
     return Path(found).parent
+
+
+def options_of(path: Path) -> dict[str, Any]:
+    """Return the options of the adapters in `path`, as ``peft.LoraConfig`` takes them, without those that are empty.
+
+    Raises:
+        ConfigError: They are not LoRA.
+    """
+    options = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    if (kind := options.get("peft_type")) != "LORA":
+        raise ConfigError(f"the adapters in {path} are {kind}, and only LORA can be trained on.")
+    if options.get("init_lora_weights") in STARTS:
+        # How they once began.
+        del options["init_lora_weights"]
+    empty: tuple[Any, ...] = (None, False, "none", [], {})
+    return {name: value for name, value in options.items() if name not in _NOT_OPTIONS and value not in empty}
+
+
+def continue_lora(
+    model: PreTrainedModel, path: Path, options: Mapping[str, Any], *, is_empty: bool, keeps_start: bool
+) -> Any:
+    """Put the adapters in `path` on `model`, to be trained; if `is_empty`, others of the same shapes.
+
+    With `keeps_start` a frozen copy of them is beside them, called `STARTING`.
+    """
+    adapted: Any = add_lora(model, options) if is_empty else load_adapters(path, model)
+    if keeps_start:
+        (trained,) = adapted.peft_config.values()
+        adapted.add_adapter(STARTING, copy.copy(trained))
+        weights = dict(adapted.named_parameters(remove_duplicate=False))
+        for name, weight in weights.items():
+            if f".{STARTING}" in name:
+                weight.requires_grad_(False)
+                if not is_empty:
+                    weight.data.copy_(weights[name.replace(f".{STARTING}", ".default")])
+    return adapted
+
+
+@contextmanager
+def start_alone(model: Any) -> Iterator[None]:
+    """Compute with the adapters that `model` began with: `STARTING`, or none where they began as zeros."""
+    if STARTING not in model.peft_config:
+        with model.disable_adapter():
+            yield
+        return
+    model.set_adapter(STARTING, inference_mode=True)
+    try:
+        yield
+    finally:
+        model.set_adapter("default")
 
 
 def load_adapters(path: Path, base: PreTrainedModel) -> Any:

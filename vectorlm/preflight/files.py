@@ -12,7 +12,6 @@ from vectorlm.checkpoint.folder import is_held
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
 from vectorlm.data.summary import PREFERENCE_COLUMNS
-from vectorlm.lora.folder import is_adapter_folder
 from vectorlm.preflight.local_model import describe_absent, description_of, missing_weights, own_length
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.weights.model_size import damaged_weights
@@ -24,9 +23,6 @@ def file_problems(config: Config) -> Iterator[str]:
     # Costs more than a minute: transformers asks the Hub for it, in every rank.
     if not folder.is_dir():
         yield refuse(config, "model", *describe_absent(config.model))
-    elif is_adapter_folder(folder):
-        fix = f"Merge them (`vectorlm export {config.model} --merge --output DIR`), and name that folder."
-        yield refuse(config, "model", "holds LoRA adapters and no whole model", fix)
     else:
         # Costs more than a minute: all other files are read first. Without any weights there is a plan all the same.
         wrong = list(damaged_weights(folder))

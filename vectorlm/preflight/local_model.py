@@ -17,7 +17,9 @@ from typing import Any
 
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
+from vectorlm.config.value import show
 from vectorlm.errors import ConfigError
+from vectorlm.lora.folder import ADAPTER_CONFIG, base_of, is_adapter_folder, options_of
 
 HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 """What may be the name of a model on the Hub; every short relative path looks the same."""
@@ -30,19 +32,27 @@ LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
 
 def resolve_model(config: Config) -> Config:
-    """Put the model's folder in the place of its name on the Hub, and its own length in the place of -1.
+    """Put the model's folder in the place of its name on the Hub or of adapters on it, its own length in that of -1.
 
     A model that is not here stays as it is, for `preflight` to refuse. Loads no package where the config names a
     folder that exists.
 
     Raises:
-        ConfigError: The length is -1, and the model is here but names none.
+        ConfigError: The length is -1, and the model is here but names none; or the adapters are not LoRA, are not those
+            of `lora_peft_config`, or their base is not here.
     """
     notes, train = list(config.notes), config.train_parameters
     folder = local_folder(config.model)
     if folder != config.model:
         notes.append(f"model: {config.model} is {folder}")
         config = replace(config, model=folder)
+    if is_adapter_folder(Path(config.model)):
+        train = replace(train, adapters=config.model)
+        config = replace(config, model=str(base_of(Path(config.model))), train_parameters=train)
+        notes.append(f"model: the LoRA adapters in {train.adapters} are on {config.model}")
+    if train.adapters is not None:
+        config = _with_options_of(config, Path(train.adapters))
+        train = config.train_parameters
     if train.max_seq_len == -1 and (described := description_of(Path(config.model))) is not None:
         length = own_length(described)
         if length is None:
@@ -51,6 +61,29 @@ def resolve_model(config: Config) -> Config:
         notes.append(f"max_seq_len: -1 is the model's own length, {length} tokens")
         config = replace(config, train_parameters=replace(train, max_seq_len=length))
     return replace(config, notes=tuple(notes))
+
+
+def _with_options_of(config: Config, adapters: Path) -> Config:
+    """Return the config of a run that goes on training `adapters`, if it does not merge them."""
+    if not is_adapter_folder(adapters):
+        rule = "is not a folder with an adapter_config.json"
+        raise ConfigError(
+            refuse(config, "train_parameters.adapters", rule, "Name a folder of LoRA adapters.")
+        )
+    options, train = options_of(adapters), config.train_parameters
+    if train.merge_adapters:
+        return config
+    for name, value in (train.lora_peft_config or {}).items():
+        given, theirs = (
+            set(x) if isinstance(x, list | tuple) else x or None for x in (value, options.get(name))
+        )
+        if given != theirs and name not in ("init_lora_weights", "task_type"):
+            rule = f"is not that of the adapters in {adapters}, which is {show(options.get(name))}"
+            place = f"train_parameters.lora_peft_config.{name}"
+            raise ConfigError(refuse(config, place, rule, "Leave it out.", value))
+    places = {f"train_parameters.lora_peft_config.{name}": str(adapters / ADAPTER_CONFIG) for name in options}
+    train = replace(train, lora_peft_config=options)
+    return replace(config, train_parameters=train, origins={**config.origins, **places})
 
 
 def with_download(config: Config) -> Config:

@@ -16,6 +16,7 @@ from vectorlm.config.schema import Config
 from vectorlm.config.setting import all_settings, to_plain
 from vectorlm.config.value import show
 from vectorlm.errors import CheckpointError
+from vectorlm.lora.folder import ADAPTER_CONFIG
 from vectorlm.packages import versions_of_rank
 from vectorlm.plugin import is_plugin
 from vectorlm.report.runs import flat
@@ -42,6 +43,8 @@ FIXED = (
 """What decides which tensors a checkpoint holds, the order of the data, or how its optimizer steps are counted."""
 OUTPUTS = ("train_parameters.sampler.output_jsonl_path", "trackers.", "wandb_config.")
 """Where settings begin that name what rank 0 writes."""
+DESCRIPTIONS = ("config.json", ADAPTER_CONFIG)
+"""The files that describe a model, or adapters."""
 NUM_PIECES, PIECE_BYTES = 64, 4096
 """What is read of each file of weights: two models of one size differ nearly everywhere, and 10 GB take a minute."""
 REWARDS = re.compile(r"rl\.(sources\.[^.]*\.)?rewards\.")
@@ -70,6 +73,8 @@ def identity_of(config: Config, world_size: int, num_examples: int | None = None
     """Return what a checkpoint notes of its run, as JSON values; `num_examples` are the training dataset's rows."""
     train, text, rl = config.train_parameters, config.dataset, config.rl
     contents = {"model": _model_digest(Path(config.model))}
+    if train.adapters is not None:
+        contents["train_parameters.adapters"] = _model_digest(Path(train.adapters))
     fixed: dict[str, Any] = {}
     if rl is not None:
         for name, each in rl.by_source.items():
@@ -164,7 +169,8 @@ def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[st
             (refused if is_fixed else changes).append(f"{name}={show(new)} (was {show(old)})")
     for name, new in now["contents"].items():
         if new != before["contents"].get(name):
-            (refused if name == "model" else changes).append(f"the content of {name} is another")
+            is_start = name in ("model", "train_parameters.adapters")
+            (refused if is_start else changes).append(f"the content of {name} is another")
     for name, new in now["fixed"].items():
         # `vectorlm check` counts no rows.
         if new is not None and new != (old := before["fixed"].get(name)):
@@ -200,14 +206,14 @@ def _content(name: str) -> Any:
     """Tell apart what may be the path of a model, a saved dataset or a file; None where there is none."""
     if os.path.isfile(name):  # Not of `Path`, which raises for long texts.
         return _digest(name)
-    is_model = os.path.isfile(os.path.join(name, "config.json"))
+    is_model = any(os.path.isfile(os.path.join(name, each)) for each in DESCRIPTIONS)
     return _model_digest(Path(name)) if is_model else _fingerprint(Path(name))
 
 
 def _model_digest(folder: Path) -> str:
     """Tell models apart by their description, and by the sizes of their files and some bytes of these."""
     files = sorted(path for path in folder.glob("*") if path.suffix in (".safetensors", ".bin"))
-    parts: list[Any] = [_digest(str(folder / "config.json"))]
+    parts: list[Any] = [_digest(str(path)) for name in DESCRIPTIONS if (path := folder / name).is_file()]
     for path in files:
         size = path.stat().st_size
         parts.append((path.name, size))

@@ -356,7 +356,7 @@ def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterato
         yield refuse(config, "rl.kl_target", rule, "Set rl.kl_coef: 0.05.")
     lora = config.train_parameters.lora_peft_config
     if kl.reference_sync_every is not None and lora is not None:
-        rule = "cannot be done with LoRA, whose reference is the base without adapters"
+        rule = "cannot be done with LoRA, whose reference stays what it was before training"
         yield refuse(config, "rl.reference_sync_every", rule, "Leave it out.")
     # Silent: the reference would not be the policy before training.
     if lora is not None and (spec.needs_reference or kl.kl_coef > 0):

@@ -95,6 +95,7 @@ def _training_problems(config: Config) -> Iterator[str]:
     alone: dict[str, Any] = {"rl": config.rl}
     if config.reward_model is not None:
         alone |= {_SAMPLER: train.sampler, "train_parameters.lora_peft_config": train.lora_peft_config}
+        alone |= {"train_parameters.adapters": train.adapters}
         alone |= {"preference": config.preference}
     section = "preference" if config.reward_model is None else "reward_model"
     for name, value in alone.items() if getattr(config, section) is not None else ():
@@ -240,6 +241,11 @@ def _lora_problems(config: Config) -> Iterator[str]:
     sampler, options = config.train_parameters.sampler, config.train_parameters.lora_peft_config
     if options is None:
         return
+    # Silent: what is exported would be adapters of a base that no folder holds.
+    if config.train_parameters.merge_adapters:
+        rule = "would have new adapters trained on a base that no folder holds"
+        fix = "Leave lora_peft_config out, or merge them with `vectorlm export --merge` and name that folder."
+        yield refuse(config, "train_parameters.merge_adapters", rule, fix)
     # Costs more than a minute: adapters are made after the model has been loaded.
     known = set().union(*(fields_of(path, name, "peft") for path, name in LORA_CONFIG))
     for option in options:

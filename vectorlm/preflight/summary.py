@@ -21,6 +21,7 @@ def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1, notes
     rows = {
         "model": config.model
         + (" with LoRA adapters" if train.lora_peft_config is not None else "")
+        + (f" of {train.adapters}" if train.adapters is not None and not train.merge_adapters else "")
         + (f" on a base in {train.model.quantization}" if train.model.quantization is not None else ""),
         "ranks": f"{ranks}, {train.model.sharding_strategy}, {precision}",
         **(_text_rows(config, world_size) if config.rl is None else _rl_rows(config.rl, train.max_seq_len)),

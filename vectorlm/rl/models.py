@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from vectorlm.algorithms.logprobs import align
 from vectorlm.errors import ConfigError
 from vectorlm.rl.teacher import ServerTeacher, Teacher
 from vectorlm.train.language_model import LanguageModel, inner_model
-from vectorlm.train.load import load_model, load_pretrained
+from vectorlm.train.load import load_pretrained
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
 from vectorlm.train.packing import PACKED, Rows, pack
 from vectorlm.types import TrainedModel
@@ -26,11 +26,19 @@ LoadSharded = Callable[[Callable[[bool], nn.Module]], nn.Module]
 
 
 class Reference:
-    """The frozen policy that the KL penalty compares with: another model, or the policy with its adapters off."""
+    """The frozen policy that the KL penalty compares with: another model, or the policy with its first adapters."""
 
-    def __init__(self, policy: LanguageModel, model: nn.Module | None) -> None:
-        """Take a sharded copy of the policy's starting point; None switches the policy's LoRA adapters off instead."""
-        self._policy, self.model = policy, model
+    def __init__(
+        self,
+        policy: LanguageModel,
+        model: nn.Module | None,
+        first_adapters: Callable[[Any], AbstractContextManager[None]] = lambda model: model.disable_adapter(),
+    ) -> None:
+        """Take a sharded copy of the policy's starting point; None goes back to the policy's first LoRA adapters.
+
+        `first_adapters` does so to the policy's model for a block; by default they were zeros.
+        """
+        self._policy, self.model, self._first_adapters = policy, model, first_adapters
         # Of all tokens: the reference has another support than the policy.
         self._frozen = policy.untruncated()
         if model is not None:
@@ -38,7 +46,7 @@ class Reference:
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         """Return float32 [B, T] as `LanguageModel.logprobs` does, without gradient."""
-        with torch.no_grad(), self._without_adapters():
+        with torch.no_grad(), self._with_first_adapters():
             return self._frozen.logprobs(rows)
 
     @property
@@ -49,20 +57,20 @@ class Reference:
     @torch.no_grad()
     def sync(self) -> None:
         """Copy the weights of the policy, shard by shard."""
-        assert self.model is not None, "with LoRA the reference is the base, which does not move"
+        assert self.model is not None, "with LoRA the reference does not move"
         reshard(self._policy.model)
         reshard(self.model)
         for mine, theirs in zip(self.model.parameters(), self._policy.model.parameters(), strict=True):
             mine.copy_(theirs)
 
     @contextmanager
-    def _without_adapters(self) -> Iterator[None]:
+    def _with_first_adapters(self) -> Iterator[None]:
         if self.model is not None:
             yield
             return
         # PEFT writes `requires_grad` of the parameters that it finds: they must be the same, the shards, both times.
         reshard(self._policy.model)
-        with self._policy.model.disable_adapter():  # type: ignore[operator]
+        with self._first_adapters(self._policy.model):
             yield
             reshard(self._policy.model)
 
@@ -138,16 +146,15 @@ class RLModels:
 
 
 def load_reference(
-    path: str,
-    load_sharded: LoadSharded,
-    flash_attention: bool = False,
-    dtype: str = "float32",
-    num_tokens: int | None = None,
+    read: Callable[..., Any], load_sharded: LoadSharded, num_tokens: int | None = None
 ) -> nn.Module:
-    """Load a frozen copy of the policy's starting point, or a teacher, whose logits beyond `num_tokens` are dropped."""
+    """Load a frozen copy of the policy's starting point, or a teacher, whose logits beyond `num_tokens` are dropped.
+
+    ``read(is_empty=…)`` is as `load_model` of one folder.
+    """
 
     def load(is_empty: bool) -> nn.Module:
-        model = load_model(path, flash_attention=flash_attention, dtype=dtype, is_empty=is_empty)
+        model = read(is_empty=is_empty)
         if num_tokens is not None and num_logits(model) > num_tokens:
             model.resize_token_embeddings(num_tokens, mean_resizing=False)
         return disable_dropout(model).requires_grad_(False)
