@@ -43,7 +43,7 @@ FLOORS = [
     {"preflight"},
     {"run"},
     {"sft_run", "rl_run"},
-    {"calls"},
+    {"calls", "verify"},
     {"cli"},
     {"project"},
     {"pytest_plugin"},

@@ -12,12 +12,14 @@ from in_flight_cases import another, check_tokens_against_their_caches
 from rank_processes import save_tiny_llama
 from rl_runs import config_of, lines, save_files
 from server_process import TOKEN, running_server, status_of
+from transformers import AutoModelForCausalLM
 
 from vectorlm import SamplingEngine
 from vectorlm.backends.server.backend import VLLMServer
 from vectorlm.backends.server.extension import ServerExtension
 from vectorlm.backends.server.serve import Guard, server_command, server_environment
 from vectorlm.backends.server.wire import arguments_from_wire, result_from_wire, result_to_wire, to_wire
+from vectorlm.cli import main
 from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout, WeightMismatch
 from vectorlm.rl_run import reinforce
 from vectorlm.testing import EngineUnderTest, run_checks
@@ -96,6 +98,25 @@ def test_a_wrong_token_is_named_before_anything_is_sampled(server, folder):
         pytest.raises(EngineError, match=r"the server at http://127.0.0.1:\d+ refuses the token"),
     ):
         engine.wait_until_ready()
+
+
+@pytest.mark.slow
+def test_it_is_told_whether_the_server_holds_a_checkpoint(
+    server, engine, folder, tmp_path, monkeypatch, capsys
+):
+    wider = save_tiny_llama(tmp_path / "wider", hidden_size=128, max_length=1024)
+    command = ["verify", server[1]]
+    assert main([*command, str(folder)]) == 1
+    assert "refuses the token" in capsys.readouterr().err
+    monkeypatch.setenv("VECTORLM_SERVER_TOKEN", TOKEN)
+    engine.update(AutoModelForCausalLM.from_pretrained(folder), engine.version + 1)
+    assert main([*command, str(folder)]) == 0
+    assert "proven by the checksums of all 30 tensors, which it holds in float32" in capsys.readouterr().out
+    engine.update(another(folder, 2), engine.version + 1)
+    assert main([*command, str(folder)]) == 1
+    assert "30 of 30 tensors have other numbers there: ['model.embed_tokens" in capsys.readouterr().err
+    assert main([*command, str(wider)]) == 1
+    assert "WeightMismatch: at http" in capsys.readouterr().err
 
 
 @pytest.mark.slow

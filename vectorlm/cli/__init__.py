@@ -78,6 +78,10 @@ COMMANDS = {
         "make a logged step of a run again and compare it, or find where two runs part",
         "vectorlm replay runs/countdown_grpo --step 5",
     ),
+    "verify": Command(
+        "prove that a running vLLM server holds a checkpoint",
+        "vectorlm verify http://127.0.0.1:8000 runs/countdown_sft/final-model",
+    ),
     "serve": Command(
         "run a vLLM server whose weights a trainer on this machine can replace",
         "vectorlm serve --model data/countdown/model --port 8000 -- --dtype float32",

@@ -137,7 +137,7 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
 
     disable_progress_bar()
     is_adapter = source.is_adapter
-    model, tokenizer = _load(source)
+    model, tokenizer = load_source(source)
     if merges:
         from vectorlm.run import merge_of_run
 
@@ -149,7 +149,7 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
     export_model(model, tokenizer, path, card)
 
 
-def _load(source: Source) -> tuple[Any, Any]:
+def load_source(source: Source) -> tuple[Any, Any]:
     """Load the model with its weights, and its tokenizer."""
     from vectorlm.checkpoint.state import load_weights
     from vectorlm.lora.load import add_lora

@@ -165,14 +165,16 @@ class HeldPieces:
         `expected` iterates over the checksums of whole tensors, and this manifest's are taken off it. `sums` are, for
         each worker, the checksums of the pieces that its copies filled.
         """
-        totals = itertools.islice(expected, len(self._manifest))
-        pairs = zip(self._manifest, totals, strict=True)
-        wrong = [spec.name for spec, total in pairs if self._total(spec.name, sums) != total]
-        if wrong:
+        if wrong := self.wrong(list(itertools.islice(expected, len(self._manifest))), sums):
             raise ChecksumMismatch(
                 f"after the update {len(wrong)} of {len(self._manifest)} tensors in the engine are not those that the "
                 f"trainer sent: {shortened(wrong)}."
             )
+
+    def wrong(self, totals: Sequence[int | None], sums: Sequence[Sequence[int]]) -> list[str]:
+        """Name the tensors whose pieces do not add up to `totals`, those of whole tensors; `sums` is as for `check`."""
+        pairs = zip(self._manifest, totals, strict=True)
+        return [spec.name for spec, total in pairs if self._total(spec.name, sums) != total]
 
     def _total(self, name: str, sums: Sequence[Sequence[int]]) -> int | None:
         """Add up the distinct pieces of a tensor; None where holders of one piece do not hold the same."""
@@ -209,15 +211,12 @@ class WorkerReceiver:
 
     def describe(self, manifest: Sequence[TensorSpec]) -> LoadPlan:
         """Match the trainer's tensors with this worker's parameters; say what it takes of them."""
-        parameters = _loaded_tensors(self._model)
-        recorded = record_loading(self._model.load_weights, parameters, manifest)
-        copies = join_copies(recorded, manifest, parameters)
-        _require_all_filled(self._model, copies)
-        self._load_plan = LoadPlan(
-            tuple(copies),
-            {name: dtype_name(parameter.dtype) for name, parameter in parameters.items()},
-            {name: parameter.numel() for name, parameter in parameters.items()},
-        )
+        self._load_plan, missing = match_tensors(self._model, manifest)
+        if missing:
+            raise WeightMismatch(
+                f"the engine expects {len(dict(self._model.named_parameters()))} parameters, but the trainer's tensors "
+                f"leave {len(missing)} of them unfilled, whole or in part: {missing}."
+            )
         return self._load_plan
 
     def attach(self, layout: Layout, exports: Sequence[Export] = ()) -> int:
@@ -226,7 +225,7 @@ class WorkerReceiver:
         Returns:
             Bytes that each update will copy; the engine computes with the rest where it lies.
         """
-        earlier, parameters = self.copies, _loaded_tensors(self._model)
+        earlier, parameters = self.copies, loaded_tensors(self._model)
         self.copies = CopyList(layout, exports, self._load_plan, parameters, may_alias=True)
         self._slots = {slot.name: slot for slot in layout.slots}
         if earlier is not None:
@@ -243,16 +242,34 @@ class WorkerReceiver:
 
         The parameters themselves, not the arena: a parameter that lost its alias must not pass.
         """
-        parameters = _loaded_tensors(self._model)
-        sums = []
-        for copy in self._load_plan.copies:
-            slot = self._slots[copy.source]
-            rows, first_row = _as_source_rows(copy, parameters[copy.parameter].data, slot)
-            sums.append((row_sums(rows, slot.word_bytes), first_row))
-        return checksums(sums)
+        return piece_sums(self._load_plan.copies, loaded_tensors(self._model), self._slots)
 
 
-def _loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def match_tensors(model: Any, manifest: Sequence[TensorSpec]) -> tuple[LoadPlan, list[str]]:
+    """Find out what a worker's `model` takes of the tensors, and which of its parameters they do not fill."""
+    parameters = loaded_tensors(model)
+    copies = join_copies(record_loading(model.load_weights, parameters, manifest), manifest, parameters)
+    load_plan = LoadPlan(
+        tuple(copies),
+        {name: dtype_name(parameter.dtype) for name, parameter in parameters.items()},
+        {name: parameter.numel() for name, parameter in parameters.items()},
+    )
+    return load_plan, _unfilled(model, copies)
+
+
+def piece_sums(
+    copies: Sequence[Copy], parameters: Mapping[str, torch.Tensor], slots: Mapping[str, Slot]
+) -> list[int]:
+    """Sum the piece of a parameter that each of `copies` fills; `slots` are of the tensors that they come from."""
+    sums = []
+    for copy in copies:
+        slot = slots[copy.source]
+        rows, first_row = _as_source_rows(copy, parameters[copy.parameter].data, slot)
+        sums.append((row_sums(rows, slot.word_bytes), first_row))
+    return checksums(sums)
+
+
+def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return what a model's loader may fill."""
     return {**persistent_buffers(model), **dict(model.named_parameters())}
 
@@ -273,7 +290,8 @@ def _as_source_rows(copy: Copy, parameter: torch.Tensor, source: Slot) -> tuple[
     return piece.unsqueeze(0) if lies_within_a_row else piece, first_row
 
 
-def _require_all_filled(model: torch.nn.Module, copies: Sequence[Copy]) -> None:
+def _unfilled(model: torch.nn.Module, copies: Sequence[Copy]) -> list[str]:
+    """Name the parameters that `copies` leave unfilled, whole or in part."""
     filled: dict[str, int] = defaultdict(int)
     for copy in copies:
         filled[copy.parameter] += copy.parameter_view.count
@@ -288,8 +306,4 @@ def _require_all_filled(model: torch.nn.Module, copies: Sequence[Copy]) -> None:
             count = rows * parameter[0].numel()
         if filled[name] < count:
             missing.append(name)
-    if missing:
-        raise WeightMismatch(
-            f"the engine expects {len(parameters)} parameters, but the trainer's tensors leave {len(missing)} of them "
-            f"unfilled, whole or in part: {missing}."
-        )
+    return missing

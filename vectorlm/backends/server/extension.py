@@ -31,13 +31,16 @@ class ServerExtension(WeightExtension):
     def vectorlm_ask(self, trainer: str, method: str, values: Sequence[Any]) -> dict[str, Any]:
         """Call `method` of `WeightExtension`, with arguments and answer as JSON values.
 
-        The channel belongs to the `trainer`, by a name that it chose, that called `vectorlm_prepare` last.
+        The channel belongs to the `trainer`, by a name that it chose, that called `vectorlm_prepare` last. Anybody may
+        call `vectorlm_held`, which changes nothing.
         """
         try:
             arguments = arguments_from_wire(method, values)
             _require_arena(arguments)
             if method == "vectorlm_prepare":
                 self._vectorlm_trainer = trainer
+            elif method == "vectorlm_held":
+                pass
             elif not hasattr(self, "_vectorlm_trainer"):
                 raise EngineError(
                     "this server was started again after the trainer had connected: build the engine again."

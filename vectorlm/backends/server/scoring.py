@@ -11,7 +11,11 @@ from typing import Any
 import aiohttp
 
 from vectorlm.backends.server.client import as_it_is, call_server
-from vectorlm.errors import ConfigError
+from vectorlm.backends.server.wire import result_from_wire, to_wire
+from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout
+from vectorlm.ranks.engine_ranks import CallResult, results_or_first_error
+from vectorlm.weights.held import Held
+from vectorlm.weights.plan import TensorSpec
 
 TOKEN_VARIABLE = "VECTORLM_TEACHER_TOKEN"
 """The environment variable with the server's token or API key, where it wants one."""
@@ -23,9 +27,12 @@ NUM_CONNECTIONS = 16
 class ScoringServer:
     """Asks any vLLM server, on this machine or another, through vLLM's own paths; nothing stays open between calls."""
 
-    def __init__(self, url: str, timeout_s: float = 300.0) -> None:
-        """Take the address, for example ``http://127.0.0.1:8000``, and the longest that an answer may take."""
-        self._url, self._timeout_s = url.rstrip("/"), timeout_s
+    def __init__(self, url: str, timeout_s: float = 300.0, token_variable: str = TOKEN_VARIABLE) -> None:
+        """Take the address, for example ``http://127.0.0.1:8000``, and the longest that an answer may take.
+
+        The environment variable `token_variable` holds the server's token or API key, where it wants one.
+        """
+        self._url, self._timeout_s, self._token_variable = url.rstrip("/"), timeout_s, token_variable
 
     def logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probability of each token after those before it, at temperature 1; 0 for the first of a row.
@@ -48,11 +55,33 @@ class ScoringServer:
             0
         ]
 
+    def held(self, manifest: Sequence[TensorSpec]) -> list[Held] | None:
+        """Return what each worker of the server holds; None where the server has no such call.
+
+        It has with ``VLLM_SERVER_DEV_MODE=1`` and `ServerExtension` as its ``--worker-extension-cls``, as ``vectorlm
+        serve`` starts it.
+
+        Raises:
+            WeightMismatch: It serves another model.
+        """
+        body = {"method": "vectorlm_ask", "args": ["", "vectorlm_held", [to_wire(tuple(manifest))]]}
+
+        def read(answer: Mapping[str, Any]) -> list[CallResult]:
+            return [result_from_wire("vectorlm_held", each) for each in answer["results"]]
+
+        try:
+            results = self._together([("/collective_rpc", body, read)])[0]
+        except (EngineDied, EngineTimeout):
+            raise
+        except EngineError:
+            return None
+        return results_or_first_error(results)
+
     def _together(self, calls: Sequence[tuple[str, Any, Callable[[Any], Any]]]) -> list[Any]:
         """Make calls at the same time; in a thread, because a notebook's own has a running loop."""
 
         async def make() -> list[Any]:
-            token = os.environ.get(TOKEN_VARIABLE)
+            token = os.environ.get(self._token_variable)
             headers = {"Authorization": f"Bearer {token}"} if token else {}
             connector = aiohttp.TCPConnector(limit=NUM_CONNECTIONS)
             async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
@@ -89,7 +118,7 @@ def _prompt_logprobs(rows: Sequence[Sequence[int]], answer: Mapping[str, Any]) -
         values = [float(entry[str(token)]["logprob"]) for token, entry in zip(row[1:], entries, strict=True)]
         if max(values, default=0.0) > 1e-3:
             raise ConfigError(
-                f"the teacher's server gives the token {row[1:][values.index(max(values))]} a log-probability of "
+                f"the server gives the token {row[1:][values.index(max(values))]} a log-probability of "
                 f"{max(values):.3g}, and none is above 0: start it without --logprobs-mode, which makes them logits."
             )
         found.append([0.0, *values])

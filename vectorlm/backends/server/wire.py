@@ -10,6 +10,7 @@ import msgspec
 from vectorlm import errors
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.ranks.engine_ranks import CallResult
+from vectorlm.weights.held import Held
 from vectorlm.weights.plan import Layout, TensorSpec
 from vectorlm.weights.record import LoadPlan
 
@@ -19,6 +20,7 @@ CALLS: Mapping[str, tuple[tuple[Any, ...], Any]] = {
     "vectorlm_attach": ((str, Layout), int),
     "vectorlm_load": ((str, int, bool), list[int]),
     "vectorlm_empty_kv_cache": ((), None),
+    "vectorlm_held": ((tuple[TensorSpec, ...],), Held),
 }
 """By method of `WeightExtension`: the types of its arguments, and of its answer."""
 

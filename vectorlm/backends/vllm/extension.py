@@ -14,6 +14,7 @@ from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.lora.receive import AdapterReceiver
 from vectorlm.ranks.engine_ranks import CallResult
 from vectorlm.weights.exports import Export
+from vectorlm.weights.held import held_by
 from vectorlm.weights.plan import BASE, Layout, TensorSpec
 from vectorlm.weights.receive import WorkerReceiver
 
@@ -93,6 +94,16 @@ class WeightExtension:
         for cache in self.model_runner.kv_caches:
             for block in cache if isinstance(cache, list | tuple) else [cache]:
                 block.zero_()
+
+    @as_call_result
+    def vectorlm_held(self, manifest: Sequence[TensorSpec]) -> Any:
+        """Answer with the `Held` of the trainer's tensors, whoever loaded them; needs no `vectorlm_prepare`."""
+        model = self.model_runner.get_model()
+        require_no_latent_attention(model)
+        require_plain_layers(model)
+        if getattr(self, "_vectorlm_packs", False):
+            check_packed(model)
+        return held_by(model, manifest)
 
     @as_call_result
     def vectorlm_clear(self, weight_set: str) -> Any:
