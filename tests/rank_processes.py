@@ -89,6 +89,7 @@ def save_tiny_llama(
     vocab_size: int = 48,
     hidden_size: int = 32,
     max_length: int = 64,
+    num_heads: int = 2,
     num_key_value_heads: int = 1,
 ) -> Path:
     """Save a Llama of three blocks with random weights, and a tokenizer of single letters."""
@@ -101,7 +102,7 @@ def save_tiny_llama(
         hidden_size=hidden_size,
         intermediate_size=48,
         num_hidden_layers=3,
-        num_attention_heads=2,
+        num_attention_heads=num_heads,
         num_key_value_heads=num_key_value_heads,
         max_position_embeddings=max_length,
         tie_word_embeddings=tied,

@@ -128,11 +128,15 @@ def test_the_same_command_again_goes_on_and_other_settings_are_refused(inputs, w
 
 
 @pytest.mark.parametrize(
-    ("world_size", "num_micro_batches"), [(1, 4), pytest.param(4, 1, marks=pytest.mark.slow)]
+    ("world_size", "num_micro_batches", "shared_by"),
+    [(1, 4, 1), (2, 4, 2), pytest.param(4, 1, 1, marks=pytest.mark.slow)],
 )
-def test_a_run_goes_on_with_another_number_of_ranks(inputs, whole, tmp_path, world_size, num_micro_batches):
+def test_a_run_goes_on_with_another_number_of_ranks(
+    inputs, whole, tmp_path, world_size, num_micro_batches, shared_by
+):
     # The same global batch: 21 rows, eight a step.
-    config = copy_of(whole, tmp_path / "cut", inputs, 6, gradient_accumulation_steps=num_micro_batches)
+    changes = {"gradient_accumulation_steps": num_micro_batches, "context_parallel": shared_by}
+    config = copy_of(whole, tmp_path / "cut", inputs, 6, **changes)
     on_ranks(world_size, train, config)
     pairs = zip(lines(tmp_path / "cut/metrics.jsonl"), lines(whole / "metrics.jsonl"), strict=True)
     for line, expected in pairs:

@@ -154,10 +154,11 @@ def test_two_ranks_and_padded_rows_train_as_one_rank_does(finished, inputs, tmp_
     section, whole = finished
     alike = {
         "ranks": "train_parameters.gradient_accumulation_steps=1",
+        "shared": "train_parameters.context_parallel=2",
         "padded": "train_parameters.pack_rows=False",
     }
     for name, change in alike.items():
-        on_ranks(2 if name == "ranks" else 1, train, config_of(inputs, tmp_path / name, section, change))
+        on_ranks(1 if name == "padded" else 2, train, config_of(inputs, tmp_path / name, section, change))
         mine, theirs = lines(tmp_path / name / "metrics.jsonl"), lines(whole / "metrics.jsonl")
         for metric in ("train/loss", "eval/loss", "eval/rejected_reward"):
             found = [line[metric] for line in mine if metric in line]

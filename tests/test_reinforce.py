@@ -139,10 +139,12 @@ def test_a_killed_ppo_run_started_again_ends_bit_for_bit_where_the_uninterrupted
 
 
 @pytest.mark.slow
-def test_a_killed_ppo_run_goes_on_with_another_number_of_ranks(files, ppo, tmp_path):
+@pytest.mark.parametrize("shared_by", [1, 2])
+def test_a_killed_ppo_run_goes_on_with_another_number_of_ranks(files, ppo, tmp_path, shared_by):
     whole, cut = ppo[0], tmp_path / "cut"
     shutil.copytree(ppo[1], cut)
-    vectorlm.launch(reinforce, config_of(files, cut, "ppo", PPO), world_size=1)
+    overrides = [*PPO, f"train_parameters.context_parallel={shared_by}"]
+    vectorlm.launch(reinforce, config_of(files, cut, "ppo", overrides), world_size=shared_by)
     texts = [[row["completion"] for row in lines(folder / "rollouts.jsonl")] for folder in (whole, cut)]
     assert texts[0] == texts[1]
     for line, expected in zip(numbers(cut), numbers(whole), strict=True):

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -14,9 +15,18 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.train import settings
 
 SPLITS = {
-    1: [("FULL_SHARD", 1), ("FULL_SHARD", 4)],
-    2: [("FULL_SHARD", 1), ("FULL_SHARD", 4), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 4), ("HYBRID_SHARD", 2)],
+    1: [("FULL_SHARD", 1, 1), ("FULL_SHARD", 4, 1)],
+    2: [
+        ("FULL_SHARD", 1, 1),
+        ("FULL_SHARD", 4, 1),
+        ("SHARD_GRAD_OP", 2, 1),
+        ("NO_SHARD", 4, 1),
+        ("HYBRID_SHARD", 2, 1),
+        ("FULL_SHARD", 2, 2),
+    ],
+    4: [("FULL_SHARD", 2, 2)],
 }
+"""By ranks: strategy, micro-batches, and ranks that share a pass."""
 
 LIMITS = (0, settings.GATHER_ONCE_BYTES)
 
@@ -63,14 +73,19 @@ def train_every_split(topology, folder):
     found = {}
     for limit, split in product(LIMITS, SPLITS[topology.world_size]):
         settings.GATHER_ONCE_BYTES = limit
-        strategy, num_micro_batches = split
-        training = build_loop(topology, folder, strategy=strategy, num_micro_batches=num_micro_batches)
+        strategy, num_micro_batches, size = split
+        training = build_loop(
+            replace(topology, context_parallel=size),
+            folder,
+            strategy=strategy,
+            num_micro_batches=num_micro_batches,
+        )
         training.run()
         found[limit, *split] = list(training.recorder.sink), whole_weights(training.optimizer_step.model)
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_split_of_the_global_batch_trains_like_one_plain_process(world_size, folder, reference):
     losses, norms, evals, expected = reference
     for found in on_ranks(world_size, train_every_split, folder):

@@ -13,6 +13,7 @@ from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.data.loader import Collator, StepLoader
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.metrics import JsonlSink
+from vectorlm.train.context import ContextGroup
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
 from vectorlm.train.loop import FineTuningLoop
@@ -55,7 +56,7 @@ def loader(
         Dataset.from_list(examples),
         Collator(pad_token_id=0, ignore_index=-100, max_seq_len=16),
         topology,
-        micro_batch_size=GLOBAL_BATCH // topology.world_size // num_micro_batches,
+        micro_batch_size=GLOBAL_BATCH // topology.num_data_ranks // num_micro_batches,
         num_micro_batches=num_micro_batches,
         seed=SEED,
         shuffle=shuffle,
@@ -87,7 +88,9 @@ def build_loop(
     torch.manual_seed(SEED + topology.rank)
     return FineTuningLoop(
         optimizer_step=OptimizerStep(model, optimizer, schedule, 0.5, topology, "model"),
-        objective=NextTokens(LanguageModel(model, packs=packs, device=topology.device)),
+        objective=NextTokens(
+            LanguageModel(model, packs=packs, device=topology.device, context=ContextGroup.of(topology))
+        ),
         train_loader=loader(topology, rows(21), num_micro_batches=num_micro_batches),
         eval_loaders={"": loader(topology, rows(11, seed=1), shuffle=False)},
         settings=LoopSettings(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +150,7 @@ def _build(
 def _demonstrations(run: Run, rl: RLSettings, policy: LanguageModel) -> Demonstrations | None:
     if (sft := rl.sft) is None:
         return None
-    longest, rows = run.config.train_parameters.max_seq_len, sft.rows_per_step // run.topology.world_size
+    longest, rows = run.config.train_parameters.max_seq_len, sft.rows_per_step // run.topology.num_data_ranks
     most = rl.update.max_tokens_per_micro_batch
     if not run.topology.is_cuda:
         most = min(most, CPU_PASS_TOKENS)
@@ -198,6 +199,7 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         grammar=grammar,
         packs=settings.model.pack_rows,
         device=run.topology.device,
+        context=run.context,
     )
     num_batches = max(rl.max_steps - warmup_steps, 1)
     policy_step = optimizer_step(policy.model, num_batches, settings.loop.max_grad_norm, "policy", None)
@@ -323,7 +325,8 @@ def _scorer(run: Run, rl: RLSettings) -> RewardScorer:
             short_name(path): RewardModel(
                 path,
                 run.load_sharded,
-                run.topology,
+                # Each rank scores rows of its own.
+                replace(run.topology, context_parallel=1),
                 max_tokens=rl.update.max_tokens_per_micro_batch,
                 max_length=train.max_seq_len,
                 dtype=train.model.dtype,

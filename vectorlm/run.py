@@ -54,6 +54,7 @@ from vectorlm.report.trackers import WandbSink, open_trackers
 from vectorlm.rewards.evaluation import Evaluator, Play
 from vectorlm.rewards.function import RewardFunction
 from vectorlm.rewards.registry import short_name
+from vectorlm.train.context import ContextGroup
 from vectorlm.train.device_turn import DeviceTurn, put_to_sleep
 from vectorlm.train.early_stopping import EarlyStopping
 from vectorlm.train.load import load_model, load_scorer, load_tokenizer
@@ -83,6 +84,8 @@ class Run:
     """Closes what the run opens."""
     reward_workers: WorkerPool | None = None
     """What runs reward functions; None where there are none, or where they run in the ranks."""
+    context: ContextGroup | None = None
+    """The ranks that share this one's passes; None where it shares none."""
 
     @property
     def config(self) -> Config:
@@ -397,10 +400,11 @@ def open_run(
 
     A `config` that was not checked is checked here, by rank 0 for all. A given `engine` stays open.
     """
-    topology = topology or Topology.from_environment()
     given = config if isinstance(config, CheckedConfig) else None
     plain = config.config if isinstance(config, CheckedConfig) else resolve_model(config)
     output = plain.train_parameters.output_dir
+    context_parallel = plain.train_parameters.model.context_parallel
+    topology = replace(topology or Topology.from_environment(), context_parallel=context_parallel)
     # ProgressSink shows the only progress bar of a run.
     disable_progress_bar()
     with ExitStack() as stack:
@@ -420,7 +424,8 @@ def open_run(
         engine = engine or open_engine(checked.config, topology, stack, placement)
         workers = open_reward_workers(checked.config, topology, stack)
         with naming_the_full_disk(output):
-            yield Run(checked, topology, engine, load_tokenizer(plain.model), stack, workers)
+            context = ContextGroup.of(topology)
+            yield Run(checked, topology, engine, load_tokenizer(plain.model), stack, workers, context)
     if topology.is_main and is_installed("matplotlib"):
         _plot(plain)
 

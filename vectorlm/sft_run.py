@@ -97,9 +97,9 @@ def _objective(run: Run, model: nn.Module, loaders: Sequence[tuple[str, StepLoad
     """Return what the run minimises; `loaders` get the reference's log-probabilities of the folders that they read."""
     packs, ignore_index = run.config.train_parameters.model.pack_rows, run.config.text.ignore_index
     if (reward_model := run.config.reward_model) is not None:
-        scorer = Scorer(model, packs=packs, device=run.topology.device)
+        scorer = Scorer(model, packs=packs, device=run.topology.device, context=run.context)
         return RewardPairs(scorer, reward_model.center_coef, ignore_index)
-    language_model = LanguageModel(model, packs=packs, device=run.topology.device)
+    language_model = LanguageModel(model, packs=packs, device=run.topology.device, context=run.context)
     preference = run.config.preference
     if preference is None:
         return NextTokens(language_model, ignore_index)

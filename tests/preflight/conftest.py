@@ -9,7 +9,9 @@ import pytest
 @pytest.fixture
 def complete(write_config):
     Path("models/tiny").mkdir(parents=True)
-    Path("models/tiny/config.json").write_text(json.dumps({"max_position_embeddings": 256}))
+    Path("models/tiny/config.json").write_text(
+        json.dumps({"max_position_embeddings": 256, "num_attention_heads": 4})
+    )
     for split in ("train", "eval"):
         Path("data", split).mkdir(parents=True)
         Path("data", split, "dataset_info.json").write_text("{}")

@@ -71,6 +71,7 @@ def test_the_training_settings_arrive(path):
     assert by_default == [True, False]
     assert not demand(path, "use_mp=false").is_mixed
     assert found.recomputes
+    assert demand(path, "context_parallel=2").context_parallel == 2
     assert (found.micro_batch_size, found.sequence_tokens) == (2, 16)
     assert found.num_trainable == found.model.num_parameters
     lora = demand(path, "lora_peft_config={r: 2, target_modules: [q_proj]}", "sampler=null")

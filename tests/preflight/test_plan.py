@@ -181,6 +181,12 @@ def test_recomputation_keeps_one_block_and_the_input_of_each():
     assert activation_bytes(replace(DEMAND, recomputes=True)) == 15 * (2 * 4 * 8 + 576 + 512)
 
 
+def test_ranks_that_share_a_pass_have_a_share_of_its_tokens_and_a_key_head_each():
+    # Eight of 15 tokens; keys of 8 numbers, not 4, as of the two heads that ask.
+    shared = replace(DEMAND, context_parallel=2)
+    assert activation_bytes(shared) == 8 * (2 * 4 * (6 * 8 + 3 * 8 + 2 * 8 + 4 * 16) + 512)
+
+
 def test_the_kv_cache_is_what_is_left_of_the_engines_share():
     demand = with_engine(kv_cache_bytes=None, device_share=0.5)
     assert kv_cache_bytes(demand, demand.engine) == 2 * GIB - 2000 - GIB

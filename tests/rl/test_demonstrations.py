@@ -25,7 +25,7 @@ def demonstrations(topology, policy, **settings):
         {"input_ids": text, "labels": [-100] * count + text[count:]}
         for text, count in zip(TEXTS, PROMPTS, strict=True)
     ]
-    size = 4 // topology.world_size
+    size = 4 // topology.num_data_ranks
     collator = Collator(0, -100, 16)
     loader = StepLoader(
         Dataset.from_list(rows), collator, topology, micro_batch_size=size, seed=0, shuffle=True
@@ -61,7 +61,8 @@ def change(topology, folder, weighting):
     return {name: before[name] - after[name] for name in before}, metrics
 
 
-def changes(topology, folder):
+def changes(topology, folder, shared_by):
+    topology = replace(topology, context_parallel=shared_by)
     return {weighting: change(topology, folder, weighting) for weighting in (None, "none", "chord", "luffy")}
 
 
@@ -82,9 +83,9 @@ def expected(folder, weighting):
     return {name: parameter.grad for name, parameter in model.named_parameters()}, loss.item()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_gradient_is_the_sum_of_both_by_their_shares(folder, world_size):
-    found = on_ranks(world_size, changes, folder)
+@pytest.mark.parametrize(("world_size", "shared_by"), [(1, 1), (2, 1), (2, 2)])
+def test_the_gradient_is_the_sum_of_both_by_their_shares(folder, world_size, shared_by):
+    found = on_ranks(world_size, changes, folder, shared_by)
     alone, without = found[0][None]
     assert "sft/loss" not in without
     for weighting in ("none", "chord", "luffy"):

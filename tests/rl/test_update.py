@@ -22,6 +22,9 @@ from vectorlm.train.optimizer_step import Schedule
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-6}
 
 
+SOME = ("grpo", "ppo", "online_dpo")
+
+
 def train(topology, folder, algorithm, max_tokens, packs=True, **more):
     """Make four optimizer steps on one batch; return the weights and the metrics."""
     kl_coef = 0.1 if algorithm == "grpo" else 0.0
@@ -32,21 +35,38 @@ def train(topology, folder, algorithm, max_tokens, packs=True, **more):
     return run.weights(), metrics
 
 
-def train_all(topology, folder, max_tokens, algorithms, packs=True):
+def train_all(topology, folder, max_tokens, algorithms, packs=True, shared_by=1):
+    topology = replace(topology, context_parallel=shared_by)
     return {name: train(topology, folder, name, max_tokens, packs) for name in algorithms}
 
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """Every algorithm on one rank in one micro-batch, and on two ranks in many; some of them padded."""
+    """Every algorithm on one rank in one micro-batch, and on two ranks in many, apart or shared; some padded."""
     (wide,) = on_ranks(1, train_all, folder, 2000, algorithm_names())
     packed = on_ranks(2, train_all, folder, 60, algorithm_names())
-    return wide, [*packed, *on_ranks(2, train_all, folder, 60, ("grpo", "ppo", "online_dpo"), False)]
+    shared = on_ranks(2, train_all, folder, 60, SOME, True, 2)
+    return wide, [*packed, *shared, *on_ranks(2, train_all, folder, 60, SOME, False)]
 
 
 @pytest.mark.parametrize("algorithm", algorithm_names())
 def test_ranks_micro_batches_and_padding_change_nothing(folder, runs, algorithm):
-    wide, others = runs
+    weights = assert_alike(algorithm, *runs)
+    start = load_model(folder).state_dict()
+    assert any(not torch.equal(weights[name], tensor) for name, tensor in start.items()), (
+        "nothing was trained"
+    )
+
+
+@pytest.mark.slow
+def test_ranks_that_share_passes_change_no_algorithm(folder, runs):
+    names = [name for name in algorithm_names() if name not in SOME]
+    shared = on_ranks(2, train_all, folder, 60, names, True, 2)
+    for name in names:
+        assert_alike(name, runs[0], shared)
+
+
+def assert_alike(algorithm, wide, others):
     weights, metrics = wide[algorithm]
     for other_weights, other_metrics in (other[algorithm] for other in others if algorithm in other):
         assert same(other_metrics) == pytest.approx(same(metrics), rel=1e-3, abs=1e-5)
@@ -54,10 +74,7 @@ def test_ranks_micro_batches_and_padding_change_nothing(folder, runs, algorithm)
             torch.testing.assert_close(
                 other_weights[name], tensor, **TOLERANCE, msg=lambda text, name=name: name + text
             )
-    start = load_model(folder).state_dict()
-    assert any(not torch.equal(weights[name], tensor) for name, tensor in start.items()), (
-        "nothing was trained"
-    )
+    return weights
 
 
 def train_truncated(topology, folder, max_tokens, packs=True):

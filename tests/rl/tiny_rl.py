@@ -26,6 +26,7 @@ from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.settings import CorrectionSettings, KLSettings, StepSettings, TeacherSettings, UpdateSettings
 from vectorlm.rl.teacher import Teacher
 from vectorlm.rl.update import Updater
+from vectorlm.train.context import ContextGroup
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
 from vectorlm.train.optimizer_step import OptimizerStep
@@ -158,7 +159,7 @@ def build(
         return disable_dropout(model if adapters is None else add_lora(model, adapters))
 
     model = load(load_policy)
-    policy = LanguageModel(model, support=support, packs=packs)
+    policy = LanguageModel(model, support=support, packs=packs, context=ContextGroup.of(topology))
     has_reference = has_reference or spec.needs_reference
     reference = (
         Reference(policy, load_reference(partial(load_model, folder), load)) if has_reference else None

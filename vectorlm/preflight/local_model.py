@@ -29,6 +29,8 @@ WHOLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Where the weights are that no index divides over several files."""
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 """What model families call their longest sequence in config.json."""
+HEADS = ("num_attention_heads", "n_head")
+"""What they call the number of heads that ask in attention."""
 
 
 def resolve_model(config: Config) -> Config:

@@ -71,6 +71,7 @@ def plan_of_config(
         num_averages=_num_averages(train, model),
         recomputes=train.model.use_activation_checkpointing,
         micro_batch_size=micro_batch_size,
+        context_parallel=train.model.context_parallel,
         num_trained_copies=trained_copies,
         num_frozen_copies=frozen_copies,
         learns_distributions=teacher is not None and teacher.kind == "full",

@@ -79,7 +79,9 @@ class Demand:
     recomputes: bool
     """Whether the backward pass computes a block's activations again."""
     micro_batch_size: int
-    """Sequences in one forward pass of one rank."""
+    """Sequences in one forward pass."""
+    context_parallel: int = 1
+    """Ranks that share its tokens."""
     sequence_tokens: int
     """Tokens of the longest sequence."""
     num_trained_copies: int = 0
@@ -258,17 +260,18 @@ def gathered_bytes(demand: Demand) -> int:
 def activation_bytes(demand: Demand) -> int:
     """Estimate the activations that a Llama-like decoder keeps from one forward pass for its backward.
 
-    For n tokens, hidden size h, feed-forward i, queries q and keys k, with c bytes per number, each block keeps
-    ``n (c (6 h + 3 q + 2 k + 4 i) + 2 (4 - c) h)``, as its two norms work in fp32. The output layer is computed in
-    chunks, forward and backward: ``(12 + c) V`` for each of at most 2,048 tokens, which are logits in c bytes and three
-    fp32 numbers of each. With recomputation each block keeps only its input, and one block at a time the rest.
+    For n tokens of a rank, hidden size h, feed-forward i, queries q and keys k, with c bytes per number, each block
+    keeps ``n (c (6 h + 3 q + 2 k + 4 i) + 2 (4 - c) h)``, as its two norms work in fp32. The output layer is computed
+    in chunks, forward and backward: ``(12 + c) V`` for each of at most 2,048 tokens, which are logits in c bytes and
+    three fp32 numbers of each. With recomputation each block keeps only its input, and one block at a time the rest.
     Attention matrices are not kept (SDPA). Rows that are padded keep their logits too, in c bytes.
     Distributions that are compared with a teacher's take about twice the chunk (measured: 1.2 to 2.2 times, most with a
-    mixture).
+    mixture). Ranks that share a pass have a key head each at least.
     """
-    model, number = demand.model, 2 if demand.is_mixed else 4
-    tokens = demand.micro_batch_size * demand.sequence_tokens
-    wide = 6 * model.hidden_size + 3 * model.query_size + 2 * model.kv_size + 4 * model.intermediate_size
+    model, number, ranks = demand.model, 2 if demand.is_mixed else 4, demand.context_parallel
+    tokens = -(-demand.micro_batch_size * demand.sequence_tokens // ranks)
+    keys = max(model.kv_size, ranks * model.query_size // max(model.num_heads, 1))
+    wide = 6 * model.hidden_size + 3 * model.query_size + 2 * keys + 4 * model.intermediate_size
     block = number * wide + 2 * (4 - number) * model.hidden_size
     blocks = model.num_layers * block
     if demand.recomputes:

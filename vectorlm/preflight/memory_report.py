@@ -83,6 +83,9 @@ def _changes(demand: Demand) -> Iterator[tuple[str, Demand]]:
     if demand.micro_batch_size > 1:
         smaller = max(1, demand.micro_batch_size // 2)
         yield f"dataset.train_bs: {smaller}", replace(demand, micro_batch_size=smaller)
+    twice = 2 * demand.context_parallel
+    if demand.packs and not demand.num_ranks % twice and not demand.model.num_heads % twice:
+        yield f"train_parameters.context_parallel: {twice}", replace(demand, context_parallel=twice)
     if demand.num_shards < demand.num_ranks or demand.keeps_gathered:
         sharded = replace(demand, num_shards=demand.num_ranks, keeps_gathered=False)
         yield "train_parameters.sharding_strategy: FULL_SHARD", sharded

@@ -84,7 +84,8 @@ def identity_of(config: Config, world_size: int, num_examples: int | None = None
             contents["rl.sft.dataset"] = _fingerprint(Path(rl.sft.dataset))
     elif text is not None:
         contents |= {"dataset.train_ds": _fingerprint(Path(text.train_ds))}
-        fixed["global batch"] = world_size * text.train_bs * train.loop.gradient_accumulation_steps
+        num_data_ranks = world_size // train.model.context_parallel
+        fixed["global batch"] = num_data_ranks * text.train_bs * train.loop.gradient_accumulation_steps
         fixed["rows of dataset.train_ds"] = num_examples
         for section in ("reward_model", "preference"):
             if getattr(config, section) is not None:
@@ -174,7 +175,8 @@ def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[st
     for name, new in now["fixed"].items():
         # `vectorlm check` counts no rows.
         if new is not None and new != (old := before["fixed"].get(name)):
-            more = " (world_size x train_bs x gradient_accumulation_steps)" if name == "global batch" else ""
+            product = " (world_size / context_parallel x train_bs x gradient_accumulation_steps)"
+            more = product if name == "global batch" else ""
             refused.append(f"{name}={new}{more} (was {old})")
     return refused, changes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from vectorlm.errors import EngineError
 from vectorlm.lora.options import largest_rank, refused_options, refused_starts
 from vectorlm.packages import fields_of, is_installed
 from vectorlm.plugin import is_plugin, raised_at
-from vectorlm.preflight.local_model import description_of, vocab_size
+from vectorlm.preflight.local_model import HEADS, description_of, number_in, vocab_size
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.profile import short_run
 from vectorlm.report.runs import flat
@@ -69,11 +70,18 @@ def _rank_problems(config: Config, world_size: int, num_nodes: int) -> Iterator[
         rule = f"must be a multiple of nnodes={num_nodes}: it counts the ranks of all nodes"
         fix = f"Use {world_size + num_nodes - world_size % num_nodes}, for example."
         yield describe_refusal("world_size", world_size, rule, fix)
+    # Costs more than a minute: groups of ranks are made, and the heads counted, after the model has been loaded.
+    num, path = config.train_parameters.model.context_parallel, "train_parameters.context_parallel"
+    num_heads = number_in(description_of(Path(config.model)) or {}, HEADS)
+    for what, count in (("the ranks", world_size), ("the heads of attention", num_heads)):
+        if count is not None and count % num:
+            fix = f"Use {math.gcd(count, num)}, for example."
+            yield refuse(config, path, f"must divide {what}, {count}", fix)
     # Costs more than a minute: the first step comes after models are loaded and completions sampled.
-    sft = None if config.rl is None else config.rl.sft
-    if sft is not None and world_size >= 1 and sft.rows_per_step % world_size:
-        rule = f"must be a multiple of the number of ranks, {world_size}"
-        fix = f"Use {sft.rows_per_step + world_size - sft.rows_per_step % world_size}, for example."
+    sft, num_shares = None if config.rl is None else config.rl.sft, max(world_size // num, 1)
+    if sft is not None and sft.rows_per_step % num_shares:
+        rule = f"must be a multiple of the number of ranks that read other rows, {num_shares}"
+        fix = f"Use {sft.rows_per_step + num_shares - sft.rows_per_step % num_shares}, for example."
         yield refuse(config, "rl.sft.rows_per_step", rule, fix)
     # Costs more than a minute: weights are sent after the model has been loaded.
     is_spread = num_nodes > 1 and strategy in ("FULL_SHARD", "SHARD_GRAD_OP")

@@ -23,7 +23,8 @@ def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1, notes
         + (" with LoRA adapters" if train.lora_peft_config is not None else "")
         + (f" of {train.adapters}" if train.adapters is not None and not train.merge_adapters else "")
         + (f" on a base in {train.model.quantization}" if train.model.quantization is not None else ""),
-        "ranks": f"{ranks}, {train.model.sharding_strategy}, {precision}",
+        "ranks": f"{ranks}, {train.model.sharding_strategy}, {precision}"
+        + (f", {num} share each pass" if (num := train.model.context_parallel) > 1 else ""),
         **(_text_rows(config, world_size) if config.rl is None else _rl_rows(config.rl, train.max_seq_len)),
         "optimizer": f"{train.optimizer.name}, lr {train.optimizer.lr:g}, {train.schedule.lr_scheduler_type}, "
         f"warmup {train.schedule.warmup_ratio:.0%} of the steps",
@@ -65,15 +66,15 @@ def notes_of(config: Config) -> Iterator[str]:
 
 def _text_rows(config: Config, world_size: int) -> dict[str, str]:
     train, data = config.train_parameters, config.text
-    num = train.loop.gradient_accumulation_steps
+    num, num_ranks = train.loop.gradient_accumulation_steps, world_size // train.model.context_parallel
     held_out = ", ".join(data.held_out.values())
     rows = {
         "training": f"{_count(train.loop.epochs, 'epoch')} of {data.train_ds}",
         **({} if config.reward_model is None else {"loss": "of a reward model"}),
         **({} if config.preference is None else {"loss": config.preference.loss}),
         "evaluation": f"on {held_out} every {_count(train.loop.logging_steps, 'optimizer step')}",
-        "global batch": f"{_count(world_size * data.train_bs * num, 'sequence')} of up to {train.max_seq_len} tokens "
-        f"({_count(world_size, 'rank')} x train_bs {data.train_bs} x accumulation {num})",
+        "global batch": f"{_count(num_ranks * data.train_bs * num, 'sequence')} of up to {train.max_seq_len} tokens "
+        f"({_count(num_ranks, 'rank')} x train_bs {data.train_bs} x accumulation {num})",
     }
     if num > 1:
         every = {"logging_steps": train.loop.logging_steps}

@@ -33,6 +33,8 @@ class Topology:
     """The device that this rank trains on, as torch spells it: ``cpu`` or ``cuda:<local_rank>``."""
     error_file: str | None = None
     """Where the supervisor looks for this rank's error; None when nothing supervises this process."""
+    context_parallel: int = 1
+    """How many ranks, neighbours, share the tokens of each pass of the trainer, and so its data."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Topology:
@@ -67,6 +69,16 @@ class Topology:
     def num_nodes(self) -> int:
         """Number of nodes in the run."""
         return self.world_size // self.local_world_size
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's share of the data among `num_data_ranks`."""
+        return self.rank // self.context_parallel
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of shares that the data is split into."""
+        return self.world_size // self.context_parallel
 
     @property
     def is_main(self) -> bool:

@@ -220,7 +220,8 @@ class MetricAccumulator:
 
     def add(self, name: str, share: torch.Tensor) -> None:
         """Add the term of one micro-batch to a sum."""
-        share = share.detach().double()
+        # Ranks that share rows add the same terms.
+        share = share.detach().double() / self._topology.context_parallel
         self._sums[name] = self._sums[name] + share if name in self._sums else share
 
     def add_tokens(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:

@@ -112,6 +112,7 @@ def micro_batches_of(
     """Return this rank's micro-batches of some groups, of which every rank gets the same number, and all ranks' tokens.
 
     All ranks hold the whole batch and compute the same plan, so nothing is exchanged, and all raise the same error.
+    Ranks that share passes have the same micro-batches, and `max_tokens` is of all of them together.
     With `packs` rows are laid end to end, and what a group begins with counts once for each of its pieces.
 
     Raises:
@@ -129,7 +130,7 @@ def micro_batches_of(
         pieces.append(Piece(tuple(range(rows.start, rows.stop)), tuple(lengths), shared))
     plan = plan_micro_batches(
         pieces,
-        topology.world_size,
+        topology.num_data_ranks,
         max_tokens,
         enough=None if topology.is_cuda else CPU_PASS_TOKENS,
         packs=packs,
@@ -139,7 +140,7 @@ def micro_batches_of(
     # A rank with nothing to do repeats the least that there is.
     spare = min(computed, key=lambda each: each.num_tokens)
     mine = []
-    for part in plan[topology.rank]:
+    for part in plan[topology.data_rank]:
         chosen = part or [spare]
         indices = [row for piece in chosen for row in piece.rows]
         length = max(lengths_of_rows[row] for row in indices)
@@ -167,9 +168,10 @@ def map_rows(
             if not micro_batch.is_filler:
                 found[..., micro_batch.rows, : micro_batch.length] = values.float()
     assert found is not None, "every rank has a micro-batch, a filler at least"
-    # Each row was computed by one rank: adding the zeros of the others changes no bit.
+    # Each row was computed by one rank, or by all that share it: adding the zeros of the others changes no bit.
     if topology.world_size > 1:
         dist.all_reduce(found)
+        found /= topology.context_parallel
     return torch.where(batch.attention_mask.bool(), found.cpu(), 0.0)
 
 

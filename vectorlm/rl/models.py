@@ -14,7 +14,7 @@ from torch import nn
 from vectorlm.algorithms.logprobs import align
 from vectorlm.errors import ConfigError
 from vectorlm.rl.teacher import ServerTeacher, Teacher
-from vectorlm.train.language_model import LanguageModel, inner_model
+from vectorlm.train.language_model import LanguageModel, inner_model, require_packed
 from vectorlm.train.load import load_pretrained
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
 from vectorlm.train.packing import PACKED, Rows, pack
@@ -42,7 +42,13 @@ class Reference:
         # Of all tokens: the reference has another support than the policy.
         self._frozen = policy.untruncated()
         if model is not None:
-            self._frozen = LanguageModel(model, policy.temperature, packs=policy.packs, device=policy.device)
+            self._frozen = LanguageModel(
+                model,
+                policy.temperature,
+                packs=policy.packs,
+                device=policy.device,
+                context=policy.context,
+            )
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         """Return float32 [B, T] as `LanguageModel.logprobs` does, without gradient."""
@@ -80,11 +86,12 @@ class Critic:
 
     def __init__(self, model: nn.Module, policy: LanguageModel) -> None:
         """Take a sharded token-classification model with one label; rows are packed as the policy's, if it is alike."""
-        self.model, self._device = model, policy.device
+        self.model, self._device, self._context = model, policy.device, policy.context
         inner = inner_model(model)
         is_alike = type(inner.base_model) is type(inner_model(policy.model).base_model)
         self.why_padded = policy.why_padded if is_alike else "it is of another family than the policy"
         """Why its rows are padded; None where they are not."""
+        require_packed(self._context, self.why_padded)
         if self.why_padded is None:
             inner.set_attn_implementation(PACKED)
 
@@ -93,9 +100,10 @@ class Critic:
         device = self._device
         is_asked = rows.is_asked.to(device)
         if self.why_padded is None:
-            packing = pack(rows)
+            packing = pack(rows, self._context)
             logits = self.model(**packing.arguments(device)).logits[0, packing.places.to(device)]
-            return torch.zeros(is_asked.shape, device=device).masked_scatter(is_asked, logits[:, 0].float())
+            found = packing.gather(logits[:, 0].float())
+            return torch.zeros(is_asked.shape, device=device).masked_scatter(is_asked, found)
         inputs = {"input_ids": rows.input_ids.to(device), "attention_mask": rows.attention_mask.to(device)}
         values = align(self.model(**inputs, use_cache=False).logits[..., 0].float())
         return torch.where(is_asked, values, 0.0)

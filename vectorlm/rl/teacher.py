@@ -29,7 +29,9 @@ class Teacher:
     def __init__(self, policy: LanguageModel, model: nn.Module) -> None:
         """Take a sharded model with as many logits as the policy."""
         self.model: nn.Module | None = model
-        self._frozen = LanguageModel(model, policy.temperature, packs=policy.packs, device=policy.device)
+        self._frozen = LanguageModel(
+            model, policy.temperature, packs=policy.packs, device=policy.device, context=policy.context
+        )
 
     @property
     def why_padded(self) -> str | None:

@@ -16,6 +16,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from vectorlm.algorithms.logprobs import Comparison, EntropyKind, Head, TokenValues, token_values
 from vectorlm.algorithms.support import WHOLE, Support
+from vectorlm.errors import ConfigError
+from vectorlm.train.context import ContextGroup
 from vectorlm.train.grammar import Grammar
 from vectorlm.train.packing import PACKED, Packing, Rows, pack
 from vectorlm.weights.plan import reshard
@@ -64,13 +66,18 @@ class LanguageModel:
         grammar: Grammar | None = None,
         packs: bool = True,
         device: str | torch.device = "cpu",
+        context: ContextGroup | None = None,
     ) -> None:
         """Take a causal language model, plain or sharded with FSDP2; called on all ranks.
 
         `support` and `grammar` say which tokens the engine draws from: log-probabilities and entropies are of these
-        alone. Without `packs` rows are padded in any case.
+        alone. Without `packs` rows are padded in any case. The ranks of a `context` share each pass.
+
+        Raises:
+            ConfigError: Rows are padded, and ranks were to share them.
         """
         self.model, self.temperature, self.support, self.grammar = model, temperature, support, grammar
+        self.context = context
         self.device = torch.device(device)
         causal = inner_model(model)
         self._can_skip_logits = "logits_to_keep" in inspect.signature(causal.forward).parameters
@@ -80,11 +87,17 @@ class LanguageModel:
         if self.why_padded is None:
             # At the edge of a support rounding decides, and would look like a difference.
             self.why_padded = self.untruncated()._compared()
+        require_packed(context, self.why_padded)
 
     @property
     def packs(self) -> bool:
         """Whether rows are laid end to end."""
         return self.why_padded is None
+
+    @property
+    def shared_by(self) -> int:
+        """How many ranks share each pass, and so its rows."""
+        return 1 if self.context is None else self.context.size
 
     def __call__(
         self, rows: Rows, entropy: EntropyKind = "none", compare: Comparison | None = None
@@ -102,7 +115,7 @@ class LanguageModel:
         is_asked = rows.is_asked.to(self.device)
         bitmasks = None if self.grammar is None else self.grammar.bitmasks(rows).to(self.device)
         if self.packs:
-            values = self._packed(rows, pack(rows), entropy, compare, bitmasks)
+            values = self._packed(rows, pack(rows, self.context), entropy, compare, bitmasks)
         else:
             values = self._picked(rows, *self._logits(rows), entropy, compare, bitmasks)
         found = []
@@ -127,6 +140,7 @@ class LanguageModel:
     def scores(self, rows: Rows) -> Scores:
         """Return what the distributions of the tokens that are asked for are made of, in the order of `rows.targets`.
 
+        Of ranks that share a pass, each gets those of its own tokens, as `compare` does in a call with the same rows.
         Where rows are padded, these are logits in the model's dtype, and else hidden states with a copy of the output
         layer, which FSDP2 takes from the model after this pass.
         """
@@ -140,7 +154,7 @@ class LanguageModel:
             layer = causal.get_output_embeddings()
             return states, layer.weight.clone(), None if layer.bias is None else layer.bias.clone()
 
-        states, weight, bias = model.packed_pass(pack(rows), self.device, copies)
+        states, weight, bias = model.packed_pass(pack(rows, self.context), self.device, copies)
         layer = partial(nn.functional.linear, weight=weight, bias=bias)
         return Scores(states, _head(causal, layer), self.temperature)
 
@@ -158,16 +172,17 @@ class LanguageModel:
         def values(states: torch.Tensor) -> TokenValues:
             return token_values(
                 states,
-                rows.targets.to(self.device),
+                packing.own(rows.targets).to(self.device),
                 self.temperature,
                 head=_head(causal, causal.get_output_embeddings()),
                 entropy=entropy,
                 support=self.support,
-                bitmasks=bitmasks,
+                bitmasks=None if bitmasks is None else packing.own(bitmasks),
                 compare=compare,
             )
 
-        return model.packed_pass(packing, self.device, values)
+        found: TokenValues = model.packed_pass(packing, self.device, values)
+        return TokenValues(*(packing.gather(each) for each in found if each is not None))
 
     def _logits(self, rows: Rows) -> tuple[torch.Tensor, int]:
         """Return the logits of padded rows, and how many positions before any that is asked for they leave out."""
@@ -215,10 +230,19 @@ class LanguageModel:
             return self._picked(rows, logits, skipped, "none").logprobs, logits.dtype
 
         def packed(rows: Rows) -> tuple[torch.Tensor, Packing]:
-            packing = pack(rows)
+            packing = pack(rows, self.context)
             return self._packed(rows, packing, "none").logprobs, packing
 
         return why_not_alike(self.model, padded, packed)
+
+
+def require_packed(context: ContextGroup | None, why_padded: str | None) -> None:
+    """Raise a ConfigError where ranks are to share passes, and rows are not laid end to end."""
+    if context is not None and why_padded is not None:
+        raise ConfigError(
+            f"train_parameters.context_parallel={context.size} splits rows that are laid end to end, and these are "
+            f"padded: {why_padded}. Set it to 1, or change what keeps them from being packed."
+        )
 
 
 @torch.no_grad()

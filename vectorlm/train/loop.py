@@ -179,11 +179,17 @@ class FineTuningLoop:
         totals[2 + topology.rank] = memory_bytes(self._device)
         dist.all_reduce(totals)
         num_counted, num_tokens, *each_bytes = totals.tolist()
-        return num_counted, num_tokens, max(each_bytes)
+        # Ranks that share rows have counted the same ones.
+        return (
+            num_counted // topology.context_parallel,
+            num_tokens // topology.context_parallel,
+            max(each_bytes),
+        )
 
     def _add_up_finite(self, my_loss: torch.Tensor, micro_batches: Sequence[Batch]) -> float:
         """Return the sum of all ranks' losses; stop every rank if one of them is not finite."""
         topology = self.optimizer_step.topology
+        # Ranks that share rows have the same loss.
         losses = torch.zeros(topology.world_size, dtype=torch.float64, device=self._device)
         losses[topology.rank] = my_loss
         dist.all_reduce(losses)
@@ -194,4 +200,4 @@ class FineTuningLoop:
             dist.all_gather_object(ids, [i for batch in micro_batches for i in batch.ids.tolist() if i >= 0])
             where = f"on rank {bad}, examples {ids[bad]}"
             self.optimizer_step.require_finite(values[bad], self.step + 1, where, "these examples")
-        return losses.sum().item()
+        return losses[:: topology.context_parallel].sum().item()

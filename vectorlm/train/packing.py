@@ -18,6 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from vectorlm.train.context import ContextGroup
+
 PACKED = "packed"
 """The name of the attention function below among those of transformers."""
 MOST_PADDED, SPARE = 1.25, 64
@@ -65,6 +67,8 @@ class Bundle:
 class Packing:
     """Rows laid end to end; N tokens are computed, and M are asked for.
 
+    Ranks that share a pass have its tokens and places split among them.
+
     No dataclass: FSDP2 would build one again at every block, looking for tensors to cast.
     """
 
@@ -74,11 +78,18 @@ class Packing:
         position_ids: torch.Tensor,
         places: torch.Tensor,
         bundles: Sequence[Bundle],
+        context: ContextGroup | None = None,
     ) -> None:
         """Take `input_ids` and places in rows, int64 [1, N], and all tokens in their order as `bundles`.
 
         `places`, int64 [M], says where the token before each one that is asked for lies, row by row.
         """
+        self.context, self.num_tokens, self.num_asked = context, input_ids.shape[1], len(places)
+        self._mine: Any = slice(None)
+        if context is not None:
+            input_ids, position_ids = context.own(input_ids), context.own(position_ids)
+            self._mine = torch.nonzero(places % context.size == context.rank)[:, 0]
+            places = places[self._mine] // context.size
         self.input_ids, self.position_ids, self.places = input_ids, position_ids, places
         self.bundles = tuple(bundles)
         self.seen: dict[str, set[Any]] = {}
@@ -95,6 +106,16 @@ class Packing:
             "use_cache": False,
             "packing": self,
         }
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """Return those of M numbers, [M, ...], that belong to the places of this rank."""
+        return x[self._mine]
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Put the values of all ranks' places together, as [M, ...]; undoes `own`."""
+        if self.context is None:
+            return values
+        return self.context.gather(values, self._mine.to(values.device), self.num_asked)
 
     @cached_property
     def stretches(self) -> tuple[tuple[int, ...], ...]:
@@ -139,8 +160,11 @@ def num_shared(input_ids: torch.Tensor, needed: Sequence[int]) -> int:
     return int((beginning == beginning[0]).all(dim=0).cumprod(0).sum())
 
 
-def pack(rows: Rows) -> Packing:
-    """Lay out the tokens that must be computed, at least one: all beginnings, then what follows each of them."""
+def pack(rows: Rows, context: ContextGroup | None = None) -> Packing:
+    """Lay out the tokens that must be computed, at least one: all beginnings, then what follows each of them.
+
+    The ranks of a `context` call with the same rows.
+    """
     needed = num_needed(rows.is_asked)
     if not any(needed):
         needed[0] = 1
@@ -178,7 +202,7 @@ def pack(rows: Rows) -> Packing:
     input_ids = torch.cat([rows.input_ids[row, first:last] for row, first, last in order])
     position_ids = torch.cat([torch.arange(first, last) for _, first, last in order])
     before = places.roll(1, dims=1)[rows.is_asked]
-    return Packing(input_ids[None], position_ids[None], before, bundles)
+    return Packing(input_ids[None], position_ids[None], before, bundles, context)
 
 
 def _alike(lengths: Sequence[int]) -> list[tuple[int, ...]]:
@@ -221,7 +245,8 @@ def packed_attention(
         dropout: Share of the probabilities that is dropped.
         sliding_window: How many tokens each one sees, itself included; None means all before it.
         softcap: Bound of the scores, as of Gemma 2.
-        packing: How the rows lie; None for a padded batch, [B, H, T, D] and so on, which is masked.
+        packing: How the rows lie; None for a padded batch, [B, H, T, D] and so on, which is masked. Ranks that share
+            the pass exchange its tokens, of which each has some, for heads, and attend with some of these.
         **kwargs: What else `sdpa_attention_forward` takes.
 
     Returns:
@@ -238,10 +263,14 @@ def packed_attention(
         return attend(query, key, value, mask).transpose(1, 2).contiguous(), None
     for name, given in {**kwargs, "sliding_window": sliding_window}.items():
         packing.seen.setdefault(name, set()).add(given if isinstance(given, int) else type(given))
+    context = packing.context
+    if context is not None:
+        query, key, value = (context.to_heads(x, packing.num_tokens) for x in (query, key, value))
+    found: Any
     if softcap is None and dropout == 0 and flash_takes(query, value):
         queries, keys = packing.stretches
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        found: Any = varlen_attn(
+        found = varlen_attn(
             q,
             packing.keys(k),
             packing.keys(v),
@@ -254,7 +283,21 @@ def packed_attention(
             window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
             enable_gqa=query.shape[1] > key.shape[1],
         )
-        return found.unsqueeze(0), None
+        found = found.unsqueeze(0)
+    else:
+        found = _in_bundles(attend, query, key, value, packing, sliding_window)
+    return found if context is None else context.to_tokens(found), None
+
+
+def _in_bundles(
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Attend as `packed_attention` does, a bundle at a time, with rows padded to the longest of each."""
     parts = []
     for bundle in packing.bundles:
         own = slice(bundle.start, bundle.end)
@@ -270,7 +313,7 @@ def packed_attention(
         if last > first or (sliding_window is not None and sliding_window < length):
             mask = packing.once(_mask, last - first, length, sliding_window, query.dtype, query.device)
         parts.append(_end_to_end(attend(q, k, v, mask), bundle.lengths, packing)[None])
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
 
 
 def flash_takes(query: torch.Tensor, value: torch.Tensor) -> bool:

@@ -95,9 +95,9 @@ class Completions:
                 found[batch.ids[batch.ids >= 0].to(found.device)] = both
         model.train()
         reshard(model)
-        # Each row was computed by one rank.
+        # Each row was computed by one rank, or by all that share it.
         dist.all_reduce(found)
-        return found.cpu()
+        return found.cpu() / self.language_model.shared_by
 
 
 @dataclass(frozen=True)

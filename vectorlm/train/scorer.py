@@ -8,16 +8,30 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vectorlm.train.language_model import add_packed_pass, inner_model, why_not_alike, why_not_packed
+from vectorlm.train.context import ContextGroup
+from vectorlm.train.language_model import (
+    add_packed_pass,
+    inner_model,
+    require_packed,
+    why_not_alike,
+    why_not_packed,
+)
 from vectorlm.train.packing import Packing, Rows, pack
 
 
 class Scorer:
     """Computes the score of each row, where transformers reads it: at the last token that is no padding token."""
 
-    def __init__(self, model: nn.Module, *, packs: bool = True, device: str | torch.device = "cpu") -> None:
-        """Take a sharded model of `load_scorer`; called on all ranks. Without `packs` rows are padded in any case."""
-        self.model, self._device = model, torch.device(device)
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        packs: bool = True,
+        device: str | torch.device = "cpu",
+        context: ContextGroup | None = None,
+    ) -> None:
+        """Take a sharded model of `load_scorer`; called on all ranks. `packs` and `context` as of `LanguageModel`."""
+        self.model, self._device, self._context = model, torch.device(device), context
         inner = inner_model(model)
         self._score, self._padding = inner.score, inner.config.get_text_config().pad_token_id
         add_packed_pass(model)
@@ -25,6 +39,7 @@ class Scorer:
         """Why rows are padded; None where they are not."""
         if self.why_padded is None:
             self.why_padded = why_not_alike(model, self._of_padded, self._of_packed)
+        require_packed(context, self.why_padded)
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         """Return float32 [B], the scores of rows on the CPU; which tokens they ask for is not read."""
@@ -44,7 +59,8 @@ class Scorer:
         # A pass returns states of the tokens before those that are asked for, and the last has none behind it.
         is_asked = F.one_hot(places.where(is_read, 0).amax(dim=1) + 1, len(places) + 1).bool()
         input_ids, mask = F.pad(rows.input_ids, (0, 1)), F.pad(rows.attention_mask, (0, 1))
-        packing = pack(Rows(input_ids, mask, is_asked, rows.groups))
+        packing = pack(Rows(input_ids, mask, is_asked, rows.groups), self._context)
         model: Any = self.model
         # Behind the pass: FSDP2 warns of views that it returns.
-        return model.packed_pass(packing, self._device, self._score)[:, 0].float(), packing
+        scores = model.packed_pass(packing, self._device, self._score)[:, 0].float()
+        return packing.gather(scores), packing

@@ -79,6 +79,8 @@ class ModelSettings:
     """Mixed precision: compute in bfloat16, sum gradients in float32. null means on CUDA alone."""
     use_activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
+    context_parallel: PositiveInt = 1
+    """Ranks that share the tokens of each pass (Ulysses): long sequences in less memory each. Rows must be packed."""
     pack_rows: bool = True
     """Lay rows end to end, without padding, and compute what a group's rows begin with once, where attention allows."""
     compile: bool = False
