@@ -189,7 +189,7 @@ class Scorer:
 
     dropped: dict[int, bool] = field(default_factory=dict)
 
-    def score(self, groups: Sequence[Any], greedy: Any) -> list[RolloutGroup]:
+    def score(self, groups: Sequence[Any], greedy: Any, results: Any) -> list[RolloutGroup]:
         """Score groups; their rollouts are their lengths."""
         equal, others = torch.ones(2), torch.tensor([0.0, 1.0])
         return [Lengths(group, equal if self.dropped[id(group)] else others, {}) for group in groups]

@@ -261,6 +261,7 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Environ
     replay = None
     if rl.rollout.path is not None:
         replay = replay_order(read_rollouts(rl.rollout.path), rl.collect.group_size, seed)
+    scorer = _scorer(run, rl)
     sampler = GroupSampler(
         settings=rl.collect,
         seed=seed,
@@ -268,6 +269,7 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Environ
         tokenizer=environments.tokenizer,
         **environments.for_sampler(rl.collect.sampling),
         needs_greedy=spec.needs_greedy,
+        score=scorer.score_group,
     )
     prompts = run.checked.prompts
     curricula = {
@@ -280,7 +282,7 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Environ
     return RolloutSource(
         groups,
         GroupScorer(
-            scorer=_scorer(run, rl),
+            scorer=scorer,
             settings=rl.collect,
             drops_constant_groups=rl.hyperparameters.dynamic_sampling,
         ),

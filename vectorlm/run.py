@@ -422,7 +422,7 @@ def open_run(
         checked: CheckedConfig = sent if given is None else given
         # Before the model: the engine loads in its own process while the ranks load theirs.
         engine = engine or open_engine(checked.config, topology, stack, placement)
-        workers = open_reward_workers(checked.config, topology, stack)
+        workers = open_reward_workers(checked.config, topology, stack, engine)
         with naming_the_full_disk(output):
             context = ContextGroup.of(topology)
             yield Run(checked, topology, engine, load_tokenizer(plain.model), stack, workers, context)
@@ -504,7 +504,9 @@ def open_engine(
     return engine
 
 
-def open_reward_workers(config: Config, topology: Topology, stack: ExitStack) -> WorkerPool | None:
+def open_reward_workers(
+    config: Config, topology: Topology, stack: ExitStack, engine: SamplingEngine | None
+) -> WorkerPool | None:
     """Start what runs the reward functions of a config."""
     rl = config.rl
     has_rewards = (rl is not None and rl.all_rewards) or config.held_out_rewards
@@ -514,6 +516,9 @@ def open_reward_workers(config: Config, topology: Topology, stack: ExitStack) ->
     output = Path(config.train_parameters.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     num_workers = WorkerPool.auto_size(topology.local_world_size) if size == "auto" else size
+    if rl is not None and engine is not None and engine.local is not None:
+        # Rollouts are scored beside their engine, for all ranks that it serves.
+        num_workers *= engine.engine_ranks.ranks_per_engine
     return stack.enter_context(WorkerPool(num_workers, output / "rewards.log"))
 
 

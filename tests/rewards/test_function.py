@@ -148,6 +148,40 @@ def test_a_coroutine_that_hangs_or_dies_costs_its_own_completion(pool, fault, me
 
 
 @pytest.mark.parametrize(("fault", "message"), [FAULTS[0], FAULTS[7]])
+def test_a_coroutine_of_one_group_that_hangs_or_dies_costs_no_completion_of_another(pool, fault, message):
+    async def reward(text):
+        await asyncio.sleep(0.2)
+        if text == "bad":
+            fault()
+        return 1.0
+
+    function = RewardFunction(reward, pool, timeout_s=0.5)
+    groups = [["a", "bad"], ["c"], ["d", "e"]]
+    works = [pool.submit(function.score_alone(items(*texts))) for texts in groups]
+    (good, bad), *others = [work.result() for work in works]
+    assert good.reward == 1.0
+    assert re.match(message.replace("0", "1", 1), bad.error)
+    assert [each.reward for group in others for each in group] == [1.0] * 3
+    # Another worker has taken its place.
+    assert [each.reward for each in pool.submit(function.score_alone(items("f"))).result()] == [1.0]
+
+
+def test_coroutines_of_many_groups_run_together_in_one_worker(pool):
+    running, enough = [], asyncio.Event()
+
+    async def reward(text):
+        running.append(text)
+        if len(running) == 12:
+            enough.set()
+        await enough.wait()
+        return float(os.getpid())
+
+    function = RewardFunction(reward, pool, timeout_s=60.0)
+    works = [pool.submit(function.score_alone(items("a", "b"))) for _ in range(6)]
+    assert len({each.reward for work in works for each in work.result()}) == 1
+
+
+@pytest.mark.parametrize(("fault", "message"), [FAULTS[0], FAULTS[7]])
 def test_a_call_for_all_completions_that_hangs_or_dies_fails_for_all(pool, fault, message):
     found = score(lambda completions: fault(), pool, "a", "b")
     assert all(re.match(message, each.error) for each in found)

@@ -1,5 +1,6 @@
 """Rewards shared out over ranks, weighed and added up."""
 
+import asyncio
 import math
 import os
 import pickle
@@ -171,6 +172,58 @@ def score_on_rank(topology):
     except RewardError as caught:
         error = str(caught)
     return rewards_of(here.score(groups_of("a", "bb", "ccc"))), seen, error
+
+
+def score_early_on_rank(topology):
+    """Return what is made of two groups and their greedy completions, scored as they end and all at the end."""
+
+    async def judged(text, log):
+        log("judged", len(text))
+        return None if text.isupper() else float("e" in text)
+
+    def compared(completions):
+        return [float(len(completions))] * len(completions)
+
+    def counted(text, wanted):
+        if text == "bad":
+            raise ValueError("not a word")
+        return float(len(text) - wanted)
+
+    functions = {"compared": compared, "judged": judged, "counted": counted}
+    weights = {"compared": 0.25, "judged": 1.0, "counted": 0.5}
+    groups, greedy = [rollouts("aeb", "XYZ"), rollouts("bad", "ee")], rollouts("e", "dd")
+    with WorkerPool(2) as pool:
+        mine = RewardScorer(
+            functions=functions, weights=weights, topology=topology, pool=pool, on_error="skip"
+        )
+        ended = [
+            asyncio.run(mine.score_group([*group, last])) for group, last in zip(groups, greedy, strict=True)
+        ]
+        early = mine.score(groups, greedy, ended)
+        late = mine.score(groups, greedy)
+    return [sorted(each) for each in ended], *(
+        [
+            (
+                each.rewards.tolist(),
+                each.greedy_reward.item(),
+                each.errors,
+                each.logged,
+                list(each.rewards_by_name),
+            )
+            for each in scored
+        ]
+        for scored in (early, late)
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_groups_that_are_scored_as_they_end_have_the_rewards_of_the_whole_step(world_size):
+    for names, early, late in on_ranks(world_size, score_early_on_rank):
+        # A function of lists sees the groups of a step together.
+        assert names == [["counted", "judged"]] * 2
+        assert repr(early) == repr(late)
+        lists = {1: 6, 2: 4}[world_size]
+        assert early[0][0] == [0.25 * lists + 1.0 + 0.5, 0.25 * lists + 0.5]
 
 
 def fail_on_the_last_rank(topology):

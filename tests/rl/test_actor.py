@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from letters import Letters
@@ -14,6 +15,7 @@ from rank_processes import on_ranks
 import vectorlm
 from vectorlm import FakeEngine
 from vectorlm.errors import EngineError, RolloutError
+from vectorlm.rewards.runner import RewardResult
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.rollouts.environment import Reply
 from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment
@@ -204,6 +206,31 @@ def test_rollouts_that_wait_for_their_environment_are_made_up_for_by_others():
     assert metrics["rollout/in_flight_max"] == 16.0
     # As many as there is room for, and some that come back from their environment meanwhile.
     assert 4.0 <= metrics["rollout/asking_max"] < 16.0
+
+
+@pytest.mark.parametrize("is_turn", [False, True])
+def test_a_group_is_scored_while_others_are_sampled(is_turn):
+    """The second prompt is not answered before the first one's group has been scored."""
+    scored = threading.Event()
+
+    def answer(prompt, version):
+        assert prompt != "q1" or scored.wait(30)
+        return "done"
+
+    async def score(rollouts):
+        scored.set()
+        return {"mine": [RewardResult(float(len(each.text))) for each in rollouts]}
+
+    with FakeEngine(answer) as engine:
+        sampler = replace(
+            sampler_of(open_environment=Slow if is_turn else None, rollouts_per_engine=2), score=score
+        )
+        queue = GroupQueue(engine, sampler)
+        numbers, found = queue.submit(tasks_of(2)), {}
+        while len(found) < 2:
+            found |= queue.poll(10.0)
+        queue.close()
+    assert [[each.reward for each in found[number].results["mine"]] for number in numbers] == [[4.0, 4.0]] * 2
 
 
 def test_a_closed_queue_leaves_no_thread():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import cloudpickle
 from vectorlm.encoding import is_messages
 from vectorlm.errors import RewardError, WorkerLost
 from vectorlm.rewards.runner import Kind, Reward, RewardResult, Scorable, run_reward
-from vectorlm.workers import WorkerPool, together
+from vectorlm.workers import Worker, WorkerPool, together
 
 if TYPE_CHECKING:
     # It imports torch, which the check of a config does without.
@@ -45,6 +46,7 @@ class RewardFunction:
         self._reward: Reward = cloudpickle.dumps(reward) if is_sent else reward
         self._where = f" ({reward})" if isinstance(reward, str) else ""
         self._kind: Kind | None = None
+        self._shared: asyncio.Task[Worker] | None = None
 
     def score(self, items: Sequence[Scorable]) -> list[RewardResult]:
         """Score completions; with `stops_at_error` those behind a failed call have no reward and no error.
@@ -59,10 +61,18 @@ class RewardFunction:
 
     async def score_async(self, items: Sequence[Scorable]) -> list[RewardResult]:
         """Do the same on the pool's event loop."""
-        if not items:
-            return []
-        if self._kind is None:
-            self._kind = await self._ask_kind()
+        return await self._score(items, shares=False) if items else []
+
+    async def score_alone(self, items: Sequence[Scorable]) -> list[RewardResult] | None:
+        """Do the same for one group among many; None for a function of lists, which may compare groups.
+
+        Coroutines run in one worker, together with those of other groups.
+        """
+        self._kind = self._kind or await self._ask_kind()
+        return None if self._kind == "lists" else await self._score(items, shares=self._kind == "together")
+
+    async def _score(self, items: Sequence[Scorable], shares: bool) -> list[RewardResult]:
+        self._kind = self._kind or await self._ask_kind()
         assert self._pool is not None
         scoring = _Scoring(items)
         size = len(items)
@@ -73,7 +83,7 @@ class RewardFunction:
         places = range(len(items))
         with contextlib.suppress(_Stopped):
             await together(
-                self._score_chunk(scoring, places[start : start + size]) for start in places[::size]
+                self._score_chunk(scoring, places[start : start + size], shares) for start in places[::size]
             )
         return [scoring.results.get(place, RewardResult(math.nan)) for place in places]
 
@@ -86,26 +96,35 @@ class RewardFunction:
                     kind: Kind = await worker.ask(f"{RUNNER}:describe", self._reward)
                     return kind
 
-    async def _score_chunk(self, scoring: _Scoring, places: Sequence[int]) -> None:
-        """Score the completions at some places; after one that is late or dies, another worker goes on."""
+    @contextlib.asynccontextmanager
+    async def _worker(self, shares: bool) -> AsyncIterator[Worker]:
         assert self._pool is not None
+        if not shares:
+            async with self._pool.worker() as worker:
+                yield worker
+            return
+        if self._shared is None or (self._shared.done() and self._shared.result().loss is not None):
+            self._shared = asyncio.create_task(self._pool.start_shared())
+        yield await asyncio.shield(self._shared)
+
+    async def _score_chunk(self, scoring: _Scoring, places: Sequence[int], shares: bool) -> None:
+        """Score the completions at some places; after one that is late or dies, another worker goes on."""
         runs_together = self._kind == "together"
         limit_s = self._timeout_s and self._timeout_s + (GRACE_S if runs_together else 0.0)
         missing = list(places)
         while missing:
             items = [scoring.items[place] for place in missing]
             try:
-                async with self._pool.worker() as worker:
-                    work = worker.run(
-                        f"{RUNNER}:scored", self._reward, items, self._timeout_s, limit_s=limit_s
-                    )
+                async with self._worker(shares) as worker:
+                    function = f"{RUNNER}:{'scored_together' if shares else 'scored'}"
+                    work = worker.run(function, self._reward, items, self._timeout_s, limit_s=limit_s)
                     async for part in work:
                         for result in part:
                             self._note(scoring, missing.pop(0), result)
             except WorkerLost as loss:
-                if runs_together and len(missing) > 1:
+                if shares or (runs_together and len(missing) > 1):
                     # Alone each shows whether it is the one.
-                    await together(self._score_chunk(scoring, [place]) for place in missing)
+                    await together(self._score_chunk(scoring, [place], shares=False) for place in missing)
                     return
                 for index in range(1 if self._kind == "each" else len(missing)):
                     error = RewardResult(math.nan, f"{loss}{self._where}", is_counted=index == 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -113,6 +113,15 @@ def scored(
     else:
         for item in items:
             yield [_score_one(function, item, signature)]
+
+
+async def scored_together(
+    reward: Reward, items: Sequence[Scorable], timeout_s: float | None
+) -> AsyncIterator[list[RewardResult]]:
+    """Do what `scored` does with a coroutine function, while the worker does so for others."""
+    function = load_reward(reward)
+    yield []
+    yield await _run_together(function, items, RewardSignature.of(function), timeout_s)
 
 
 def kind_of(reward: Callable[..., Any]) -> Kind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.function import RewardFunction, shown
 from vectorlm.rewards.runner import Reward, RewardResult
 from vectorlm.rl.rollout import Rollout, RolloutGroup
-from vectorlm.workers import WorkerPool
+from vectorlm.workers import WorkerPool, together
 
 RewardModel = Callable[[Sequence[Rollout]], list[float]]
 """Scores all rollouts, on all ranks together."""
@@ -42,23 +43,65 @@ class RewardScorer:
     """What happens when a function raises or runs out of time; a skipped completion has no reward."""
     topology: Topology
 
+    def __post_init__(self) -> None:
+        # Made now: the pool's thread and the rank's own ask for them.
+        _ = self._reward_functions
+
+    async def score_group(self, rollouts: Sequence[Rollout]) -> dict[str, list[RewardResult]]:
+        """Score completions of one prompt with the functions that see one at a time; the workers are this rank's.
+
+        May be awaited on any event loop. Functions of lists see all groups of a step together, and are left to `score`.
+        """
+        if self.pool is None:
+            return {}
+        unscored = [RewardResult(math.nan)] * len(rollouts)
+        items = [shown(each) for each in rollouts]
+        counting = self._weights(rollouts[0])
+
+        async def score() -> list[list[RewardResult] | None]:
+            return await together(
+                self._reward_functions[name].score_alone(items) for name in self.functions if name in counting
+            )
+
+        found = iter(await asyncio.wrap_future(self.pool.submit(score())))
+        by_name = {name: next(found) if name in counting else unscored for name in self.functions}
+        return {name: results for name, results in by_name.items() if results is not None}
+
     def score(
-        self, groups: Sequence[Sequence[Rollout]], greedy: Sequence[Rollout] = ()
+        self,
+        groups: Sequence[Sequence[Rollout]],
+        greedy: Sequence[Rollout] = (),
+        results: Sequence[Mapping[str, Sequence[RewardResult]]] = (),
     ) -> list[RolloutGroup]:
         """Score the rollouts of some prompts, and a greedy completion of each, or of none.
 
-        A function that fails raises `RewardError` on all ranks where `on_error` is ``stop``.
+        `results` are those of `score_group`, of each group with its greedy completion. A function that fails raises
+        `RewardError` on all ranks where `on_error` is ``stop``.
         """
         rollouts = [rollout for group in groups for rollout in group] + list(greedy)
         sizes = [len(group) for group in groups]
-        results = self._run_functions(rollouts, [*sizes, *(1 for _ in greedy)])
-        numbers = {name: [each.reward for each in found] for name, found in results.items()}
+        early = {
+            name: [
+                *(
+                    result
+                    for group, each in zip(groups, results, strict=True)
+                    for result in each[name][: len(group)]
+                ),
+                *(each[name][-1] for each in results if greedy),
+            ]
+            for name in self.functions
+            if results and all(name in each for each in results)
+        }
+        late = [name for name in self.functions if name not in early]
+        both = early | self._run_functions(late, rollouts, [*sizes, *(1 for _ in greedy)])
+        returned = {name: both[name] for name in self.functions}
+        numbers = {name: [each.reward for each in found] for name, found in returned.items()}
         numbers |= {name: model(rollouts) for name, model in self.models.items()}
         rewards = {name: torch.tensor(found, dtype=torch.float32) for name, found in numbers.items()}
         owners = [index for index, group in enumerate(groups) for _ in group] + list(range(len(greedy)))
         errors: list[list[str]] = [[] for _ in groups]
         has_failed = torch.zeros(len(rollouts), dtype=torch.bool)
-        for name, found in results.items():
+        for name, found in returned.items():
             for index, (rollout, result) in enumerate(zip(rollouts, found, strict=True)):
                 if result.error is not None:
                     text = f"the reward {name!r} failed: {shown(rollout).failure(result.error)}"
@@ -97,7 +140,7 @@ class RewardScorer:
                         **rollouts[place].measured,
                         **{
                             name: value
-                            for found in results.values()
+                            for found in returned.values()
                             for name, value in found[place].logged.items()
                         },
                     }
@@ -108,12 +151,14 @@ class RewardScorer:
         ]
 
     def _run_functions(
-        self, rollouts: Sequence[Rollout], sizes: Sequence[int]
+        self, names: Sequence[str], rollouts: Sequence[Rollout], sizes: Sequence[int]
     ) -> dict[str, list[RewardResult]]:
         """Let every rank score some rollouts, so that a random or slow function is called once for each completion.
 
         Groups, of these sizes, stay together: a batch function may compare their completions.
         """
+        if not names:
+            return {}
         first, last = _blocks(sizes, self.topology.world_size)[self.topology.rank]
         here = rollouts[first:last]
 
@@ -126,9 +171,9 @@ class RewardScorer:
             return found
 
         by_rank = results_or_first_error(
-            gather(self.topology, capture(lambda: {name: score(name) for name in self.functions}))
+            gather(self.topology, capture(lambda: {name: score(name) for name in names}))
         )
-        return {name: [each for found in by_rank for each in found[name]] for name in self.functions}
+        return {name: [each for found in by_rank for each in found[name]] for name in names}
 
     def _weights(self, rollout: Rollout) -> Mapping[str, float]:
         """Return the weight of each reward that counts for a completion."""

@@ -129,8 +129,8 @@ class RewardSettings:
     reward_workers: Annotated[
         NonNegativeInt | Literal["auto"], ReadIf("rl.rewards", also=("rl.sources",))
     ] = "auto"
-    """Processes that each rank runs reward functions in, by default its share of the cores, from 2 to 8. 0 runs them in
-    the ranks themselves, where nothing ends a call that hangs: for a debugger."""
+    """Processes that run reward functions, for each rank; by default its share of the cores, from 2 to 8. 0 runs them
+    in the ranks themselves, where nothing ends a call that hangs: for a debugger."""
     on_reward_error: Annotated[Literal["stop", "skip"], ReadIf("rl.rewards", also=("rl.sources",))] = "stop"
     """Whether a failing reward function ends the run, or its completion is left out."""
 

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from vectorlm.encoding import asked, encode_reply, is_messages
 from vectorlm.errors import RolloutError
+from vectorlm.rewards.runner import RewardResult
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.rollouts.environment import Message, Reply
@@ -38,6 +39,8 @@ class Playing(Protocol):
 
 Ask = Callable[[Prompt, dict[str, Any]], Awaitable[Sequence[Completion]]]
 """Asks the engine for the completions of a prompt."""
+Results = Mapping[str, Sequence[RewardResult]]
+"""What reward functions, by name, returned for some rollouts."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class SampledGroup:
     rollouts: Sequence[Rollout]
     greedy: Rollout | None = None
     """A greedy completion, where the algorithm needs one."""
+    results: Results = field(default_factory=dict)
+    """What the reward functions that see one completion at a time returned for the rollouts, the greedy one last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,19 +84,27 @@ class GroupSampler:
     """The sources whose prompts the agent takes; None for all."""
     needs_greedy: bool = False
     """Sample a greedy completion of each prompt too."""
+    score: Callable[[Sequence[Rollout]], Awaitable[Results]] | None = None
+    """Scores a group as soon as it has ended, while others are sampled and the ranks train."""
 
     async def sample(self, task: Task, ask: Ask) -> SampledGroup:
         """Return the group.
 
         Raises:
             RolloutError: An environment failed.
+            VectorLMError: What `score` raised.
         """
-        if not self.needs_greedy:
-            return SampledGroup(await self._group(task, ask))
-        params = {**self._params, "n": 1, "temperature": 0.0}
-        greedy = ask(asked(task.prompt_record), params)
-        rollouts, (completion,) = await asyncio.gather(self._group(task, ask), greedy)
-        return SampledGroup(rollouts, Rollout.begun(task.prompt_record, completion))
+        if self.needs_greedy:
+            params = {**self._params, "n": 1, "temperature": 0.0}
+            alone = ask(asked(task.prompt_record), params)
+            rollouts, (completion,) = await asyncio.gather(self._group(task, ask), alone)
+            group = SampledGroup(rollouts, Rollout.begun(task.prompt_record, completion))
+        else:
+            group = SampledGroup(await self._group(task, ask))
+        if self.score is None:
+            return group
+        greedy_too = [] if group.greedy is None else [group.greedy]
+        return replace(group, results=await self.score([*group.rollouts, *greedy_too]))
 
     async def _group(self, task: Task, ask: Ask) -> Sequence[Rollout]:
         if task.stored is not None:

@@ -11,7 +11,7 @@ import torch
 from vectorlm.algorithms.groups import join_equal
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.settings import CollectSettings
-from vectorlm.rollouts.sampler import SampledGroup
+from vectorlm.rollouts.sampler import Results, SampledGroup
 
 ENVIRONMENT = "environment"
 """What metrics call the sum of the rewards that environments give."""
@@ -20,8 +20,13 @@ ENVIRONMENT = "environment"
 class Scorer(Protocol):
     """Gives rollouts their rewards; its calls are collective, with the same result on all ranks."""
 
-    def score(self, groups: Sequence[Sequence[Rollout]], greedy: Sequence[Rollout]) -> list[RolloutGroup]:
-        """Score the rollouts of some prompts, and a greedy completion of each, or of none."""
+    def score(
+        self, groups: Sequence[Sequence[Rollout]], greedy: Sequence[Rollout], results: Sequence[Results]
+    ) -> list[RolloutGroup]:
+        """Score the rollouts of some prompts, and a greedy completion of each, or of none.
+
+        `results` are what some functions have returned for each group already.
+        """
         ...
 
 
@@ -41,7 +46,9 @@ class GroupScorer:
             RewardError: A reward function failed, and the run is set to stop then.
         """
         greedy = [group.greedy for group in groups if group.greedy is not None]
-        scored = self.scorer.score([group.rollouts for group in groups], greedy)
+        scored = self.scorer.score(
+            [group.rollouts for group in groups], greedy, [group.results for group in groups]
+        )
         scored = [
             _with_turn_rewards(group) if self.settings.environment_of(group.source) is not None else group
             for group in scored

@@ -184,6 +184,12 @@ class WorkerPool:
                 else:
                     self.end(worker, "its job was given up")
 
+    async def start_shared(self) -> Worker:
+        """Start a worker for many asynchronous jobs at a time, beside the `size` others; the pool ends it."""
+        worker = await self._start()
+        worker.is_shared = True
+        return worker
+
     def end(self, worker: Worker, reason: str) -> None:
         """End a worker's process, with all that it has started."""
         if worker.loss is None and self._control is not None:
