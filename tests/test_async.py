@@ -75,11 +75,18 @@ def test_a_run_overlaps_and_keeps_its_bound(files, tmp_path, case):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_asks_again_what_was_under_way(files, tmp_path):
-    config = config_of(files, tmp_path / "cut", overrides=overlapping(2))
+@pytest.mark.parametrize("update", ["keep", "drain"])
+def test_a_run_that_was_killed_goes_on_with_what_was_under_way(files, tmp_path, update):
+    overrides = overlapping(2, f"rl.async.update={update}", "rl.rollout.save_tokens=True")
+    config = config_of(files, tmp_path / "cut", overrides=overrides)
     with pytest.raises(vectorlm.errors.RankFailed):
         vectorlm.launch(stop_after_step_2, config, world_size=2)
     vectorlm.launch(reinforce, config, world_size=2)
+    if update == "drain":
+        vectorlm.launch(reinforce, config_of(files, tmp_path / "whole", overrides=overrides), world_size=2)
+        cut, whole = (weights_of(tmp_path / name) for name in ("cut", "whole"))
+        assert all(torch.equal(cut[name], whole[name]) for name in whole)
+        assert lines(tmp_path / "cut" / "rollouts.jsonl") == lines(tmp_path / "whole" / "rollouts.jsonl")
     metrics = lines(tmp_path / "cut" / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(7))
     rollouts = lines(tmp_path / "cut" / "rollouts.jsonl")

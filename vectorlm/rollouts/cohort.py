@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import islice
+from typing import Any
 
-from vectorlm.rl.rollout import RolloutGroup
+from vectorlm.rewards.runner import RewardResult
+from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rollouts.sampler import SampledGroup
+from vectorlm.types import PromptRecord
 
 
 @dataclass(eq=False)
@@ -27,6 +30,29 @@ class PendingGroup:
     def is_dropped(self) -> bool:
         """Whether dynamic sampling has dropped it; False while that is not known."""
         return self.scored is not None and self.scored.is_dropped
+
+    def state(self) -> dict[str, Any]:
+        """Return a finished group as plain values, without its prompt, which the position tells."""
+        assert self.sampled is not None
+        sampled = asdict(
+            self.sampled,
+            dict_factory=lambda items: {name: each for name, each in items if name != "prompt_record"},
+        )
+        return {"position": self.position, "version": self.version, "sampled": sampled}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], record: PromptRecord) -> PendingGroup:
+        """Return the group of a `state`."""
+
+        def rollout(saved: Mapping[str, Any]) -> Rollout:
+            branches = tuple(map(rollout, saved["branches"]))
+            return Rollout(prompt_record=record, **{**saved, "branches": branches})
+
+        saved = state["sampled"]
+        greedy = None if saved["greedy"] is None else rollout(saved["greedy"])
+        results = {name: [RewardResult(**each) for each in found] for name, found in saved["results"].items()}
+        sampled = SampledGroup([rollout(each) for each in saved["rollouts"]], greedy, results)
+        return cls(state["position"], state["version"], sampled)
 
 
 @dataclass(eq=False)

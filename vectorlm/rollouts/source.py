@@ -27,7 +27,8 @@ class RolloutSource:
     A group that starts while the engine holds version v is trained on at step v + `max_staleness` at the latest, so no
     token of a batch is older. Finished groups are trained on, the oldest first; the others go on while the ranks
     train, through any number of weight updates. At most (max_staleness + 1) P groups are in flight or waiting; with a
-    `max_staleness` of 0 nothing is while the ranks train.
+    `max_staleness` of 0 nothing is while the ranks train. Where updates drain the engine, groups are trained on in the
+    order in which they were begun, whichever finishes first.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class RolloutSource:
         self._curricula = curricula or {}
         self._groups, self._scorer, self.prompts, self.replay = groups, scorer, prompts, replay
         self._settings, self._drops = scorer.settings, scorer.drops_constant_groups
+        self._max_rounds = self._settings.max_sampling_rounds if self._drops else 1
         self._overlap = overlap or ONE_AFTER_THE_OTHER
         self._replayed_share = 0.0 if replay is None else replayed_share
         self._num_groups = self._settings.prompts_per_step
@@ -67,13 +69,20 @@ class RolloutSource:
         return step - self._overlap.max_staleness if self._overlap.overdue == "mask" else None
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds: groups that were not trained on are sampled again."""
+        """Return what a checkpoint holds: finished groups, and the positions of those that are sampled again.
+
+        Where updates drain the engine, it is drained now; that makes the run that resumes the same as this one.
+        """
+        while self._overlap.update == "drain" and self._running:
+            self._receive(WAIT_S)
         replay_position = 0 if self.replay is None else self.replay.position
-        positions = sorted([*self._reissued, *(each.position for each in self._pending())])
+        pending = self._pending()
+        in_flight = [each.position for each in pending if each.sampled is None]
         return {
             "position": self.prompts.position,
             "replay_position": replay_position,
-            "pending": positions,
+            "pending": sorted([*self._reissued, *in_flight]),
+            "finished": [each.state() for each in pending if each.sampled is not None],
             "curricula": {name: each.state() for name, each in self._curricula.items()},
         }
 
@@ -87,6 +96,10 @@ class RolloutSource:
         for name, saved in state.get("curricula", {}).items():
             if name in self._curricula:
                 self._curricula[name].load_state(saved)
+        # Checkpoints of earlier versions have none.
+        if finished := state.get("finished"):
+            groups = [PendingGroup.restored(each, self.prompts.at(each["position"])) for each in finished]
+            self._cohorts = [Cohort(len(groups), self._max_rounds, fresh=groups)]
 
     def collect(self, step: int, timer: Timer) -> list[RolloutGroup]:
         """Return the scored rollouts of `step`, and the groups that dynamic sampling dropped; the others go on.
@@ -99,8 +112,7 @@ class RolloutSource:
         """
         with timer.span("time/generate_s"):
             room = (self._overlap.max_staleness + 1) * self._num_groups - len(self._pending())
-            max_rounds = self._settings.max_sampling_rounds if self._drops else 1
-            self._cohorts.append(Cohort(room, max_rounds, self._replayed_share))
+            self._cohorts.append(Cohort(room, self._max_rounds, self._replayed_share))
             self._begin(step)
             self._receive(0.0)
         while True:
@@ -208,8 +220,12 @@ class RolloutSource:
 
     def _oldest_finished(self) -> list[PendingGroup]:
         """Return the finished groups that started first, at most one step's number."""
-        finished = [each for each in self._pending() if each.sampled is not None]
-        return sorted(finished, key=lambda each: (each.version, each.position))[: self._num_groups]
+        groups = self._pending()
+        if self._overlap.update != "drain":
+            # None waits for one that is older.
+            groups = [each for each in groups if each.sampled is not None]
+        oldest = sorted(groups, key=lambda each: (each.version, each.position))[: self._num_groups]
+        return [each for each in oldest if each.sampled is not None]
 
     def _has_enough(self, step: int) -> bool:
         if self._overlap.overdue == "wait" and not self._leaves_room(step):
