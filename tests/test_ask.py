@@ -135,8 +135,12 @@ def test_vllm_answers_too_and_its_refusals_are_one_line(model_path, capsys):
     with HFEngine(model_path) as engine:
         text = engine.generate_text("abc", GREEDY)[0].strip()
     assert capsys.readouterr().out == f"> abc\n{text}\n"
-    assert main([*common, "--param", "temprature=1"]) == 1
-    # What it said while it waited for the engine comes before.
-    *waits, error = capsys.readouterr().err.splitlines()
-    assert all(line.startswith("waiting for the engine: ") for line in waits)
-    assert "knows no 'temprature'. Did you mean 'temperature'?" in error
+    for wrong, rule in (
+        ("temprature=1", "Did you mean 'temperature'?"),
+        ("top_p=1.5", "must be a number > 0"),
+    ):
+        assert main([*common, "--param", wrong]) == 2
+        # Before an engine is started.
+        (error,) = capsys.readouterr().err.splitlines()
+        assert error.startswith(f"ConfigError: {wrong} ")
+        assert rule in error

@@ -3,6 +3,7 @@ import pytest
 
 from vectorlm.backends.transformers.parameters import NAMES, Parameters, read_parameters
 from vectorlm.errors import EngineError
+from vectorlm.preflight.sampling import RULES, sampling_problems
 
 
 def test_what_is_not_named_has_vllms_default():
@@ -49,6 +50,46 @@ def test_a_value_of_another_type_than_vllm_declares_is_refused(given):
         return
     with pytest.raises(EngineError, match="sampling_params"):
         make_sampling_params(theirs)
+
+
+VALUES = {
+    "n": (0, 1, 2.0, True),
+    "temperature": (-0.1, 0, 1, 2.0, 2.1, float("nan"), float("inf"), "1", None),
+    "top_p": (0, 0.1, 1, 1.5, None),
+    "top_k": (-2, -1, 0, 5, 0.5),
+    "min_p": (-0.1, 0, 1.0, 2),
+    "presence_penalty": (-2.1, -2, 2, 3),
+    "frequency_penalty": (-2.1, -2, 2, 3),
+    "repetition_penalty": (0, 0.1, float("inf")),
+    "seed": (2**63, -(2**63), 0, 1.5, None),
+    "max_tokens": (0, 1, "3", None),
+    "min_tokens": (-1, 0, 17),
+    "logprobs": (-2, -1, 0, 1.5, None),
+    "prompt_logprobs": (-2, -1, 0, None),
+    "stop": ("a", "", ["a"], ["a", ""], [1], None),
+    "stop_token_ids": ([1], ["a"], [1.5], None),
+    "ignore_eos": (True, 1),
+    "skip_special_tokens": (False, "no"),
+    "include_stop_str_in_output": (True, 0),
+}
+
+
+def test_what_the_check_of_a_config_refuses_is_what_vllm_refuses():
+    pytest.importorskip("vllm")
+    from vectorlm.backends.vllm.shim import make_sampling_params
+
+    def is_refused(given):
+        try:
+            make_sampling_params(given)
+        except EngineError:
+            return True
+        return False
+
+    cases = [{name: value} for name, values in VALUES.items() for value in values]
+    cases += [{"min_tokens": 4, "max_tokens": 3}, {"n": 2, "temperature": 0}, {"n": 1, "temperature": 0}]
+    wrong = [given for given in cases if bool(list(sampling_problems(given))) != is_refused(given)]
+    assert wrong == []
+    assert VALUES.keys() == RULES.keys()
 
 
 def test_values_of_the_right_types_make_vllms_own_parameters():

@@ -143,6 +143,24 @@ def test_a_sampling_parameter_that_vllm_does_not_know_is_refused(complete):
         passes(complete, SAMPLER, f"{params}.max_completion_length=48")
 
 
+@pytest.mark.skipif(not fields_of("sampling_params.py", "SamplingParams"), reason="needs vLLM's source")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "top_p=1.5",
+        "temperature=-1",
+        "min_p=2",
+        "n=2.5",
+        "max_tokens='8'",
+        "stop=[a, '']",
+        "stop_token_ids=[a]",
+    ],
+)
+def test_a_value_that_vllm_would_refuse_at_the_first_prompt_is_refused_by_its_key(complete, wrong):
+    path = f"{TRAIN}.sampler.sampling_params"
+    assert refused(complete, SAMPLER, f"{path}.{wrong}") == [f"{path}.{wrong.partition('=')[0]}"]
+
+
 @pytest.mark.parametrize(
     ("parameter", "cause"),
     [

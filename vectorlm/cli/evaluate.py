@@ -17,6 +17,7 @@ from vectorlm.cli.sample import (
     MAX_TOKENS,
     add_sampling_arguments,
     ask,
+    check_sampling,
     open_engine,
     read_pairs,
     require_model,
@@ -359,6 +360,7 @@ def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
             [Rollout.begun(record, each) for each in options]
             for record, options in zip(exam.prompt_records, sampled, strict=True)
         ]
+    check_sampling(args.engine, exam.sampling_params)
     engine_args = {"max_model_len": exam.max_seq_len, **exam.engine_args}
     if engine_args["max_model_len"] == -1:
         from transformers import AutoConfig, AutoTokenizer

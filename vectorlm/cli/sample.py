@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.config.source import parse_yaml
+from vectorlm.config.value import raise_problems
 from vectorlm.encoding import has_chat_template
 from vectorlm.errors import ConfigError, EngineError
 from vectorlm.lora.folder import base_of, is_adapter_folder
 from vectorlm.packages import is_installed
 from vectorlm.preflight.local_model import describe_absent, download, local_folder
+from vectorlm.preflight.sampling import sampling_problems
 from vectorlm.report.metrics import printable
 from vectorlm.types import Completion, Prompt
 
@@ -131,6 +133,19 @@ def sampling_params(args: argparse.Namespace) -> dict[str, Any]:
     return flags | read_pairs("--param", "top_p=0.9", args.params)
 
 
+def check_sampling(inference: str, params: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` where the engine would refuse sampling parameters, before it is started."""
+    if inference == "vllm":
+        raise_problems(list(sampling_problems(params)))
+        return
+    from vectorlm.backends.transformers.parameters import read_parameters
+
+    try:
+        read_parameters(params)
+    except EngineError as error:
+        raise ConfigError(str(error)) from error
+
+
 def ask(
     inference: str,
     model: str,
@@ -140,14 +155,9 @@ def ask(
     engine_args: Mapping[str, Any] | None = None,
 ) -> list[list[Completion]]:
     """Start the engine and return its completions of each prompt."""
-    from vectorlm.backends.transformers.parameters import NAMES, read_parameters
     from vectorlm.report.progress import sample_with_progress
 
-    try:
-        # vLLM takes more names, and checks those itself.
-        read_parameters({name: params[name] for name in params if inference == "hf" or name in NAMES})
-    except EngineError as error:
-        raise ConfigError(str(error)) from error
+    check_sampling(inference, params)
     with open_engine(inference, model, adapter, engine_args or {}) as engine:
         engine.wait_until_ready()
         return sample_with_progress(engine, list(prompts), dict(params))

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vectorlm.config.foreign import FOREIGN
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import all_settings, refuse, settings_of, to_plain, value_at
 from vectorlm.config.value import describe_refusal, show
@@ -17,6 +16,7 @@ from vectorlm.lora.options import largest_rank, refused_options, refused_starts
 from vectorlm.packages import fields_of, is_installed
 from vectorlm.plugin import is_plugin, raised_at
 from vectorlm.preflight.local_model import HEADS, description_of, number_in, vocab_size
+from vectorlm.preflight.sampling import sampling_problems
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.profile import short_run
 from vectorlm.report.runs import flat
@@ -211,18 +211,10 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
         rule = f"must be at most the number of ranks on a node, {ranks_per_node}"
         fix = "Use fewer, or start more ranks."
         yield refuse(config, f"{_SAMPLER}.engine.tensor_parallel_size", rule, fix)
-    # Costs more than a minute: the engine reads them at its first prompt. Not where vLLM is not installed.
-    known = fields_of("sampling_params.py", "SamplingParams")
+    # Costs more than a minute: the engine reads them at its first prompt.
     given = config.sampling_params
-    for path, parameters in given.items() if known and sampler.engine.inference in ("vllm", "server") else ():
-        for name in parameters.keys() - known:
-            # Of other libraries, the name may be that of a sampling parameter.
-            places = FOREIGN[str(name)].places if str(name) in FOREIGN else ()
-            ours = next((place for place in places if place.startswith("rl.sampling_params.")), "")
-            here = ours.replace("rl.sampling_params", path)
-            fix = f"Did you mean {here!r}?" if here else nearest(str(name), known) or "Leave it out."
-            rule = "is not a sampling parameter of vLLM"
-            yield refuse(config, f"{path}.{name}", rule, fix, parameters[name])
+    for path, parameters in given.items() if sampler.engine.inference in ("vllm", "server") else ():
+        yield from sampling_problems(parameters, path, config.origins)
     if sampler.engine.inference == "transformers":
         # This imports torch, which the check for other engines does without.
         from vectorlm.backends.transformers.parameters import read_parameters
