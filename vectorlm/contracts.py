@@ -37,6 +37,8 @@ class RequestOutput:
     """Why there are no completions; it ends the caller's batch and no other."""
     raw: Any = None
     """vLLM's own ``RequestOutput``, if there is one; `SamplingEngine.generate` returns it."""
+    is_part: bool = False
+    """Whether the request goes on; the one completion is then what was sampled since the last part."""
 
 
 class Backend(Protocol):
@@ -170,6 +172,13 @@ class Backend(Protocol):
 
         With one of these `connect` takes `arena_bytes`, the most that the arena may take; 0 is none, and a path of
         ``""``.
+        """
+
+    def submit_streamed(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
+        """Optional: do what `submit` does with an `n` of 1, and return parts from `poll` before the whole.
+
+        The texts and tokens of the parts are the beginning of the whole's, in order. Without this, or without parts, a
+        streamed answer comes whole.
         """
 
     def copy_round(self, rounds: Mapping[str, int]) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +14,13 @@ from vectorlm.errors import EngineDied, EngineError
 
 def scripted(**script):
     script = {"answers": "{0} at {1}".format, **script}
-    return vectorlm.SamplingEngine(
-        "scripted",
-        inference="vectorlm.backends.scripted:Scripted",
-        channel="process",
-        start_timeout_s=120,
+    options = {
+        "inference": "vectorlm.backends.scripted:Scripted",
+        "channel": "process",
+        "start_timeout_s": 120,
         **script,
-    )
+    }
+    return vectorlm.SamplingEngine("scripted", **options)
 
 
 def ask(engine, text):
@@ -65,6 +66,22 @@ def test_a_request_that_is_taken_back_keeps_nothing_busy():
         assert engine.local.num_in_flight == 0
         # With requests in flight it would refuse.
         engine.sleep()
+
+
+@pytest.mark.parametrize("channel", ["process", "inline"])
+def test_what_is_sampled_is_told_before_the_answer(channel):
+    streaming = str(Path(__file__).with_name("streaming_backend.py"))
+    with scripted(
+        inference=f"{streaming}:Streaming", channel=channel, num_steps=4, answers=["streamed"]
+    ) as engine:
+        engine.wait_until_ready()
+        parts = []
+        future = engine.local.ask([1], {"max_tokens": 20, "n": 1}, parts.append)
+        engine.local.flush()
+        while not future.done():
+            engine.local.advance()
+        assert text_of(future) == "streamed"
+    assert "".join(part.text for part in parts) == "str"
 
 
 def test_a_dead_engine_fails_what_was_asked_and_what_is_asked_later():

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from gateway_client import Scripted, serving, session_of
 
-from vectorlm.errors import RolloutError
+from vectorlm.errors import EngineError, RolloutError
 from vectorlm.rollouts import gateway as gateways
 from vectorlm.types import PromptRecord
 
@@ -180,6 +180,91 @@ def test_an_answer_is_streamed_as_events_and_several_have_their_index():
     texts, found = with_session(work, Scripted(lambda text, index: f"a{index}"))
     assert texts == ["a0", "a1"]
     assert [row.text for row in [found, *found.branches]] == ["a1", "a0"]
+
+
+FORMS = [
+    ("chat/completions", {"messages": USER, "logprobs": True}),
+    ("completions", {"prompt": "Hi", "logprobs": 0}),
+]
+
+
+def event_of(line):
+    (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+    return choice.get("text", choice.get("delta", {}).get("content", "")), choice
+
+
+@pytest.mark.parametrize(("path", "asked"), FORMS)
+def test_an_answer_is_sent_as_it_is_sampled_and_is_the_same_as_without(path, asked):
+    asked = {**asked, "return_token_ids": True, "max_tokens": 9}
+
+    async def work(gateway, session, client):
+        read = [asyncio.Event() for _ in "yes!"]
+        # The engine samples no further token before the client has read the last one.
+        engine = Scripted(
+            lambda text, index: "yes!",
+            may_go_on=lambda place: asyncio.wait_for(
+                read[place - 1].wait() if place else asyncio.sleep(0), 20
+            ),
+        )
+        streaming = session_of(gateway, engine, seed_of=lambda number: number)
+        texts, ids, versions = [], [], []
+        async with (
+            http(gateway, streaming) as other,
+            other.stream("POST", f"/{path}", json={**asked, "stream": True}) as answer,
+        ):
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    text, choice = event_of(line)
+                    texts.append(text)
+                    ids += choice.get("token_ids", [])
+                    versions += choice.get("versions", [])
+                    if len(texts) <= len(read):
+                        read[len(texts) - 1].set()
+        whole = session_of(gateway, Scripted(lambda text, index: "yes!"), seed_of=lambda number: number)
+        async with http(gateway, whole) as other:
+            await other.post(f"/{path}", json=asked)
+        return texts, ids, versions, streaming.rollout(RECORD), whole.rollout(RECORD)
+
+    texts, ids, versions, streamed, whole = with_session(work)
+    assert texts == ["y", "e", "s", "!", "", ""]
+    assert (text_of(ids), versions) == ("yes!", [3] * 4)
+    assert streamed == whole
+
+
+def test_a_client_that_leaves_a_stream_takes_its_request_back():
+    async def work(gateway, session, client):
+        async with client.stream(
+            "POST", "/chat/completions", json={"messages": USER, "stream": True}
+        ) as answer:
+            async for line in answer.aiter_lines():
+                if line:
+                    break
+        async with asyncio.timeout(20):
+            while not engine.given_up:
+                await asyncio.sleep(0.01)
+        with pytest.raises(RolloutError, match="without an answer"):
+            session.rollout(RECORD)
+
+    engine = Scripted(lambda text, index: "yes", may_go_on=lambda place: asyncio.sleep(60 if place else 0))
+    with_session(work, engine)
+
+
+def test_what_fails_in_a_stream_is_told_in_it_and_before_it_by_the_status():
+    async def fail(place):
+        if place == first:
+            raise EngineError("no room")
+
+    async def work(gateway, session, client):
+        answer = await client.post("/chat/completions", json={"messages": USER, "stream": True})
+        return answer.status_code, answer.text
+
+    first = 0
+    status, text = with_session(work, Scripted(lambda text, index: "yes", may_go_on=fail))
+    assert (status, json.loads(text)["error"]["message"]) == (400, "no room")
+    first = 2
+    status, text = with_session(work, Scripted(lambda text, index: "yes", may_go_on=fail))
+    *_, last = text.strip().split("\n\n")
+    assert (status, json.loads(last.removeprefix("data: "))["error"]["message"]) == (200, "no room")
 
 
 def test_the_client_of_openai_goes_on_from_its_own_objects():

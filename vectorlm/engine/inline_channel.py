@@ -53,7 +53,11 @@ class InlineChannel:
         """Sample for a slice, and go on while there is time and `until()` does not hold."""
         deadline_s = time.monotonic() + timeout_s
         while self._scheduler is not None and self._scheduler.busy:
-            self._answers.update(self._scheduler.step())
+            for number, message in self._scheduler.step():
+                if not isinstance(message, messages.Part):
+                    self._answers[number] = message
+                elif number in self._tell:
+                    self._tell[number](number, message)
             if self._scheduler.has_progressed:
                 self._moved_at, self._scheduler.has_progressed = time.monotonic(), False
             self._while_waiting()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +13,9 @@ from vectorlm.engine.inline_channel import InlineChannel
 from vectorlm.engine.packed import unpack
 from vectorlm.errors import EngineError
 from vectorlm.types import Completion
+
+Hear = Callable[[Completion], None]
+"""Gets what was sampled since it was called last."""
 
 
 class LocalRequests:
@@ -31,19 +34,26 @@ class LocalRequests:
         self._new: list[tuple[messages.Generate, Future[list[Completion]]]] = []
         self._sent: dict[int, Future[list[Completion]]] = {}
         self._taken_back: list[int] = []
+        self._hears: dict[Future[list[Completion]], Hear] = {}
 
     @property
     def num_in_flight(self) -> int:
         """Requests that the engine has and has not answered."""
         return len(self._sent)
 
-    def ask(self, prompt: Sequence[int], sampling_params: Any) -> Future[list[Completion]]:
-        """Ask for the completions of one prompt, from `flush` on; an error is the engine's."""
+    def ask(
+        self, prompt: Sequence[int], sampling_params: Any, hear: Hear | None = None
+    ) -> Future[list[Completion]]:
+        """Ask for the completions of one prompt, from `flush` on; an error is the engine's.
+
+        Of one completion, `hear` gets what is sampled as it is sampled, in the thread that receives answers.
+        """
         future: Future[list[Completion]] = Future()
+        command = messages.Generate([prompt], [sampling_params], False, is_streamed=hear is not None)
         with self._lock:
-            self._new.append(
-                (messages.Generate([prompt], [sampling_params], as_request_outputs=False), future)
-            )
+            self._new.append((command, future))
+            if hear is not None:
+                self._hears[future] = hear
         return future
 
     def flush(self) -> None:
@@ -55,6 +65,7 @@ class LocalRequests:
     def take_back(self, future: Future[list[Completion]]) -> None:
         """Forget a request; one that was answered stays as it is."""
         with self._lock:
+            self._hears.pop(future, None)
             self._new = [each for each in self._new if each[1] is not future]
             numbers = [number for number, each in self._sent.items() if each is future]
             for number in numbers:
@@ -107,11 +118,17 @@ class LocalRequests:
         else:
             self._sent |= {number: future for (_, future), number in zip(new, numbers, strict=True)}
 
-    def _answer(self, number: int, message: messages.Answer | messages.Failed) -> None:
-        """Take an answer, in the thread that received it."""
+    def _answer(self, number: int, message: messages.Answer | messages.Failed | messages.Part) -> None:
+        """Take an answer or a part of one, in the thread that received it."""
         with self._lock:
+            if isinstance(message, messages.Part):
+                asked = self._sent.get(number)
+                if asked is not None and asked in self._hears:
+                    self._hears[asked](message.completion)
+                return
             future = self._sent.pop(number, None)
         if future is not None:
+            self._hears.pop(future, None)
             _settle(future, message)
 
 

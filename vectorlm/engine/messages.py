@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vectorlm.types import InFlight
+from vectorlm.types import Completion, InFlight
 from vectorlm.weights.plan import TensorSpec
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class Generate:
     """A mapping, a ``vllm.SamplingParams``, or one of these per prompt."""
     as_request_outputs: bool
     """Whether to answer with vLLM's own objects instead of Completions."""
+    is_streamed: bool = False
+    """Whether a `Part` comes before the answer whenever tokens were sampled, from backends that can."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,15 @@ class Failed:
     error: Exception
 
 
-TakeAnswer = Callable[[int, Answer | Failed], None]
-"""Gets the answer to the command with this number."""
+@dataclass(frozen=True)
+class Part:
+    """What was sampled since the last part, without the prompt; the answer, which follows, is the whole."""
+
+    completion: Completion
+
+
+TakeAnswer = Callable[[int, Answer | Failed | Part], None]
+"""Gets the parts of the answer to the command with this number, and then the answer."""
 
 
 class Channel(Protocol):
@@ -169,7 +178,8 @@ class Channel(Protocol):
     def ask(self, commands: Sequence[Generate], tell: TakeAnswer) -> list[int]:
         """Send commands of which the engine begins none before it has all; return their numbers.
 
-        `tell` gets each answer: from another thread, or of an inline engine inside `advance`. Raises `EngineDied`.
+        `tell` gets each answer and its parts: from another thread, or of an inline engine inside `advance`. Raises
+        `EngineDied`.
         """
 
     def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:

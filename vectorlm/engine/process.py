@@ -84,8 +84,8 @@ def serve(connection: Connection, scratch: str) -> None:
                     return
                 for numbered in scheduler.carry_out(number, command):
                     connection.send(numbered)
-        for numbered in scheduler.step():
-            connection.send(numbered)
+        for told in scheduler.step():
+            connection.send(told)
         if scheduler.has_progressed and time.monotonic() - last_sign > ALIVE_EVERY_S:
             connection.send((None, None))  # A sign of life.
             last_sign, scheduler.has_progressed = time.monotonic(), False

@@ -232,9 +232,12 @@ class ProcessChannel:
                 number, message = self._connection.recv()
                 with self._news:
                     self._heard_at = time.monotonic()
-                    tell = self._tell.pop(number, None)
-                    if self._awaited.pop(number, None) is not None and tell is None:
-                        self._answers[number] = message
+                    if isinstance(message, messages.Part):
+                        tell = self._tell.get(number)
+                    else:
+                        tell = self._tell.pop(number, None)
+                        if self._awaited.pop(number, None) is not None and tell is None:
+                            self._answers[number] = message
                     self._news.notify_all()
                 if tell is not None:
                     tell(number, message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ PARTS = ("weights", "kv_cache")
 Parts = frozenset[str]
 Numbered = tuple[int, messages.Answer | messages.Failed]
 """A message for the command with this number."""
+NumberedPart = tuple[int, messages.Part]
 
 
 def open_backend(start: messages.Start) -> Backend:
@@ -224,8 +225,8 @@ class Scheduler:
                 raise EngineError(f"the sampler knows no command {type(command).__name__}.")
         return None
 
-    def step(self) -> list[Numbered]:
-        """Let the backend sample for a moment; return the answers that are complete."""
+    def step(self) -> Sequence[Numbered | NumberedPart]:
+        """Let the backend sample for a moment; return parts of answers, and the answers that are complete."""
         start = time.perf_counter()
         try:
             outputs = self._backend.poll()
@@ -236,10 +237,14 @@ class Scheduler:
         progress = getattr(self._backend, "progress", None)
         if outputs or progress != self._progress:
             self.has_progressed, self._progress = True, progress
+        parts: list[NumberedPart] = []
         for output in outputs:
-            self._take(output)
+            if not output.is_part:
+                self._take(output)
+            elif (number := int(output.name.partition("-")[0])) in self._batches:
+                parts.append((number, messages.Part(output.completions[0])))
         ended = [number for number, batch in self._batches.items() if batch.has_ended]
-        return [(number, self._answer(self._batches.pop(number))) for number in ended]
+        return [*parts, *((number, self._answer(self._batches.pop(number))) for number in ended)]
 
     def close(self) -> None:
         """End the backend."""
@@ -279,6 +284,8 @@ class Scheduler:
         submit = self._backend.submit
         if command.as_request_outputs:
             submit = getattr(self._backend, "submit_raw", submit)
+        elif command.is_streamed:
+            submit = getattr(self._backend, "submit_streamed", submit)
         try:
             for index, (prompt, each) in enumerate(zip(command.prompts, params, strict=True)):
                 name = f"{number}-{index}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from vectorlm.encoding import encode
-from vectorlm.engine.local_requests import LocalRequests
+from vectorlm.engine.local_requests import Hear, LocalRequests
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.rollouts.sampler import GroupSampler, SampledGroup, Task
 from vectorlm.types import Completion, Prompt
@@ -140,12 +140,14 @@ class Actor:
     async def _carry_out(self, number: int, task: Task) -> None:
         size = reserved = self._sampler.settings.group_size
 
-        async def ask(prompt: Prompt, params: dict[str, Any]) -> Sequence[Completion]:
+        async def ask(
+            prompt: Prompt, params: dict[str, Any], hear: Hear | None = None
+        ) -> Sequence[Completion]:
             nonlocal reserved
             self._count(params["n"] - reserved)
             reserved = 0
             try:
-                return await self._ask(prompt, params)
+                return await self._ask(prompt, params, hear)
             finally:
                 self._num_asking -= params["n"]
                 # Not at once: with its last answer a group ends.
@@ -166,8 +168,8 @@ class Actor:
             self._outcomes[number] = outcome
             self._news.notify_all()
 
-    async def _ask(self, prompt: Prompt, params: dict[str, Any]) -> Sequence[Completion]:
-        future = self._requests.ask(encode(prompt, self._tokenizer), params)
+    async def _ask(self, prompt: Prompt, params: dict[str, Any], hear: Hear | None) -> Sequence[Completion]:
+        future = self._requests.ask(encode(prompt, self._tokenizer), params, hear)
         if not self._flush_is_due:
             # What others ask in this round of the loop goes with it.
             self._flush_is_due = True

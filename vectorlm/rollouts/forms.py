@@ -6,11 +6,14 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from vectorlm.engine.local_requests import Hear
 from vectorlm.rollouts.session import Session, Turn, spoken
+from vectorlm.types import Completion
 
 MAX_ANSWERS = 64
 """Answers to one request."""
@@ -66,6 +69,16 @@ class Request(Sampling):
     prompt_cache_key: Any = None
     parallel_tool_calls: Any = None
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer is sent as it is sampled."""
+        return bool(self.stream) and self.n in (None, 1)
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with the number of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
 
 class Function(BaseModel):
     """A call's name and arguments."""
@@ -100,13 +113,18 @@ class ChatRequest(Request):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=0)
 
-    async def answer(self, session: Session) -> list[Turn]:
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer is sent as it is sampled; calls of tools are read when it is whole."""
+        return super().is_streamed and not self.offered
+
+    async def answer(self, session: Session, hear: Hear | None = None) -> list[Turn]:
         """Ask the session."""
         params = self.params()
         if self.max_completion_tokens is not None:
             params["max_tokens"] = self.max_completion_tokens
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
-        return await session.chat(messages, self.offered, params)
+        return await session.chat(messages, self.offered, params, hear)
 
     @property
     def offered(self) -> list[dict[str, Any]] | None:
@@ -138,9 +156,9 @@ class TextRequest(Request):
     best_of: Literal[1] | None = None
     suffix: None = None
 
-    async def answer(self, session: Session) -> list[Turn]:
+    async def answer(self, session: Session, hear: Hear | None = None) -> list[Turn]:
         """Ask the session."""
-        return await session.write_on(self.prompt, self.params())
+        return await session.write_on(self.prompt, self.params(), hear)
 
     def shown(self, turns: Sequence[Turn], form: Form) -> dict[str, Any]:
         """Return the body of the answer."""
@@ -242,25 +260,66 @@ class Form:
         return found | ({"prompt_token_ids": turns[0].completion.prompt_token_ids} if with_ids else {})
 
 
-def events(body: Mapping[str, Any], with_usage: bool) -> Iterator[str]:
-    """Yield an answer as server-sent events: the engine hands over whole answers, so each choice is one piece."""
-    head = {name: value for name, value in body.items() if name not in ("choices", "usage")}
-    if head["object"] == "chat.completion":
-        head["object"] = "chat.completion.chunk"
-    for choice in body["choices"]:
-        piece = dict(choice)
+class Events:
+    """An answer as server-sent events."""
+
+    def __init__(self, asked: ChatRequest | TextRequest, form: Form) -> None:
+        self._asked, self._form = asked, form
+        self._head: dict[str, Any] = {}
+        self._num_tokens = self._num_characters = 0
+
+    def part(self, completion: Completion) -> str:
+        """Return the event of what was sampled of a single answer since the last part."""
+        self._num_tokens += len(completion.token_ids)
+        self._num_characters += len(completion.text)
+        is_first = not self._head
+        body = self._begun(self._asked.shown([Turn(completion, None, (), "", None)], self._form))
+        return self._piece(body["choices"][0], is_first)
+
+    def rest(self, turns: Sequence[Turn]) -> Iterator[str]:
+        """Yield the events of whole answers, without what was told of a single one."""
+        is_first = not self._head
+        body = self._begun(self._asked.shown(turns, self._form))
+        left = [replace(turn, completion=self._left_of(turn.completion)) for turn in turns]
+        for choice in self._asked.shown(left, self._form)["choices"]:
+            yield self._piece(choice, is_first)
+            end: dict[str, Any] = {"delta": {}} if "message" in choice else {"text": ""}
+            for name in ("index", "finish_reason"):
+                end[name] = choice[name]
+            yield _event({**self._head, "choices": [end]})
+        if self._asked.with_usage:
+            yield _event({**self._head, "choices": [], "usage": body["usage"]})
+        yield "data: [DONE]\n\n"
+
+    def _begun(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Take over what all events have in common; parts know no prompt."""
+        if not self._head:
+            self._head = {name: body[name] for name in ("id", "object", "created", "model")}
+            if self._head["object"] == "chat.completion":
+                self._head["object"] = "chat.completion.chunk"
+        if prompt := body.get("prompt_token_ids"):
+            self._head["prompt_token_ids"] = prompt
+        return body
+
+    def _left_of(self, whole: Completion) -> Completion:
+        start = self._num_tokens
+        return replace(
+            whole,
+            token_ids=whole.token_ids[start:],
+            sampler_logprobs=whole.sampler_logprobs[start:],
+            versions=whole.versions[start:],
+            text=whole.text[self._num_characters :],
+        )
+
+    def _piece(self, choice: Mapping[str, Any], is_first: bool) -> str:
+        piece = {**choice, "finish_reason": None}
         if "message" in piece:
             piece["delta"] = piece.pop("message")
+            if not is_first:
+                del piece["delta"]["role"]
             for place, call in enumerate(piece["delta"].get("tool_calls", ())):
                 call["index"] = place
-        yield _event({**head, "choices": [{**piece, "finish_reason": None}]})
-        rest: dict[str, Any] = {"delta": {}} if "message" in choice else {"text": ""}
-        for name in ("index", "finish_reason"):
-            rest[name] = choice[name]
-        yield _event({**head, "choices": [rest]})
-    if with_usage:
-        yield _event({**head, "choices": [], "usage": body["usage"]})
-    yield "data: [DONE]\n\n"
+        return _event({**self._head, "choices": [piece]})
 
 
 def _event(value: Mapping[str, Any]) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -22,8 +23,9 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from vectorlm.errors import VectorLMError
 from vectorlm.ranks.placement import LOOPBACK
-from vectorlm.rollouts.forms import ChatRequest, Form, TextRequest, TokenRequest, events
+from vectorlm.rollouts.forms import ChatRequest, Events, Form, TextRequest, TokenRequest
 from vectorlm.rollouts.session import RequestError, Session, Turn
+from vectorlm.types import Completion
 
 MODEL = "policy"
 """The name that agents give the model."""
@@ -37,6 +39,7 @@ CLOSE_S = 5.0
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Asked = ChatRequest | TextRequest | TokenRequest
+Result = TypeVar("Result")
 
 
 class Gateway:
@@ -113,7 +116,9 @@ class Gateway:
             raise RequestError("the key belongs to no session.", status=401, code="invalid_api_key")
         return session
 
-    async def respond(self, request: Request, form: type[Asked]) -> tuple[Response, list[Turn]]:
+    async def respond(
+        self, request: Request, form: type[Asked]
+    ) -> tuple[Response | _EventStream, list[Turn]]:
         """Return the answer to a request, and the turns in it."""
         session = self.session_of(request)
         asked = form.model_validate_json(await _body(request))
@@ -124,12 +129,51 @@ class Gateway:
                 404,
                 "model_not_found",
             )
+        if not isinstance(asked, TokenRequest) and asked.is_streamed:
+            return await self._streamed(request, session, asked)
         turns = await _unless_gone(request, asked.answer(session))
-        body = asked.shown(turns, self._form)
         if not isinstance(asked, TokenRequest) and asked.stream:
-            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-            return Response("".join(events(body, with_usage)), media_type="text/event-stream"), turns
-        return JSONResponse(body), turns
+            text = "".join(Events(asked, self._form).rest(turns))
+            return Response(text, media_type="text/event-stream"), turns
+        return JSONResponse(asked.shown(turns, self._form)), turns
+
+    async def _streamed(
+        self, request: Request, session: Session, asked: ChatRequest | TextRequest
+    ) -> tuple[_EventStream, list[Turn]]:
+        """Return what sends an answer while it is sampled, and a list of its turn, which is empty until then."""
+        loop, parts, turns = asyncio.get_running_loop(), asyncio.Queue[Completion | None](), list[Turn]()
+
+        def hear(part: Completion) -> None:
+            with contextlib.suppress(RuntimeError):  # The gateway is closed.
+                loop.call_soon_threadsafe(parts.put_nowait, part)
+
+        work = asyncio.ensure_future(asked.answer(session, hear))
+        work.add_done_callback(lambda _: parts.put_nowait(None))
+        try:
+            first = await _unless_gone(request, parts.get())
+            if first is None:
+                # What is refused has a status of its own.
+                work.result()
+        except BaseException:
+            work.cancel()
+            raise
+
+        async def events() -> AsyncIterator[str]:
+            found, part = Events(asked, self._form), first
+            try:
+                while part is not None:
+                    yield found.part(part)
+                    part = await _unless_gone(request, parts.get())
+                if work.cancelled():
+                    raise ClientDisconnect  # The session has ended.
+                turns.extend(work.result())
+            except (RequestError, VectorLMError) as error:
+                yield f"data: {json.dumps(_shown(error))}\n\n"
+                return
+            for event in found.rest(turns):
+                yield event
+
+        return _EventStream(events(), work), turns
 
     async def _models(self, request: Request) -> Response:
         try:
@@ -153,6 +197,7 @@ class _Endpoint:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         turns: list[Turn] = []
+        response: Response | _EventStream
         try:
             response, turns = await self._gateway.respond(Request(scope, receive), self._form)
         except RequestError as error:
@@ -167,11 +212,32 @@ class _Endpoint:
             return
         except Exception as error:
             response = _refusal(RequestError(f"{type(error).__name__}: {error}", status=500))
-        with contextlib.suppress(TimeoutError):
+
+        async def send_in_time(message: MutableMapping[str, Any]) -> None:
             async with asyncio.timeout(ARRIVES_WITHIN_S):
-                await response(scope, receive, send)
+                await send(message)
+
+        with contextlib.suppress(TimeoutError, ClientDisconnect):
+            await response(scope, receive, send_in_time)
         for turn in turns:
             turn.is_read = True
+
+
+class _EventStream:
+    """Sends events as they come, as an ASGI application; when it ends, so does the work that makes them."""
+
+    def __init__(self, events: AsyncIterator[str], work: asyncio.Future[Any]) -> None:
+        self._events, self._work = events, work
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self._work.cancel()
 
 
 class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
@@ -208,7 +274,7 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _unless_gone(request: Request, work: Awaitable[list[Any]]) -> list[Any]:
+async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
     """Return what `work` does, unless the client goes away before: then it is cancelled."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(request.receive())
@@ -223,10 +289,14 @@ async def _unless_gone(request: Request, work: Awaitable[list[Any]]) -> list[Any
 
 
 def _refusal(error: RequestError) -> Response:
-    body = {"message": str(error), "type": "invalid_request_error", "param": error.param, "code": error.code}
     # The rest of a large body is read and dropped, or a client would never see the answer. What is late is not read.
     headers = {"connection": "close"} if error.status == 408 else None
-    return JSONResponse({"error": body}, error.status, headers=headers)
+    return JSONResponse(_shown(error), error.status, headers=headers)
+
+
+def _shown(error: RequestError | VectorLMError) -> dict[str, Any]:
+    fields = {name: getattr(error, name, None) for name in ("param", "code")}
+    return {"error": {"message": str(error), "type": "invalid_request_error", **fields}}
 
 
 def _path(place: tuple[Any, ...]) -> str:

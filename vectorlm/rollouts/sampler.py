@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vectorlm.encoding import asked, encode_reply, is_messages
+from vectorlm.engine.local_requests import Hear
 from vectorlm.errors import RolloutError
 from vectorlm.rewards.runner import RewardResult
 from vectorlm.rl.rollout import Rollout
@@ -37,8 +38,15 @@ class Playing(Protocol):
         ...
 
 
-Ask = Callable[[Prompt, dict[str, Any]], Awaitable[Sequence[Completion]]]
-"""Asks the engine for the completions of a prompt."""
+class Ask(Protocol):
+    """Asks the engine for the completions of a prompt; of one, `hear` gets what is sampled as it is sampled."""
+
+    def __call__(
+        self, prompt: Prompt, params: dict[str, Any], hear: Hear | None = None, /
+    ) -> Awaitable[Sequence[Completion]]:
+        """Return them."""
+
+
 Results = Mapping[str, Sequence[RewardResult]]
 """What reward functions, by name, returned for some rollouts."""
 

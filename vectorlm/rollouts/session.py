@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vectorlm.encoding import encode, encode_reply, end_tokens
+from vectorlm.engine.local_requests import Hear
 from vectorlm.errors import RolloutError
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rollouts.sampler import Ask
@@ -97,9 +98,16 @@ class Session:
             sampled.cancel()
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, params: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        params: Mapping[str, Any],
+        hear: Hear | None = None,
     ) -> list[Turn]:
-        """Answer chat messages; of an earlier answer among them, the tokens are taken as they were sampled."""
+        """Answer chat messages; of an earlier answer among them, the tokens are taken as they were sampled.
+
+        Of a single answer `hear` gets what is sampled as it is sampled, in another thread.
+        """
         chat = [_for_template(message, index) for index, message in enumerate(messages)]
         key = [json.dumps(tools), *map(_comparable, chat)]
         before, ids = None, []
@@ -114,10 +122,12 @@ class Session:
             ids = encode_reply(chat[: num_known - 1], chat[num_known:], written, self._tokenizer, tools)
         text = "" if before is None else self._tokenizer.decode(ids)
         return await self._continue(
-            before, ids, text, params, lambda said: [*key, _comparable(spoken(said, tools))], chat
+            before, ids, text, params, lambda said: [*key, _comparable(spoken(said, tools))], chat, hear=hear
         )
 
-    async def write_on(self, prompt: str | Sequence[int], params: Mapping[str, Any]) -> list[Turn]:
+    async def write_on(
+        self, prompt: str | Sequence[int], params: Mapping[str, Any], hear: Hear | None = None
+    ) -> list[Turn]:
         """Continue a text or token ids; what earlier requests made of their beginning stays as it was sampled."""
         if not isinstance(prompt, str):
             asked = tuple(prompt)
@@ -128,17 +138,16 @@ class Session:
             )
             ids = asked if before is None else asked[len(before.token_ids) :]
             text = "" if before is None else self._tokenizer.decode(ids)
-            return await self._continue(before, ids, text, params, lambda said: None)
+            return await self._continue(before, ids, text, params, lambda said: None, hear=hear)
         before = self._longest(
             lambda said: isinstance(said, str) and prompt.startswith(said), len(prompt) + 1
         )
         if before is None:
-            return await self._continue(
-                None, encode(prompt, lambda: self._tokenizer), "", params, lambda said: prompt + said
-            )
+            whole = encode(prompt, lambda: self._tokenizer)
+            return await self._continue(None, whole, "", params, lambda said: prompt + said, hear=hear)
         rest = prompt[len(before.said) :]
         ids = self._tokenizer.encode(rest, add_special_tokens=False)
-        return await self._continue(before, ids, rest, params, lambda said: prompt + said)
+        return await self._continue(before, ids, rest, params, lambda said: prompt + said, hear=hear)
 
     def rollout(self, record: PromptRecord) -> Rollout:
         """Return the rollout that the agent has made of a prompt; what it did not read is left out.
@@ -174,6 +183,7 @@ class Session:
         params: Mapping[str, Any],
         said: Callable[[str], Any],
         chat: Sequence[Mapping[str, Any]] | None = None,
+        hear: Hear | None = None,
     ) -> list[Turn]:
         prompt = [*(() if before is None else before.token_ids), *ids]
         if len(prompt) >= self.max_model_len:
@@ -190,7 +200,7 @@ class Session:
         self._num_requests += 1
         if before is not None:
             before.is_read = True
-        sampled = asyncio.run_coroutine_threadsafe(_sample(self._ask, prompt, asked), self._loop)
+        sampled = asyncio.run_coroutine_threadsafe(_sample(self._ask, prompt, asked, hear), self._loop)
         self._in_flight.add(sampled)
         try:
             completions = await asyncio.wrap_future(sampled)
@@ -236,8 +246,10 @@ class Session:
         return {**params, "max_tokens": min(limits, default=None), **given}
 
 
-async def _sample(ask: Ask, prompt: Sequence[int], params: dict[str, Any]) -> Sequence[Completion]:
-    return await ask(prompt, params)
+async def _sample(
+    ask: Ask, prompt: Sequence[int], params: dict[str, Any], hear: Hear | None
+) -> Sequence[Completion]:
+    return await (ask(prompt, params) if hear is None else ask(prompt, params, hear))
 
 
 def _row(leaf: Turn, record: PromptRecord, trained: set[Turn]) -> Rollout:

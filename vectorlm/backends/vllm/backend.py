@@ -60,6 +60,8 @@ class VLLM:
         """Whether blocks of the KV cache may hold NaN: where attention masks a NaN, the product is NaN again."""
         self._spans = VersionSpans()
         self._texts = Texts(self._engine.output_processor.tokenizer)
+        self._told: dict[str, tuple[int, int]] = {}
+        """Of each request that is streamed, the tokens and characters that were told."""
         self._finished: list[RequestOutput] = []
         """Found while the engine was paused; the next `poll` returns them."""
 
@@ -91,6 +93,12 @@ class VLLM:
         self._texts.take_over(name, params)
         self._add(name, prompt, params)
 
+    def submit_streamed(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
+        """Add one request, whose text vLLM decodes as it is sampled: the same text."""
+        params = make_sampling_params(sampling_params, is_streamed=True)
+        self._told[name] = 0, 0
+        self._add(name, prompt, params)
+
     def submit_raw(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
         """Add one request, whose `raw` will hold all that vLLM reports: strings of single tokens, too."""
         self._add(name, prompt, make_sampling_params(sampling_params))
@@ -117,6 +125,8 @@ class VLLM:
         self._engine.abort_request(names)
         self._spans.forget(names)
         self._texts.forget(names)
+        for name in names:
+            self._told.pop(name, None)
 
     def pause(self) -> None:
         """Wait until no step runs on the device; no other begins, as the engine steps in `poll` alone."""
@@ -179,11 +189,24 @@ class VLLM:
         for output in outputs:
             if output.finished:
                 self._texts.fill(output)
+                self._told.pop(output.request_id, None)
                 found.append(finished(output, self._spans.of(output, self._version)))
+            elif output.request_id in self._told:
+                found.append(self._part_of(output))
         self._may_hold_nan |= any(
             math.isnan(sum(each.sampler_logprobs)) for one in found for each in one.completions
         )
         return found
+
+    def _part_of(self, output: Any) -> RequestOutput:
+        (whole,) = output.outputs
+        num_tokens, num_characters = self._told[output.request_id]
+        self._told[output.request_id] = len(whole.token_ids), len(whole.text)
+        token_ids = tuple(whole.token_ids[num_tokens:])
+        logprobs = _sampled_logprobs(token_ids, whole.logprobs and whole.logprobs[num_tokens:])
+        versions = (self._version,) * len(token_ids)
+        part = Completion((), token_ids, logprobs, versions, whole.text[num_characters:], None)
+        return RequestOutput(output.request_id, [part], is_part=True)
 
 
 def finished(output: Any, versions: Sequence[Sequence[int]]) -> RequestOutput:
@@ -193,7 +216,7 @@ def finished(output: Any, versions: Sequence[Sequence[int]]) -> RequestOutput:
         Completion(
             prompt,
             tuple(each.token_ids),
-            _sampled_logprobs(each),
+            _sampled_logprobs(each.token_ids, each.logprobs),
             tuple(spans),
             each.text,
             each.finish_reason,
@@ -203,12 +226,10 @@ def finished(output: Any, versions: Sequence[Sequence[int]]) -> RequestOutput:
     return RequestOutput(output.request_id, completions, raw=output)
 
 
-def _sampled_logprobs(completion: Any) -> tuple[float, ...]:
-    if completion.logprobs is None:
+def _sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> tuple[float, ...]:
+    if logprobs is None:
         return ()
-    pairs: Iterable[tuple[int, Mapping[int, Any]]] = zip(
-        completion.token_ids, completion.logprobs, strict=True
-    )
+    pairs: Iterable[tuple[int, Mapping[int, Any]]] = zip(token_ids, logprobs, strict=True)
     return tuple(candidates[token].logprob for token, candidates in pairs)
 
 

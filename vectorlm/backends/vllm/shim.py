@@ -92,9 +92,10 @@ def default_arguments(model: str, on_cpu: bool) -> dict[str, Any]:
     return defaults
 
 
-def make_sampling_params(given: Any) -> Any:
+def make_sampling_params(given: Any, is_streamed: bool = False) -> Any:
     """Turn a mapping (or None) into ``vllm.SamplingParams`` that report a request once, when it is finished.
 
+    Where it is streamed, each report has all that there is.
     A value of another type than vLLM declares is an error here: vLLM takes it, and may end the engine over it later.
     """
     import msgspec
@@ -130,7 +131,7 @@ def make_sampling_params(given: Any) -> Any:
         raise EngineError(
             f"seed={params.seed} is out of range: it must fit into 64 bits, from -2^63 to 2^63 - 1."
         )
-    params.output_kind = RequestOutputKind.FINAL_ONLY
+    params.output_kind = RequestOutputKind.CUMULATIVE if is_streamed else RequestOutputKind.FINAL_ONLY
     return params
 
 
