@@ -91,7 +91,8 @@ class CollectSettings:
     """With an environment, turns of the policy after which a rollout ends; an agent decides itself."""
     rollouts_per_engine: PositiveInt | Literal["auto"] = "auto"
     """Rollouts that may ask an engine at once. Those that wait for their environment do not count: others begin
-    in their place. By default as many groups as the engine samples sequences at once."""
+    in their place. By default as many groups as the engine samples sequences at once; with an environment or agent as
+    many rollouts as its tokens per second grow with, from 64 on."""
     max_sampling_rounds: PositiveInt = 4
     """Rounds of sampling with `dynamic_sampling`; groups that are still missing then stay missing."""
     overlong_buffer_tokens: NonNegativeInt = 0

@@ -13,6 +13,7 @@ from typing import Any
 from vectorlm.encoding import encode
 from vectorlm.engine.local_requests import Hear, LocalRequests
 from vectorlm.errors import EngineError, VectorLMError
+from vectorlm.rollouts.room import Room
 from vectorlm.rollouts.sampler import GroupSampler, SampledGroup, Task
 from vectorlm.types import Completion, Prompt
 
@@ -37,9 +38,9 @@ class Actor:
         *,
         draw: Callable[[], int],
         tokenizer: Callable[[], Any],
-        room: int,
+        room: Room,
     ) -> None:
-        """Start the thread; `draw` returns the next task's number, the engine has room for `room` sequences."""
+        """Start the thread; `draw` returns the next task's number, and `room` says how many sequences ask at once."""
         self._requests, self._sampler, self._draw, self._tokenizer = requests, sampler, draw, tokenizer
         self._room = room
         self._tasks: dict[int, Task] = {}
@@ -50,7 +51,7 @@ class Actor:
         self._share = 0
         self._running: dict[int, asyncio.Task[None]] = {}
         self._num_asking = self._num_rollouts = 0
-        self._most = (0, 0)
+        self._most: tuple[int, ...] = (0, 0, 0)
         self._flush_is_due = False
         self._news = threading.Condition()
         self._outcomes: dict[int, Outcome] = {}
@@ -83,11 +84,11 @@ class Actor:
                 if not is_sampling:
                     self._news.wait(min(left_s, IDLE_S) if self._requests.is_inline else left_s)
 
-    def take(self) -> tuple[dict[int, Outcome], tuple[int, int]]:
-        """Return what has finished since the last call, and the most rollouts in flight and asking at once."""
+    def take(self) -> tuple[dict[int, Outcome], tuple[int, ...]]:
+        """Return what has finished since the last call; the most rollouts in flight and asking, and the room."""
         with self._news:
             outcomes, self._outcomes = self._outcomes, {}
-            most, self._most = self._most, (self._num_rollouts, self._num_asking)
+            most, self._most = self._most, (self._num_rollouts, self._num_asking, self._room.size)
         return outcomes, most
 
     def close(self) -> None:
@@ -105,8 +106,8 @@ class Actor:
 
     def _count(self, num_asking: int) -> None:
         self._num_asking += num_asking
-        most_rollouts, most_asking = self._most
-        self._most = max(most_rollouts, self._num_rollouts), max(most_asking, self._num_asking)
+        now = self._num_rollouts, self._num_asking, self._room.size
+        self._most = tuple(map(max, self._most, now))
 
     def _flush(self) -> None:
         self._flush_is_due = False
@@ -122,9 +123,11 @@ class Actor:
     def _begin_more(self) -> None:
         """Begin tasks while there is room for a whole group, or nothing else to do."""
         size = self._sampler.settings.group_size
-        while len(self._running) < self._share and (
-            not self._num_asking or self._num_asking + size <= self._room
-        ):
+        self._room.is_short = False
+        while len(self._running) < self._share:
+            if self._num_asking and self._num_asking + size > self._room.size:
+                self._room.is_short = bool(self._tasks)
+                return
             if self._drawn is None:
                 self._drawn = self._draw()
             if self._drawn >= self._num_submitted:
@@ -147,7 +150,10 @@ class Actor:
             self._count(params["n"] - reserved)
             reserved = 0
             try:
-                return await self._ask(prompt, params, hear)
+                completions = await self._ask(prompt, params, hear)
+                num_tokens = sum(len(each.token_ids) for each in completions)
+                self._room.answered(num_tokens, time.monotonic())
+                return completions
             finally:
                 self._num_asking -= params["n"]
                 # Not at once: with its last answer a group ends.

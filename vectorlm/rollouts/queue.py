@@ -15,7 +15,12 @@ import numpy as np
 from vectorlm.engine.engine import WAIT_S, SamplingEngine
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rollouts.actor import Actor, Outcome
+from vectorlm.rollouts.room import Room
 from vectorlm.rollouts.sampler import GroupSampler, SampledGroup, Task
+
+FIRST_ROOM = 64
+"""Sequences that ask an engine at once where its rate says how many may."""
+MOST = ("in_flight", "asking", "room")
 
 
 class Groups(Protocol):
@@ -51,15 +56,16 @@ class GroupQueue:
         self._ranks = engine.engine_ranks
         self._num_submitted = 0
         self._open: set[int] = set()
-        self._most = (0, 0)
+        self._most: tuple[int, ...] = (0, 0, 0)
         self._actor: Actor | None = None
         if engine.local is not None:
             # As many groups as it samples sequences: its batch stays full while a few of each group go on.
-            # What waits for an environment takes no room, so slow ones are made up for by more rollouts. No time is
-            # measured for it: the order of what is begun would depend on the machine.
-            room = sampler.settings.rollouts_per_engine
-            if room == "auto":
-                room = max_num_seqs * sampler.settings.group_size
+            # What waits for an environment takes no room, so slow ones are made up for by more rollouts.
+            asked, size = sampler.settings.rollouts_per_engine, sampler.settings.group_size
+            room = Room(max_num_seqs * size if asked == "auto" else asked)
+            if asked == "auto" and (sampler.open_environment or sampler.run_agent):
+                # By its rate. Single turns repeat bit for bit, so nothing of theirs may depend on the machine's speed.
+                room = Room(max(min(max_num_seqs, FIRST_ROOM), size), max_num_seqs * size)
             self._actor = Actor(
                 engine.local,
                 sampler,
@@ -85,9 +91,9 @@ class GroupQueue:
         deadline_s = time.monotonic() + timeout_s
         here: dict[int, Outcome] = {}
 
-        def look() -> tuple[int, tuple[int, int], bool]:
+        def look() -> tuple[int, tuple[int, ...], bool]:
             nonlocal here
-            most = (0, 0)
+            most: tuple[int, ...] = (0, 0, 0)
             if self._actor is not None:
                 self._actor.wait(at_least, min(max(deadline_s - time.monotonic(), 0.0), WAIT_S))
                 here, most = self._actor.take()
@@ -95,8 +101,8 @@ class GroupQueue:
 
         while self._open:
             notes = self._ranks.on_all_ranks("rollouts", look)
-            of_all = [sum(each) for each in zip(*(most for _, most, _ in notes), strict=True)]
-            self._most = max(self._most[0], of_all[0]), max(self._most[1], of_all[1])
+            of_all = map(sum, zip(*(most for _, most, _ in notes), strict=True))
+            self._most = tuple(map(max, self._most, of_all))
             # Ranks' clocks differ: the first decides for all.
             if any(count for count, *_ in notes) or notes[0][2]:
                 break
@@ -130,9 +136,9 @@ class GroupQueue:
             self._actor.cancel(numbers)
 
     def metrics(self) -> dict[str, float]:
-        """Return the most rollouts at once: in flight, and asking the engines."""
-        (in_flight, asking), self._most = self._most, (0, 0)
-        return {"rollout/in_flight_max": float(in_flight), "rollout/asking_max": float(asking)}
+        """Return the most rollouts at once: in flight, asking the engines, and that might have asked."""
+        most, self._most = self._most, (0, 0, 0)
+        return {f"rollout/{name}_max": float(each) for name, each in zip(MOST, most, strict=True)}
 
     def close(self) -> None:
         """Forget everything; not a collective."""
