@@ -32,8 +32,9 @@ from vectorlm.ranks.launcher import launch
 from vectorlm.report.runs import read_lines
 from vectorlm.rewards.function import RewardFunction, chat_of
 from vectorlm.rewards.registry import get_reward
-from vectorlm.rewards.runner import RewardResult, Scorable
+from vectorlm.rewards.runner import Scorable
 from vectorlm.rewards.signature import RewardSignature
+from vectorlm.types import RewardResult
 from vectorlm.workers import WorkerPool
 
 __all__ = ["PROJECT_CHECKS", "ProjectUnderTest"]

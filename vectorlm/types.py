@@ -145,6 +145,19 @@ class PromptRecord:
 
 
 @dataclass(frozen=True)
+class RewardResult:
+    """What one reward function returned for one completion."""
+
+    reward: float
+    """NaN where the completion could not be scored: the function returned None, raised or ran out of time."""
+    error: str | None = None
+    is_counted: bool = True
+    """Whether the error stands for the call: one call with lists may fail for many completions."""
+    logged: Mapping[str, Any] = field(default_factory=dict)
+    """What the function logged of the completion."""
+
+
+@dataclass(frozen=True)
 class Batch:
     """One micro-batch of text to fine-tune on: B sequences, T tokens."""
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from vectorlm.rewards.runner import RewardResult, Scorable, run_reward
+from vectorlm.rewards.runner import Scorable, run_reward
+from vectorlm.types import RewardResult
 
 
 def items(*texts):

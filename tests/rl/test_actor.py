@@ -15,13 +15,12 @@ from rank_processes import on_ranks
 import vectorlm
 from vectorlm import FakeEngine
 from vectorlm.errors import EngineError, RolloutError
-from vectorlm.rewards.runner import RewardResult
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.rollouts.environment import Reply
 from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment
 from vectorlm.rollouts.queue import GroupQueue
 from vectorlm.rollouts.sampler import GroupSampler, Task
-from vectorlm.types import PromptRecord
+from vectorlm.types import PromptRecord, RewardResult
 from vectorlm.workers import WorkerPool
 
 

@@ -13,7 +13,8 @@ import cloudpickle
 
 from vectorlm.encoding import is_messages
 from vectorlm.errors import RewardError, WorkerLost
-from vectorlm.rewards.runner import Kind, Reward, RewardResult, Scorable, run_reward
+from vectorlm.rewards.runner import Kind, Reward, Scorable, run_reward
+from vectorlm.types import RewardResult
 from vectorlm.workers import Worker, WorkerPool, together
 
 if TYPE_CHECKING:

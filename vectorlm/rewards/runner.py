@@ -17,6 +17,7 @@ from vectorlm.encoding import is_messages
 from vectorlm.plugin import raised_at, text_of
 from vectorlm.rewards.registry import get_reward
 from vectorlm.rewards.signature import COMPLETIONS, EXTRAS, IDS, LOG, PROMPTS, RESERVED, RewardSignature
+from vectorlm.types import RewardResult
 
 MAX_REWARD = 3.4e38
 """The largest number in float32, about."""
@@ -45,19 +46,6 @@ class Scorable:
     def failure(self, error: str) -> str:
         """Return an error with what the function was shown."""
         return f"{error} (prompt {str(self.prompt)[:80]!r}, completion {self.text[:80]!r})"
-
-
-@dataclass(frozen=True)
-class RewardResult:
-    """What one reward function returned for one completion."""
-
-    reward: float
-    """NaN where the completion could not be scored: the function returned None, raised or ran out of time."""
-    error: str | None = None
-    is_counted: bool = True
-    """Whether the error stands for the call: one call with lists may fail for many completions."""
-    logged: Mapping[str, Any] = field(default_factory=dict)
-    """What the function logged of the completion."""
 
 
 def load_reward(reward: Reward) -> Callable[..., Any]:

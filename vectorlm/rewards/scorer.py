@@ -16,8 +16,9 @@ from vectorlm.errors import RewardError
 from vectorlm.ranks.engine_ranks import capture, gather, results_or_first_error
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.function import RewardFunction, shown
-from vectorlm.rewards.runner import Reward, RewardResult
+from vectorlm.rewards.runner import Reward
 from vectorlm.rl.rollout import Rollout, RolloutGroup
+from vectorlm.types import RewardResult
 from vectorlm.workers import WorkerPool, together
 
 RewardModel = Callable[[Sequence[Rollout]], list[float]]
@@ -82,11 +83,7 @@ class RewardScorer:
         sizes = [len(group) for group in groups]
         early = {
             name: [
-                *(
-                    result
-                    for group, each in zip(groups, results, strict=True)
-                    for result in each[name][: len(group)]
-                ),
+                *(each for one, size in zip(results, sizes, strict=True) for each in one[name][:size]),
                 *(each[name][-1] for each in results if greedy),
             ]
             for name in self.functions

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
-from vectorlm.rewards.runner import RewardResult
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rollouts.sampler import SampledGroup
-from vectorlm.types import PromptRecord
+from vectorlm.types import PromptRecord, RewardResult
 
 
 @dataclass(eq=False)

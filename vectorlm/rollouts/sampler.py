@@ -14,11 +14,10 @@ import numpy as np
 from vectorlm.encoding import asked, encode_reply, is_messages
 from vectorlm.engine.local_requests import Hear
 from vectorlm.errors import RolloutError
-from vectorlm.rewards.runner import RewardResult
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.rollouts.environment import Message, Reply
-from vectorlm.types import Completion, Prompt, PromptRecord
+from vectorlm.types import Completion, Prompt, PromptRecord, RewardResult
 from vectorlm.workers import together
 
 
