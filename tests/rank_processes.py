@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import tempfile
 import traceback
@@ -16,7 +17,14 @@ from vectorlm.ranks.topology import Topology
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Imported once, in a clean process that the ranks are forked from.
 _CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed.checkpoint", "transformers", "vectorlm.rl_run", "pytest"]
+    [
+        "torch",
+        "torch.distributed.checkpoint",
+        "transformers",
+        "vectorlm.rl_run",
+        "matplotlib.figure",
+        "pytest",
+    ]
 )
 
 
@@ -46,6 +54,18 @@ def on_ranks(
                 process.kill()
                 process.join()
     return results
+
+
+def forked(fn: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
+    """Do what `vectorlm.launch` does, without a launcher, on ranks that have torch and transformers already."""
+    return on_ranks(world_size, _call, fn, args)
+
+
+def _call(topology: Topology, fn: Callable[..., Any], args: tuple) -> Any:
+    place = {"RANK": topology.rank, "LOCAL_RANK": topology.local_rank}
+    place |= {"WORLD_SIZE": topology.world_size, "LOCAL_WORLD_SIZE": topology.local_world_size}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    return fn(*args)
 
 
 def _collect(readers: list[Any], check: bool) -> list[Any]:

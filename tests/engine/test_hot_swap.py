@@ -1,9 +1,7 @@
 import pytest
 from families import WITH_BUFFERS, save_family
-from rank_processes import save_tiny_llama
+from rank_processes import forked, save_tiny_llama
 from swap_cases import consecutive_samples_differ, swap_and_compare
-
-import vectorlm
 
 # Two fp32 paths through three layers differ by a few 1e-6; a stale tensor shows as 1e-2 and more.
 FP32_GAP = 1e-4
@@ -11,19 +9,10 @@ FP32_GAP = 1e-4
 BF16_GAP = 0.15
 
 
-# Ranks, heads and receivers meet in pairs, not all with all: a start of an engine takes ten seconds.
-@pytest.mark.parametrize(
-    ("world_size", "tied", "receiver"),
-    [
-        pytest.param(1, "tied", "live", marks=pytest.mark.slow),
-        (2, "untied", "packed"),
-    ],
-)
-def test_after_each_update_the_engine_is_the_trainer(tmp_path, world_size, tied, receiver):
-    folder = save_tiny_llama(tmp_path / "model", tied=tied == "tied", hidden_size=64)
-    for rank, seen, versions in vectorlm.launch(
-        swap_and_compare, str(folder), receiver, world_size=world_size
-    ):
+# Other receivers, heads and transports: test_families.py, test_engine.py and test_transport_engines.py.
+def test_after_each_update_the_engine_is_the_trainer(tmp_path):
+    folder = save_tiny_llama(tmp_path / "model", hidden_size=64)
+    for rank, seen, versions in forked(swap_and_compare, str(folder), "packed"):
         assert versions == [0, 1, 2]
         for equal, gap, _ in seen:
             assert all(equal), f"rank {rank}: greedy completions differ"
@@ -43,7 +32,7 @@ def test_after_each_update_the_engine_is_the_trainer(tmp_path, world_size, tied,
 )
 def test_buffers_that_the_model_computes_with_are_sent_as_parameters_are(tmp_path, family, world_size, limit):
     folder = str(save_family(WITH_BUFFERS[family], tmp_path / "model"))
-    for rank, seen, _ in vectorlm.launch(swap_and_compare, folder, "live", 2, world_size=world_size):
+    for rank, seen, _ in forked(swap_and_compare, folder, "live", 2, world_size=world_size):
         assert max(gap for _, gap, _ in seen) < limit, f"rank {rank}"
         assert consecutive_samples_differ(seen)
 
@@ -51,6 +40,6 @@ def test_buffers_that_the_model_computes_with_are_sent_as_parameters_are(tmp_pat
 @pytest.mark.slow
 def test_a_bf16_engine_follows_an_fp32_trainer(tmp_path):
     folder = save_tiny_llama(tmp_path / "model", tied=True, hidden_size=64)
-    for _, seen, _ in vectorlm.launch(swap_and_compare, str(folder), "packed", 2, "bfloat16", world_size=2):
+    for _, seen, _ in forked(swap_and_compare, str(folder), "packed", 2, "bfloat16"):
         assert all(gap < BF16_GAP for _, gap, _ in seen)
         assert consecutive_samples_differ(seen)

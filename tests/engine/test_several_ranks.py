@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from rank_processes import save_tiny_llama
+from rank_processes import forked, save_tiny_llama
 from swap_cases import GREEDY, compare, counting_chunks, perturb
 from tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM
 
-import vectorlm
 from vectorlm import SamplingEngine
 from vectorlm.errors import EngineError
 
@@ -47,7 +46,7 @@ def two_engines(folder, receiver):
 @pytest.mark.slow
 def test_two_engines_share_a_batch_and_both_hold_the_new_weights(tmp_path):
     folder = save_tiny_llama(tmp_path / "model", tied=True, hidden_size=64)
-    results = vectorlm.launch(two_engines, str(folder), "packed", world_size=2)
+    results = forked(two_engines, str(folder), "packed")
     for seen, in_order, taken, again in results:
         *swaps, refused = seen
         assert refused == "refused"

@@ -1,16 +1,15 @@
 """A real engine that sleeps while two ranks train; the contract suite holds one to the order of the calls."""
 
 import pytest
+from rank_processes import forked
 from turn_cases import train_and_hand_over
-
-import vectorlm
 
 TINY_LLAMA = {"tied": True, "hidden_size": 64, "max_length": 256}
 
 
 @pytest.mark.slow
 def test_two_ranks_train_hand_over_and_train_on(folder):
-    results = vectorlm.launch(train_and_hand_over, str(folder), world_size=2)
+    results = forked(train_and_hand_over, str(folder))
     for seen in results:
         for equal, gap, refusal in seen:
             assert equal

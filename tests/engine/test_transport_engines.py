@@ -4,11 +4,11 @@ import pytest
 import torch
 from lora_cases import WITH_LORA
 from lora_cases import swap_and_compare as swap_adapters
+from rank_processes import forked
 from swap_cases import compare, consecutive_samples_differ, perturb, swap_and_compare
 from tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM
 
-import vectorlm
 from vectorlm import HFEngine, SamplingEngine
 from vectorlm.errors import ConfigError
 
@@ -17,10 +17,9 @@ FP32_GAP = 1e-4
 
 TINY_LLAMA = {"tied": True, "hidden_size": 64, "num_key_value_heads": 2}
 CASES = {
-    "pull, packed": {"receiver": "packed", "transport": "pull"},
     "bucketed": {"receiver": "live", "transport": "bucketed", "bucket_bytes": 1 << 14},
     "pull, two workers": {"receiver": "live", "transport": "pull", "tensor_parallel_size": 2},
-    "pull, two engines": {"receiver": "live", "transport": "pull", "data_parallel_size": 2},
+    "pull, packed, two engines": {"receiver": "packed", "transport": "pull", "data_parallel_size": 2},
 }
 
 
@@ -31,7 +30,7 @@ def swap(folder, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_after_each_update_the_engine_is_the_trainer(folder, case):
-    for rank, seen, versions in vectorlm.launch(swap, str(folder), CASES[case], world_size=2):
+    for rank, seen, versions in forked(swap, str(folder), CASES[case]):
         assert versions == [0, 1, 2]
         for equal, gap, _ in seen:
             assert all(equal), f"rank {rank}: greedy completions differ"
@@ -42,7 +41,7 @@ def test_after_each_update_the_engine_is_the_trainer(folder, case):
 @pytest.mark.slow
 def test_after_each_update_the_engine_is_the_peft_model(folder):
     args = {"receiver": "live", "transport": "pull", **WITH_LORA}
-    for seen in vectorlm.launch(swap_adapters, str(folder), args, world_size=2):
+    for seen in forked(swap_adapters, str(folder), args):
         assert all(gap < FP32_GAP for gap, _, _ in seen)
         whole, *later = [num_bytes for _, _, num_bytes in seen]
         assert all(num_bytes < whole / 5 for num_bytes in later)
