@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -61,6 +62,12 @@ rl:
   save_every: 2
 """
 
+# What is sampled together, and what is found in a cache, may change the last bit of a log-probability.
+ONE_AT_A_TIME = (
+    "train_parameters.sampler.engine.max_num_seqs=1",
+    "train_parameters.sampler.engine.enable_prefix_caching=False",
+)
+
 
 def save_files(folder):
     """Save the model, questions and rewards that a run needs."""
@@ -109,6 +116,14 @@ def numbers(folder):
         }
         for line in lines(folder / "metrics.jsonl")
     ]
+
+
+def cut_after_step_2(whole, output):
+    """Copy a run with its metrics and rollouts of all steps, but no model and no checkpoint after step 2."""
+    shutil.copytree(whole, output)
+    for path in (output / "final-model", *output.glob("checkpoints/step-*")):
+        if not path.name.endswith("-00000002"):
+            shutil.rmtree(path)
 
 
 def stop_after_step_2(config):

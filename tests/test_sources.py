@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from rank_processes import save_tiny_llama
-from rl_runs import config_of, lines, numbers, save_files, stop_after_step_2
+from rank_processes import forked, save_tiny_llama
+from rl_runs import ONE_AT_A_TIME, config_of, cut_after_step_2, lines, numbers, save_files
 
-import vectorlm
-from vectorlm.errors import ConfigError, RankFailed
+from vectorlm.errors import ConfigError
 from vectorlm.preflight.checked import preflight
 from vectorlm.rl_run import reinforce
 
@@ -43,22 +42,20 @@ def overrides_of(files, **sources):
         "train_parameters.max_seq_len=256",
         "train_parameters.sampler.engine.max_model_len=256",
         "rl.max_tokens_per_micro_batch=256",
+        *ONE_AT_A_TIME,
     ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_on_two_sources_goes_on_bit_for_bit_after_a_kill(files, tmp_path, world_size):
+def test_a_run_on_two_sources_goes_on_bit_for_bit_from_a_checkpoint(files, tmp_path):
     pytest.importorskip("reasoning_gym", reason="the package reasoning_gym is not installed")
     whole = config_of(files, tmp_path / "whole", overrides=overrides_of(files))
-    vectorlm.launch(reinforce, whole, world_size=world_size)
-    stopped = config_of(files, tmp_path / "stopped", overrides=overrides_of(files))
-    with pytest.raises(RankFailed):
-        vectorlm.launch(stop_after_step_2, stopped, world_size=world_size)
-    vectorlm.launch(reinforce, stopped, world_size=world_size)
-    assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole")
+    forked(reinforce, whole)
+    cut_after_step_2(tmp_path / "whole", tmp_path / "cut")
+    forked(reinforce, config_of(files, tmp_path / "cut", overrides=overrides_of(files)))
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
     rollouts = lines(tmp_path / "whole" / "rollouts.jsonl")
-    assert lines(tmp_path / "stopped" / "rollouts.jsonl") == rollouts
+    assert lines(tmp_path / "cut" / "rollouts.jsonl") == rollouts
     by_step = [
         {each["group"]: each["source"] for each in rollouts if each["train_step"] == step} for step in (1, 4)
     ]
