@@ -9,27 +9,28 @@ import sys
 import time
 from pathlib import Path
 
-from child_processes import sampler_pid, worker_pids
+from child_processes import sampler_pid
 
 import vectorlm
 from vectorlm.errors import VectorLMError
+
+VLLM = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 16 << 20, "timeout_s": 12}
+SCRIPTED = {"inference": "vectorlm.backends.scripted:Scripted", "answers": "{0}".format, "timeout_s": 12}
+ENGINES = {
+    "engine cannot start": VLLM | {"max_model_len": 10**6},
+    # Whoever is killed here, vLLM has no part in what follows.
+    "engine killed while training": SCRIPTED,
+    "engine frozen": SCRIPTED | {"timeout_s": 6},
+    "rank 1 killed": SCRIPTED,
+    "wait": VLLM,
+}
 
 
 def run(model_path, what):
     from transformers import AutoModelForCausalLM
 
     topology = vectorlm.Topology.from_environment()
-    max_model_len = 10**6 if what == "engine cannot start" else 64
-    parallel = {"tensor_parallel_size": 2} if "parallel" in what else {}
-    with vectorlm.SamplingEngine(
-        model_path,
-        **parallel,
-        dtype="float32",
-        max_model_len=max_model_len,
-        kv_cache_memory_bytes=16 << 20,
-        timeout_s=12,
-        sampling_params={"max_tokens": 4},
-    ) as engine:
+    with vectorlm.SamplingEngine(model_path, **ENGINES[what], sampling_params={"max_tokens": 4}) as engine:
         if what == "engine cannot start":
             # By now the engine has failed, and this rank comes late.
             time.sleep(15)
@@ -38,8 +39,6 @@ def run(model_path, what):
         engine.sample([[2, 3]])
         if topology.is_main:
             print(f"sampling works, launcher {os.environ['FAULT_LAUNCHER']}", flush=True)
-        if topology.is_main and what == "worker of a parallel engine killed":
-            os.kill(worker_pids(sampler_pid())[1], signal.SIGKILL)
         if topology.is_main and what == "engine killed while training":
             os.kill(sampler_pid(), signal.SIGKILL)
             time.sleep(60)

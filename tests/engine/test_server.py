@@ -215,15 +215,38 @@ def test_the_engine_keeps_the_contract(server, folder, engine):
 
 
 @pytest.mark.slow
+def test_reinforcement_learning_samples_from_a_server(server, folder, tmp_path, monkeypatch):
+    """With updates in flight; where the newest weights sampled, trainer and server agree on the probabilities."""
+    monkeypatch.setenv("VECTORLM_SERVER_TOKEN", TOKEN)
+    cores = os.sched_getaffinity(0)
+    overrides = [
+        f"model={folder}",
+        "train_parameters.sampler.inference=server",
+        f"train_parameters.sampler.engine={{url: {server[1]}}}",
+        "rl.async={max_staleness: 2, update: keep, placement: split}",
+        "rl.sampling_params={max_tokens: 30, temperature: 0.7}",
+        "rl.correction.preset=tis",
+    ]
+    reinforce(config_of(save_files(tmp_path), tmp_path / "run", overrides=overrides))
+    assert os.sched_getaffinity(0) == cores, "the run must give back the cores that it kept off"
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4]
+    assert metrics[1]["staleness/token_max"] == 0
+    assert metrics[1]["correction/ratio_max"] == pytest.approx(1, abs=1e-3)
+    assert metrics[1]["correction/ratio_min"] == pytest.approx(1, abs=1e-3)
+    assert max(line["staleness/token_max"] for line in metrics[1:]) > 0
+
+
+@pytest.mark.slow
 def test_a_server_that_freezes_is_an_error_within_the_deadline(server, folder):
     process, url = server
-    with engine_of(server, folder, timeout_s=20.0) as engine:
+    with engine_of(server, folder, timeout_s=10.0) as engine:
         engine.wait_until_ready()
         handle = engine.submit([[2, 3]], {"max_tokens": 1000, "ignore_eos": True})
         os.killpg(process.pid, signal.SIGSTOP)
         try:
             with pytest.raises(
-                EngineTimeout, match=f"the server at {url} said nothing for 18 s while generating"
+                EngineTimeout, match=f"the server at {url} said nothing for 9 s while generating"
             ):
                 handle.result()
         finally:
@@ -250,51 +273,21 @@ def test_an_inference_that_does_not_exist_is_named(folder):
 
 
 @pytest.mark.slow
-def test_the_end_of_the_server_ends_requests_with_its_address(server, folder):
+def test_the_end_of_the_server_ends_requests_with_its_address_and_takes_its_engine_along(server, folder):
+    """Engine core and worker went on, with the memory of the device."""
     process, url = server
     with engine_of(server, folder) as engine:
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert len(below) >= 2, "engine core and worker"
         handle = engine.submit([[2, 3]], {"max_tokens": 1000, "ignore_eos": True})
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
         with pytest.raises(EngineDied, match=f"the server at {url} does not answer"):
             handle.result()
         with pytest.raises(EngineError, match="must be started again"):
             engine.sample([[2, 3]])
-
-
-@pytest.mark.slow
-def test_a_server_that_is_killed_takes_its_engine_along(folder, tmp_path):
-    """Engine core and worker went on, with the memory of the device."""
-    with running_server(folder, tmp_path / "server.log", *SERVER) as (process, _):
-        below = psutil.Process(process.pid).children(recursive=True)
-        assert len(below) >= 2, "engine core and worker"
-        process.kill()
-        process.wait()
-        _, alive = psutil.wait_procs(below, 20)
-        assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
-
-
-@pytest.mark.slow
-def test_reinforcement_learning_samples_from_a_server(folder, tmp_path, monkeypatch):
-    """With updates in flight; where the newest weights sampled, trainer and server agree on the probabilities."""
-    monkeypatch.setenv("VECTORLM_SERVER_TOKEN", TOKEN)
-    cores = os.sched_getaffinity(0)
-    with running_server(folder, tmp_path / "server.log", *SERVER) as (_, url):
-        overrides = [
-            f"model={folder}",
-            "train_parameters.sampler.inference=server",
-            f"train_parameters.sampler.engine={{url: {url}}}",
-            "rl.async={max_staleness: 2, update: keep, placement: split}",
-            "rl.sampling_params={max_tokens: 30, temperature: 0.7}",
-            "rl.correction.preset=tis",
-        ]
-        reinforce(config_of(save_files(tmp_path), tmp_path / "run", overrides=overrides))
-    assert os.sched_getaffinity(0) == cores, "the run must give back the cores that it kept off"
-    metrics = lines(tmp_path / "run" / "metrics.jsonl")
-    assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4]
-    assert metrics[1]["staleness/token_max"] == 0
-    assert metrics[1]["correction/ratio_max"] == pytest.approx(1, abs=1e-3)
-    assert metrics[1]["correction/ratio_min"] == pytest.approx(1, abs=1e-3)
-    assert max(line["staleness/token_max"] for line in metrics[1:]) > 0
+    _, alive = psutil.wait_procs(below, 20)
+    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_a_server_that_does_not_come_is_named(folder):

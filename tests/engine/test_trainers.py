@@ -157,9 +157,5 @@ def follow(topology, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_engine_follows_a_trainer(folder, world_size):
-    if world_size == 1:
-        follow(Topology(), folder)
-    else:
-        on_ranks(2, follow, folder)
+def test_an_engine_follows_a_trainer(folder):
+    on_ranks(2, follow, folder)
