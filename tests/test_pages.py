@@ -198,7 +198,10 @@ def test_the_engines_of_the_pages_answer(workplace):
 
 
 def test_the_deadline_of_the_guide_is_an_argument_of_launch(workplace):
-    Path("hang.py").write_text(blocks("docs/howto/hang.md", "python")[0])
+    code = blocks("docs/howto/hang.md", "python")[0]
+    assert code.count("timeout_s=60.0") == 1
+    # On a busy machine a rank may load torch for longer than that.
+    Path("hang.py").write_text(code.replace("timeout_s=60.0", "timeout_s=400.0"))
     run(workplace, "hang.py")
 
 

@@ -1,10 +1,13 @@
 """Requests in flight: `submit`, `poll`, and the handles that they return."""
 
+import os
+import signal
 import threading
 import time
 
 import pytest
 import torch
+from child_processes import sampler_pid
 from interrupt import interrupt
 from rank_processes import on_ranks
 from swap_cases import GREEDY
@@ -85,7 +88,12 @@ def test_the_engine_works_while_the_caller_does_something_else(engine):
 
 def test_an_interrupted_result_can_be_asked_for_again(engine):
     handle = engine.submit([[2, 3]] * 16, LONG)
-    interrupt(handle.result, after_s=0.1)
+    # Nothing is finished before the interrupt, however busy the machine is.
+    os.kill(sampler_pid(), signal.SIGSTOP)
+    try:
+        interrupt(handle.result, after_s=0.1)
+    finally:
+        os.kill(sampler_pid(), signal.SIGCONT)
     assert [len(answers[0].token_ids) for answers in handle.result()] == [250] * 16
 
 
