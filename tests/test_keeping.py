@@ -91,12 +91,10 @@ KEEPS = {
 }
 
 
-@pytest.mark.parametrize(("world_size", "dies_at"), [(1, 6), pytest.param(2, 7, marks=pytest.mark.slow)])
-def test_a_run_stops_early_ends_with_its_best_model_and_when_killed_ends_the_same(
-    inputs, tmp_path, world_size, dies_at
-):
+@pytest.mark.slow
+def test_a_run_stops_early_ends_with_its_best_model_and_when_killed_ends_the_same(inputs, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    on_ranks(world_size, train, config_of(inputs, whole, **KEEPS))
+    on_ranks(2, train, config_of(inputs, whole, **KEEPS))
     # Evaluations after steps 5, 6 and 7 are not better than the one after step 4.
     metrics = metrics_of(whole)
     assert [line["step"] for line in metrics] == list(range(8))
@@ -107,9 +105,9 @@ def test_a_run_stops_early_ends_with_its_best_model_and_when_killed_ends_the_sam
     assert not are_equal(best, last)
 
     config = config_of(inputs, cut, **KEEPS)
-    assert on_ranks(world_size, train, config, dies_at, check=False)[0] is None
+    assert on_ranks(2, train, config, 7, check=False)[0] is None
     assert not (cut / "final-model").exists()
-    on_ranks(world_size, train, config)
+    on_ranks(2, train, config)
     assert metrics_of(cut) == metrics
     assert steps_of(cut) == [4, 6, 7]
     assert are_equal(weights_of(cut / "final-model"), best)

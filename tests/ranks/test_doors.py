@@ -67,15 +67,6 @@ def knock(address):
     return answers
 
 
-def test_a_stranger_from_another_machine_is_refused():
-    address = outside_address()
-    if address is None or address.startswith("127."):
-        pytest.skip("this machine has the loopback interface alone")
-    answers = vectorlm.launch(knock, address, world_size=2)[0]
-    assert answers
-    assert set(answers) == {"refused"}
-
-
 def rewrite_the_meeting(key):
     """Write a stranger's address for rank 1 wherever a store of this run takes it; return who took it, and a sum."""
     import torch
@@ -112,10 +103,6 @@ def modes_of_the_meeting():
     return [stat.S_IMODE(each.stat().st_mode) for each in (scratch, *scratch.glob("vectorlm-*"))]
 
 
-def test_the_ranks_meet_in_a_folder_that_only_their_user_can_open():
-    assert vectorlm.launch(modes_of_the_meeting, world_size=2)[0] == [0o700, 0o700]
-
-
 class Bomb:
     """Runs a stranger's code where it is unpickled."""
 
@@ -143,9 +130,34 @@ def be_visited(path):
     return "taken in"
 
 
-def test_a_pickle_of_a_stranger_is_never_loaded(tmp_path):
-    path = tmp_path / "a stranger was here"
-    for answer in vectorlm.launch(be_visited, path, world_size=2):
+def meet(address, path):
+    """Return what strangers find who look at the folder, knock at the ports, and write a pickle."""
+    return modes_of_the_meeting(), knock(address) if address else None, be_visited(path)
+
+
+@pytest.fixture(scope="module")
+def met(tmp_path_factory):
+    """What `meet` returned on each rank, and the path that the stranger's pickle would have touched."""
+    address, path = outside_address(), tmp_path_factory.mktemp("met") / "a stranger was here"
+    has_outside = address is not None and not address.startswith("127.")
+    return vectorlm.launch(meet, address if has_outside else None, path, world_size=2), path
+
+
+def test_the_ranks_meet_in_a_folder_that_only_their_user_can_open(met):
+    assert met[0][0][0] == [0o700, 0o700]
+
+
+def test_a_stranger_from_another_machine_is_refused(met):
+    answers = met[0][0][1]
+    if answers is None:
+        pytest.skip("this machine has the loopback interface alone")
+    assert answers
+    assert set(answers) == {"refused"}
+
+
+def test_a_pickle_of_a_stranger_is_never_loaded(met):
+    results, path = met
+    for *_, answer in results:
         assert "was not written by a rank of this run" in answer
     assert not path.exists()
 

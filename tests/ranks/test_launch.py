@@ -23,7 +23,7 @@ from vectorlm.ranks.launcher import process_group
 from vectorlm.ranks.note_folder import NoteFolder
 
 
-def exchange(number):
+def exchange():
     """Meet, share and reduce; return what this rank saw."""
     import torch
     import torch.distributed as dist
@@ -32,7 +32,7 @@ def exchange(number):
     collectives = Collectives(topology, 30.0)
     notes = [collectives.all_gather_object("note", (topology.rank, turn)) for turn in range(5)]
     shared = collectives.broadcast_object("share", b"from rank 0" if topology.is_main else None)[0]
-    total = torch.tensor(topology.rank + number)
+    total = torch.tensor(topology.rank + 10)
     dist.all_reduce(total)
     return topology.rank, notes[-1], shared, int(total), torch.get_num_threads()
 
@@ -100,8 +100,21 @@ def share_arrays_from_the_last_rank():
     return note, same, nothing, tickets
 
 
-def test_any_rank_may_share_arrays_and_tickets_are_drawn_once():
-    results = vectorlm.launch(share_arrays_from_the_last_rank, world_size=2)
+def call_all(*functions):
+    return [function() for function in functions]
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What three functions returned on each of two ranks."""
+    functions = exchange_in_turn, exchange, share_arrays_from_the_last_rank
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        return list(zip(*vectorlm.launch(call_all, *functions, world_size=2), strict=True))
+
+
+def test_any_rank_may_share_arrays_and_tickets_are_drawn_once(results):
+    *_, results = results
     for note, same, nothing, _ in results:
         assert note == "a note"
         assert all(same)
@@ -110,31 +123,29 @@ def test_any_rank_may_share_arrays_and_tickets_are_drawn_once():
     assert sorted(drawn) == list(range(6))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_every_rank_runs_the_function_and_returns_its_result(world_size, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    results = vectorlm.launch(exchange, 10, world_size=world_size)
-    total = sum(rank + 10 for rank in range(world_size))
-    for rank, (seen_rank, notes, shared, reduced, threads) in enumerate(results):
+def test_every_rank_runs_the_function_and_returns_its_result(results):
+    for rank, (seen_rank, notes, shared, reduced, threads) in enumerate(results[1]):
         assert seen_rank == rank
-        assert notes == [(each, 4) for each in range(world_size)]
+        assert notes == [(0, 4), (1, 4)]
         assert shared == b"from rank 0"
-        assert reduced == total
-        assert threads == max(1, len(os.sched_getaffinity(0)) // world_size)
+        assert reduced == 21
+        assert threads == max(1, len(os.sched_getaffinity(0)) // 2)
 
 
-def test_exchanges_do_not_mix_and_leave_no_keys_behind():
-    results = vectorlm.launch(exchange_in_turn, world_size=2)
+def test_exchanges_do_not_mix_and_leave_no_keys_behind(results):
+    results = results[0]
     assert [notes for notes, _ in results] == [[(2, 6, 0), (2, 6, 1)]] * 2
     # Three objects with 14 exchanges; only the last of each, the places and torch's own keys may remain.
     assert all(num_keys < 40 for _, num_keys in results)
 
 
-def test_the_first_error_is_reported_with_its_own_traceback():
+def test_the_first_error_is_reported_with_its_own_traceback_and_nothing_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(
         RankFailed, match=r"(?s)rank 1 of 2 raised KeyError: 'lost'.*fail_on_rank_1.*KeyError"
     ):
         vectorlm.launch(fail_on_rank_1, "raise", world_size=2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_rank_is_named_not_the_peer_that_lost_it():
@@ -227,15 +238,6 @@ def test_a_rank_that_misses_a_collective_is_named_and_where_it_was(how, where):
         RankFailed, match=rf"(?s)rank 0 of 2 raised .*rank 1 of 2 raised nothing and did not come: it {where}"
     ):
         vectorlm.launch(leave_rank_0_alone, how, world_size=2, timeout_s=3.0)
-
-
-@pytest.mark.slow
-def test_nothing_is_left_in_the_temp_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    vectorlm.launch(exchange, 1, world_size=1)
-    with pytest.raises(RankFailed):
-        vectorlm.launch(fail_on_rank_1, "raise", world_size=2)
-    assert list(tmp_path.iterdir()) == []
 
 
 ORPHAN = """
@@ -362,7 +364,7 @@ def test_a_closure_runs_with_a_bounded_spin_and_the_caller_keeps_its_variables_a
 
 def test_no_ranks_are_refused():
     with pytest.raises(LaunchError, match="world_size=0 cannot run: it must be at least 1"):
-        vectorlm.launch(exchange, 1, world_size=0)
+        vectorlm.launch(exchange, world_size=0)
 
 
 @pytest.fixture
@@ -387,7 +389,7 @@ def test_a_process_that_is_a_rank_already_runs_the_function_itself(as_torchrun):
 
 def test_a_rank_cannot_ask_for_another_number_of_ranks(as_torchrun):
     with pytest.raises(LaunchError, match="world_size=2 differs from the 1 ranks that torchrun started"):
-        vectorlm.launch(exchange, 1, world_size=2)
+        vectorlm.launch(exchange, world_size=2)
 
 
 def test_importing_the_package_loads_neither_torch_nor_vllm():

@@ -62,7 +62,6 @@ def test_a_rank_ends_well_although_something_still_holds_its_group():
     ("what", "cause"),
     [
         pytest.param("raise after the other node has returned", "KeyError: 'late'", marks=pytest.mark.slow),
-        pytest.param("raise", "KeyError: 'lost'", marks=pytest.mark.slow),
         pytest.param("kill", "Signal 9 (SIGKILL)", marks=pytest.mark.slow),
     ],
 )
