@@ -1,6 +1,7 @@
 """Whole reinforcement learning runs with vLLM: what they leave, that they go on, that they are the page's GRPO."""
 
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -9,12 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 from metrics_page import METRICS
-from rank_processes import save_adapters
-from rl_runs import REWARD, check_rl, config_of, is_documented, lines, numbers, save_files, stop_after_step_2
+from rank_processes import forked, save_adapters
+from rl_runs import (
+    ONE_AT_A_TIME,
+    REWARD,
+    check_rl,
+    config_of,
+    cut_after_step_2,
+    is_documented,
+    lines,
+    numbers,
+    save_files,
+)
 from safetensors.torch import load_file
 
-import vectorlm
 from vectorlm import FakeEngine
+from vectorlm.cli import main
 from vectorlm.errors import ConfigError, RewardError
 from vectorlm.rl_run import reinforce
 
@@ -30,6 +41,8 @@ PPO = [
     "rl.critic.lr=1e-3",
     "rl.critic.warmup_steps=1",
     "rl.reference_sync_every=3",
+    "rl.rollout.save_tokens=True",
+    *ONE_AT_A_TIME,
 ]
 
 
@@ -40,14 +53,15 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def grpo(files, tmp_path_factory):
-    """A run of GRPO on two ranks, with the optimizer of examples/grpo_one_page.py."""
+    """A run of GRPO on two ranks that keeps its tokens, with the optimizer of examples/grpo_one_page.py."""
     output = tmp_path_factory.mktemp("grpo") / "grpo"
     overrides = [
         "train_parameters.optimizer.betas=[0.9, 0.98]",
         "train_parameters.optimizer.weight_decay=0.0",
         "train_parameters.device_peak_tflops=0.5",
+        "rl.rollout.save_tokens=True",
     ]
-    vectorlm.launch(reinforce, config_of(files, output, overrides=overrides), world_size=2)
+    forked(reinforce, config_of(files, output, overrides=overrides))
     return output
 
 
@@ -88,12 +102,11 @@ def test_a_grpo_run_leaves_model_metrics_rollouts_and_samples(files, grpo):
     assert (output / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_the_page_has_the_librarys_losses(files, grpo):
-    """The same prompts, seeds and weights: two loops, one algorithm."""
-    path = ROOT / "examples/grpo_one_page.py"
-    assert path.read_text().count("\n") <= 150
-    spec = importlib.util.spec_from_file_location("grpo_one_page", path)
+PAGE = ROOT / "examples/grpo_one_page.py"
+
+
+def run_the_page(files):
+    spec = importlib.util.spec_from_file_location("grpo_one_page", PAGE)
     page = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(page)
     page.NUM_PROMPTS, page.GROUP_SIZE, page.SEED = 4, 4, 3
@@ -101,8 +114,14 @@ def test_the_page_has_the_librarys_losses(files, grpo):
     rewards = {}
     exec(REWARD, rewards)
     page.countdown_reward = rewards["letters"]
-    arguments = (str(files / "model"), str(files / "questions.jsonl"), 4, 1e-3)
-    losses, _ = vectorlm.launch(page.loop, *arguments, world_size=2)
+    return page.loop(str(files / "model"), str(files / "questions.jsonl"), 4, 1e-3)
+
+
+@pytest.mark.slow
+def test_the_page_has_the_librarys_losses(files, grpo):
+    """The same prompts, seeds and weights: two loops, one algorithm."""
+    assert PAGE.read_text().count("\n") <= 150
+    losses, _ = forked(run_the_page, files)
     metrics = lines(grpo / "metrics.jsonl")[1:]
     assert [loss for loss, _ in losses] == pytest.approx([line["policy/loss"] for line in metrics], abs=1e-6)
     norms = [line["policy/grad_norm"] for line in metrics]
@@ -112,21 +131,19 @@ def test_the_page_has_the_librarys_losses(files, grpo):
 
 @pytest.fixture(scope="module")
 def ppo(files, tmp_path_factory):
-    """A run of PPO on two ranks, and the folder of another one that was killed after its second step."""
-    folder = tmp_path_factory.mktemp("ppo")
-    vectorlm.launch(reinforce, config_of(files, folder / "whole", "ppo", PPO), world_size=2)
-    with pytest.raises(vectorlm.errors.RankFailed):
-        vectorlm.launch(stop_after_step_2, config_of(files, folder / "killed", "ppo", PPO), world_size=2)
-    return folder / "whole", folder / "killed"
+    """A run of PPO on two ranks."""
+    output = tmp_path_factory.mktemp("ppo") / "whole"
+    forked(reinforce, config_of(files, output, "ppo", PPO))
+    return output
 
 
 @pytest.mark.slow
-def test_a_killed_ppo_run_started_again_ends_bit_for_bit_where_the_uninterrupted_one_ends(
+def test_a_ppo_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_where_it_ended_before(
     files, ppo, tmp_path
 ):
-    first, second = ppo[0], tmp_path / "cut"
-    shutil.copytree(ppo[1], second)
-    vectorlm.launch(reinforce, config_of(files, second, "ppo", PPO), world_size=2)
+    first, second = ppo, tmp_path / "cut"
+    cut_after_step_2(first, second)
+    forked(reinforce, config_of(files, second, "ppo", PPO))
     mine, theirs = (load_file(each / "final-model" / "model.safetensors") for each in (first, second))
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert lines(first / "rollouts.jsonl") == lines(second / "rollouts.jsonl")
@@ -140,11 +157,11 @@ def test_a_killed_ppo_run_started_again_ends_bit_for_bit_where_the_uninterrupted
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared_by", [1, 2])
-def test_a_killed_ppo_run_goes_on_with_another_number_of_ranks(files, ppo, tmp_path, shared_by):
-    whole, cut = ppo[0], tmp_path / "cut"
-    shutil.copytree(ppo[1], cut)
+def test_a_ppo_run_goes_on_with_another_number_of_ranks(files, ppo, tmp_path, shared_by):
+    whole, cut = ppo, tmp_path / "cut"
+    cut_after_step_2(whole, cut)
     overrides = [*PPO, f"train_parameters.context_parallel={shared_by}"]
-    vectorlm.launch(reinforce, config_of(files, cut, "ppo", overrides), world_size=shared_by)
+    forked(reinforce, config_of(files, cut, "ppo", overrides), world_size=shared_by)
     texts = [[row["completion"] for row in lines(folder / "rollouts.jsonl")] for folder in (whole, cut)]
     assert texts[0] == texts[1]
     for line, expected in zip(numbers(cut), numbers(whole), strict=True):
@@ -158,18 +175,35 @@ def test_a_killed_ppo_run_goes_on_with_another_number_of_ranks(files, ppo, tmp_p
 
 
 @pytest.mark.slow
-def test_rollouts_that_one_run_kept_are_trained_on_by_another_beside_its_own(files, tmp_path):
-    kept = config_of(files, tmp_path / "kept", overrides=["rl.rollout.save_tokens=True", "rl.max_steps=2"])
-    reinforce(kept)
-    path = tmp_path / "kept" / "rollouts.jsonl"
+def test_a_step_that_is_made_again_is_bit_for_bit_what_was_logged(ppo, tmp_path, capsys):
+    output = tmp_path / "run"
+    shutil.copytree(ppo, output)
+    # Of steps 2 and 4 there are checkpoints, and the last one has the final model.
+    for step, weights in ((2, "as logged"), (3, "not compared"), (4, "as logged")):
+        assert main(["replay", str(output), "--step", str(step)]) == 0
+        printed = capsys.readouterr().out
+        assert printed.count("as logged") == 5 + (weights == "as logged")
+        assert f"  weights           {weights}" in printed
+    rollouts = lines(output / "rollouts.jsonl")
+    changed = [each | {"reward": each["reward"] + (each["train_step"] == 4)} for each in rollouts]
+    changed[-1]["reward"] += 1.0
+    (output / "rollouts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in changed))
+    assert main(["replay", str(output), "--step", "4"]) == 1
+    assert "tensors differ" in capsys.readouterr().out
+    assert sorted(output.glob("replay-*")) == []
+    assert main(["replay", str(output), "--step", "5"]) == 2
+
+
+@pytest.mark.slow
+def test_rollouts_that_one_run_kept_are_trained_on_by_another_beside_its_own(files, grpo, tmp_path):
     overrides = [
         "rl.rollout.source=file",
-        f"rl.rollout.path={path}",
+        f"rl.rollout.path={grpo}/rollouts.jsonl",
         "rl.rollout.replayed_share=0.5",
         "rl.correction.preset=tis",
         "rl.max_steps=3",
     ]
-    reinforce(config_of(files, tmp_path / "again", overrides=overrides))
+    forked(reinforce, config_of(files, tmp_path / "again", overrides=overrides), world_size=1)
     first, *_, last = lines(tmp_path / "again" / "metrics.jsonl")[1:]
     assert first["rollout/replayed"] == 0.5
     # At first both halves are of the start's weights or one step later; then the policy leaves what is stored.
@@ -191,8 +225,9 @@ def test_an_algorithm_of_ones_own_a_tool_and_adapters_that_were_there(files, tmp
         f"model={save_adapters(files / 'model', tmp_path / 'adapters')}",
         "rl.kl_coef=0.1",
     ]
-    config = config_of(files, tmp_path / "own", f"{ROOT}/examples/my_algorithm.py:MEDIAN", overrides)
-    vectorlm.launch(reinforce, config, world_size=2)
+    forked(
+        reinforce, config_of(files, tmp_path / "own", f"{ROOT}/examples/my_algorithm.py:MEDIAN", overrides)
+    )
     metrics = lines(tmp_path / "own" / "metrics.jsonl")[-1]
     # The reference has the adapters that the policy begins with, and so has the engine.
     assert metrics["reference/kl"] == pytest.approx(0.0, abs=1e-6)
@@ -234,8 +269,7 @@ def agent(url, key, row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_engines", [1, 2])
-def test_an_agent_is_trained_on_bit_for_bit_as_an_environment(files, tmp_path, num_engines):
+def test_an_agent_is_trained_on_bit_for_bit_as_an_environment(files, tmp_path):
     """The same tokens, log-probabilities and gradients, on two ranks with one engine and with two."""
     (files / "two_ways.py").write_text(TWO_WAYS)
     overrides = [
@@ -244,22 +278,20 @@ def test_an_agent_is_trained_on_bit_for_bit_as_an_environment(files, tmp_path, n
         "rl.sampling_params={max_tokens: 12, stop: [o, x, a]}",
         "rl.rollout.save_tokens=True",
         "rl.max_steps=1",
-        f"train_parameters.sampler.engine.data_parallel_size={num_engines}",
-        # What is sampled together, and what is found in a cache, may change the last bit of a log-probability.
-        "train_parameters.sampler.engine.max_num_seqs=1",
-        "train_parameters.sampler.engine.enable_prefix_caching=False",
+        *ONE_AT_A_TIME,
     ]
     found = []
-    for name in ("two_ways.py:Played", "two_ways.py:agent"):
-        prefix = "openai:" if name.endswith("agent") else ""
-        output = tmp_path / name.rpartition(":")[2]
-        where = [f"rl.environment={prefix}{files}/{name}"]
-        vectorlm.launch(reinforce, config_of(files, output, overrides=overrides + where), world_size=2)
+    for prefix, name, num_engines in (("", "Played", 1), ("openai:", "agent", 1), ("openai:", "agent", 2)):
+        output = tmp_path / f"{name}-{num_engines}"
+        where = [f"rl.environment={prefix}{files}/two_ways.py:{name}"]
+        where.append(f"train_parameters.sampler.engine.data_parallel_size={num_engines}")
+        forked(reinforce, config_of(files, output, overrides=overrides + where))
         found.append((lines(output / "rollouts.jsonl"), load_file(output / "final-model/model.safetensors")))
-    (played, weights), (asked, weights_too) = found
+    (played, weights), *others = found
     assert max(row["num_turns"] for row in played) > 1
-    assert asked == played
-    assert all(torch.equal(weights_too[name], tensor) for name, tensor in weights.items())
+    for asked, weights_too in others:
+        assert asked == played
+        assert all(torch.equal(weights_too[name], tensor) for name, tensor in weights.items())
 
 
 def test_rewards_of_turns_are_all_that_a_run_needs(files, tmp_path):
@@ -277,7 +309,7 @@ def test_rewards_of_turns_are_all_that_a_run_needs(files, tmp_path):
         "train_parameters.best_metric=eval/reward/environment",
     ]
     config = config_of(files, tmp_path / "game", overrides=overrides)
-    vectorlm.launch(reinforce, config, world_size=2)
+    forked(reinforce, config)
     before, *metrics = lines(tmp_path / "game" / "metrics.jsonl")
     samples = [each for each in lines(tmp_path / "game" / "samples.jsonl") if each["train_step"] == 0]
     rewards = [each["rewards"] for each in samples]
@@ -319,7 +351,7 @@ def gain(files, output, algorithm, reward):
         "train_parameters.optimizer.lr=3e-3",
         "train_parameters.sampler.sample_frequency=100",
     ]
-    vectorlm.launch(reinforce, config_of(files, output, algorithm, overrides), world_size=1)
+    forked(reinforce, config_of(files, output, algorithm, overrides), world_size=1)
     # Of the true reward, whatever was trained on.
     rewards = {}
     exec(REWARD, rewards)
@@ -448,11 +480,12 @@ def test_truncated_completions_are_trained_on_as_they_were_drawn(
         "rl.kl_coef=0.05",
         f"rl.correction.preset={preset}",
         f"train_parameters.lora_peft_config={lora}",
+        "rl.max_steps=3",
     ]
     config = config_of(files, tmp_path / "cut", overrides=overrides)
-    vectorlm.launch(reinforce, config, world_size=world_size)
+    forked(reinforce, config, world_size=world_size)
     metrics = lines(tmp_path / "cut" / "metrics.jsonl")[1:]
-    assert [line["step"] for line in metrics] == [1, 2, 3, 4]
+    assert [line["step"] for line in metrics] == [1, 2, 3]
     for line in metrics:
         assert line[ratio] == pytest.approx(1, abs=1e-4)
         assert line.get("sampler/logprob_gap_max", 0) < 1e-4
@@ -474,7 +507,7 @@ def test_completions_under_a_grammar_are_trained_on_as_they_were_drawn(
         "rl.rollout.save_tokens=True",
         "rl.max_steps=2",
     ]
-    vectorlm.launch(reinforce, config_of(files, tmp_path / "cut", overrides=overrides), world_size=world_size)
+    forked(reinforce, config_of(files, tmp_path / "cut", overrides=overrides), world_size=world_size)
     metrics = lines(tmp_path / "cut" / "metrics.jsonl")[1:]
     assert [line["step"] for line in metrics] == [1, 2]
     for line in metrics:
