@@ -53,7 +53,9 @@ def verify_server(url: str, load: Callable[[], torch.nn.Module]) -> str:
     except WeightMismatch as error:
         raise type(error)(f"at {url}: {error}") from error
     kinds = ", ".join(sorted({*dtypes.values()}))
-    return f"proven by the checksums of all {len(dtypes)} tensors, which it holds in {kinds}"
+    return (
+        f"the same weights, proven by the checksums of all {len(dtypes)} tensors, which it holds in {kinds}"
+    )
 
 
 @torch.no_grad()
@@ -70,7 +72,8 @@ def _by_logprobs(server: ScoringServer, model: Any, num_tokens: int) -> str:
     )
     if not distance <= ROUNDINGS * rounding:
         raise WeightMismatch(f"the server computes with other weights: {found}.")
-    return f"likely, and not proven: {found}. A smaller change of the weights would not show. For checksums {HOW}"
+    limit = "A smaller change of the weights would not show"
+    return f"probably the same weights, and not proven: {found}. {limit}. For checksums {HOW}"
 
 
 def _logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,9 @@ def run(args: argparse.Namespace) -> int:
     url = args.address if "://" in args.address else f"http://{args.address}"
 
     def load() -> Any:
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
         model, _ = load_source(source)
         if not source.is_adapter:
             return model
@@ -37,5 +40,5 @@ def run(args: argparse.Namespace) -> int:
     # This imports torch, which a wrong path is told without.
     from vectorlm.verify import verify_server
 
-    print(f"{url} holds {source.path}: {verify_server(url, load)}.")
+    print(f"{url} and {source.path}: {verify_server(url, load)}.")
     return 0
