@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from sft_runs import lines, train
 from transformers import AutoModelForSequenceClassification
 
+from vectorlm.cli import main
 from vectorlm.config import load_config
 from vectorlm.errors import ConfigError
 from vectorlm.preflight.checked import preflight
@@ -205,6 +206,27 @@ def test_transformers_and_a_reward_of_a_run_read_the_reward_model(finished, inpu
     assert "AutoModelForSequenceClassification" in card
 
 
+@pytest.mark.slow  # Two more ranks load torch.
+def test_adapters_and_head_of_a_reward_model_are_merged(inputs, tmp_path, capsys):
+    lora = "train_parameters.lora_peft_config={r: 4, lora_alpha: 16, target_modules: all-linear}"
+    config = config_of(
+        inputs, tmp_path / "run", "reward_model: {}", lora, "train_parameters.optimizer.lr=0.01"
+    )
+    on_ranks(2, train, preflight(config, 2))
+    expected = lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert expected["eval/pair_accuracy"] > 0.8
+    texts = [torch.tensor(row["input_ids"]).split(row["seq_lengths"]) for row in pairs(9, 1)]
+    for source in ("run", "run/final-model"):
+        merged = tmp_path / source.replace("/", "-")
+        assert main(["export", str(tmp_path / source), "--merge", "--output", f"{merged}-merged"]) == 0
+        model = AutoModelForSequenceClassification.from_pretrained(f"{merged}-merged")
+        with torch.no_grad():
+            chosen = torch.cat([model(input_ids=each[0][None]).logits[:, 0] for each in texts])
+        assert expected["eval/chosen_reward"] == pytest.approx(chosen.mean().item(), abs=1e-4)
+    card = (tmp_path / "run" / "final-model" / "README.md").read_text()
+    assert "rl.reward_models: {path/to/merged: 1.0}" in card
+
+
 @pytest.mark.parametrize(
     ("section", "change", "text"),
     [
@@ -220,7 +242,11 @@ def test_transformers_and_a_reward_of_a_run_read_the_reward_model(finished, inpu
             "preference.label_smoothing=0.1",
             "has no effect with preference.loss='ipo'",
         ),
-        ("reward_model: {}", "train_parameters.lora_peft_config={r: 2}", "cannot go with reward_model"),
+        (
+            "reward_model: {}",
+            "train_parameters.lora_peft_config={task_type: CAUSAL_LM}",
+            "another kind of model",
+        ),
         ("reward_model: {}", "train_parameters.sampler={prompts: [a]}", "cannot go with reward_model"),
     ],
 )

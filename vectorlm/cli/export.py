@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from vectorlm.checkpoint import folder
 from vectorlm.cli import at_interrupt
 from vectorlm.config.load import load_config
 from vectorlm.errors import ConfigError
-from vectorlm.lora.folder import base_of, is_adapter_folder, load_adapters
+from vectorlm.lora.folder import ADAPTER_CONFIG, base_of, is_adapter_folder, load_adapters
+from vectorlm.lora.options import SCORES
 
 
 @dataclass(frozen=True)
@@ -170,10 +172,10 @@ def load_source(source: Source) -> tuple[Any, Any]:
         return model, tokenizer
     if not source.is_adapter:
         return load_model(source.path), load_tokenizer(source.path)
-    base = base_of(source.path)
-    model = load_adapters(source.path, load_model(base))
-    if not (source.path / "tokenizer_config.json").is_file():
-        return model, load_tokenizer(base)
     from transformers import AutoTokenizer
 
-    return model, AutoTokenizer.from_pretrained(source.path)
+    base, has_tokenizer = base_of(source.path), (source.path / "tokenizer_config.json").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(source.path) if has_tokenizer else load_tokenizer(base)
+    described = json.loads((source.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    model = load_scorer(base, tokenizer) if described.get("task_type") == SCORES else load_model(base)
+    return load_adapters(source.path, model), tokenizer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import ConfigError, WeightMismatch
-from vectorlm.lora.options import refused_options
+from vectorlm.lora.options import SCORES, WRITES, refused_options
 from vectorlm.weights.plan import checkpoint_name
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def add_lora(model: PreTrainedModel, lora_config: Mapping[str, Any]) -> nn.Modul
     """Wrap `model` so that only its low-rank adapters are trained: W x + (alpha / r) B A x.
 
     Source: Hu et al. 2021, arXiv 2106.09685, eq. 3. `lora_config` holds arguments of ``peft.LoraConfig``;
-    ``task_type`` defaults to ``CAUSAL_LM``. Call it before the model is sharded.
+    ``task_type`` defaults to the model's, and a reward model's head is trained whole. Call it before sharding.
 
     Raises:
         ConfigError: An argument is unknown or does not fit the model.
@@ -28,7 +28,8 @@ def add_lora(model: PreTrainedModel, lora_config: Mapping[str, Any]) -> nn.Modul
     from peft import LoraConfig, get_peft_model
 
     try:
-        return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **lora_config}))
+        kind = SCORES if type(model).__name__.endswith("ForSequenceClassification") else WRITES
+        return get_peft_model(model, LoraConfig(**{"task_type": kind, **lora_config}))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"train_parameters.lora_peft_config={dict(lora_config)} cannot be used: {error} "

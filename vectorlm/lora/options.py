@@ -25,6 +25,9 @@ MERGEABLE = frozenset({"use_dora", "bias", "modules_to_save"})
 STARTS = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` that leave the base as it is."""
 
+WRITES, SCORES = "CAUSAL_LM", "SEQ_CLS"
+"""What PEFT calls a language model, and a reward model."""
+
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as ``max_lora_rank`` (0.26 to 0.32)."""
 
@@ -51,12 +54,12 @@ def refused_options(options: Mapping[str, Any], lora_mode: str) -> Iterator[Refu
         yield "r", rank, rule, f"Use a smaller rank, or {MERGED}."
 
 
-def refused_starts(options: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield what adapters cannot start with: a base of their own, which no export holds, frozen, or of another kind."""
+def refused_starts(options: Mapping[str, Any], kind: str = WRITES) -> Iterator[Refusal]:
+    """Yield what adapters cannot start with: a base of their own, which no export holds, frozen, of another kind."""
     if options.get("inference_mode"):
         yield "inference_mode", True, "freezes the adapters: nothing would be trained", "Leave it out."
-    if (kind := options.get("task_type", "CAUSAL_LM")) != "CAUSAL_LM":
-        yield "task_type", kind, "makes adapters for another kind of model", "Leave it out."
+    if (given := options.get("task_type", kind)) != kind:
+        yield "task_type", given, "makes adapters for another kind of model", "Leave it out."
     start = options.get("init_lora_weights", True)
     if (start.lower() if isinstance(start, str) else start) not in STARTS:
         rule = "trains adapters of another base than the one that their export is loaded on"

@@ -48,10 +48,11 @@ def rehearse(config: Config) -> list[str]:
 
         def load() -> Any:
             if config.reward_model is not None:
-                return load_scorer(config.model, tokenizer, dtype=train.model.dtype, is_empty=True)
-            base = load_model(config.model, dtype=train.model.dtype, is_empty=True)
-            with suppress(OSError):  # A model without one gets transformers' own.
-                base.generation_config = GenerationConfig.from_pretrained(config.model)
+                base = load_scorer(config.model, tokenizer, dtype=train.model.dtype, is_empty=True)
+            else:
+                base = load_model(config.model, dtype=train.model.dtype, is_empty=True)
+                with suppress(OSError):  # A model without one gets transformers' own.
+                    base.generation_config = GenerationConfig.from_pretrained(config.model)
             return base if train.lora_peft_config is None else add_lora(base, train.lora_peft_config)
 
         model = load()
@@ -63,9 +64,10 @@ def rehearse(config: Config) -> list[str]:
             stack.enter_context(patch("peft.peft_model.safe_save_file", _save_names))
             whole = merged(load())
             write_model(whole, saved_tensors(whole), tokenizer, folder / "merged", card)
-            # As `vectorlm sample` sends them.
-            held = manifest_of(load_model(config.model, is_empty=True))
-            require_same(merged_source(model, Topology()).manifest(), held)
+            if config.reward_model is None:
+                # As `vectorlm sample` sends them.
+                held = manifest_of(load_model(config.model, is_empty=True))
+                require_same(merged_source(model, Topology()).manifest(), held)
         write_model(model, weights, tokenizer, folder / "final-model", card)
         needed, free = sum(each.nbytes for each in weights.values()), shutil.disk_usage(existing).free
         if needed > free:

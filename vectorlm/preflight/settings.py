@@ -12,7 +12,7 @@ from vectorlm.config.schema import Config
 from vectorlm.config.setting import all_settings, refuse, settings_of, to_plain, value_at
 from vectorlm.config.value import describe_refusal, show
 from vectorlm.errors import EngineError
-from vectorlm.lora.options import largest_rank, refused_options, refused_starts
+from vectorlm.lora.options import SCORES, WRITES, largest_rank, refused_options, refused_starts
 from vectorlm.packages import fields_of, is_installed
 from vectorlm.plugin import is_plugin, raised_at
 from vectorlm.preflight.local_model import HEADS, description_of, number_in, vocab_size
@@ -98,12 +98,10 @@ def _training_problems(config: Config) -> Iterator[str]:
             "there is nothing to train on: neither the section 'dataset' (supervised fine-tuning) nor 'rl' "
             "(reinforcement learning) is there. Add one."
         )
-    # Silent: one section alone would train, the engine would hold other weights than a reward model's, and
-    # rl.reward_models takes no adapters.
+    # Silent: one section alone would train, and the engine would hold other weights than a reward model's.
     alone: dict[str, Any] = {"rl": config.rl}
     if config.reward_model is not None:
-        alone |= {_SAMPLER: train.sampler, "train_parameters.lora_peft_config": train.lora_peft_config}
-        alone |= {"train_parameters.adapters": train.adapters}
+        alone |= {_SAMPLER: train.sampler, "train_parameters.adapters": train.adapters}
         alone |= {"preference": config.preference}
     section = "preference" if config.reward_model is None else "reward_model"
     for name, value in alone.items() if getattr(config, section) is not None else ():
@@ -256,7 +254,8 @@ def _lora_problems(config: Config) -> Iterator[str]:
             )
     # Silent: an engine would sample from other weights than the ones that are trained, in the run or after it.
     mode = "merged" if sampler is None else sampler.engine.lora_mode_of_run
-    for option, value, rule, fix in (*refused_options(options, mode), *refused_starts(options)):
+    kind = WRITES if config.reward_model is None else SCORES
+    for option, value, rule, fix in (*refused_options(options, mode), *refused_starts(options, kind)):
         yield refuse(config, f"train_parameters.lora_peft_config.{option}", rule, fix, value)
     if sampler is None:
         return

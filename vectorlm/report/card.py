@@ -50,6 +50,12 @@ To serve it, merge it into its base first:
     vectorlm export path/to/this-folder --merge --output path/to/merged
     vllm serve path/to/merged
 """
+_SCORER_ADAPTER = """This folder holds LoRA adapters and the head of a reward model, without the base. Merge it first:
+
+    vectorlm export path/to/this-folder --merge --output path/to/merged
+
+In a config of vectorlm, its score is a reward then: `rl.reward_models: {path/to/merged: 1.0}`.
+"""
 
 
 def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
@@ -100,7 +106,8 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
     # The model may be exported on another machine than it was trained on.
     found = read_settings(run / START).get("versions") or versions_of(PACKAGES)
     versions = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
-    use = _ADAPTER if is_adapter else _REWARD_MODEL if is_scorer else _FULL
+    of_adapter, whole = (_SCORER_ADAPTER, _REWARD_MODEL) if is_scorer else (_ADAPTER, _FULL)
+    use = of_adapter if is_adapter else whole
     sections += [f"## Use it\n\n{use}", f"## Versions\n\n{versions}\n"]
     if config_text:
         fold = "<details>\n<summary>config.yaml</summary>\n\n"
