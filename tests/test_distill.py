@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from rank_processes import save_tiny_llama
+from rank_processes import forked, save_tiny_llama
 from rl_runs import config_of, is_documented, lines, save_files
 
-import vectorlm
 from vectorlm.rl_run import reinforce
 from vectorlm.train.load import load_model
 
@@ -34,7 +33,7 @@ def test_a_run_without_rewards_comes_nearer_to_its_teacher(files, tmp_path):
         "train_parameters.optimizer.lr=3.0e-3",
     ]
     config = config_of(files, tmp_path / "alone", "on_policy_distillation", overrides)
-    vectorlm.launch(reinforce, config, world_size=2)
+    forked(reinforce, config)
     metrics = lines(tmp_path / "alone" / "metrics.jsonl")
     names = {name for line in metrics for name in line if name != "step"}
     assert [name for name in sorted(names) if not is_documented(name)] == []

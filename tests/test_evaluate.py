@@ -7,9 +7,9 @@ from datetime import date
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from rank_processes import forked
 from rl_runs import config_of, save_files
 
-import vectorlm
 from vectorlm.backends.transformers import HFEngine
 from vectorlm.cli import main
 from vectorlm.cli.evaluate import _pair_of
@@ -240,7 +240,7 @@ def test_tasks_between_steps_have_the_numbers_of_the_exported_model(files, tmp_p
     overrides = [f"train_parameters.sampler.tasks=[{', '.join(names)}]", "rl.max_steps=2"]
     overrides.append("train_parameters.sampler.prompts=null")
     overrides.append("train_parameters.sampler.reward=null")
-    vectorlm.launch(reinforce, config_of(files, tmp_path / "run", overrides=overrides), world_size=2)
+    forked(reinforce, config_of(files, tmp_path / "run", overrides=overrides))
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     before, after = steps[0], steps[-1]
     output = tmp_path / "found.json"
