@@ -116,6 +116,7 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
             [f"{TRAIN}.sampler.engine.max_lora_rank"],
         ),
         (["dataset.train_ds=data"], {}, ["dataset.train_ds"]),
+        (["model=gone", "dataset.train_ds=gone"], {}, ["model", "dataset.train_ds"]),
         (["dataset.train_ds=/dev/null", "dataset.eval_ds=gone"], {}, ["dataset.train_ds", "dataset.eval_ds"]),
     ],
 )  # fmt: skip
