@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,16 @@ WAYS = {
 }
 """What makes room, the fastest first."""
 NOTHING = "-"
+LENGTHS = (2048, 8192, 32768, 131072)
+LONG = (
+    (1, 24, "LoRA", 1),
+    (1, 80, "full", 1),
+    (1, 80, "LoRA", 1),
+    (8, 80, "full", 1),
+    (8, 80, "full", 8),
+    (8, 80, "LoRA", 8),
+)
+"""Number of devices, memory, kind, and the most ranks that share a pass."""
 TEXT = """\
 # What fits
 
@@ -90,6 +101,18 @@ With shorter sequences and a smaller engine than these,
 
 The host needs memory too: the second table of `vectorlm check` says how much.
 
+## How long sequences may be
+
+The longest of {lengths} tokens, one a pass, without an engine, whatever length the model itself was made for:
+`use_activation_checkpointing: offload`, and where a column says so `context_parallel`, the largest power of two up to 8
+that divides the model's heads ([how](howto/out_of_memory.md#long-sequences)).
+
+{long}
+
+[8x80gb_long.yaml](../configs/cuda/8x80gb_long.yaml) trains 7B on 131,072 tokens beside an engine.
+
+## Commands
+
 The commands of the cells *80 GB, full*, row by row (`-` ends with an error that names the numbers):
 
 ```bash
@@ -115,7 +138,7 @@ def make_folder(folder: Path, name: str) -> None:
         num_key_value_heads=kv_heads,
         vocab_size=vocabulary,
         tie_word_embeddings=is_tied,
-        max_position_embeddings=8192,
+        max_position_embeddings=max(LENGTHS),
     )
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config)
@@ -154,6 +177,42 @@ def way_of(folder: Path, kind: str, num_devices: int, gigabytes: int) -> str:
     return NOTHING
 
 
+def long_settings(name: str, kind: str, most: int, length: int) -> tuple[str, ...]:
+    """Return the settings of a cell of the table of lengths."""
+    return (
+        "dataset.train_bs=1",
+        *KINDS[kind],
+        "train_parameters.sampler=null",
+        "train_parameters.use_activation_checkpointing=offload",
+        f"train_parameters.context_parallel={math.gcd(MODELS[name][4], most)}",
+        f"train_parameters.max_seq_len={length}",
+    )
+
+
+def longest(folder: Path, name: str, num_devices: int, gigabytes: int, kind: str, most: int) -> int | None:
+    """Return the longest sequence that fits."""
+    for length in reversed(LENGTHS):
+        settings = long_settings(name, kind, most, length)
+        if fits(load_config(ROOT / BASE, [f"model={folder}", *settings]), num_devices, gigabytes):
+            return length
+    return None
+
+
+def long_table(folders: Path) -> str:
+    """Return the table of lengths."""
+    heads = [
+        f"{num} x {gigabytes} GB, {kind}" + (", shared" if most > 1 else "")
+        for num, gigabytes, kind, most in LONG
+    ]
+    table = ["| Model | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
+    for name in MODELS:
+        found = [longest(folders / name, name, *where) for where in LONG]
+        table.append(
+            f"| {name} | " + " | ".join(NOTHING if each is None else f"{each:,}" for each in found) + " |"
+        )
+    return "\n".join(table)
+
+
 def command(name: str, num_devices: int, gigabytes: int, settings: Sequence[str]) -> str:
     """Return the command that checks a cell."""
     words = ["vectorlm", "check", BASE, "--world_size", num_devices]
@@ -190,7 +249,13 @@ def page(folders: Path) -> str:
         settings = overrides("full", "CPU offload" if way == NOTHING else way)
         commands.append(command(name, num_devices, 80, settings))
     share = load_config(ROOT / BASE).train_parameters.sampler.engine.gpu_memory_utilization
-    return TEXT.format(share=share, table="\n".join(table), commands="\n".join(commands))
+    return TEXT.format(
+        share=share,
+        table="\n".join(table),
+        commands="\n".join(commands),
+        long=long_table(folders),
+        lengths=", ".join(f"{each:,}" for each in LENGTHS),
+    )
 
 
 if __name__ == "__main__":

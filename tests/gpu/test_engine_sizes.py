@@ -41,6 +41,7 @@ ENGINES = {
 }
 SMALL = {"sequences": 8, "tokens": 1024, "graphs": "NONE", "largest graph": 0, "share": 0.7, "rank": 16}
 ENGINES["1x24gb_qlora"] = OF_24GB | SMALL
+ENGINES["8x80gb_long"] = OF_EIGHT | {"rank": None}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,18 @@ def test_the_command_of_every_cell_says_the_same(models, checkout, capsys):
             assert main(words[1:]) == (0 if does_fit else 2), (words, capsys.readouterr())
             number += 1
     assert number == len(sizes.MODELS) * len(sizes.NUM_DEVICES) * len(sizes.DEVICE_GB) * len(sizes.KINDS)
+
+
+def test_the_longest_sequence_of_a_model_passes_the_check_and_the_next_does_not(models, checkout, capsys):
+    for name, where in product(sizes.MODELS, sizes.LONG):
+        num_devices, gigabytes, kind, most = where
+        length = sizes.longest(models[0] / name, name, *where)
+        for each, is_longer in ((length, False), (4 * (length or 512), True)):
+            if each in sizes.LENGTHS:
+                words = sizes.command(
+                    name, num_devices, gigabytes, sizes.long_settings(name, kind, most, each)
+                )
+                assert main(shlex.split(words)[1:]) == (2 if is_longer else 0), (words, capsys.readouterr())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
