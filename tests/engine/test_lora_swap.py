@@ -4,9 +4,7 @@ from itertools import pairwise
 
 import pytest
 from lora_cases import WITH_LORA, swap_and_compare
-from rank_processes import save_tiny_llama
-
-import vectorlm
+from rank_processes import forked, save_tiny_llama
 
 # Two fp32 paths through three layers differ by a few 1e-6; a stale adapter shows as 1e-2 and more.
 FP32_GAP = 1e-4
@@ -30,7 +28,7 @@ CASES = [
 def test_after_each_update_the_engine_is_the_peft_model(tmp_path, world_size, tied, receiver, engine_args):
     folder = save_tiny_llama(tmp_path / "model", tied=tied, hidden_size=64)
     args = {"receiver": receiver, **engine_args}
-    for seen in vectorlm.launch(swap_and_compare, str(folder), args, world_size=world_size):
+    for seen in forked(swap_and_compare, str(folder), args, world_size=world_size):
         assert all(gap < FP32_GAP for gap, _, _ in seen)
         assert all(before[1] != after[1] for before, after in pairwise(seen)), "the updates changed nothing"
         whole, *later = [num_bytes for _, _, num_bytes in seen]
