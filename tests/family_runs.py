@@ -59,7 +59,6 @@ RUNS = [*ON_ONE_RANK, *ON_TWO_RANKS]
 # One family for each oddity, now with this receiver and now with the other; the rest runs when results are recorded.
 ALWAYS = [
     Run("Qwen3-MoE", True, "live", 2),
-    Run("Llama", True, "packed", 1),
     Run("Phi-3", False, "live", 1),
     Run("GPT-NeoX", True, "packed", 1),
 ]

@@ -4,10 +4,10 @@ import pytest
 import transformers
 from families import FAMILIES, Family, save_family
 from family_runs import ALWAYS, PAGE, RUNS, Result, page, read_results, record
+from rank_processes import forked
 from swap_cases import compare, perturb, publishing
 from tiny_engine import TINY_ENGINE
 
-import vectorlm
 from vectorlm import SamplingEngine
 from vectorlm.errors import ChecksumMismatch, EngineError
 from vectorlm.train.load import load_model
@@ -79,7 +79,7 @@ def test_after_each_update_the_engine_is_the_trainer_and_a_spoiled_tensor_is_nam
     if run.world_size == 1:
         outcomes = [swap(folder, run.receiver)]
     else:
-        outcomes = vectorlm.launch(swap, folder, run.receiver, world_size=run.world_size)
+        outcomes = forked(swap, folder, run.receiver, world_size=run.world_size)
     for seen, _, (spoiled, text) in outcomes:
         assert all(equal for equal, _, _ in seen), "greedy completions differ"
         assert max(gap for _, gap, _ in seen) < FP32_GAP
