@@ -177,8 +177,25 @@ def test_new_weights_take_what_their_transport_stages_on_the_host(staged, expect
     assert host.get("weights for the engine", 0) == expected
 
 
-def test_recomputation_keeps_one_block_and_the_input_of_each():
-    assert activation_bytes(replace(DEMAND, recomputes=True)) == 15 * (2 * 4 * 8 + 576 + 512)
+@pytest.mark.parametrize(
+    ("what", "per_token"),
+    [
+        # Of two blocks: the input of each, and one block.
+        (True, 2 * 4 * 8 + 576),
+        (2, 4 * 8 + 2 * 576),
+        # The output of attention, and sums of its two heads.
+        ("keep_attention", 2 * 4 * 8 + 576 + 2 * (4 * 8 + 4 * 2)),
+        ("offload", 576),
+    ],
+)
+def test_recomputation_keeps_one_block_and_the_input_of_each(what, per_token):
+    demand = replace(DEMAND, recomputes=what)
+    assert activation_bytes(demand) == 15 * (per_token + 512)
+    host = {row.name: row.running for row in plan_memory(demand).host}
+    # Of two ranks.
+    assert host.get("activations", 0) == (2 * 15 * 2 * 4 * 8 if what == "offload" else 0)
+    on_cpu = activation_bytes(replace(demand, is_cpu=True))
+    assert on_cpu == activation_bytes(replace(DEMAND, recomputes=True)) or what != "offload"
 
 
 def test_ranks_that_share_a_pass_have_a_share_of_its_tokens_and_a_key_head_each():

@@ -10,7 +10,9 @@ from vectorlm.algorithms import token_logprobs
 from vectorlm.checkpoint.export import gather_weights
 from vectorlm.errors import ConfigError
 from vectorlm.lora.load import add_lora
+from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
+from vectorlm.train.packing import Rows
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded, shard_model, transformer_blocks
 from vectorlm.weights.plan import reshard
@@ -211,3 +213,34 @@ def test_blocks_are_found_without_a_declaration_and_their_absence_is_an_error():
     assert transformer_blocks(stack) == list(stack.layers)
     with pytest.raises(ConfigError, match="type Linear cannot be sharded"):
         transformer_blocks(torch.nn.Linear(2, 2))
+
+
+RECOMPUTATIONS = (False, True, 2, "keep_attention", "offload")
+
+
+def gradients_by_recomputation(topology, folder):
+    found = []
+    for what in RECOMPUTATIONS:
+        settings = ModelSettings(use_activation_checkpointing=what)
+        model = load_sharded(lambda is_empty: load_model(folder, is_empty=is_empty), topology, settings)
+        computes = LanguageModel(model)
+        calls = []
+        for block in transformer_blocks(model):
+            block.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        ids = torch.arange(2 * 8).view(2, 8)
+        rows = Rows(ids, torch.ones_like(ids), torch.ones_like(ids).cumsum(1) > 1, (0, 1))
+        loss = computes.logprobs(rows).sum()
+        loss.backward()
+        gradients = [each.grad.full_tensor() for each in model.parameters()]
+        found.append((len(calls), loss.detach(), *gradients))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_computed_again_has_the_same_bits(folder, world_size):
+    for found in on_ranks(world_size, gradients_by_recomputation, folder):
+        # Of three blocks; every second one begins with the first.
+        assert [num_calls for num_calls, *_ in found] == [3, 6, 5, 6, 6]
+        for _, *numbers in found[1:]:
+            for mine, theirs in zip(numbers, found[0][1:], strict=True):
+                assert torch.equal(mine, theirs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from vectorlm.train.settings import Recomputation
 from vectorlm.weights.model_size import ModelSize
 
 GIB = 1 << 30
@@ -76,8 +77,8 @@ class Demand:
     """Whether the model computes in bfloat16."""
     packs: bool = True
     """Whether rows are laid end to end."""
-    recomputes: bool
-    """Whether the backward pass computes a block's activations again."""
+    recomputes: Recomputation
+    """Which blocks' activations the backward pass computes again."""
     micro_batch_size: int
     """Sequences in one forward pass."""
     context_parallel: int = 1
@@ -235,6 +236,7 @@ def host_memory(demand: Demand) -> tuple[HostUse, ...]:
         HostUse("the model as it is read", whole * (1 if demand.loads_on_main else ranks), 0),
         HostUse("weights for the engine", 0, shared),
         HostUse("offloaded", 0, offloaded),
+        HostUse("activations", 0, ranks * block_input_bytes(demand) if demand.recomputes == "offload" else 0),
         HostUse("processes", processes, processes),
     ]
     return tuple(row for row in rows if row.loading or row.running)
@@ -263,25 +265,46 @@ def activation_bytes(demand: Demand) -> int:
     For n tokens of a rank, hidden size h, feed-forward i, queries q and keys k, with c bytes per number, each block
     keeps ``n (c (6 h + 3 q + 2 k + 4 i) + 2 (4 - c) h)``, as its two norms work in fp32. The output layer is computed
     in chunks, forward and backward: ``(12 + c) V`` for each of at most 2,048 tokens, which are logits in c bytes and
-    three fp32 numbers of each. With recomputation each block keeps only its input, and one block at a time the rest.
+    three fp32 numbers of each. Blocks that are computed again keep only their input, on the host with `offload`, and
+    one at a time the rest; with `keep_attention` its output and the sums of its heads too.
     Attention matrices are not kept (SDPA). Rows that are padded keep their logits too, in c bytes.
     Distributions that are compared with a teacher's take about twice the chunk (measured: 1.2 to 2.2 times, most with a
     mixture). Ranks that share a pass have a key head each at least.
     """
     model, number, ranks = demand.model, 2 if demand.is_mixed else 4, demand.context_parallel
-    tokens = -(-demand.micro_batch_size * demand.sequence_tokens // ranks)
+    tokens = num_tokens(demand)
     keys = max(model.kv_size, ranks * model.query_size // max(model.num_heads, 1))
     wide = 6 * model.hidden_size + 3 * model.query_size + 2 * keys + 4 * model.intermediate_size
     block = number * wide + 2 * (4 - number) * model.hidden_size
-    blocks = model.num_layers * block
+    blocks = (model.num_layers - num_recomputed(demand)) * block
     if demand.recomputes:
-        blocks = model.num_layers * number * model.hidden_size + block
+        blocks += block
+    if demand.recomputes == "keep_attention":
+        blocks += model.num_layers * (number * model.query_size + 4 * model.num_heads)
     logits = min(tokens, CHUNK_TOKENS) * (12 + number) * model.vocab_size
     if demand.learns_distributions:
         logits *= 2
     if not demand.packs:
         logits += tokens * number * model.vocab_size * (2 if demand.learns_distributions else 1)
-    return tokens * blocks + logits
+    inputs = 0 if demand.recomputes == "offload" and not demand.is_cpu else block_input_bytes(demand)
+    return tokens * blocks + inputs + logits
+
+
+def num_recomputed(demand: Demand) -> int:
+    """Return how many blocks the backward pass computes again."""
+    every = demand.recomputes if isinstance(demand.recomputes, int) else 1
+    return -(-demand.model.num_layers // every) if every else 0
+
+
+def num_tokens(demand: Demand) -> int:
+    """Return the tokens of a rank in one pass."""
+    return -(-demand.micro_batch_size * demand.sequence_tokens // demand.context_parallel)
+
+
+def block_input_bytes(demand: Demand) -> int:
+    """Return what blocks that are computed again keep: their input, in the dtype that they compute in."""
+    number = 2 if demand.is_mixed else 4
+    return num_tokens(demand) * num_recomputed(demand) * number * demand.model.hidden_size
 
 
 def engine_weight_bytes(demand: Demand, engine: EngineDemand) -> int:

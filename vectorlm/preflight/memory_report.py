@@ -80,6 +80,8 @@ def _changes(demand: Demand) -> Iterator[tuple[str, Demand]]:
         yield f"{_kv_cache_setting(demand, engine)} to half of it", replace(demand, engine=smaller_cache)
     if not demand.recomputes:
         yield "train_parameters.use_activation_checkpointing: true", replace(demand, recomputes=True)
+    elif demand.recomputes != "offload" and not demand.is_cpu:
+        yield "train_parameters.use_activation_checkpointing: offload", replace(demand, recomputes="offload")
     if demand.micro_batch_size > 1:
         smaller = max(1, demand.micro_batch_size // 2)
         yield f"dataset.train_bs: {smaller}", replace(demand, micro_batch_size=smaller)

@@ -23,6 +23,7 @@ from vectorlm.settings import (
     also_written,
 )
 
+Recomputation = bool | PositiveInt | Literal["keep_attention", "offload"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 
 ScheduleName = Annotated[
@@ -77,8 +78,9 @@ class ModelSettings:
     """Hold the linear layers of the frozen base in 4 bits, whole on each rank (QLoRA: with `lora_peft_config`)."""
     use_mp: bool | None = None
     """Mixed precision: compute in bfloat16, sum gradients in float32. null means on CUDA alone."""
-    use_activation_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
+    use_activation_checkpointing: Recomputation = False
+    """Recompute activations in the backward pass instead of keeping them: of all blocks, of one in so many, of all but
+    attention (`keep_attention`), or with what blocks begin with on the host (`offload`, CUDA)."""
     context_parallel: PositiveInt = 1
     """Ranks that share the tokens of each pass (Ulysses): long sequences in less memory each. Rows must be packed."""
     pack_rows: bool = True

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.attention.varlen
 from torch import nn
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
-from vectorlm.train.settings import ModelSettings
+from vectorlm.train.settings import ModelSettings, Recomputation
 
 RESHARD_AFTER_FORWARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False, "HYBRID_SHARD": True}
 """By strategy: whether a block frees its gathered weights between forward and backward."""
@@ -101,8 +105,7 @@ def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAUL
     # Only pinned memory is copied at full speed.
     offload = CPUOffloadPolicy(pin_memory=topology.is_cuda) if settings.cpu_offload else OffloadPolicy()
     if settings.use_activation_checkpointing:
-        # Inside the blocks, so that no wrapper changes a parameter's name.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute(model, settings.use_activation_checkpointing, topology)
     blocks = transformer_blocks(model)
     if settings.compile:
         for block in blocks:
@@ -117,6 +120,28 @@ def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAUL
             reshard_after_forward=RESHARD_AFTER_FORWARD[strategy],
         )
     return model
+
+
+def recompute(model: Any, what: Recomputation, topology: Topology) -> None:
+    """Let the backward pass compute again what `ModelSettings.use_activation_checkpointing` says."""
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if what == "keep_attention":
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, attention_operators())
+    # Other versions of transformers have no such arguments.
+    more: dict[str, Any] = {}
+    if what == "offload" and topology.is_cuda:
+        more = {"offload": True}
+    elif not isinstance(what, bool | str):
+        more = {"every_n_layers": what}
+    # Inside the blocks, so that no wrapper changes a parameter's name.
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, **more)
+
+
+def attention_operators() -> list[OpOverload]:
+    """Return the operators whose results are kept where all but attention is computed again."""
+    names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    found = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in names]
+    return [*found, torch.ops.torch_attn._varlen_attn.default]
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
