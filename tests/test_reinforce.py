@@ -294,6 +294,7 @@ def test_an_agent_is_trained_on_bit_for_bit_as_an_environment(files, tmp_path):
         assert all(torch.equal(weights_too[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.slow
 def test_rewards_of_turns_are_all_that_a_run_needs(files, tmp_path):
     (files / "game.py").write_text(GAME)
     overrides = [

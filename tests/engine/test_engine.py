@@ -79,7 +79,8 @@ def test_several_models_take_turns_in_one_engine_under_one_step(engine, models, 
         assert compare(engine, model)[1] < 1e-4
 
 
-@pytest.mark.parametrize("receiver", ["live", pytest.param("packed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("receiver", ["live", "packed"])
 def test_an_engine_that_has_held_nan_is_right_after_the_next_good_update(folder, models, receiver):
     """Every prompt, also one whose blocks of the KV cache a NaN was written to."""
     # Few blocks, so that every prompt gets some that have held NaN.
@@ -256,6 +257,7 @@ def test_what_is_streamed_is_the_beginning_of_the_same_completion(engine, stop):
     assert whole.text.startswith("".join(part.text for part in parts))
 
 
+@pytest.mark.slow
 def test_a_step_that_raises_arrives_with_its_traceback(folder, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     with SamplingEngine(
