@@ -18,7 +18,7 @@ from vectorlm.testing import CHECKS
 
 QUICK = [
     "--set", "train_parameters.epochs=1", "--set", "dataset.train_ds=data/countdown/eval",
-    "--set", "train_parameters.sampler.sample_frequency=4",
+    "--set", "train_parameters.sampler.sample_frequency=2",
 ]  # fmt: skip
 
 
@@ -28,7 +28,8 @@ def checkout(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     for name in ("configs", "examples", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
-    run(folder, "examples/make_countdown.py", "--output_dir", "data/countdown", "--seed", "0")
+    few = ("--num_eval", "256", "--num_questions", "16")
+    run(folder, "examples/make_countdown.py", "--output_dir", "data/countdown", "--seed", "0", *few)
     run(folder, "examples/make_chats.py", "--num_chats", "40", "--num_questions", "40")
     few = ("--set", "dataset_preprocess.split=train[:5%]")
     run(folder, "-m", "vectorlm", "preprocess", "configs/countdown_reward.yaml", *few)
@@ -91,13 +92,12 @@ def test_the_commands_for_reinforcement_learning_train(checkout):
     run(checkout, *shlex.split(warm_up)[1:], *QUICK)
     few = ["--set", "rl.max_steps=1", "--set", "rl.prompts_per_step=8"]
     printed = run(checkout, *shlex.split(reinforce)[1:], *few)
-    assert re.search(r"^step 1: \d+/512 right", printed, re.M)
+    assert re.search(r"^step 1: \d+/256 right", printed, re.M)
     assert (checkout / "runs/countdown_grpo/final-model").is_dir()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", ["calculator_grpo", "guessing_grpo"])
+@pytest.mark.parametrize(("name", "world_size"), [("calculator_grpo", 2), ("guessing_grpo", 1)])
 def test_the_examples_with_turns_run(checkout, name, world_size):
     few = ["model=data/chats/model", "rl.max_steps=2", "rl.prompts_per_step=4", "rl.group_size=4"]
     few.append(f"train_parameters.output_dir=runs/{name}_{world_size}")
@@ -120,9 +120,9 @@ def test_the_ten_lines_run(checkout):
 @pytest.mark.slow
 def test_the_custom_loop_runs(checkout):
     command = commands("docs/howto/own_loop.md", "python examples/custom_loop")[0]
-    printed = run(checkout, *shlex.split(command.replace("--num_steps 300", "--num_steps 2"))[1:])
+    printed = run(checkout, *shlex.split(command.replace("--num_steps 300", "--num_steps 1"))[1:])
     answers = re.findall(r"^step (\d+): \d+% of the held-out answers are right$", printed, re.M)
-    assert answers == ["0", "2"]
+    assert answers == ["0", "1"]
 
 
 @pytest.mark.slow
