@@ -16,6 +16,7 @@ from rank_processes import save_tiny_llama
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.ipynb"))
 TIMEOUT_S = 600
+SHORTER = {"hot_swap.ipynb": {"range(6)": "range(1)", '"4096"': '"512"'}}
 
 
 @pytest.fixture
@@ -34,6 +35,9 @@ def examples(tmp_path):
 def test_a_notebook_runs_and_says_what_its_committed_outputs_say(examples, name):
     folder = examples / "notebooks"
     notebook = nbformat.read(folder / name, as_version=4)
+    for old, new in SHORTER.get(name, {}).items():
+        (cell,) = (each for each in notebook.cells if old in each.source)
+        cell.source = cell.source.replace(old, new)
     NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(folder)}}).execute()
     committed = nbformat.read(EXAMPLES / "notebooks" / name, as_version=4)
     assert kinds_of(notebook) == kinds_of(committed)
