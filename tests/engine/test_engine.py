@@ -237,6 +237,33 @@ def test_parameters_may_be_given_per_prompt_or_as_vllms_own(engine):
         engine.sample([[2]], [{}, {}])
 
 
+@pytest.mark.parametrize("stop", [None, ["a", "e", "t"]])
+def test_what_is_streamed_is_the_beginning_of_the_same_completion(engine, stop):
+    params = {
+        "max_tokens": 30,
+        "temperature": 1.0,
+        "seed": 5,
+        "logprobs": 0,
+        "n": 1,
+        "ignore_eos": True,
+        "stop": stop,
+    }
+    parts = []
+    futures = []
+    for hear in (None, parts.append):
+        futures.append(engine.local.ask([5, 6, 7], params, hear))
+        engine.local.flush()
+        futures[-1].result(timeout=60)
+    (whole,), (streamed,) = (future.result() for future in futures)
+    assert streamed == whole
+    num_told = sum(len(part.token_ids) for part in parts)
+    assert len(parts) == num_told == len(whole.token_ids) - 1 > 3
+    for name in ("token_ids", "sampler_logprobs", "versions"):
+        told = tuple(each for part in parts for each in getattr(part, name))
+        assert told == getattr(whole, name)[:num_told]
+    assert whole.text.startswith("".join(part.text for part in parts))
+
+
 @pytest.mark.slow
 def test_a_step_that_raises_arrives_with_its_traceback(folder, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
