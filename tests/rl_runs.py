@@ -106,13 +106,17 @@ def is_documented(name):
     return not METRICS.isdisjoint(patterns | {re.sub(r"_at_\d+$", "_at_K", name)})
 
 
+AT_ONCE = {"rollout/in_flight_max", "rollout/asking_max"}
+"""How many rollouts there are at once depends on how long their rewards take."""
+
+
 def numbers(folder):
     """Return the metrics of a run that do not depend on the time it took."""
     return [
         {
             name: value
             for name, value in line.items()
-            if not name.startswith(("time/", "perf/")) and "_s" not in name
+            if not name.startswith(("time/", "perf/")) and "_s" not in name and name not in AT_ONCE
         }
         for line in lines(folder / "metrics.jsonl")
     ]

@@ -81,7 +81,8 @@ def test_a_wrong_value_names_value_rule_fix_and_place(write_config, override, te
         (
             ("model: models/tiny\n", ""),
             "missing setting 'model' (Folder of the model with its tokenizer, in Hugging Face layout; or its name on "
-            "the Hub (`google/gemma-2b`)) (my.yaml:1). Add it, or give --set model=VALUE.",
+            "the Hub (`google/gemma-2b`); or a folder of LoRA adapters, which name their model) "
+            "(my.yaml:1). Add it, or give --set model=VALUE.",
         ),
     ],
 )

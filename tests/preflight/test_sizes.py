@@ -48,7 +48,8 @@ def test_llama_3_8b_trains_all_its_weights_on_devices_of_80_gb(models):
 
 def test_the_command_of_every_cell_says_the_same(models, checkout, capsys):
     number = 0
-    for line in models[1].splitlines():
+    what_fits, _, _ = models[1].partition("## How long")
+    for line in what_fits.splitlines():
         if not line.startswith("| ") or line.startswith("| Model"):
             continue
         name, num_devices, *ways = [cell.strip() for cell in line.strip("|").split("|")]

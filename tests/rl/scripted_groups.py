@@ -99,6 +99,7 @@ def make_source(
     settings=None,
     needs_greedy=False,
     drops_constant_groups=False,
+    name="mine",
     **more,
 ):
     """Return a source over the prompts q0, q1 …, with environments that `make` returns; `settings` changes settings."""
@@ -120,7 +121,7 @@ def make_source(
         needs_greedy=needs_greedy,
     )
     scorer = GroupScorer(
-        scorer=RewardScorer(functions={"mine": reward}, weights={"mine": 1.0}, topology=Topology()),
+        scorer=RewardScorer(functions={name: reward}, weights={name: 1.0}, topology=Topology()),
         settings=settings,
         drops_constant_groups=drops_constant_groups,
     )

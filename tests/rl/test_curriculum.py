@@ -118,11 +118,7 @@ def levelled_source(engine):
     def reward(text, level):
         return float(level < 2 or text.endswith("0"))
 
-    mine = make_source(engine, reward, num_groups=3)
-    mine._scorer.scorer.functions.clear()
-    mine._scorer.scorer.functions["reasoning_gym"] = reward
-    mine._scorer.scorer.weights.clear()
-    mine._scorer.scorer.weights["reasoning_gym"] = 1.0
+    mine = make_source(engine, reward, num_groups=3, name="reasoning_gym")
     curriculum = Curriculum(Ladder(), SETTINGS)
     mine.prompts = PromptMixture({"": Ladder()}, 0, {"": 1.0}, {"": curriculum})
     mine._curricula = {"": curriculum}
