@@ -28,7 +28,7 @@ DOCS := build/docs-env
 
 # Packages that nothing else of the tests may see: they slow imports down, or replace pinned ones.
 EXTRAS := $(CURDIR)/build/extras
-WITH_EXTRAS := tests/train/test_optimizers.py tests/train/test_nf4.py tests/rollouts/test_verifiers.py
+WITH_EXTRAS := tests/train/test_optimizers.py tests/train/test_nf4.py tests/rollouts/test_verifiers.py tests/test_verify.py
 
 .PHONY: help install run real countdown papers test test-all test-extras test-long gpu lint docs bench slides clean FORCE
 
@@ -65,7 +65,7 @@ test-all: $(STAMP) ## run the slow tests too
 test-extras: $(EXTRAS)/.installed ## run the tests of optional packages, which lie beside the pinned stack
 	PYTHONPATH=$(EXTRAS) $(PYTEST) -m "not long" $(WITH_EXTRAS) $(PYTEST_ARGS)
 
-$(EXTRAS)/.installed: requirements/one_card.txt requirements/verifiers.txt | $(STAMP)
+$(EXTRAS)/.installed: requirements/one_card.txt requirements/verifiers.txt requirements/bench.txt | $(STAMP)
 	rm -rf $(EXTRAS)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(EXTRAS) $(addprefix -r ,$^)
 	touch $@

@@ -33,6 +33,7 @@ FOUND = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
+    pytest.importorskip("trl")
     folder = save_family(FAMILIES["Qwen2"], tmp_path_factory.mktemp("verify") / "model", tied=True)
     command = [sys.executable, str(Path(__file__).with_name("held_cases.py")), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
