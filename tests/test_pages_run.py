@@ -193,7 +193,7 @@ def test_an_engine_follows_the_trainer_of_the_page(contracts):
 @pytest.mark.slow
 def test_what_was_moved_over_from_trl_runs(tmp_path):
     """Questions of messages in a saved dataset, with the rewards and the config of the page."""
-    _, rewards, _ = blocks("docs/from_trl.md", "python")
+    _, rewards, *_ = blocks("docs/from_trl.md", "python")
     (config,) = blocks("docs/from_trl.md", "yaml")
     settings = yaml.safe_load(config)
     save_tiny_llama(tmp_path / settings["model"], hidden_size=64)
