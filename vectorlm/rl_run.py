@@ -12,7 +12,6 @@ from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.config import Config, RLSettings
-from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.data.tasks import Tasks
 from vectorlm.encoding import end_tokens
 from vectorlm.errors import ConfigError, RewardError
@@ -158,18 +157,8 @@ def _demonstrations(run: Run, rl: RLSettings, policy: LanguageModel) -> Demonstr
     per_pass = max(
         size for size in range(1, rows + 1) if rows % size == 0 and (size * longest <= most or size == 1)
     )
-    loader = StepLoader(
-        load_dataset(sft.dataset),
-        Collator(run.tokenizer.pad_token_id or 0, NextTokens.ignore_index, longest),
-        run.topology,
-        micro_batch_size=per_pass,
-        num_micro_batches=rows // per_pass,
-        seed=run.config.train_parameters.seed,
-        shuffle=True,
-    )
-    plain = policy.untruncated()
-    plain.temperature = 1.0
-    return Demonstrations(plain, loader, sft, rl.max_steps)
+    loader = run.make_loader(sft.dataset, NextTokens.ignore_index, per_pass, rows // per_pass, shuffle=True)
+    return Demonstrations(policy.untruncated(temperature=1.0), loader, sft, rl.max_steps)
 
 
 def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:

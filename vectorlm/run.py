@@ -30,6 +30,7 @@ from vectorlm.checkpoint.folder import (
 from vectorlm.checkpoint.state import CheckpointStore, load_weights
 from vectorlm.config import Config, load_config, save_config, to_plain
 from vectorlm.config.schema import SamplerSettings
+from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.lora.folder import continue_lora, load_adapters, merged
 from vectorlm.lora.load import add_lora
@@ -139,6 +140,27 @@ class Run:
     def load_sharded(self, load: Callable[[bool], nn.Module]) -> nn.Module:
         """Load a model as `vectorlm.train.shard.load_sharded` does, sharded as the config says."""
         return load_sharded(load, self.topology, self.config.train_parameters.model)
+
+    def make_loader(
+        self,
+        path: str,
+        ignore_index: int,
+        micro_batch_size: int,
+        num_micro_batches: int = 1,
+        *,
+        shuffle: bool,
+    ) -> StepLoader:
+        """Read a preprocessed dataset in the optimizer steps of this run; arguments are as for `StepLoader`."""
+        settings = self.config.train_parameters
+        return StepLoader(
+            load_dataset(path),
+            Collator(self.tokenizer.pad_token_id or 0, ignore_index, settings.max_seq_len),
+            self.topology,
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
+            seed=settings.seed,
+            shuffle=shuffle,
+        )
 
     def make_optimizer(self, model: nn.Module, lr: float | None = None) -> torch.optim.Optimizer:
         """Return the optimizer of the trainable parameters; `lr` replaces the config's learning rate."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from vectorlm.algorithms.offline import PAIR_LOSSES
 from vectorlm.config import Config
-from vectorlm.data.loader import Collator, StepLoader, load_dataset
+from vectorlm.data.loader import StepLoader
 from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.models import disable_dropout
@@ -120,12 +120,7 @@ def _objective(run: Run, model: nn.Module, loaders: Sequence[tuple[str, StepLoad
 
 def _loader(run: Run, path: str, *, is_training: bool) -> StepLoader:
     settings, data = run.config.train_parameters, run.config.text
-    return StepLoader(
-        load_dataset(path),
-        Collator(run.tokenizer.pad_token_id or 0, data.ignore_index, settings.max_seq_len),
-        run.topology,
-        micro_batch_size=data.train_bs if is_training else data.eval_bs,
-        num_micro_batches=settings.loop.gradient_accumulation_steps if is_training else 1,
-        seed=settings.seed,
-        shuffle=is_training,
-    )
+    if not is_training:
+        return run.make_loader(path, data.ignore_index, data.eval_bs, shuffle=False)
+    num_micro_batches = settings.loop.gradient_accumulation_steps
+    return run.make_loader(path, data.ignore_index, data.train_bs, num_micro_batches, shuffle=True)

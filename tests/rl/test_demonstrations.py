@@ -30,14 +30,8 @@ def demonstrations(topology, policy, **settings):
     loader = StepLoader(
         Dataset.from_list(rows), collator, topology, micro_batch_size=size, seed=0, shuffle=True
     )
-    plain = replace_temperature(policy)
+    plain = policy.untruncated(temperature=1.0)
     return Demonstrations(plain, loader, SFTSettings(dataset="texts", **settings), num_batches=11)
-
-
-def replace_temperature(policy):
-    plain = policy.untruncated()
-    plain.temperature = 1.0
-    return plain
 
 
 def change(topology, folder, weighting):

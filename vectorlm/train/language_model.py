@@ -130,10 +130,11 @@ class LanguageModel:
         """Return the log-probabilities alone, float32 [B, T]."""
         return self(rows).logprobs
 
-    def untruncated(self) -> LanguageModel:
-        """Return the same model without its support and grammar."""
+    def untruncated(self, temperature: float | None = None) -> LanguageModel:
+        """Return the same model without its support and grammar, and at a temperature of its own if one is given."""
         whole = copy(self)
         whole.support, whole.grammar = WHOLE, None
+        whole.temperature = self.temperature if temperature is None else temperature
         return whole
 
     @torch.no_grad()

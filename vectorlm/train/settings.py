@@ -79,7 +79,7 @@ class ModelSettings:
     use_mp: bool | None = None
     """Mixed precision: compute in bfloat16, sum gradients in float32. null means on CUDA alone."""
     use_activation_checkpointing: Recomputation = False
-    """Recompute activations in the backward pass instead of keeping them: of all blocks, of one in so many, of all but
+    """Recompute activations in the backward pass instead of keeping them: of all blocks, of every k-th, of all but
     attention (`keep_attention`), or with what blocks begin with on the host (`offload`, CUDA)."""
     context_parallel: PositiveInt = 1
     """Ranks that share the tokens of each pass (Ulysses): long sequences in less memory each. Rows must be packed."""
