@@ -1,9 +1,17 @@
-"""The tables of the README and the pages, made from the result files. Run: python benchmarks/table.py"""
+"""The tables of the README and the pages, made from the result files. Run: python benchmarks/table.py
+
+Each table says at which commit it was measured, and whether the code that it measures has changed since. Only this
+program compares the commits, and it writes what it finds into the pages: the tests read pages and results alone, so
+that they pass in a clone without history and do not fail because of the next commit.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,21 +165,119 @@ PAGES = {
 }
 """Which results each page shows."""
 
+_SAMPLING = ("vectorlm/engine", "vectorlm/backends/vllm")
+_TRAINING = ("vectorlm/train", "vectorlm/data")
+_LEARNING = ("vectorlm/rl", "vectorlm/algorithms", "vectorlm/train")
+MEASURED_CODE = {
+    "async": (*_LEARNING, *_SAMPLING, "vectorlm/rollouts", "benchmarks/async.py"),
+    "before_after": (*_SAMPLING, "vectorlm/weights", "benchmarks/before_after.py"),
+    "broadcast": ("vectorlm/engine", "vectorlm/ranks", "benchmarks/broadcast.py"),
+    "busy": (*_LEARNING, *_SAMPLING, "vectorlm/ranks", "benchmarks/busy.py"),
+    "choosing": (*_LEARNING, "benchmarks/choosing.py"),
+    "correction": (*_LEARNING, "benchmarks/correction.py"),
+    "countdown": (*_LEARNING, "benchmarks/countdown.py"),
+    "distill": (*_LEARNING, "benchmarks/distill.py"),
+    "environments": ("vectorlm/rollouts", "vectorlm/workers", "benchmarks/environments.py"),
+    "faults": ("vectorlm", "benchmarks/faults.py", "benchmarks/fault_kinds.py"),
+    "gpu": ("vectorlm", "tests/gpu"),
+    "hot_swap": (*_SAMPLING, "vectorlm/weights", "benchmarks/hot_swap.py"),
+    "mutants": ("vectorlm", "tests", "benchmarks/mutants.py"),
+    "papers": (*_LEARNING, "benchmarks/papers.py"),
+    "real": (*_LEARNING, *_SAMPLING, "vectorlm/data", "benchmarks/real.py"),
+    "rl_step": (*_LEARNING, *_SAMPLING, "benchmarks/rl_step.py"),
+    "same_run": ("vectorlm", "benchmarks/same_run.py"),
+    "sampling": (*_SAMPLING, "benchmarks/sampling.py"),
+    "sampling_parts": (*_SAMPLING, "benchmarks/sampling_parts.py"),
+    "sft": (*_TRAINING, "benchmarks/sft.py"),
+    "simulate": ("vectorlm/rollouts", "benchmarks/simulate.py", "benchmarks/simulated.py"),
+    "soak": ("vectorlm", "benchmarks/soak.py"),
+    "staleness": (*_LEARNING, "benchmarks/staleness.py"),
+    "startup": (*_SAMPLING, "benchmarks/startup.py"),
+    "truncation": ("vectorlm/algorithms", "vectorlm/backends/vllm", "benchmarks/truncation.py"),
+}
+"""The files and folders of which each result says something."""
 
-def with_tables(text: str, page: str = "docs/benchmarks.md") -> str:
-    """Return the text of a page with its tables made again, each with its commit and command."""
-    tables = _headlines() if page == "README.md" else "\n\n".join(map(_render, PAGES[page]))
+
+def with_tables(text: str, page: str, changed: Collection[str] | None = None) -> str:
+    """Return the text of a page with its tables made again, each with its command, commit and date.
+
+    `changed` names the results that are older than their code; without it each table keeps what the page says of it.
+    """
+    if changed is None:
+        lines = text.splitlines()
+        changed = [
+            name
+            for name in MEASURED_CODE
+            if any(f"`{_command(name, page)}` at " in line and _mark(page) in line for line in lines)
+        ]
+    tables = (
+        _headlines(changed)
+        if page == "README.md"
+        else "\n\n".join(_render(table, page, changed) for table in PAGES[page])
+    )
     return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{tables}\n{END}", text, flags=re.DOTALL)
 
 
-def _headlines() -> str:
+def results_older_than_their_code() -> list[str]:
+    """Name the results whose code differs from the commit they were measured at, comments and docstrings aside."""
+    return [name for name in MEASURED_CODE if _is_older_than_its_code(name)]
+
+
+def _is_older_than_its_code(name: str) -> bool:
+    result = _read(name)
+    for commit in {row.get("commit", result["commit"]).split()[0] for row in result["rows"]}:
+        differing = _git("diff", "--name-only", commit, "--", *MEASURED_CODE[name])
+        # A commit that is not in the history cannot be compared: its code has been rewritten since.
+        if differing is None or any(_code_differs(commit, path) for path in differing.splitlines()):
+            return True
+    return False
+
+
+def _code_differs(commit: str, path: str) -> bool:
+    old, new = _git("show", f"{commit}:{path}"), ROOT / path
+    if old is None or not new.exists() or new.suffix != ".py":
+        return True
+    return _bare(old) != _bare(new.read_text())
+
+
+def _bare(source: str) -> str:
+    """Return code as a tree without comments and docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = None
+    return ast.dump(tree)
+
+
+def _git(*arguments: str) -> str | None:
+    """Return what git prints, or None if it fails."""
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _command(name: str, page: str) -> str:
+    """Return what a page calls the program of a result."""
+    return f"benchmarks/{name}.py" if page == "README.md" else _read(name)["command"]
+
+
+def _mark(page: str) -> str:
+    """Return what stands beside a result that is older than its code; the README explains its asterisk."""
+    return "\\*" if page == "README.md" else "; the code has changed since"
+
+
+def _origin(name: str, page: str, changed: Collection[str], commit: str | None = None) -> str:
+    """Return which program measured a result, at which commit, on which day."""
+    result = _read(name)
+    mark = _mark(page) if name in changed else ""
+    return f"`{_command(name, page)}` at {commit or result['commit']} ({result['date']}{mark})"
+
+
+def _headlines(changed: Collection[str]) -> str:
     """Return the README's table: one number of each of seven benchmarks, and what it was measured beside."""
     lines = ["| on two CPU cores | vectorlm | beside it | measured by |", "| --- | ---: | ---: | --- |"]
 
     def add(what: str, ours: str, other: str, name: str, commit: str | None = None) -> None:
-        lines.append(
-            f"| {what} | {ours} | {other} | `benchmarks/{name}.py` at {commit or _read(name)['commit']} |"
-        )
+        lines.append(f"| {what} | {ours} | {other} | {_origin(name, 'README.md', changed, commit)} |")
 
     swap = {row["what"]: row["ms"] for row in _read("hot_swap")["rows"]}
     add(
@@ -227,16 +333,20 @@ def _read(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
-def _render(table: Table) -> str:
+def _render(table: Table, page: str, changed: Collection[str]) -> str:
     result = _read(table.result)
     columns = table.columns or tuple(result["rows"][0])
     lines = [columns, ("---", *["---:"] * (len(columns) - 1))]
     lines += [[str(row[column]) for column in columns] for row in result["rows"]]
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{table.title}; `{result['command']}` at {result['commit']}:\n\n{rows}"
+    return f"{table.title}; {_origin(table.result, page, changed)}:\n\n{rows}"
 
 
 if __name__ == "__main__":
+    # A clone without history says nothing of old commits: the pages keep what they say.
+    has_history = _git("rev-parse", "--is-shallow-repository") == "false"
+    changed = results_older_than_their_code() if has_history else None
     for page in ("README.md", *PAGES):
         path = ROOT / page
-        path.write_text(with_tables(path.read_text(), page))
+        path.write_text(with_tables(path.read_text(), page, changed))
+    print("older than their code:", ", ".join(changed) if changed is not None else "unknown, no history here")

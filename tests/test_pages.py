@@ -1,5 +1,6 @@
 """README and docs/: links lead somewhere, commands and settings exist, generated parts are current."""
 
+import json
 import os
 import re
 import shlex
@@ -65,6 +66,57 @@ def test_the_tables_are_those_of_the_result_files(monkeypatch):
 
     for page in ("README.md", *PAGES_WITH_TABLES):
         assert with_tables(text_of(page), page) == text_of(page), f"{page}: run python benchmarks/table.py"
+
+
+def test_every_result_has_a_commit_a_date_and_the_list_of_the_code_that_it_measures(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from table import MEASURED_CODE
+
+    results = {path.stem: path for path in (ROOT / "benchmarks/results").glob("*.json")}
+    assert sorted(results) == sorted(MEASURED_CODE)
+    assert all(json.loads(path.read_text()).keys() >= {"commit", "date"} for path in results.values())
+    assert [each for files in MEASURED_CODE.values() for each in files if not (ROOT / each).exists()] == []
+
+
+def test_a_result_is_older_than_its_code_once_more_than_comments_and_docstrings_changed(
+    monkeypatch, tmp_path
+):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import table
+
+    def git(*words):
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(
+            ["git", *author, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    code, result = tmp_path / "vectorlm/swap.py", tmp_path / "benchmarks/results/swap.json"
+    code.parent.mkdir()
+    code.write_text('"""Swap."""\nSIZE = 1  # of a piece\n')
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "start")
+    result.parent.mkdir(parents=True)
+    found = {"commit": git("rev-parse", "HEAD"), "command": "python benchmarks/swap.py", "date": "2026-11-26"}
+    result.write_text(json.dumps({**found, "rows": [{"ms": 1}]}))
+    monkeypatch.setattr(table, "ROOT", tmp_path)
+    monkeypatch.setattr(table, "MEASURED_CODE", {"swap": ("vectorlm",)})
+    monkeypatch.setattr(table, "PAGES", {"docs/a.md": [table.Table("swap", "Swaps")]})
+    page = f"{table.BEGIN}{table.END}"
+
+    code.write_text('"""Swap weights."""\nSIZE = 1  # bytes\n')
+    assert table.results_older_than_their_code() == []
+    assert "(2026-11-26):" in table.with_tables(page, "docs/a.md", [])
+
+    code.write_text('"""Swap weights."""\nSIZE = 2  # bytes\n')
+    assert table.results_older_than_their_code() == ["swap"]
+    marked = table.with_tables(page, "docs/a.md", ["swap"])
+    assert "(2026-11-26; the code has changed since):" in marked
+    assert table.with_tables(marked, "docs/a.md") == marked
+
+    result.write_text(json.dumps({**found, "commit": "0" * 40, "rows": [{"ms": 1}]}))
+    assert table.results_older_than_their_code() == ["swap"], "a commit that is not there cannot be compared"
 
 
 @pytest.mark.parametrize("line", COMMANDS)
