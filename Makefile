@@ -89,7 +89,7 @@ $(DOCS)/.installed: requirements/docs.txt | $(STAMP)
 	$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/docs.txt
 	touch $@
 
-bench: $(STAMP) ## run every benchmark
+bench: $(STAMP) ## measure swaps, sampling, broadcasting and starting
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 
 slides: $(STAMP) ## draw the charts of the talk from measured results, and build slides/vectorlm.pdf
