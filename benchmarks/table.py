@@ -1,8 +1,9 @@
 """The tables of the README and the pages, made from the result files. Run: python benchmarks/table.py
 
-Each table says at which commit it was measured, and whether the code that it measures has changed since. Only this
-program compares the commits, and it writes what it finds into the pages: the tests read pages and results alone, so
-that they pass in a clone without history and do not fail because of the next commit.
+A page names the results it shows: `<!-- benchmarks: begin NAME -->`. Each table says at which commit it was measured,
+and whether the code that it measures has changed since. Only this program compares the commits, and it writes what it
+finds into the pages: the tests read pages and results alone, so that they pass in a clone without history and do not
+fail because of the next commit.
 """
 
 from __future__ import annotations
@@ -17,185 +18,255 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+REGION = re.compile(r"(<!-- benchmarks: begin ?(\w*) -->\n).*?(<!-- benchmarks: end -->)", re.DOTALL)
+"""What this program writes: the tables of a result, or without a name the README's."""
 
 
 @dataclass(frozen=True)
 class Table:
     """Rows of a result as a page shows them."""
 
-    result: str
-    """The file, by its name."""
     title: str
     columns: tuple[str, ...] = ()
     """Those that are shown; all when empty."""
 
 
-PAGES = {
-    "docs/benchmarks.md": [
-        Table(
-            "hot_swap",
-            "One hot swap of 142 MB, beside one memcpy of the same bytes (median of 25, taken in turn)",
-        ),
-        Table(
-            "sampling",
-            "Sampling with log-probabilities, prompts of 32 tokens (medians of 7, taken in turn)",
-        ),
-        Table(
-            "broadcast",
-            "512 completions of 256 tokens with log-probabilities given to two ranks (median of 9)",
-        ),
-        Table("startup", "From the import to the first token (medians, taken in turn)"),
-        Table(
-            "countdown",
-            "Right answers to held-out Countdown questions, in percent: mean (range) of three seeds",
-        ),
-        Table(
-            "rl_step",
-            "A step of GRPO of 36 M parameters beside TRL with vLLM in its process (medians of six steps in three "
-            "runs, taken in turn; [speed.md](speed.md))",
-            ("", "prompt + completion", "s a step", "times as fast", "memory of an update, MB", "commit"),
-        ),
-        Table(
-            "real",
-            "Steps of SmolLM2-135M-Instruct in fp32 beside TRL's: GRPO with 64 completions of 24 tokens after chats of "
-            "up to 72, and fine-tuning on eight texts of 24 to 256 tokens (medians of two runs, taken in turn)",
-        ),
-        Table(
-            "faults",
-            "Runs that were broken on purpose, by kind of fault ([reliability.md](reliability.md))",
-        ),
-    ],
-    "docs/speed.md": [
-        Table(
-            "before_after",
-            "Sampling, swaps and dynamic sampling of two commits, and bare vLLM (medians of three rounds, in turn)",
-        ),
-        Table(
-            "sampling_parts",
-            "Where sampling's time goes, with texts and log-probabilities (medians of three rounds)",
-        ),
-        Table("rl_step", "A step of GRPO: tokens, completions of a group and groups (medians of six steps)"),
-        Table(
-            "sft",
-            "Fine-tuning on texts of a long tail of lengths, packed into rows of 1,024 tokens (medians of nine steps)",
-        ),
-    ],
-    "docs/reference_and_teacher.md": [
-        Table(
-            "distill",
-            "A Countdown student of 0.1 M parameters after as many tokens, from the same start: mean (range) of three "
-            "seeds",
-        ),
-    ],
-    "docs/truncated_sampling.md": [
-        Table(
-            "truncation",
-            "Log-probabilities of the engine and of the trainer, which computes in float32",
-        ),
-    ],
-    "docs/engines.md": [
-        Table(
-            "busy",
-            "A GRPO step of 512 completions on 2 cores, alone and beside one process that computes all the time",
-        )
-    ],
-    "docs/correction.md": [
-        Table(
-            "correction",
-            "Points of held-out accuracy that 40 steps on Countdown gain: mean (range) of the seeds",
-        )
-    ],
-    "docs/choosing.md": [
-        Table("choosing", "Held-out accuracy by step, in percent, and the gain in points; one seed")
-    ],
-    "docs/async.md": [
-        Table(
-            "async",
-            "Time of a step, and until the reward is there: mean (range) of the seeds",
-            (
-                "run",
-                "lengths",
-                "seeds",
-                "s a step",
-                "predicted",
-                "times as fast",
-                "steps to reward 0.25",
-                "s to reward 0.25",
-                "steps to reward 0.28",
-                "s to reward 0.28",
-                "reward at the end",
-                "commit",
-            ),
-        ),
-        Table(
-            "async",
-            "Age of what is trained on, and who waited, of the same runs",
-            (
-                "run",
-                "lengths",
-                "tokens, mean and longest",
-                "lag",
-                "by formula",
-                "lag of a token, mean and most",
-                "ESS",
-                "stall, %",
-                "engine idle, %",
-                "trainer idle, %",
-            ),
-        ),
-        Table(
-            "staleness",
-            "Points of held-out accuracy that 64 optimizer steps gain, and the KL divergence of the trained policy "
-            "from its start in nats of a completion: mean (range) of the seeds",
-        ),
-    ],
-    "docs/papers.md": [Table("papers", "Measured; seeds as mean (range)")],
-    "docs/simulation.md": [
-        Table(
-            "simulate",
-            "**Simulated, not measured**: a step of 128 prompts with 16 completions of Llama 3.1 8B on H100 GPUs",
-        ),
-    ],
-    "docs/reliability.md": [
-        Table("faults", "Runs that were broken on purpose, by kind of fault"),
-        Table("soak", "Two long runs on two ranks, after a tenth of each and at its end"),
-        Table("mutants", "Changes to the code, one at a time, and whether the tests notice"),
-    ],
-}
-"""Which results each page shows."""
+@dataclass(frozen=True)
+class Result:
+    """A file in benchmarks/results."""
+
+    code: tuple[str, ...]
+    """The files and folders of which it says something."""
+    tables: tuple[Table, ...] = ()
+
 
 _SAMPLING = ("vectorlm/engine", "vectorlm/backends/vllm")
-_TRAINING = ("vectorlm/train", "vectorlm/data")
 _LEARNING = ("vectorlm/rl", "vectorlm/algorithms", "vectorlm/train")
-MEASURED_CODE = {
-    "async": (*_LEARNING, *_SAMPLING, "vectorlm/rollouts", "benchmarks/async.py"),
-    "before_after": (*_SAMPLING, "vectorlm/weights", "benchmarks/before_after.py"),
-    "broadcast": ("vectorlm/engine", "vectorlm/ranks", "benchmarks/broadcast.py"),
-    "busy": (*_LEARNING, *_SAMPLING, "vectorlm/ranks", "benchmarks/busy.py"),
-    "choosing": (*_LEARNING, "benchmarks/choosing.py"),
-    "correction": (*_LEARNING, "benchmarks/correction.py"),
-    "countdown": (*_LEARNING, "benchmarks/countdown.py"),
-    "distill": (*_LEARNING, "benchmarks/distill.py"),
-    "environments": ("vectorlm/rollouts", "vectorlm/workers", "benchmarks/environments.py"),
-    "faults": ("vectorlm", "benchmarks/faults.py", "benchmarks/fault_kinds.py"),
-    "gpu": ("vectorlm", "tests/gpu"),
-    "hot_swap": (*_SAMPLING, "vectorlm/weights", "benchmarks/hot_swap.py"),
-    "mutants": ("vectorlm", "tests", "benchmarks/mutants.py"),
-    "papers": (*_LEARNING, "benchmarks/papers.py"),
-    "real": (*_LEARNING, *_SAMPLING, "vectorlm/data", "benchmarks/real.py"),
-    "rl_step": (*_LEARNING, *_SAMPLING, "benchmarks/rl_step.py"),
-    "same_run": ("vectorlm", "benchmarks/same_run.py"),
-    "sampling": (*_SAMPLING, "benchmarks/sampling.py"),
-    "sampling_parts": (*_SAMPLING, "benchmarks/sampling_parts.py"),
-    "sft": (*_TRAINING, "benchmarks/sft.py"),
-    "simulate": ("vectorlm/rollouts", "benchmarks/simulate.py", "benchmarks/simulated.py"),
-    "soak": ("vectorlm", "benchmarks/soak.py"),
-    "staleness": (*_LEARNING, "benchmarks/staleness.py"),
-    "startup": (*_SAMPLING, "benchmarks/startup.py"),
-    "truncation": ("vectorlm/algorithms", "vectorlm/backends/vllm", "benchmarks/truncation.py"),
+RESULTS = {
+    "async": Result(
+        code=(*_LEARNING, *_SAMPLING, "vectorlm/rollouts", "benchmarks/async.py"),
+        tables=(
+            Table(
+                "Time of a step, and until the reward is there: mean (range) of the seeds",
+                (
+                    "run",
+                    "lengths",
+                    "seeds",
+                    "s a step",
+                    "predicted",
+                    "times as fast",
+                    "steps to reward 0.25",
+                    "s to reward 0.25",
+                    "steps to reward 0.28",
+                    "s to reward 0.28",
+                    "reward at the end",
+                    "commit",
+                ),
+            ),
+            Table(
+                "Age of what is trained on, and who waited, of the same runs",
+                (
+                    "run",
+                    "lengths",
+                    "tokens, mean and longest",
+                    "lag",
+                    "by formula",
+                    "lag of a token, mean and most",
+                    "ESS",
+                    "stall, %",
+                    "engine idle, %",
+                    "trainer idle, %",
+                ),
+            ),
+        ),
+    ),
+    "before_after": Result(
+        code=(*_SAMPLING, "vectorlm/weights", "benchmarks/before_after.py"),
+        tables=(
+            Table(
+                "Sampling, swaps and dynamic sampling of two commits, and bare vLLM (medians of three "
+                "rounds, in turn)",
+            ),
+        ),
+    ),
+    "broadcast": Result(
+        code=("vectorlm/engine", "vectorlm/ranks", "benchmarks/broadcast.py"),
+        tables=(
+            Table(
+                "512 completions of 256 tokens with log-probabilities given to two ranks (median of 9)",
+            ),
+        ),
+    ),
+    "busy": Result(
+        code=(*_LEARNING, *_SAMPLING, "vectorlm/ranks", "benchmarks/busy.py"),
+        tables=(
+            Table(
+                "A GRPO step of 512 completions on 2 cores, alone and beside one process that computes "
+                "all the time",
+            ),
+        ),
+    ),
+    "choosing": Result(
+        code=(*_LEARNING, "benchmarks/choosing.py"),
+        tables=(
+            Table(
+                "Held-out accuracy by step, in percent, and the gain in points; one seed",
+            ),
+        ),
+    ),
+    "correction": Result(
+        code=(*_LEARNING, "benchmarks/correction.py"),
+        tables=(
+            Table(
+                "Points of held-out accuracy that 40 steps on Countdown gain: mean (range) of the seeds",
+            ),
+        ),
+    ),
+    "countdown": Result(
+        code=(*_LEARNING, "benchmarks/countdown.py"),
+        tables=(
+            Table(
+                "Right answers to held-out Countdown questions, in percent: mean (range) of three seeds",
+            ),
+        ),
+    ),
+    "distill": Result(
+        code=(*_LEARNING, "benchmarks/distill.py"),
+        tables=(
+            Table(
+                "A Countdown student of 0.1 M parameters after as many tokens, from the same start: mean "
+                "(range) of three seeds",
+            ),
+        ),
+    ),
+    "environments": Result(
+        code=("vectorlm/rollouts", "vectorlm/workers", "benchmarks/environments.py"),
+    ),
+    "faults": Result(
+        code=("vectorlm", "benchmarks/faults.py", "benchmarks/fault_kinds.py"),
+        tables=(
+            Table(
+                "Runs that were broken on purpose, by kind of fault",
+            ),
+        ),
+    ),
+    "gpu": Result(
+        code=("vectorlm", "tests/gpu"),
+    ),
+    "hot_swap": Result(
+        code=(*_SAMPLING, "vectorlm/weights", "benchmarks/hot_swap.py"),
+        tables=(
+            Table(
+                "One hot swap of 142 MB, beside one memcpy of the same bytes (median of 25, taken in turn)",
+            ),
+        ),
+    ),
+    "mutants": Result(
+        code=("vectorlm", "tests", "benchmarks/mutants.py"),
+        tables=(
+            Table(
+                "Changes to the code, one at a time, and whether the tests notice",
+            ),
+        ),
+    ),
+    "papers": Result(
+        code=(*_LEARNING, "benchmarks/papers.py"),
+        tables=(
+            Table(
+                "Measured; seeds as mean (range)",
+            ),
+        ),
+    ),
+    "real": Result(
+        code=(*_LEARNING, *_SAMPLING, "vectorlm/data", "benchmarks/real.py"),
+        tables=(
+            Table(
+                "Steps of SmolLM2-135M-Instruct in fp32 beside TRL's: GRPO with 64 completions of 24 "
+                "tokens after chats of up to 72, and fine-tuning on eight texts of 24 to 256 tokens "
+                "(medians of two runs, taken in turn)",
+            ),
+        ),
+    ),
+    "rl_step": Result(
+        code=(*_LEARNING, *_SAMPLING, "benchmarks/rl_step.py"),
+        tables=(
+            Table(
+                "A step of GRPO: tokens, completions of a group and groups (medians of six steps)",
+            ),
+        ),
+    ),
+    "same_run": Result(
+        code=("vectorlm", "benchmarks/same_run.py"),
+    ),
+    "sampling": Result(
+        code=(*_SAMPLING, "benchmarks/sampling.py"),
+        tables=(
+            Table(
+                "Sampling with log-probabilities, prompts of 32 tokens (medians of 7, taken in turn)",
+            ),
+        ),
+    ),
+    "sampling_parts": Result(
+        code=(*_SAMPLING, "benchmarks/sampling_parts.py"),
+        tables=(
+            Table(
+                "Where sampling's time goes, with texts and log-probabilities (medians of three rounds)",
+            ),
+        ),
+    ),
+    "sft": Result(
+        code=("vectorlm/train", "vectorlm/data", "benchmarks/sft.py"),
+        tables=(
+            Table(
+                "Fine-tuning on texts of a long tail of lengths, packed into rows of 1,024 tokens "
+                "(medians of nine steps)",
+            ),
+        ),
+    ),
+    "simulate": Result(
+        code=("vectorlm/rollouts", "benchmarks/simulate.py", "benchmarks/simulated.py"),
+        tables=(
+            Table(
+                "**Simulated, not measured**: a step of 128 prompts with 16 completions of Llama 3.1 8B "
+                "on H100 GPUs",
+            ),
+        ),
+    ),
+    "soak": Result(
+        code=("vectorlm", "benchmarks/soak.py"),
+        tables=(
+            Table(
+                "Two long runs on two ranks, after a tenth of each and at its end",
+            ),
+        ),
+    ),
+    "staleness": Result(
+        code=(*_LEARNING, "benchmarks/staleness.py"),
+        tables=(
+            Table(
+                "Points of held-out accuracy that 64 optimizer steps gain, and the KL divergence of the "
+                "trained policy from its start in nats of a completion: mean (range) of the seeds",
+            ),
+        ),
+    ),
+    "startup": Result(
+        code=(*_SAMPLING, "benchmarks/startup.py"),
+        tables=(
+            Table(
+                "From the import to the first token (medians, taken in turn)",
+            ),
+        ),
+    ),
+    "truncation": Result(
+        code=("vectorlm/algorithms", "vectorlm/backends/vllm", "benchmarks/truncation.py"),
+        tables=(
+            Table(
+                "Log-probabilities of the engine and of the trainer, which computes in float32",
+            ),
+        ),
+    ),
 }
-"""The files and folders of which each result says something."""
+"""Every file in benchmarks/results, with what it measures and how a page shows it."""
 
 
 def with_tables(text: str, page: str, changed: Collection[str] | None = None) -> str:
@@ -207,26 +278,37 @@ def with_tables(text: str, page: str, changed: Collection[str] | None = None) ->
         lines = text.splitlines()
         changed = [
             name
-            for name in MEASURED_CODE
+            for name in RESULTS
             if any(f"`{_command(name, page)}` at " in line and _mark(page) in line for line in lines)
         ]
-    tables = (
-        _headlines(changed)
-        if page == "README.md"
-        else "\n\n".join(_render(table, page, changed) for table in PAGES[page])
-    )
-    return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{tables}\n{END}", text, flags=re.DOTALL)
+
+    def tables(match: re.Match[str]) -> str:
+        name = match[2]
+        made = (
+            [_render(name, table, page, changed) for table in RESULTS[name].tables]
+            if name
+            else [_headlines(changed)]
+        )
+        return match[1] + "\n\n".join(made) + "\n" + match[3]
+
+    return REGION.sub(tables, text)
+
+
+def pages_with_tables() -> list[str]:
+    """Name the pages that show results."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [str(page.relative_to(ROOT)) for page in pages if REGION.search(page.read_text())]
 
 
 def results_older_than_their_code() -> list[str]:
     """Name the results whose code differs from the commit they were measured at, comments and docstrings aside."""
-    return [name for name in MEASURED_CODE if _is_older_than_its_code(name)]
+    return [name for name in RESULTS if _is_older_than_its_code(name)]
 
 
 def _is_older_than_its_code(name: str) -> bool:
     result = _read(name)
     for commit in {row.get("commit", result["commit"]).split()[0] for row in result["rows"]}:
-        differing = _git("diff", "--name-only", commit, "--", *MEASURED_CODE[name])
+        differing = _git("diff", "--name-only", commit, "--", *RESULTS[name].code)
         # A commit that is not in the history cannot be compared: its code has been rewritten since.
         if differing is None or any(_code_differs(commit, path) for path in differing.splitlines()):
             return True
@@ -333,20 +415,20 @@ def _read(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
-def _render(table: Table, page: str, changed: Collection[str]) -> str:
-    result = _read(table.result)
+def _render(name: str, table: Table, page: str, changed: Collection[str]) -> str:
+    result = _read(name)
     columns = table.columns or tuple(result["rows"][0])
     lines = [columns, ("---", *["---:"] * (len(columns) - 1))]
     lines += [[str(row[column]) for column in columns] for row in result["rows"]]
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{table.title}; {_origin(table.result, page, changed)}:\n\n{rows}"
+    return f"{table.title}; {_origin(name, page, changed)}:\n\n{rows}"
 
 
 if __name__ == "__main__":
     # A clone without history says nothing of old commits: the pages keep what they say.
     has_history = _git("rev-parse", "--is-shallow-repository") == "false"
     changed = results_older_than_their_code() if has_history else None
-    for page in ("README.md", *PAGES):
+    for page in pages_with_tables():
         path = ROOT / page
         path.write_text(with_tables(path.read_text(), page, changed))
     print("older than their code:", ", ".join(changed) if changed is not None else "unknown, no history here")

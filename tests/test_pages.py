@@ -61,21 +61,28 @@ def test_the_site_has_every_page_and_the_reference_every_public_name():
 
 def test_the_tables_are_those_of_the_result_files(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from table import PAGES as PAGES_WITH_TABLES
-    from table import with_tables
+    from table import pages_with_tables, with_tables
 
-    for page in ("README.md", *PAGES_WITH_TABLES):
+    for page in pages_with_tables():
         assert with_tables(text_of(page), page) == text_of(page), f"{page}: run python benchmarks/table.py"
 
 
 def test_every_result_has_a_commit_a_date_and_the_list_of_the_code_that_it_measures(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from table import MEASURED_CODE
+    from table import RESULTS
 
-    results = {path.stem: path for path in (ROOT / "benchmarks/results").glob("*.json")}
-    assert sorted(results) == sorted(MEASURED_CODE)
-    assert all(json.loads(path.read_text()).keys() >= {"commit", "date"} for path in results.values())
-    assert [each for files in MEASURED_CODE.values() for each in files if not (ROOT / each).exists()] == []
+    files = {path.stem: path for path in (ROOT / "benchmarks/results").glob("*.json")}
+    assert sorted(files) == sorted(RESULTS)
+    assert all(json.loads(path.read_text()).keys() >= {"commit", "date"} for path in files.values())
+    assert [path for result in RESULTS.values() for path in result.code if not (ROOT / path).exists()] == []
+
+
+def test_every_table_stands_on_one_page(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from table import REGION, RESULTS, pages_with_tables
+
+    shown = [name for page in pages_with_tables() for _, name, _ in REGION.findall(text_of(page)) if name]
+    assert sorted(shown) == sorted(name for name, result in RESULTS.items() if result.tables)
 
 
 def test_a_result_is_older_than_its_code_once_more_than_comments_and_docstrings_changed(
@@ -101,9 +108,8 @@ def test_a_result_is_older_than_its_code_once_more_than_comments_and_docstrings_
     found = {"commit": git("rev-parse", "HEAD"), "command": "python benchmarks/swap.py", "date": "2026-11-26"}
     result.write_text(json.dumps({**found, "rows": [{"ms": 1}]}))
     monkeypatch.setattr(table, "ROOT", tmp_path)
-    monkeypatch.setattr(table, "MEASURED_CODE", {"swap": ("vectorlm",)})
-    monkeypatch.setattr(table, "PAGES", {"docs/a.md": [table.Table("swap", "Swaps")]})
-    page = f"{table.BEGIN}{table.END}"
+    monkeypatch.setattr(table, "RESULTS", {"swap": table.Result(("vectorlm",), (table.Table("Swaps"),))})
+    page = "<!-- benchmarks: begin swap -->\n<!-- benchmarks: end -->"
 
     code.write_text('"""Swap weights."""\nSIZE = 1  # bytes\n')
     assert table.results_older_than_their_code() == []
