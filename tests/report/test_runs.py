@@ -95,7 +95,7 @@ def test_a_run_that_goes_on_says_how_far_it_is(tmp_path):
         assert run.progress() == "step 12 of 40, about 56 s left, 2.00 s a step, 1,234 tokens/s"
         an_hour_ago = time.time() - 3600
         os.utime(tmp_path / "metrics.jsonl", (an_hour_ago, an_hour_ago))
-        assert run.state() == ("silent for 60 min: docs/reliability.md", False)
+        assert run.state() == ("silent for 60 min: docs/howto/hang.md", False)
     assert run.progress() == "step 12 of 40, 2.00 s a step, 1,234 tokens/s"
 
 

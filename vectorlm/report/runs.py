@@ -157,7 +157,7 @@ class RunFolder:
             return "writing the final model", True
         silent_s = time.time() - (self.path / "metrics.jsonl").stat().st_mtime
         if silent_s > max(SILENT_S, SILENT_STEPS * (self.step_s or 0.0)):
-            return f"silent for {span(silent_s)}: docs/reliability.md", False
+            return f"silent for {span(silent_s)}: docs/howto/hang.md", False
         return f"running for {span(time.time() - self.start['started_at'])}", True
 
     def progress(self) -> str:
