@@ -122,7 +122,7 @@ def test_the_same_command_again_goes_on_and_other_settings_are_refused(inputs, w
     assert lines(output / "metrics.jsonl")[:5] == lines(whole / "metrics.jsonl")[:5]
     assert losses_of(output) == losses_of(whole)
     other = make_config(inputs, output, checkpointing_enabled=True, seed=4)
-    message = r"CheckpointError: cannot go on from \S+step-00000006: train_parameters.seed=4 \(was 3\)\. "
+    message = r"CheckpointError: cannot resume from \S+step-00000006: train_parameters.seed=4 \(was 3\)\. "
     with pytest.raises(AssertionError, match=message):
         on_ranks(2, train, other)
 

@@ -12,7 +12,7 @@ from sft_runs import make_config
 
 from vectorlm.cli import main
 
-NO_PICTURES = "pictures: none, for the package matplotlib is not installed. Run `pip install matplotlib`."
+NO_PICTURES = "pictures: none, because matplotlib is not installed. Run `pip install matplotlib`."
 HIDING = """
 import sys
 from importlib.machinery import PathFinder

@@ -85,7 +85,7 @@ def test_a_run_on_two_sources_goes_on_bit_for_bit_from_a_checkpoint(files, tmp_p
             {"letters": {"rewards": {"reasoning_gym": 1}}},
             "rl.sources.letters.rewards.reasoning_gym=1 asks for 'item'",
         ),
-        ({"tasks": {"held_out": {**TASK, "seed": 99}}}, "rl.sources.tasks.held_out.seed=99 makes items of"),
+        ({"tasks": {"held_out": {**TASK, "seed": 99}}}, "rl.sources.tasks.held_out.seed=99 repeats items of"),
         (
             {"letters": {"held_out": "absent.jsonl"}},
             "rl.sources.letters.held_out='absent.jsonl' does not exist",

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from vectorlm.train.recorder import OnStep
 
 HELD_OUT = 0.05
-"""Share of the rows that fine-tuning keeps to evaluate on, where it is given no others."""
+"""Share of the rows that `finetune` evaluates on if it is given no `eval_dataset`."""
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run has left in its folder."""
+    """A finished run: its folder, its model and what it logged."""
 
     output_dir: Path
 
@@ -44,12 +44,12 @@ class FinishedRun:
 
     @property
     def metrics(self) -> Any:
-        """What was logged at each step: a data frame where pandas is installed, else a list of dictionaries."""
+        """A row of numbers for each step: a data frame if pandas is installed, else a list of dictionaries."""
         return _table(self.output_dir / "metrics.jsonl")
 
     @property
     def rollouts(self) -> Any:
-        """The same of the rollouts that reinforcement learning trained on."""
+        """A row for each completion that reinforcement learning trained on, in the same form."""
         return _table(self.output_dir / "rollouts.jsonl")
 
 
@@ -80,13 +80,14 @@ def reinforce(
         algorithm: A row of ``vectorlm algorithms``, or ``file.py:NAME``.
         lr: Learning rate.
         prompts_per_step: Prompts of a step, each with ``group_size`` completions.
-        output_dir: Folder of the run; None makes a new one under ``runs``. A run that was ended goes on in its folder.
+        output_dir: Folder of the run; None makes a new one under ``runs``. An interrupted run resumes in its folder.
         world_size: Number of ranks.
-        on_step: ``on_step(step, metrics, rollouts)``, called in the process of rank 0 after each step with copies of
-            its line in ``metrics.jsonl``, without the seconds of its phases, and of its lines in ``rollouts.jsonl``.
-            If it returns True, the run ends after this step as after its last one; if it raises, the run fails.
-        **settings: Other settings of a config by their last name (``lr=1e-6``), where several have it that nearest the
-            top; or whole sections (``train_parameters={"optimizer": {"lr": 1e-6}}``).
+        on_step: Called as ``on_step(step, metrics, rollouts)`` in the process of rank 0 after each step, with copies of
+            the step's lines in ``metrics.jsonl`` (without the seconds of its phases) and ``rollouts.jsonl``. If it
+            returns True, the run ends after this step as after its last one; if it raises, the run fails.
+        **settings: Other settings of a config, by the last part of their name (``group_size=8``). If several settings
+            have that name, it is the one nearest the top. Or whole sections
+            (``train_parameters={"optimizer": {"lr": 1e-6}}``).
 
     Raises:
         ConfigError: A setting is unknown or wrong; lists them all.
@@ -177,7 +178,7 @@ def finetune(
 
 
 def start(config: Config, world_size: int, on_step: OnStep | None = None) -> str | None:
-    """Check a config, then train on every rank as it says: by rewards where it has a section ``rl``, else on a dataset.
+    """Check a config, then train on every rank: by rewards if it has a section ``rl``, else on a dataset.
 
     Under torchrun or srun, which decide the number of ranks, rank 0 checks for all.
 
@@ -187,7 +188,7 @@ def start(config: Config, world_size: int, on_step: OnStep | None = None) -> str
         on_step: As for `reinforce`.
 
     Returns:
-        What to tell the user where an earlier run has finished here; None where this one did.
+        What to tell the user if an earlier run has already finished here; else None.
 
     Raises:
         ConfigError: As `preflight`.

@@ -31,7 +31,7 @@ class Completion:
     """The sampled tokens, without the prompt."""
     sampler_logprobs: tuple[float, ...]
     """The log-probability of each sampled token under what it was drawn from, after penalties, temperature, `top_k`,
-    `top_p` and `min_p`; at temperature 0 after penalties alone. Empty unless asked for."""
+    `top_p` and `min_p`; at temperature 0 only after penalties. Empty unless requested (``logprobs=0``)."""
     versions: tuple[int, ...]
     """The weight version that sampled each token."""
     text: str
@@ -107,12 +107,12 @@ class Engine(Protocol):
         """Start sampling and return at once."""
 
     def submit_many(self, requests: Sequence[SamplingRequest]) -> Sequence[Handle]:
-        """Do what `submit` does, for several requests."""
+        """Submit several requests at once."""
 
     def poll(self, timeout_s: float = 0.0) -> Sequence[Handle]:
         """Return the handles that have finished, each once, in the order of their submission.
 
-        Handles that were cancelled or asked for their result are left out. Where none has finished, it may wait for
+        Handles that were cancelled or whose result was read are left out. If none has finished, it may wait for
         `timeout_s` seconds.
         """
 

@@ -31,11 +31,11 @@ ARGUMENT = "an argument"
 def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Read a config file; touches no device and imports neither torch nor vLLM.
 
-    An algorithm of one's own (``rl.algorithm: file.py:NAME``) is imported, because its row brings settings.
+    Your own algorithm (``rl.algorithm: file.py:NAME``) is imported, because its row has settings.
 
     Args:
-        path: the YAML file.
-        overrides: settings that win over the file's, each ``a.b=c`` with `c` read as YAML; the last one wins.
+        path: The YAML file.
+        overrides: Settings that win over the file's, each ``a.b=c`` with `c` read as YAML; the last one wins.
 
     Returns:
         The resolved config, with every default filled in.

@@ -239,7 +239,7 @@ class SamplingEngine:
         """Do what ``vllm.LLM.generate`` does, on every rank; takes what `sample` takes and raises as it does.
 
         Args:
-            use_tqdm: Print on rank 0 how long it took; there is no bar, because the engine is another process.
+            use_tqdm: Print on rank 0 how long it took; there is no progress bar.
 
         Returns:
             vLLM's own objects, equal on all ranks. They cost a vLLM import in each rank; `sample` does not.
@@ -272,8 +272,8 @@ class SamplingEngine:
     def submit(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> BatchHandle:
         """Start sampling and return at once; the engine samples while the ranks do something else.
 
-        Takes what `sample` takes, and returns the batch: `done()`, `result(timeout_s)` and `cancel()`. `update` must be
-        told what to do with a batch that is not done (`in_flight`).
+        Takes what `sample` takes, and returns the batch: `done()`, `result(timeout_s)` and `cancel()`. An `update`
+        while the batch is not done needs `in_flight`.
 
         Raises:
             RankMismatch, HandoffTimeout: As for `sample`. Errors of the engine are raised by `result`.
@@ -289,11 +289,11 @@ class SamplingEngine:
     def poll(self, timeout_s: float = 0.0) -> list[BatchHandle]:
         """Return the batches that have finished, each once, in the order of their submission, with their results.
 
-        Batches that were cancelled or asked for their result are left out.
+        Batches that were cancelled or whose result was read are left out.
 
         Args:
-            timeout_s: Where none has finished, wait for one, this many seconds at most; without a batch in flight
-                nothing is waited for.
+            timeout_s: If none has finished, wait for one, this many seconds at most; does not wait if nothing is in
+                flight.
         """
         self.wait_until_ready()
         deadline_s = time.monotonic() + timeout_s

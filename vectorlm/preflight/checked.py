@@ -138,7 +138,7 @@ def _generation_notes(config: Config, max_tokens: float) -> Iterator[str]:
         # Silent: other tools take these over, and their answers would be others.
         if left and parameters.get("temperature") != 0:
             listed = ", ".join(f"{name} {value}" for name, value in left.items())
-            yield f"{path}: {listed} of the model's generation_config.json are left; write them here to use them"
+            yield f"{path}: {listed} of the model's generation_config.json are not used; write them here to use them"
 
 
 def _prompt_notes(
@@ -200,7 +200,7 @@ def _overlaps(
     # Silent: questions that were trained on would be held out.
     for (name, each), (of, asked) in product(prompts.items(), held_out.items()):
         if isinstance(each, Tasks) and isinstance(asked, Tasks) and each.shares_items_with(asked):
-            rule = f"makes items of {_place(name)}: those have seeds from {each.seeds.start} to {each.seeds.stop - 1}"
+            rule = f"repeats items of {_place(name)}, which have seeds from {each.seeds.start} to {each.seeds.stop - 1}"
             place = f"{_place(of, is_held_out=True)}.seed"
             yield refuse(config, place, rule, "Use a seed outside.", asked.seed)
 

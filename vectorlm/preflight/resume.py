@@ -131,7 +131,7 @@ def find_resumption(config: Config, world_size: int, num_examples: int | None = 
         final = path.with_name("final-model")
         start = f": a run there may start from these weights with model={final}" if final.is_dir() else ""
         raise CheckpointError(
-            f"cannot go on from {found.path}: {'; '.join(refused)}. The weights of the checkpoint and its place in "
+            f"cannot resume from {found.path}: {'; '.join(refused)}. The weights of the checkpoint and its place in "
             f"the data depend on this. Restore it, or choose another output_dir{start}. To start over, delete {path}."
         )
     length = _length_setting(config)

@@ -115,7 +115,7 @@ def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> I
                 "makes the engine sample from another distribution than the one that is trained, so that every "
                 "ratio of the two would be wrong"
             )
-            fix = "Use temperature, top_p, top_k and min_p alone; online_dpo, best_of_k and copg may use it."
+            fix = "Use only temperature, top_p, top_k and min_p; online_dpo, best_of_k and copg may use it."
             yield refuse(config, f"rl.sampling_params.{name}", rule, fix)
     if spec.samples_from_policy and (asked := given.get("structured_outputs")):
         # The trainer would follow another grammar than the engine.
@@ -127,9 +127,7 @@ def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> I
         sampler = config.train_parameters.sampler
         for name in ("structured_outputs_config", "reasoning_parser"):
             if sampler is not None and name in sampler.engine.engine_args:
-                rule = (
-                    "changes where the engine follows structured_outputs, and the trainer does not know of it"
-                )
+                rule = "changes where the engine follows structured_outputs, and the trainer would not follow"
                 yield refuse(config, f"train_parameters.sampler.engine.{name}", rule, "Leave it out.")
 
 

@@ -115,7 +115,7 @@ def _training_problems(config: Config) -> Iterator[str]:
             yield refuse(config, "dataset_preprocess.ignore_index", rule, f"Use {index}.")
     # Costs more than a minute: the first step finds it, after models are loaded and completions sampled.
     if train.model.use_flash_attention and not train.model.computes_in_bf16(is_cuda=True):
-        rule = f"computes in 16 bits alone, and use_mp is false with dtype {train.model.dtype}"
+        rule = f"needs 16 bits, and use_mp is false with dtype {train.model.dtype}"
         fix = "Set use_mp to true, or use_flash_attention to false."
         yield refuse(config, "train_parameters.use_flash_attention", rule, fix)
     # Costs more than a minute: the optimizer is made, and first used, after models are loaded.

@@ -46,7 +46,7 @@ def notes_of(config: Config) -> Iterator[str]:
     """Yield what the run does in another way than the file says."""
     yield from config.notes
     if not is_installed("matplotlib"):
-        yield "pictures: none, for the package matplotlib is not installed. Run `pip install matplotlib`."
+        yield "pictures: none, because matplotlib is not installed. Run `pip install matplotlib`."
     if config.train_parameters.model.use_flash_attention and not has_gpu():
         yield "use_flash_attention: there is no CUDA device, so attention is torch's own (SDPA)"
     train, is_cuda = config.train_parameters, has_gpu()

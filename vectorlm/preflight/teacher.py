@@ -50,7 +50,7 @@ def teacher_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
             rule = f"reads at most {limit} tokens, and train_parameters.max_seq_len={longest}"
             yield refuse(config, "rl.teacher.model", rule, fix)
     if teacher.kind == "full" and teacher.server is not None:
-        rule = "needs the teacher's whole distribution, and a server says single log-probabilities"
+        rule = "needs the teacher's whole distribution, and a server returns only the sampled tokens"
         yield refuse(config, "rl.teacher.kind", rule, "Use sampled, or name the teacher's folder.")
     if teacher.kind == "sampled" and not (spec.level == "token" and spec.samples_from_policy):
         rule = f"changes the advantages of tokens that the policy sampled, and {spec.name} learns otherwise"

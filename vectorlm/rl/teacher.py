@@ -59,7 +59,7 @@ class Teacher:
 
 
 class ServerTeacher:
-    """A teacher behind a server, which says single log-probabilities alone."""
+    """A teacher behind a server, which returns only the log-probabilities of the sampled tokens."""
 
     model: nn.Module | None = None
     why_padded: str | None = None
