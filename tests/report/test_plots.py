@@ -76,6 +76,12 @@ def test_losses_and_share_of_right_answers_are_drawn_over_steps(tmp_path, figure
     assert imread(tmp_path / "pictures" / "run.png").shape[:2] == (432, 1056)
 
 
+def test_a_last_point_as_good_as_the_best_has_one_label(tmp_path, figures):
+    shares = [(step, {"eval/accuracy": share}) for step, share in ((0, 0.1), (10, 0.9), (12, 0.9))]
+    plot_runs([write_run(tmp_path, *shares)], tmp_path / "run.png")
+    assert [text.get_text() for text in panels(figures[0])["Right answers"].texts][1:] == ["90%"]
+
+
 def test_a_panel_says_what_to_look_for_and_its_unit(tmp_path, figures):
     run = write_run(tmp_path, (1, {"policy/kl": 0.01, "train/tokens_per_s": 5e3}))
     plot_runs([run], tmp_path / "run.png")

@@ -252,10 +252,12 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[RunFolder]) -> None:
             _draw(axes, points, label, COLOURS[(order if is_alone else place) % len(COLOURS)], line)
             finite = [point for point in points if math.isfinite(point[1])]
             if is_alone and panel.title == "Right answers" and finite:
-                best = max(finite, key=lambda point: point[1])
+                # Of equals the last; the label of a lower last point stands below it, where it hides no other.
+                best = max(reversed(finite), key=lambda point: point[1])
                 texts = {best: f"best {best[1]:.0%}", finite[-1]: f"{finite[-1][1]:.0%}"}
                 for point, text in texts.items():
-                    axes.annotate(text, point, (0, 6), textcoords="offset points", ha="right", fontsize=9)
+                    offset = (0, 6 if point[1] == best[1] else -14)
+                    axes.annotate(text, point, offset, textcoords="offset points", ha="right", fontsize=9)
     _finish(axes, panel)
     if is_alone and (len(panel.curves) > 1 or panel.always_named):
         axes.legend(frameon=False, fontsize=8)
