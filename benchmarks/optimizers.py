@@ -1,0 +1,133 @@
+"""How far each optimizer comes on Countdown beside AdamW, on three seeds. Run: python benchmarks/optimizers.py
+
+Fine-tuning of configs/countdown_student.yaml, 0.1 M parameters, on one rank: 256 steps of 128 texts. Of the learning
+rates that are tried on the first seed, an optimizer gets the one that ends with the lowest held-out loss; AdamW's other
+forms get AdamW's. Accuracy is the share of 512 held-out questions whose likeliest answer is right. What is not
+installed is left out. Writes results/optimizers.json after each run, and goes on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+from found import add_found, read_found
+from report import ROOT, circumstances, mean_and_range, write_result
+
+from vectorlm import HFEngine
+from vectorlm.config import load_config
+from vectorlm.packages import is_installed
+from vectorlm.ranks.topology import Topology
+from vectorlm.rewards.countdown import countdown_reward
+from vectorlm.sft_run import finetune
+from vectorlm.train.optimizers import OPTIMIZERS
+
+SEEDS = (0, 1, 2)
+FOLDER = ROOT / "runs/optimizers"
+OPTIMIZER = "train_parameters.optimizer"
+PLAIN: dict[str, Any] = {f"{OPTIMIZER}.betas": [0.9, 0.999]}
+"""For optimizers that take no `betas`: those that are the default."""
+ARMS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
+    "adamw": ({}, (3e-3, 6e-3)),
+    "adamw8bit": ({}, ()),
+    "adamw4bit": ({}, ()),
+    "adamw, fused, weights in bfloat16": (
+        {f"{OPTIMIZER}.fused": True, "train_parameters.dtype": "bfloat16"},
+        (),
+    ),
+    "muon": ({}, (3e-3, 6e-3)),
+    "adafactor": (PLAIN, (3e-2, 1e-1)),
+    "sgd, momentum 0.9": (
+        {**PLAIN, f"{OPTIMIZER}.momentum": 0.9, f"{OPTIMIZER}.weight_decay": 0.0},
+        (0.1, 0.3),
+    ),
+}
+"""What each sets besides its name, and the learning rates that are tried; without any, AdamW's."""
+
+
+def main() -> None:
+    """Train, print and save."""
+    names = [each for each in ARMS if is_installed(OPTIMIZERS[each.split(",")[0]].package)]
+    found = read_found(FOLDER)
+    for name in names:
+        for lr in ARMS[name][1]:
+            train(found, name, lr, SEEDS[0])
+    for seed in SEEDS:
+        for name in names:
+            train(found, name, best_rate(found, name), seed)
+            rows = [row(found, each) for each in names if runs_of(found, each)]
+            write_result("optimizers", {"seeds": SEEDS}, rows, {"runs": found})
+
+
+def train(found: list[dict[str, Any]], name: str, lr: float, seed: int) -> None:
+    """Add what a run ends with to what has been found, unless it is there."""
+    known = {"optimizer": name, "lr": lr, "seed": seed}
+    if any(known.items() <= run.items() for run in found):
+        return
+    output = FOLDER / f"{name.split(',')[0]}_{len(found)}"
+    settings = {
+        "train_parameters.output_dir": str(output),
+        "train_parameters.seed": seed,
+        "train_parameters.epochs": 2,
+        "train_parameters.checkpointing_enabled": False,
+        "train_parameters.logging_steps": 1000,
+        "train_parameters.sampler": None,
+        f"{OPTIMIZER}.name": name.split(",")[0],
+        f"{OPTIMIZER}.lr": lr,
+        **ARMS[name][0],
+    }
+    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    finetune(load_config(ROOT / "configs/countdown_student.yaml", overrides), Topology.from_environment())
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    run = {
+        **known,
+        "loss": lines[-1]["eval/loss"],
+        "accuracy": accuracy(str(output / "final-model")),
+        "ms": 1000 * statistics.median(line["time/optimizer_s"] for line in lines[1:]),
+    }
+    found.append(run)
+    add_found(FOLDER, run)
+    print(run, flush=True)
+
+
+def accuracy(model: str) -> float:
+    """Return the share of held-out questions that a model answers right."""
+    path = ROOT / "data/countdown/held_out.jsonl"
+    questions = [json.loads(line) for line in path.read_text().splitlines()]
+    with HFEngine(model) as engine:
+        answers = engine.generate_text(
+            [each["prompt"] for each in questions], {"temperature": 0, "max_tokens": 12}
+        )
+    right = [countdown_reward(answer, **each) == 1 for answer, each in zip(answers, questions, strict=True)]
+    return statistics.fmean(right)
+
+
+def best_rate(found: list[dict[str, Any]], name: str) -> float:
+    """Return the learning rate with the lowest loss of those that were tried on the first seed."""
+    tried = [run for run in found if run["optimizer"] == (name if ARMS[name][1] else "adamw")]
+    return min((run for run in tried if run["seed"] == SEEDS[0]), key=lambda run: run["loss"])["lr"]
+
+
+def runs_of(found: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Return the runs of an optimizer at its learning rate."""
+    return [run for run in found if run["optimizer"] == name and run["lr"] == best_rate(found, name)]
+
+
+def row(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Return the row of an optimizer."""
+    runs, tried = runs_of(found, name), ARMS[name][1]
+    return {
+        "optimizer": name,
+        "learning rate": f"{runs[0]['lr']:g}",
+        "of": ", ".join(f"{each:g}" for each in tried) if tried else "AdamW's",
+        "seeds": len(runs),
+        "held-out loss": mean_and_range([run["loss"] for run in runs], digits=3),
+        "right answers, %": mean_and_range([100 * run["accuracy"] for run in runs]),
+        "ms an optimizer step": mean_and_range([run["ms"] for run in runs]),
+        "commit": circumstances()["commit"],
+    }
+
+
+if __name__ == "__main__":
+    main()
