@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGHUP")
-DEADLINE_S, COLLECTIVE_S, LOAD_S = 12.0, 15.0, 60.0
+PATIENCE = float(os.environ.get("VECTORLM_FAULTS_PATIENCE", "1"))
+"""Times all deadlines; more than 1 on a machine that others use too."""
+DEADLINE_S, COLLECTIVE_S, LOAD_S = 12 * PATIENCE, 15 * PATIENCE, 60 * PATIENCE
 """Longest silence of an engine, a reward or an environment; longest collective; longest start of an engine."""
 LASTING = ("second run", "a day forward", "a day back", "taken", "stranger")
 """What no run may end of."""
@@ -22,7 +24,7 @@ FINAL = "final model"
 """The moment after the last step, when rank 0 writes the model."""
 FORK = "fork.pid"
 """The file among the triggers in which a fork notes its number."""
-MARGIN_S = 15.0
+MARGIN_S = 15 * PATIENCE
 """Beyond the deadlines: until the fault is met, and until the last process is gone."""
 
 

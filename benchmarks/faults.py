@@ -36,6 +36,7 @@ from fault_kinds import (
     FORK,
     LOAD_S,
     MODES,
+    PATIENCE,
     PAUSE,
     SIGNALS,
     STEP_S,
@@ -683,7 +684,10 @@ def main() -> None:
     is_whole = not any(code for _, code in found)
     if arguments.save and is_whole:
         write_result(
-            "faults", {"seed": arguments.seed}, table(records), {"faults": [asdict(each) for each in records]}
+            "faults",
+            {"seed": arguments.seed, "patience": PATIENCE},
+            table(records),
+            {"faults": [asdict(each) for each in records]},
         )
     sys.exit(bool(bad) or not records or not is_whole)
 
