@@ -42,6 +42,7 @@ FLOORS = [
     {"config"},
     {"preflight"},
     {"run"},
+    {"run_output"},
     {"sft_run", "rl_run"},
     {"calls", "verify"},
     {"cli"},

@@ -47,6 +47,7 @@ from vectorlm.rollouts.sampler import GroupSampler
 from vectorlm.rollouts.scoring import GroupScorer
 from vectorlm.rollouts.source import RolloutSource
 from vectorlm.run import Run, open_run
+from vectorlm.run_output import finish, open_recorder
 from vectorlm.train.grammar import Grammar
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
@@ -96,7 +97,7 @@ def reinforce(
         assert rl is not None
         loop = _build(run, rl, get_algorithm(rl.algorithm), on_step, recorded)
         loop.run()
-        run.finish(loop.models.policy.model, loop.recorder, loop.step)
+        finish(run, loop.models.policy.model, loop.recorder, loop.step)
         if loop.is_unscored:
             raise RewardError(
                 f"no completion of this run had a reward, so {run.output / 'final-model'} holds the weights that it "
@@ -114,7 +115,8 @@ def _build(
     sampler = run.config.train_parameters.sampler
     assert sampler is not None
     play = environments.player(rl.collect, sampler.engine.sampling_params, run.config.train_parameters.seed)
-    recorder = run.make_recorder(
+    recorder = open_recorder(
+        run,
         turn,
         num_steps=rl.max_steps,
         save_every=rl.save_every,

@@ -1,12 +1,11 @@
-"""What surrounds the loop of a run, the same for fine-tuning and reinforcement learning."""
+"""What a run starts with, the same for fine-tuning and reinforcement learning."""
 
 from __future__ import annotations
 
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,22 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoConfig, set_seed
+from transformers import set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from vectorlm.checkpoint.export import export_model
-from vectorlm.checkpoint.folder import (
-    folder_of,
-    held,
-    mark_finished,
-    naming_the_full_disk,
-    require_shared,
-)
-from vectorlm.checkpoint.state import CheckpointStore, load_weights
-from vectorlm.config import Config, load_config, save_config, to_plain
-from vectorlm.config.schema import SamplerSettings
+from vectorlm.checkpoint.folder import held, naming_the_full_disk
+from vectorlm.config import Config, load_config
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
-from vectorlm.errors import CheckpointError, ConfigError
+from vectorlm.errors import ConfigError
 from vectorlm.lora.folder import continue_lora, load_adapters, merged
 from vectorlm.lora.load import add_lora
 from vectorlm.lora.options import engine_arguments
@@ -40,29 +30,20 @@ from vectorlm.preflight.checked import CheckedConfig, preflight
 from vectorlm.preflight.local_model import resolve_model
 from vectorlm.preflight.memory import memory_report
 from vectorlm.preflight.rehearsal import rehearse
-from vectorlm.preflight.resume import Resumption, find_resumption, identity_of, settings_of_rank
+from vectorlm.preflight.resume import settings_of_rank
 from vectorlm.preflight.summary import notes_of
 from vectorlm.ranks.engine_ranks import capture, comparable, gather, require_equal, results_or_first_error
 from vectorlm.ranks.launcher import process_group
 from vectorlm.ranks.placement import Placement, set_affinity, share_cores, split_node
 from vectorlm.ranks.topology import Topology
-from vectorlm.report.card import card_of
-from vectorlm.report.metrics import FanOut, JsonlSink, ProgressSink, Sink
 from vectorlm.report.plots import plot_correction, plot_runs, plot_timeline
-from vectorlm.report.profile import ProfileSink, short_run
-from vectorlm.report.runs import START, RunFolder, save_start
-from vectorlm.report.trackers import WandbSink, open_trackers
-from vectorlm.rewards.evaluation import Evaluator, Play
-from vectorlm.rewards.function import RewardFunction
-from vectorlm.rewards.registry import short_name
+from vectorlm.report.runs import START, RunFolder
 from vectorlm.train.context import ContextGroup
 from vectorlm.train.device_turn import DeviceTurn, put_to_sleep
-from vectorlm.train.early_stopping import EarlyStopping
 from vectorlm.train.load import load_model, load_scorer, load_tokenizer
 from vectorlm.train.nf4 import quantize_blocks, round_blocks
 from vectorlm.train.optimizer_step import Schedule
 from vectorlm.train.optimizers import make_optimizer
-from vectorlm.train.recorder import OnStep, Recorder, Timer
 from vectorlm.train.shard import load_sharded
 from vectorlm.workers import WorkerPool
 
@@ -198,205 +179,6 @@ class Run:
             in_flight="refuse" if overlap is None else overlap.update,
             topology=self.topology,
         )
-
-    def make_recorder(
-        self,
-        turn: DeviceTurn | None,
-        *,
-        num_steps: int,
-        save_every: int,
-        num_examples: int | None = None,
-        end_epoch: Callable[[int], None] = lambda epoch: None,
-        play: Mapping[str, Play] | None = None,
-        on_step: OnStep | None = None,
-    ) -> Recorder:
-        """Open metrics, checkpoints and evaluation.
-
-        A resumed run must have `num_examples` rows of a training dataset, where it is given. What plays held-out
-        prompts that have an environment is in `play`, by their sources.
-        """
-        settings = self.config.train_parameters
-        if settings.checkpointing_enabled:
-            require_shared(settings.output_dir, self.topology)
-        resumption = self._find_resumption(num_examples)
-        resume_step = None if resumption is None else resumption.step
-        timer = self._make_timer(num_steps - (resume_step or 0))
-        if self.engine is not None:
-            # The engine loads beside the model; what is left of that is no part of the first evaluation.
-            with timer.span("time/start_s"):
-                self.engine.wait_until_ready()
-        sink, say = self._open_sinks(num_steps, resumption, timer)
-        best_metric = settings.keep.best_metric
-        stopping = EarlyStopping(
-            best_metric or ("eval/loss" if self.config.rl is None else "eval/accuracy"),
-            settings.keep.early_stopping_patience,
-            settings.keep.early_stopping_min_delta,
-            is_named=best_metric is not None,
-            keeps_best=settings.keep.keep_best,
-            say=say,
-        )
-        store = None
-        if settings.checkpointing_enabled:
-            store = CheckpointStore(
-                self.output / "checkpoints",
-                identity_of(self.config, self.topology.world_size, num_examples),
-                settings.keep.keep_checkpoints,
-                best_step=lambda: stopping.best_step,
-            )
-        sampler = settings.sampler
-        return Recorder(
-            num_steps=num_steps,
-            sink=sink,
-            say=say,
-            evaluation=self._make_evaluator(turn, resume_step, say, play or {}),
-            evaluate_every=(sampler and sampler.evaluation.sample_frequency) or num_steps,
-            checkpoints=store,
-            save_every=save_every,
-            resume_step=resume_step,
-            stopping=stopping,
-            timer=timer,
-            on_step=on_step,
-            end_epoch=end_epoch,
-        )
-
-    def _make_timer(self, num_steps: int) -> Timer:
-        """Return what times the phases; where a run of `num_steps` is profiled, it waits for the device's own work."""
-        profile_steps = self.config.train_parameters.profile.profile_steps
-        if (problem := short_run(profile_steps, num_steps)) is not None:
-            rule, fix = problem
-            raise ConfigError(f"train_parameters.profile_steps={profile_steps} {rule}. {fix}")
-        if not (profile_steps and self.topology.is_cuda):
-            return Timer()
-
-        def clock() -> float:
-            torch.cuda.synchronize()
-            return time.perf_counter()
-
-        return Timer(clock)
-
-    def _make_evaluator(
-        self,
-        turn: DeviceTurn | None,
-        resume_step: int | None,
-        say: Callable[[str], None],
-        play: Mapping[str, Play],
-    ) -> Evaluator | None:
-        """Return what answers held-out prompts; None without any."""
-        settings = self.config.train_parameters
-        sampler = settings.sampler
-        if turn is None or sampler is None:
-            return None
-        run_tasks = self._make_tasks(turn, sampler) if sampler.evaluation.tasks else None
-        if run_tasks is None and not self.checked.evaluation_prompts:
-            return None
-        timeout_s = sampler.engine.timeout_s
-
-        def function(name: str) -> RewardFunction:
-            return RewardFunction(name, self.reward_workers, timeout_s=timeout_s, stops_at_error=True)
-
-        return Evaluator(
-            turn,
-            self.checked.evaluation_prompts,
-            samples_path=settings.samples_path if self.topology.is_main else None,
-            resume_step=resume_step,
-            of_source={source: function(name) for source, name in self.config.held_out_rewards.items()},
-            further={short_name(name): function(name) for name in sampler.evaluation.further_rewards},
-            at_k=sampler.evaluation.at_k,
-            play=play,
-            # The default of vLLM, and of the other backends.
-            max_tokens=sampler.engine.sampling_params.get("max_tokens", 16) or math.inf,
-            run_tasks=run_tasks,
-            say=say,
-        )
-
-    def _make_tasks(self, turn: DeviceTurn, sampler: SamplerSettings) -> Callable[[], dict[str, float]]:
-        """Return what runs the harness's tasks on the engine, on all ranks alike."""
-        from vectorlm.rewards import harness
-
-        tasks = harness.load_tasks(sampler.evaluation.tasks, "train_parameters.sampler.tasks")
-        longest = sampler.engine.engine_args.get("max_model_len")
-        if longest is None and self.config.rl is not None:
-            longest = self.config.train_parameters.max_seq_len
-        if longest is None:
-            longest = harness.context_length(AutoConfig.from_pretrained(self.config.model), self.tokenizer)
-        model = harness.EngineLM(turn.engine, self.tokenizer, longest)
-        return lambda: harness.scores_of(harness.run_tasks(model, tasks)[0]["results"])
-
-    def finish(self, model: nn.Module, recorder: Recorder, step: int) -> None:
-        """Write the final model after the last `step`; called on all ranks, and the model holds its weights then."""
-        settings = self.config.train_parameters
-        checkpoints = self.output / "checkpoints"
-        best = recorder.stopping.best_step
-        if settings.keep.final_model == "best" and best is not None and best != step:
-            recorder.say(f"the final model is the best one, of step {best}")
-            folder = folder_of(checkpoints, best)
-            if not folder.is_dir():
-                raise CheckpointError(
-                    f"the best checkpoint, {folder}, is gone, and train_parameters.final_model="
-                    "'best' needs it. Set it to last, and the same command exports the last weights."
-                )
-            load_weights(folder, model)
-            step = best
-        self.export(model, "final-model", step)
-        if self.topology.is_main and settings.checkpointing_enabled:
-            mark_finished(checkpoints, recorder.stopping.is_over)
-
-    def export(self, model: nn.Module, name: str, step: int) -> None:
-        """Write the model after `step` into the folder `name` of the run; called on all ranks."""
-        is_adapter = self.config.train_parameters.lora_peft_config is not None
-        card = card_of(self.output, step, is_adapter=is_adapter) if self.topology.is_main else None
-        export_model(model, self.tokenizer, self.output / name, card)
-
-    def _find_resumption(self, num_examples: int | None) -> Resumption | None:
-        """Look for checkpoints on rank 0: a shared file system may show the other ranks an older state."""
-        found: list[Any] = [None]
-        if self.topology.is_main:
-            world_size = self.topology.world_size
-            found = [capture(lambda: find_resumption(self.config, world_size, num_examples))]
-        dist.broadcast_object_list(found)
-        (resumption,) = results_or_first_error(found)
-        return resumption
-
-    def _open_sinks(
-        self, num_steps: int, resumption: Resumption | None, timer: Timer
-    ) -> tuple[FanOut, Callable[[str], None]]:
-        """Open what takes metrics, and what shows text, on rank 0; the other ranks write nothing."""
-        if not self.topology.is_main:
-            return FanOut([]), lambda text: None
-        self.output.mkdir(parents=True, exist_ok=True)
-        save_config(self.config, self.output / "config.yaml")
-        resume_step = None if resumption is None else resumption.step
-        first_step = resume_step or 0
-        save_start(
-            self.output,
-            self.topology.world_size,
-            self.topology.device,
-            num_steps=num_steps,
-            first_step=first_step,
-        )
-        progress = ProgressSink(num_steps, initial_step=first_step)
-        sinks: list[Sink] = [JsonlSink(self.output / "metrics.jsonl", resume_step), progress]
-        if self.config.enable_wandb_logging:
-            id_file = self.output / "wandb_id"
-            sinks.append(
-                WandbSink(self.config.wandb_config, to_plain(self.config), id_file, resumption is not None)
-            )
-        sinks += open_trackers(self.config.trackers, self.output, to_plain(self.config), resume_step)
-        if num_traced := self.config.train_parameters.profile.profile_steps:
-            sinks.append(
-                ProfileSink(self.output, num_traced, timer=timer, initial_step=first_step, say=progress.say)
-            )
-        if resumption is not None:
-            progress.say(
-                f"resuming {self.output} from step {resume_step}; delete its checkpoints to start over"
-            )
-            for change in resumption.changes:
-                progress.say(f"  from here on {change}")
-            if first_step >= num_steps:
-                progress.say(
-                    f"  all {num_steps} steps are done: the weights of step {first_step} are exported"
-                )
-        return self.stack.enter_context(FanOut(sinks)), progress.say
 
 
 def merge_of_run(model: Any, run: Path) -> Any:

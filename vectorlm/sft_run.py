@@ -14,6 +14,7 @@ from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.models import disable_dropout
 from vectorlm.run import Run, open_run
+from vectorlm.run_output import export, finish, open_recorder
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.loop import FineTuningLoop
 from vectorlm.train.objective import NextTokens, Objective
@@ -44,7 +45,7 @@ def finetune(
     with open_run(config, topology) as run:
         loop = _make_loop(run, on_step)
         loop.run()
-        run.finish(loop.optimizer_step.model, loop.recorder, loop.step)
+        finish(run, loop.optimizer_step.model, loop.recorder, loop.step)
 
 
 def _make_loop(run: Run, on_step: OnStep | None) -> FineTuningLoop:
@@ -62,9 +63,10 @@ def _make_loop(run: Run, on_step: OnStep | None) -> FineTuningLoop:
 
     def end_epoch(epoch: int) -> None:
         if settings.keep.epoch_models:
-            run.export(model, f"epoch-{epoch}-model", epoch * steps_per_epoch)
+            export(run, model, f"epoch-{epoch}-model", epoch * steps_per_epoch)
 
-    recorder = run.make_recorder(
+    recorder = open_recorder(
+        run,
         run.make_turn(model, optimizer),
         num_steps=num_steps,
         save_every=round(frequency if frequency > 1 else max(1, frequency * steps_per_epoch)),
