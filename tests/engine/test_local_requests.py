@@ -1,7 +1,9 @@
 """Requests of a rank's own thread to its engine: sent together, held during updates, answered or failed, taken back."""
 
+import gc
 import os
 import signal
+import weakref
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,11 @@ def scripted(**script):
 
 def ask(engine, text):
     return engine.local.ask(list(map(ord, text)), {"max_tokens": 20, "n": 1})
+
+
+class Hear:
+    def __call__(self, completion):
+        raise AssertionError("nothing is sampled")
 
 
 def text_of(future):
@@ -92,10 +99,16 @@ def test_a_dead_engine_fails_what_was_asked_and_what_is_asked_later():
         os.kill(sampler_pid(), signal.SIGKILL)
         with pytest.raises(EngineDied):
             text_of(before)
-        later = ask(engine, "b")
+        hear = Hear()
+        later = engine.local.ask([1], {"max_tokens": 20, "n": 1}, hear)
         engine.local.flush()
         with pytest.raises(EngineDied):
             text_of(later)
+        # Requests that could not be sent are not kept until the engine closes.
+        gone = weakref.ref(hear)
+        del hear, later
+        gc.collect()
+        assert gone() is None
 
 
 def test_a_refused_request_fails_alone():

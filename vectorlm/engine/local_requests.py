@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from vectorlm.engine import messages
@@ -16,6 +17,13 @@ from vectorlm.types import Completion
 
 Hear = Callable[[Completion], None]
 """Gets what was sampled since it was called last."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    command: messages.Generate
+    hear: Hear | None
+    future: Future[list[Completion]] = field(default_factory=Future)
 
 
 class LocalRequests:
@@ -31,10 +39,9 @@ class LocalRequests:
         """Whether the engine samples in this process, inside `advance`."""
         self._lock = threading.RLock()
         self._is_held = False
-        self._new: list[tuple[messages.Generate, Future[list[Completion]]]] = []
-        self._sent: dict[int, Future[list[Completion]]] = {}
+        self._new: list[_Request] = []
+        self._sent: dict[int, _Request] = {}
         self._taken_back: list[int] = []
-        self._hears: dict[Future[list[Completion]], Hear] = {}
 
     @property
     def num_in_flight(self) -> int:
@@ -48,13 +55,11 @@ class LocalRequests:
 
         Of one completion, `hear` gets what is sampled as it is sampled, in the thread that receives answers.
         """
-        future: Future[list[Completion]] = Future()
         command = messages.Generate([prompt], [sampling_params], False, is_streamed=hear is not None)
+        request = _Request(command, hear)
         with self._lock:
-            self._new.append((command, future))
-            if hear is not None:
-                self._hears[future] = hear
-        return future
+            self._new.append(request)
+        return request.future
 
     def flush(self) -> None:
         """Send what was asked, except during an update."""
@@ -65,9 +70,8 @@ class LocalRequests:
     def take_back(self, future: Future[list[Completion]]) -> None:
         """Forget a request; one that was answered stays as it is."""
         with self._lock:
-            self._hears.pop(future, None)
-            self._new = [each for each in self._new if each[1] is not future]
-            numbers = [number for number, each in self._sent.items() if each is future]
+            self._new = [each for each in self._new if each.future is not future]
+            numbers = [number for number, each in self._sent.items() if each.future is future]
             for number in numbers:
                 del self._sent[number]
             self._taken_back += numbers
@@ -111,25 +115,24 @@ class LocalRequests:
             return
         try:
             # No answer is taken before its number is known: the lock is held.
-            numbers = self._channel.ask([command for command, _ in new], self._answer)
+            numbers = self._channel.ask([each.command for each in new], self._answer)
         except EngineError as error:
-            for _, future in new:
-                _settle(future, messages.Failed(error))
+            for each in new:
+                _settle(each.future, messages.Failed(error))
         else:
-            self._sent |= {number: future for (_, future), number in zip(new, numbers, strict=True)}
+            self._sent |= dict(zip(numbers, new, strict=True))
 
     def _answer(self, number: int, message: messages.Answer | messages.Failed | messages.Part) -> None:
         """Take an answer or a part of one, in the thread that received it."""
         with self._lock:
             if isinstance(message, messages.Part):
                 asked = self._sent.get(number)
-                if asked is not None and asked in self._hears:
-                    self._hears[asked](message.completion)
+                if asked is not None and asked.hear is not None:
+                    asked.hear(message.completion)
                 return
-            future = self._sent.pop(number, None)
-        if future is not None:
-            self._hears.pop(future, None)
-            _settle(future, message)
+            asked = self._sent.pop(number, None)
+        if asked is not None:
+            _settle(asked.future, message)
 
 
 def _settle(future: Future[list[Completion]], message: messages.Answer | messages.Failed) -> None:
