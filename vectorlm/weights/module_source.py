@@ -106,10 +106,11 @@ class ModuleSource:
         tensors: Mapping[str, torch.Tensor]
         changes = dict(self._changes)
         if self._tensors is None:
-            for name, layer in quantized_layers(self._model).items():
+            quantized = quantized_layers(self._model)
+            for name, layer in quantized.items():
                 changes[name] = _then(layer.dequantize, changes.get(name))
-            tensors = trainer_tensors(self._model)
-            manifest = manifest_of(self._model, tensors)
+            tensors = trainer_tensors(self._model, quantized)
+            manifest = manifest_of(self._model, tensors, quantized)
         else:
             tensors = self._tensors
             manifest = tuple(TensorSpec(name, tuple(each.shape)) for name, each in tensors.items())
@@ -223,16 +224,20 @@ def _shard_place(
 
 
 def manifest_of(
-    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor] | None = None
+    model: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    quantized: Mapping[str, Any] | None = None,
 ) -> tuple[TensorSpec, ...]:
     """List the `trainer_tensors` of `model`, with full shapes and what the checkpoint calls them.
+
+    Its `tensors` and `quantized` layers are given where they are known.
 
     Raises:
         WeightMismatch: The checkpoint joins several parameters to one tensor, or computes with them.
     """
-    tensors = trainer_tensors(model) if tensors is None else tensors
+    quantized = quantized_layers(model) if quantized is None else quantized
+    tensors = trainer_tensors(model, quantized) if tensors is None else tensors
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    quantized = quantized_layers(model)
     shapes |= {name: (each.out_features, each.in_features) for name, each in quantized.items()}
     known = _MANIFESTS.get(model)
     if known is None or [(spec.name, spec.shape) for spec in known] != list(shapes.items()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -127,11 +127,13 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-def trainer_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def trainer_tensors(
+    model: torch.nn.Module, quantized: Mapping[str, Any] | None = None
+) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers of `model`, resharded; tied ones appear once.
 
     Their names are without those of wrappers. Of a PEFT model these are the base model's own, with
-    ``modules_to_save`` in place of what they replace.
+    ``modules_to_save`` in place of what they replace. Its `quantized_layers` are given where they are known.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -151,7 +153,8 @@ def trainer_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 )
             seen.add(id(parameter))
             tensors[checkpoint_name(name)] = parameter
-    packed = {name: layer.packed for name, layer in quantized_layers(model).items()}
+    quantized = quantized_layers(model) if quantized is None else quantized
+    packed = {name: layer.packed for name, layer in quantized.items()}
     return tensors | packed | persistent_buffers(model)
 
 
