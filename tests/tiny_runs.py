@@ -56,7 +56,7 @@ def loader(
         Dataset.from_list(examples),
         Collator(pad_token_id=0, ignore_index=-100, max_seq_len=16),
         topology,
-        micro_batch_size=GLOBAL_BATCH // topology.num_data_ranks // num_micro_batches,
+        micro_batch_size=GLOBAL_BATCH // topology.num_data_shares // num_micro_batches,
         num_micro_batches=num_micro_batches,
         seed=SEED,
         shuffle=shuffle,

@@ -151,7 +151,7 @@ def _build(
 def _demonstrations(run: Run, rl: RLSettings, policy: LanguageModel) -> Demonstrations | None:
     if (sft := rl.sft) is None:
         return None
-    longest, rows = run.config.train_parameters.max_seq_len, sft.rows_per_step // run.topology.num_data_ranks
+    longest, rows = run.config.train_parameters.max_seq_len, sft.rows_per_step // run.topology.num_data_shares
     most = rl.update.max_tokens_per_micro_batch
     if not run.topology.is_cuda:
         most = min(most, CPU_PASS_TOKENS)

@@ -25,7 +25,7 @@ def demonstrations(topology, policy, **settings):
         {"input_ids": text, "labels": [-100] * count + text[count:]}
         for text, count in zip(TEXTS, PROMPTS, strict=True)
     ]
-    size = 4 // topology.num_data_ranks
+    size = 4 // topology.num_data_shares
     collator = Collator(0, -100, 16)
     loader = StepLoader(
         Dataset.from_list(rows), collator, topology, micro_batch_size=size, seed=0, shuffle=True

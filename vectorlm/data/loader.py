@@ -95,7 +95,7 @@ class StepLoader:
     """Split each epoch into optimizer steps, and each step into this rank's micro-batches.
 
     The rows of a step depend only on the seed, the epoch and the global batch size
-    ``num_data_ranks * micro_batch_size * num_micro_batches``, not on how that product is split. Each row is seen exactly
+    ``num_data_shares * micro_batch_size * num_micro_batches``, not on how that product is split. Each row is seen exactly
     once per epoch. Filler rows that count in no loss complete a short last step, so that all ranks do the same number
     of forward passes. There is no state to save: the loader can start from any step of any epoch.
 
@@ -155,7 +155,7 @@ class StepLoader:
     @property
     def global_batch_size(self) -> int:
         """Rows of one optimizer step over all ranks and micro-batches."""
-        return self._topology.num_data_ranks * self._micro_batch_size * self._num_micro_batches
+        return self._topology.num_data_shares * self._micro_batch_size * self._num_micro_batches
 
     def steps(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
         """Yield this rank's micro-batches of every optimizer step of `epoch`, from `start_step` on.
@@ -167,9 +167,9 @@ class StepLoader:
         size = self._micro_batch_size
         for step in range(start_step, len(self)):
             start = step * self.global_batch_size
-            # Every num_data_ranks-th row: a short last step leaves each rank about equally many examples.
+            # Every num_data_shares-th row: a short last step leaves each rank about equally many examples.
             rows = order[start : start + self.global_batch_size]
-            mine = rows[self._topology.data_rank :: self._topology.num_data_ranks]
+            mine = rows[self._topology.data_share :: self._topology.num_data_shares]
             starts = range(0, size * self._num_micro_batches, size)
             yield [self._batch(mine[first : first + size]) for first in starts]
 

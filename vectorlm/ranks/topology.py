@@ -71,12 +71,12 @@ class Topology:
         return self.world_size // self.local_world_size
 
     @property
-    def data_rank(self) -> int:
-        """Index of this rank's share of the data among `num_data_ranks`."""
+    def data_share(self) -> int:
+        """Index of this rank's share of the data among `num_data_shares`."""
         return self.rank // self.context_parallel
 
     @property
-    def num_data_ranks(self) -> int:
+    def num_data_shares(self) -> int:
         """Number of shares that the data is split into."""
         return self.world_size // self.context_parallel
 

@@ -130,7 +130,7 @@ def micro_batches_of(
         pieces.append(Piece(tuple(range(rows.start, rows.stop)), tuple(lengths), shared))
     plan = plan_micro_batches(
         pieces,
-        topology.num_data_ranks,
+        topology.num_data_shares,
         max_tokens,
         enough=None if topology.is_cuda else CPU_PASS_TOKENS,
         packs=packs,
@@ -140,7 +140,7 @@ def micro_batches_of(
     # A rank with nothing to do repeats the least that there is.
     spare = min(computed, key=lambda each: each.num_tokens)
     mine = []
-    for part in plan[topology.data_rank]:
+    for part in plan[topology.data_share]:
         chosen = part or [spare]
         indices = [row for piece in chosen for row in piece.rows]
         length = max(lengths_of_rows[row] for row in indices)

@@ -147,7 +147,7 @@ class Updater:
         accumulator.begin_step(mini_batch.num_tokens)
         tokens = sum(each.num_tokens for each in micro_batches if not each.is_filler)
         here = torch.tensor([tokens / self.topology.context_parallel], device=self.topology.device)
-        accumulator.add("balance/rank_tokens_mean", here[0] / self.topology.num_data_ranks)
+        accumulator.add("balance/rank_tokens_mean", here[0] / self.topology.num_data_shares)
         accumulator.add_largest("balance/rank_tokens_max", here, here > 0)
         optimizer_step, (step, index_in_batch) = self.models.policy_step, place
         share, num_targets = 0.0, 0
