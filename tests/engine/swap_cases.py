@@ -77,11 +77,6 @@ def counting_chunks():
         yield counts
 
 
-def miscounted():
-    """Return a context in which the sums of an update are not those of what was written."""
-    return publishing(lambda sums, layout, tensors: [each + 1 for each in sums])
-
-
 def reference_greedy(reference, prompt):
     answer = reference.generate(
         torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0

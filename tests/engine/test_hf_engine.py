@@ -4,7 +4,6 @@ import pytest
 import torch
 from families import WITH_BUFFERS, save_family
 from interrupt import interrupt
-from peft import LoraConfig, get_peft_model
 from rank_processes import save_tiny_llama
 from tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -211,25 +210,6 @@ def test_buffers_that_a_model_computes_with_are_sent(tmp_path):
     expected = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist()
     assert completion.sampler_logprobs == pytest.approx(expected, abs=1e-4)
     assert completion.sampler_logprobs != pytest.approx(before[0][0].sampler_logprobs, abs=1e-2)
-
-
-def test_adapters_are_merged_on_the_way(engine, model_path):
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter += torch.randn(parameter.shape, generator=generator)
-    engine.update(adapted, engine.version + 1)
-    answers = engine.sample(PROMPTS, GREEDY)
-    merged = adapted.merge_and_unload()
-    for (completion,) in answers:
-        ids = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
-        with torch.no_grad():
-            logprobs = merged(ids).logits[0].log_softmax(-1)[len(completion.prompt_token_ids) - 1 : -1]
-        expected = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist()
-        assert completion.sampler_logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_an_interrupted_call_leaves_nothing_under_way(engine):

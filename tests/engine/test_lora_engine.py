@@ -4,12 +4,12 @@ import pytest
 import torch
 from lora_cases import OPTIONS, WITH_LORA, adapted, gap, move
 from peft import LoraConfig
-from swap_cases import GREEDY, publishing, reference_greedy
+from swap_cases import GREEDY, reference_greedy
 from transformers import AutoModelForCausalLM
 
 from vectorlm import SamplingEngine
 from vectorlm.engine.messages import BeginUpdate, FinishUpdate
-from vectorlm.errors import ChecksumMismatch, ConfigError, WeightMismatch
+from vectorlm.errors import ConfigError, WeightMismatch
 from vectorlm.weights.checksum import checksum
 from vectorlm.weights.plan import trainer_tensors
 
@@ -60,24 +60,6 @@ def test_after_a_thousand_swaps_the_base_weights_are_bit_identical_and_the_adapt
     prove_base(engine, model)
     with model.disable_adapter():
         assert gap(engine, model)[0] < FP32_GAP
-
-
-def test_an_adapter_changed_on_the_way_is_caught_and_the_engine_stays_shut_until_a_good_update(
-    engine, model, next_step
-):
-    whole = engine.update(model, next_step).num_bytes
-    tensor = "model.layers.1.self_attn.v_proj.lora_B"
-
-    def spoil(sums, layout, tensors):
-        tensors[tensor][3, 1] += 1e-3
-        return sums
-
-    with publishing(spoil), pytest.raises(ChecksumMismatch, match=rf"1 of 30 tensors .*\['{tensor}'\]"):
-        engine.update(model, next_step + 1)
-    with pytest.raises(ChecksumMismatch):
-        engine.sample([[2, 3]])
-    assert engine.update(model, next_step + 1).num_bytes == whole, "the base too, to be safe"
-    assert gap(engine, model)[0] < FP32_GAP
 
 
 def test_the_prefix_cache_never_serves_blocks_of_the_adapter_before(engine, model, next_step):

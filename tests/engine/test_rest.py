@@ -47,26 +47,6 @@ def refusal(rest):
     return str(caught.value)
 
 
-def test_an_engine_that_never_slept_may_sample(rest):
-    rest.check_sampling()
-
-
-def test_the_thrifty_order_takes_the_kv_cache_back_last(rest, memory):
-    rest.sleep(BOTH, 0)
-    assert memory.mapped == set()
-    rest.wake_up(WEIGHTS)
-    assert memory.mapped == {"weights"}
-    rest.finish_update()
-    assert refusal(rest) == ("the engine sleeps (kv_cache): call wake_up(kv_cache=True) before sampling.")
-    rest.wake_up(KV_CACHE)
-    rest.check_sampling()
-    assert memory.calls == [
-        ("sleep", ["kv_cache", "weights"]),
-        ("wake_up", ["weights"]),
-        ("wake_up", ["kv_cache"]),
-    ]
-
-
 def test_sampling_is_refused_until_everything_is_awake_and_filled(rest):
     rest.sleep(BOTH, 0)
     assert refusal(rest) == (
@@ -80,12 +60,6 @@ def test_sampling_is_refused_until_everything_is_awake_and_filled(rest):
     rest.wake_up(WEIGHTS)
     assert "hold nothing since" in refusal(rest)  # an update that is not finished has filled nothing
     rest.finish_update()
-    rest.check_sampling()
-
-
-def test_a_kv_cache_that_slept_needs_no_update(rest):
-    rest.sleep(KV_CACHE, 0)
-    rest.wake_up(BOTH)
     rest.check_sampling()
 
 
@@ -107,13 +81,6 @@ def test_sleeping_twice_and_waking_twice_touch_the_memory_once(rest, memory):
         ("sleep", ["weights"]),
         ("wake_up", ["kv_cache", "weights"]),
     ]
-
-
-def test_it_does_not_sleep_over_running_requests(rest, memory):
-    with pytest.raises(EngineError, match="cannot sleep while 3 requests are running: wait for their result"):
-        rest.sleep(BOTH, 3)
-    assert memory.mapped == BOTH
-    rest.check_sampling()
 
 
 def test_a_refused_sleep_changes_nothing_and_a_failed_one_shuts_the_engine(rest, memory):

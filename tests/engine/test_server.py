@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,7 +19,7 @@ from vectorlm.backends.server.extension import ServerExtension
 from vectorlm.backends.server.serve import Guard, server_command, server_environment
 from vectorlm.backends.server.wire import arguments_from_wire, result_from_wire, result_to_wire, to_wire
 from vectorlm.cli import main
-from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout, WeightMismatch
+from vectorlm.errors import ConfigError, EngineDied, EngineError, WeightMismatch
 from vectorlm.rl_run import reinforce
 from vectorlm.testing import EngineUnderTest, run_checks
 from vectorlm.weights.plan import Layout, Piece, Slot, TensorSpec
@@ -120,16 +119,6 @@ def test_it_is_told_whether_the_server_holds_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_another_model_is_refused(engine, folder, tmp_path):
-    wider = save_tiny_llama(tmp_path / "wider", hidden_size=128, max_length=1024)
-    step = engine.version + 1
-    with pytest.raises(WeightMismatch):
-        engine.update(another(wider, 0), step)
-    engine.update(another(folder, 1), step)
-    assert engine.version == step
-
-
-@pytest.mark.slow
 def test_a_prompt_that_the_server_refuses_ends_its_batch_alone(engine):
     fine = engine.submit([[2, 3]], {"max_tokens": 4, "ignore_eos": True})
     wrong = engine.submit([[2, 3], [2] * 2000], {"max_tokens": 4})
@@ -198,16 +187,6 @@ def test_a_server_that_was_started_otherwise_is_refused(server, folder, needs, m
 
 
 @pytest.mark.slow
-def test_merged_weights_of_adapters_cross(server, folder):
-    from vectorlm.lora.load import add_lora
-
-    model = add_lora(another(folder, 1), {"r": 4, "target_modules": ["q_proj"]})
-    with engine_of(server, folder, lora_mode="merged") as engine:
-        engine.update(model, 7)
-        assert engine.version == 7
-
-
-@pytest.mark.slow
 def test_the_engine_keeps_the_contract(server, folder, engine):
     engine.close()
     with engine_of(server, folder) as fresh:
@@ -235,41 +214,6 @@ def test_reinforcement_learning_samples_from_a_server(server, folder, tmp_path, 
     assert metrics[1]["correction/ratio_max"] == pytest.approx(1, abs=1e-3)
     assert metrics[1]["correction/ratio_min"] == pytest.approx(1, abs=1e-3)
     assert max(line["staleness/token_max"] for line in metrics[1:]) > 0
-
-
-@pytest.mark.slow
-def test_a_server_that_freezes_is_an_error_within_the_deadline(server, folder):
-    process, url = server
-    with engine_of(server, folder, timeout_s=10.0) as engine:
-        engine.wait_until_ready()
-        handle = engine.submit([[2, 3]], {"max_tokens": 1000, "ignore_eos": True})
-        os.killpg(process.pid, signal.SIGSTOP)
-        try:
-            with pytest.raises(
-                EngineTimeout, match=f"the server at {url} said nothing for 9 s while generating"
-            ):
-                handle.result()
-        finally:
-            os.killpg(process.pid, signal.SIGCONT)
-
-
-@pytest.mark.slow
-def test_arguments_that_a_server_does_not_take_are_named(server, folder):
-    with (
-        engine_of(server, folder, dtype="float32") as engine,
-        pytest.raises(EngineError, match=r"inference='server' cannot be built: .*'dtype'"),
-    ):
-        engine.wait_until_ready()
-
-
-def test_an_inference_that_does_not_exist_is_named(folder):
-    with (
-        SamplingEngine(str(folder), inference="sglang") as engine,
-        pytest.raises(
-            EngineError, match=r"inference='sglang' is not known: it must be one of vllm, transformers"
-        ),
-    ):
-        engine.wait_until_ready()
 
 
 @pytest.mark.slow

@@ -63,27 +63,10 @@ def test_a_cancelled_batch_leaves_nothing_that_is_waited_for(engine):
     assert engine._channel._awaited == {}
 
 
-def test_an_error_of_the_engine_arrives_with_the_result_and_again(engine):
-    handle = engine.submit([[2]], {"temprature": 1.0})
-    for _ in range(2):
-        with pytest.raises(EngineError, match="temprature"):
-            handle.result()
-    assert len(engine.sample([[2]], GREEDY)) == 1
-
-
 def test_what_cannot_be_sent_is_the_callers_error_and_harms_nothing(engine):
     with pytest.raises(EngineError, match="pickle"):
         engine.sample([[2]], {"extra_args": {"lock": threading.Lock()}})
     assert len(engine.sample([[2]], GREEDY)) == 1
-
-
-def test_the_engine_works_while_the_caller_does_something_else(engine):
-    handle = engine.submit([[2, 3]], {**LONG, "max_tokens": 100})
-    deadline = time.monotonic() + 60
-    while not handle.done() and time.monotonic() < deadline:
-        torch.ones(8, 8) @ torch.ones(8, 8)
-        time.sleep(0.01)
-    assert handle.done()
 
 
 def test_an_interrupted_result_can_be_asked_for_again(engine):
