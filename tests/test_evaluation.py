@@ -121,16 +121,6 @@ class StringLines:
         assert [line["finish_reasons"] for line in lines] == [["length"]]
 
 
-def test_the_accuracy_is_what_evaluate_reports_of_several_answers(folder):
-    """Each of three questions has four answers, and one question has no reward at all."""
-    given = iter([1.0, 0.5, None, 1.0, 0.0, 0.0, 0.0, 1.0, None, None, None, None])
-    engine = HFEngine(folder, sampling_params={"n": 4, "max_tokens": 2})
-    turn = turn_of(folder, load_model(folder), engine=engine)
-    records = [PromptRecord("abc"), PromptRecord("xyz"), PromptRecord("uvw")]
-    evaluator = Evaluator(turn, records, samples_path=None, reward=RewardFunction(lambda text: next(given)))
-    assert evaluator.evaluate(1)["eval/accuracy"] == pytest.approx((2 / 3 + 1 / 4) / 2)
-
-
 def test_further_rewards_and_what_most_answers_say_are_logged(folder, tmp_path):
     given, letters = iter([1.0, 0.0, 0.0, 1.0]), iter("abba")
 
@@ -229,13 +219,6 @@ def test_a_reward_that_fails_is_named_with_its_prompt(folder):
         evaluator.evaluate(1)
 
 
-def test_blank_lines_and_separators_inside_a_text_are_no_lines(tmp_path):
-    path = tmp_path / "questions.jsonl"
-    texts = ["a\u2028b", "c\u0085d"]
-    path.write_text("\n".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in texts))
-    assert [prompt_record.prompt for prompt_record in read_prompts(path)] == texts
-
-
 def test_a_prompt_that_leaves_no_room_is_refused_whatever_its_form(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     fitting = [PromptRecord("a b"), PromptRecord([5, 6]), PromptRecord([{"role": "user", "content": "a b"}])]
@@ -245,22 +228,3 @@ def test_a_prompt_that_leaves_no_room_is_refused_whatever_its_form(folder):
             DatasetError, match=r"prompt 3 of rl.prompts has \d+ tokens, more than the 20 that leave"
         ):
             check_lengths([*fitting, PromptRecord(prompt)], tokenizer, 20, "rl.prompts")
-
-
-def test_chat_messages_are_shown_as_the_last_ones_text_and_token_ids_as_their_number(folder, tmp_path):
-    model, said = load_model(folder), []
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "abc"}]
-    evaluator = Evaluator(
-        turn_of(folder, model),
-        [PromptRecord(messages, {"first_letter": " <"}), PromptRecord([5, 6, 7], {"first_letter": "q"})],
-        samples_path=tmp_path / "samples.jsonl",
-        reward=RewardFunction(reward),
-        say=said.append,
-    )
-    evaluator.evaluate(1)
-    answer = " </s>" * 4
-    assert said == [
-        f"step 1: 1/2 right, mean reward 0.55\n  right: abc {answer}\n  wrong: (3 tokens) {answer}"
-    ]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from sft_runs import CONFIG, ROOT, SAMPLER, lines, make_config, train
 
 from vectorlm.config import load_config, save_config
-from vectorlm.errors import ConfigError, RankMismatch
+from vectorlm.errors import RankMismatch
 from vectorlm.preflight.resume import find_resumption
 from vectorlm.sft_run import finetune
 
@@ -228,14 +228,6 @@ def test_adapters_are_trained_and_saved_alone(inputs, tmp_path):
     assert all("lora_" in name for name in adapters)
 
 
-def test_lora_options_that_the_engine_cannot_follow_end_the_run_before_it_starts(inputs, tmp_path):
-    path = tmp_path / "sampled.yaml"
-    save_config(make_config(inputs, tmp_path / "run", lora_peft_config={**LORA, "use_dora": True}), path)
-    sampler = "train_parameters.sampler={sample_frequency: 1, prompts: [a]}"
-    with pytest.raises(ConfigError, match=r"^train_parameters\.lora_peft_config\.use_dora=true is"):
-        finetune(load_config(path, [sampler]))
-
-
 def start(*command):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -257,16 +249,6 @@ def test_the_plain_example_trains_without_the_sampler_and_says_what_samples(inpu
     output = Path(config.train_parameters.output_dir)
     assert (output / "final-model" / "model.safetensors").is_file()
     assert not (output / "samples.jsonl").exists()
-
-
-def test_the_examples_report_a_mistake_in_one_line(inputs, tmp_path):
-    make_config(inputs, tmp_path / "run")
-    for script in ("examples/llama_example.py", "examples/llama_example_mp.py"):
-        done = start(script, "--yaml_path", str(tmp_path / "run.yaml"), "--set", "model=/nowhere")
-        assert done.returncode == 2
-        assert "ConfigError: " in done.stderr
-        assert "/nowhere" in done.stderr
-        assert "Traceback" not in done.stderr
 
 
 def assert_last_answers_are_those_of(model, tokenizer, samples):

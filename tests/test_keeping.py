@@ -14,8 +14,7 @@ from sft_runs import lines, make_config
 from vectorlm import FakeEngine
 from vectorlm.cli import main
 from vectorlm.config import load_config
-from vectorlm.errors import CheckpointError, ConfigError, RewardError
-from vectorlm.preflight.checked import preflight
+from vectorlm.errors import CheckpointError, RewardError
 from vectorlm.preflight.resume import find_resumption, say_finished
 from vectorlm.rl_run import reinforce
 from vectorlm.sft_run import finetune
@@ -234,13 +233,3 @@ def test_a_best_checkpoint_that_was_deleted_is_named_and_the_last_weights_are_ex
         by_rewards(inputs, output)
     by_rewards(inputs, output, "train_parameters.final_model=last")
     assert are_equal(weights_of(output / "final-model"), exported(output, 4, tmp_path / "of-4"))
-
-
-def test_without_a_reward_nothing_says_which_weights_are_the_best(inputs, tmp_path):
-    path = tmp_path / "rl.yaml"
-    path.write_text(RL.format(inputs=inputs, output=tmp_path / "run"))
-    with pytest.raises(ConfigError) as raised:
-        preflight(load_config(path, ["train_parameters.sampler.reward=null"]), 1)
-    text = str(raised.value)
-    for name in ("keep_best=true", "early_stopping_patience=2"):
-        assert f"train_parameters.{name} needs train_parameters.sampler.reward" in text

@@ -59,17 +59,6 @@ def test_check_says_what_the_run_would_do(complete, capsys, monkeypatch):
     )
 
 
-def test_check_takes_one_rank_and_overrides(complete, capsys):
-    sampler = "train_parameters.sampler={sample_frequency: 1, prompts: p.jsonl}"
-    Path("p.jsonl").write_text('{"prompt": "a"}\n')
-    assert main(["check", complete(MINIMAL), "--set", "train_parameters.epochs=7", "--set", sampler]) == 0
-    out = capsys.readouterr().out
-    assert "ranks         1, FULL_SHARD, float32 (bfloat16 on CUDA)\n" in out
-    assert "7 epochs of" in out
-    assert "the prompts of p.jsonl every 1 optimizer step, into runs/tiny/samples.jsonl\n" in out
-    assert "checkpoints   none\n" in out
-
-
 def test_check_says_how_often_checkpoints_come(complete, capsys):
     for share, text in {"1": "every epoch", "0.25": "every 0.25 of an epoch"}.items():
         more = ["checkpointing_enabled=true", f"save_frequency={share}"]
@@ -98,14 +87,6 @@ def test_a_wrong_config_ends_with_code_2_and_no_traceback(write_config):
     assert done.stderr == (
         "ConfigError: train_parameters.epochs='two' must be an integer >= 1. Use 1, for example. "
         "(my.yaml:5)\n"
-    )
-
-
-def test_check_looks_at_the_disk_and_the_ranks(complete, capsys):
-    assert main(["check", complete(MINIMAL, ("train_ds: data/train", "train_ds: data/gone"))]) == 2
-    assert capsys.readouterr().err == (
-        "ConfigError: dataset.train_ds='data/gone' is not a folder. Preprocess the dataset first. "
-        "(my.yaml:11)\n"
     )
 
 
@@ -174,27 +155,6 @@ def test_scripts_send_whoever_asks_for_several_machines_to_torchrun(capsys):
         parser.parse_args(["--yaml_path", "my.yaml", "--nnodes", "2", "--node_rank", "1"])
     assert "--nnodes belongs to torchrun" in capsys.readouterr().err
     assert "--nnodes" not in parser.format_help()
-
-
-def test_preprocess_makes_a_dataset_that_training_reads(write_config, capsys):
-    from datasets import Dataset, load_from_disk
-    from rank_processes import save_tiny_llama
-    from transformers import AutoTokenizer
-
-    save_tiny_llama(Path("models/tiny"))
-    Dataset.from_dict({"text": ["abc=de", "f=g"]}).save_to_disk("raw")
-    section = (
-        "dataset_preprocess:\n  load_path: raw\n  save_path: made\n  data_field: text\n"
-        "  add_bos_eos_tokens: False\n  seperator: '='\n"
-    )
-    assert main(["preprocess", write_config(MINIMAL + section)]) == 0
-    printed = capsys.readouterr().out
-    assert "made:\n  rows in     2\n" in printed
-    assert "longest row 6 tokens" in printed
-    row = load_from_disk("made")[0]
-    tokenizer = AutoTokenizer.from_pretrained("models/tiny")
-    assert row["input_ids"] == tokenizer("abc=de")["input_ids"]
-    assert row["labels"] == [-100] * 4 + tokenizer("de")["input_ids"]
 
 
 def test_preprocess_without_its_section_says_what_is_missing(write_config, capsys):

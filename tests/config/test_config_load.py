@@ -22,7 +22,6 @@ from vectorlm.train.settings import (
     LoopSettings,
     ModelSettings,
     ScheduleSettings,
-    TurnSettings,
 )
 
 
@@ -118,26 +117,6 @@ def test_a_minimal_file_takes_the_defaults(write_config):
     assert train.lora_peft_config is None
     assert train.sampler is None
     assert train.samples_path == Path("runs/tiny/samples.jsonl")
-
-
-def test_the_sampler_takes_the_defaults(write_config):
-    path = write_config(MINIMAL, with_train_line("sampler: {sample_frequency: 8, prompts: [a]}"))
-    assert load_config(path).train_parameters.sampler == SamplerSettings(
-        evaluation=EvaluationSettings(
-            sample_frequency=8, prompts=("a",), output_jsonl_path=None, reward=None
-        ),
-        engine=EngineSettings(
-            gpu_memory_utilization=0.35,
-            vllm_dtype="auto",
-            sampling_params={},
-            engine_args={},
-            receiver="auto",
-            transport="auto",
-            verify_updates=True,
-            timeout_s=300.0,
-        ),
-        turn=TurnSettings(sleep="none", offload_optimizer=False),
-    )
 
 
 def test_the_optimizer_left_out_is_torchs_own(write_config):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from config_texts import MINIMAL
-from datasets import Dataset
 from rank_processes import save_tiny_llama
 
 from vectorlm.cli import main
@@ -133,17 +132,6 @@ def test_a_sampler_of_fine_tuning_still_needs_prompts(tmp_path):
         preflight(load_config(tmp_path / "my.yaml", ["train_parameters.sampler={}"]), 1)
     config = load_config(tmp_path / "my.yaml", ["train_parameters.sampler={prompts: [a]}"])
     assert config.train_parameters.sampler.evaluation.sample_frequency is None
-
-
-def test_prompts_may_be_a_saved_dataset_or_parquet(folder, capsys):
-    define("completions, answer")
-    Dataset.from_list(ROWS).save_to_disk("saved")
-    Dataset.from_list(ROWS).to_parquet("rows.parquet")
-    Dataset.from_list([{"question": "a"}]).save_to_disk("wrong")
-    for source in ("saved", "rows.parquet"):
-        assert main(["check", "my.yaml", "--set", f"rl.prompts={source}"]) == 0
-    assert main(["check", "my.yaml", "--set", "rl.prompts=wrong"]) == 2
-    assert "row 0 of wrong has the columns question" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from vectorlm.config import load_config
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.packages import fields_of
-from vectorlm.preflight import files, packages, settings, summary
+from vectorlm.preflight import files, settings, summary
 from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.settings import LORA_CONFIG
 
@@ -140,41 +140,16 @@ def test_hidden_tokens_must_be_the_same_for_the_data_and_the_loss(complete):
 def test_a_sampling_parameter_that_vllm_does_not_know_is_refused(complete):
     params = f"{TRAIN}.sampler.sampling_params"
     assert refused(complete, SAMPLER, f"{params}.temprature=1") == [f"{params}.temprature"]
+    assert refused(complete, SAMPLER, f"{params}.top_p=1.5") == [f"{params}.top_p"]
     with pytest.raises(ConfigError, match=rf"Did you mean '{params}.max_tokens'"):
         passes(complete, SAMPLER, f"{params}.max_completion_length=48")
 
 
-@pytest.mark.skipif(not fields_of("sampling_params.py", "SamplingParams"), reason="needs vLLM's source")
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "top_p=1.5",
-        "temperature=-1",
-        "min_p=2",
-        "n=2.5",
-        "max_tokens='8'",
-        "stop=[a, '']",
-        "stop_token_ids=[a]",
-    ],
-)
-def test_a_value_that_vllm_would_refuse_at_the_first_prompt_is_refused_by_its_key(complete, wrong):
-    path = f"{TRAIN}.sampler.sampling_params"
-    assert refused(complete, SAMPLER, f"{path}.{wrong}") == [f"{path}.{wrong.partition('=')[0]}"]
-
-
-@pytest.mark.parametrize(
-    ("parameter", "cause"),
-    [
-        ("temprature=1", "cannot honour the sampling parameter 'temprature'"),
-        ("logit_bias={1: 2.0}", "cannot honour the sampling parameter 'logit_bias'"),
-        ("top_p=2", "top_p=2 is out of range"),
-    ],
-)
-def test_a_sampling_parameter_that_transformers_cannot_honour_is_refused(complete, parameter, cause):
+def test_a_sampling_parameter_that_transformers_cannot_honour_is_refused(complete):
     path, here = f"{TRAIN}.sampler.sampling_params", f"{TRAIN}.sampler.inference=transformers"
     passes(complete, SAMPLER, f"{path}.top_p=0.9", f"{path}.presence_penalty=0", here)
-    with pytest.raises(ConfigError, match=f"{path} is not for inference: transformers: .*{cause}"):
-        passes(complete, SAMPLER, f"{path}.{parameter}", here)
+    with pytest.raises(ConfigError, match=f"{path} is not for inference: transformers: .*'logit_bias'"):
+        passes(complete, SAMPLER, f"{path}.logit_bias={{1: 2.0}}", here)
 
 
 @pytest.mark.parametrize(
@@ -258,13 +233,6 @@ def test_a_dataset_needs_the_columns_that_training_reads(complete):
     assert refused(complete) == ["dataset.train_ds"]
 
 
-@pytest.mark.parametrize("line", ["no json", '["prompt"]', '{"text": "a"}'])
-def test_every_line_of_the_prompt_file_must_hold_a_prompt(complete, line):
-    Path("p.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
-    with pytest.raises(ConfigError, match=r"p\.jsonl:2 is "):
-        passes(complete, SAMPLER)
-
-
 def test_the_prompts_are_read_once(complete, monkeypatch):
     read = Path.read_bytes
     opened = []
@@ -295,12 +263,6 @@ def test_wandb_without_a_key_is_refused_before_a_model_is_loaded(complete, monke
     assert refused(complete, online) == ["enable_wandb_logging"]
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     passes(complete, online)
-
-
-def test_packages_that_are_not_installed_are_named(complete, monkeypatch):
-    monkeypatch.setattr(packages, "is_installed", lambda name: name not in ("wandb", "trackio"))
-    overrides = ["enable_wandb_logging=true", "trackers={trackio: {}}"]
-    assert refused(complete, *overrides) == ["enable_wandb_logging", "trackers.trackio"]
 
 
 def test_reinforcement_learning_needs_a_reward_to_keep_the_best(complete):
