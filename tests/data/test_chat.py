@@ -186,14 +186,6 @@ def test_a_separator_is_refused_for_a_prompt_and_a_completion():
         chat_rows([{"prompt": "ab", "completion": "cd"}], seperator="b")
 
 
-def test_messages_are_packed_like_text():
-    rows, _ = chat_rows(
-        [{"messages": say("ux", "ay")}] * 3, packing_type="best_fit", max_seq_len=20, assistant_only_loss=True
-    )
-    one = ("u:x$\na:y$\n", ".......y$.")
-    assert rows == [(one[0] * 2, one[1] * 2), one]
-
-
 def byte_tokenizer(template):
     """A byte-level tokenizer, in which white space merges with what follows it."""
     tokenizer = Tokenizer(models.BPE())

@@ -288,11 +288,3 @@ def test_conversations_go_on_beside_each_other():
     found, expected = source.collect(0, Timer()), alone.collect(0, Timer())
     assert texts_of(found) == texts_of(expected)
     assert {rollout.num_turns for group in found for rollout in group.rollouts} == {3}
-
-
-def test_a_step_whose_groups_are_all_the_same_ends():
-    options = {"drops_constant_groups": True, "settings": {"max_sampling_rounds": 2}}
-    source = source_of(Engine(), 1, reward=lambda text: 1.0, **options)
-    found = source.collect(0, Timer())
-    assert kept_groups(found) == []
-    assert len(found) == 4 * PROMPTS
