@@ -76,7 +76,7 @@ def test_an_evaluation_samples_with_the_models_weights_scores_first_answers_and_
     engine.update = lambda *args, **how: reports.append(update(*args, **how)) or reports[-1]
     prompt_records = [PromptRecord("abc", {"first_letter": " <"}), PromptRecord("xyz", {"first_letter": "q"})]
     evaluator = Evaluator(
-        turn, prompt_records, samples_path=path, reward=RewardFunction(reward), say=said.append
+        turn, prompt_records, samples_path=path, of_source={"": RewardFunction(reward)}, say=said.append
     )
     metrics = evaluator.evaluate(40)
     assert (metrics["eval/accuracy"], metrics["eval/reward"]) == (0.5, pytest.approx(0.55))
@@ -133,7 +133,7 @@ def test_further_rewards_and_what_most_answers_say_are_logged(folder, tmp_path):
         turn_of(folder, load_model(folder), engine=engine),
         [PromptRecord("abc")],
         samples_path=tmp_path / "samples.jsonl",
-        reward=RewardFunction(voting),
+        of_source={"": RewardFunction(voting)},
         further={"size": RewardFunction(lambda text: 0.25)},
         at_k=(1, 3),
     )
@@ -193,7 +193,7 @@ def train_with_evaluations(topology, folder, path):
         turn_of(folder, training.optimizer_step.model, topology),
         [PromptRecord("abc", {"first_letter": "d"})],
         samples_path=path if topology.is_main else None,
-        reward=RewardFunction(reward),
+        of_source={"": RewardFunction(reward)},
         say=lambda text: None,
     )
     training.recorder = replace(training.recorder, evaluation=evaluation, evaluate_every=4)
@@ -212,7 +212,9 @@ def test_a_reward_that_fails_is_named_with_its_prompt(folder):
         raise KeyError("gone")
 
     turn = turn_of(folder, load_model(folder))
-    evaluator = Evaluator(turn, [PromptRecord("a b")], samples_path=None, reward=RewardFunction(reward))
+    evaluator = Evaluator(
+        turn, [PromptRecord("a b")], samples_path=None, of_source={"": RewardFunction(reward)}
+    )
     with pytest.raises(
         RewardError, match=r"sampler.reward failed: KeyError: 'gone' \(.*py:\d+\) \(prompt 'a b'"
     ):

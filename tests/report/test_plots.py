@@ -97,7 +97,7 @@ def test_a_value_that_is_null_is_a_gap(tmp_path, figures):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": null}\n{"step": 3, "train/loss": 1.0}\n'
     )
-    plot_runs([RunFolder(tmp_path)], tmp_path / "run.png", title="a run")
+    plot_runs([RunFolder(tmp_path)], tmp_path / "run.png")
     ((_, points),) = curves(figures[0]).items()
     assert [step for step, _ in points] == [1, 2, 3]
     assert math.isnan(points[1][1])

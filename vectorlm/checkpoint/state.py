@@ -113,8 +113,8 @@ class CheckpointStore:
         return saved["loop"]
 
 
-def load_weights(path: Path, model: nn.Module, name: str = "policy") -> None:
-    """Load the weights of the model `name` from the checkpoint `path`; called on all ranks, or without any.
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Load the policy's weights from the checkpoint `path`; called on all ranks, or without any.
 
     Of a model with adapters only the trained tensors are there, and the others stay as they are.
 
@@ -123,12 +123,12 @@ def load_weights(path: Path, model: nn.Module, name: str = "policy") -> None:
     """
     with folder.naming(path, "read"):
         _require_as_written(path)
-        state = {name: {"model": get_model_state_dict(model, options=_OPTIONS)}}
+        state = {"policy": {"model": get_model_state_dict(model, options=_OPTIONS)}}
         with warnings.catch_warnings():
             # That there are no ranks is meant.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             dcp.load(state, checkpoint_id=path / "shards")
-        set_model_state_dict(model, state[name]["model"], options=_OPTIONS)
+        set_model_state_dict(model, state["policy"]["model"], options=_OPTIONS)
 
 
 def _require_as_written(path: Path) -> None:

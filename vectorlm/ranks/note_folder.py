@@ -52,9 +52,5 @@ class NoteFolder:
         """Delete a note, if it is there."""
         self._of(key).unlink(missing_ok=True)
 
-    def num_keys(self) -> int:
-        """Return how many notes there are."""
-        return len(os.listdir(self._path))
-
     def _of(self, key: str) -> Path:
         return self._path / key.replace("/", "-")

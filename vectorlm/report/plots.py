@@ -27,16 +27,13 @@ NUM_STEPS = 12
 """A timeline shows this many of the last steps."""
 
 
-def plot_runs(
-    runs: Sequence[RunFolder], output_png: Path, metrics: Sequence[str] = (), title: str | None = None
-) -> bool:
+def plot_runs(runs: Sequence[RunFolder], output_png: Path, metrics: Sequence[str] = ()) -> bool:
     """Draw the curves of runs over their steps; several lie over each other, each with the settings that differ.
 
     Args:
         runs: At least one.
         output_png: The picture.
         metrics: A panel for each; when empty, the panels of `PANELS` that some run has data for.
-        title: The names of the runs when omitted.
 
     Returns:
         Whether there was anything to draw; else there is no picture.
@@ -48,7 +45,7 @@ def plot_runs(
     panels = [metric_panel(name, runs) for name in metrics] or filled_panels(runs, PANELS)
     if not panels:
         return False
-    title = title or (" and ".join(names) if len(names) < 4 else f"{len(names)} runs")
+    title = " and ".join(names) if len(names) < 4 else f"{len(names)} runs"
     figure, grid = _new_figure(len(panels), title)
     for axes, panel in zip(grid, panels, strict=True):
         _draw_panel(axes, panel, runs)

@@ -37,7 +37,6 @@ class Evaluator:
         *,
         samples_path: Path | None,
         resume_step: int | None = None,
-        reward: RewardFunction | None = None,
         of_source: Mapping[str, RewardFunction] | None = None,
         further: Mapping[str, RewardFunction] | None = None,
         at_k: Sequence[int] = (),
@@ -48,8 +47,8 @@ class Evaluator:
     ) -> None:
         """Open `samples_path` on rank 0, with its lines up to `resume_step`; the other ranks pass None.
 
-        An answer is right when its `reward` is 1, or the reward `of_source` of its question. The `further` rewards
-        score questions without a source too, by their names; `at_k` are the k of pass@k and maj@k. Questions of a
+        An answer is right when the reward `of_source` of its question is 1; ``""`` is the source of questions without
+        one. The `further` rewards score these too, by their names; `at_k` are the k of pass@k and maj@k. Questions of a
         source in `play` have an environment, whose reward says what is right where there is no other. An answer may
         have `max_tokens`; the context may leave it less, which is said. `run_tasks` asks the engine more, and returns
         metrics.
@@ -62,7 +61,7 @@ class Evaluator:
         for place, record in enumerate(prompt_records):
             self._places.setdefault(record.source, []).append(place)
         self._play = {source: each for source, each in (play or {}).items() if source in self._places}
-        rewards = {name: (of_source or {}).get(name, reward) for name in sorted(self._places)}
+        rewards = {name: (of_source or {}).get(name) for name in sorted(self._places)}
         self._rewards = {
             name: each for name, each in rewards.items() if each is not None or name in self._play
         }

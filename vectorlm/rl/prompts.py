@@ -20,10 +20,10 @@ class PromptOrder(Generic[Item]):
     The only state is `position`: a run that resumes sets it.
     """
 
-    def __init__(self, items: Sequence[Item], seed: int, position: int = 0) -> None:
-        """Start behind the first `position` items, of at least one; the seed is at least 0."""
+    def __init__(self, items: Sequence[Item], seed: int) -> None:
+        """Take at least one item, and a seed of at least 0."""
         self._items, self._seed = items, seed
-        self.position = position
+        self.position = 0
         self._order: tuple[int, np.ndarray] | None = None
 
     def take(self, count: int) -> list[Item]:

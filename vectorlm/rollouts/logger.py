@@ -15,6 +15,7 @@ from vectorlm.rollouts.replay import record_of
 
 MAX_COLUMNS, MAX_COLUMN = 20, 200
 """Columns of the question in a line, and characters of each; with tokens they are whole, as replaying needs them."""
+NUM_SHOWN = 3
 WIDTH = 60
 """Characters of a prompt or completion on the console."""
 
@@ -28,7 +29,6 @@ class RolloutLogger:
         *,
         resume_step: int | None = None,
         show_every: int = 10,
-        num_shown: int = 3,
         saves_tokens: bool = False,
         min_ess: float = 0.0,
         say: Callable[[str], None] = print,
@@ -36,7 +36,7 @@ class RolloutLogger:
         """Open ``rollouts.jsonl`` and ``correction.jsonl`` in `folder`, with their lines up to `resume_step`.
 
         Ranks other than 0 pass no folder, and then write and say nothing. Every `show_every` steps (0: never) a table
-        of `num_shown` rollouts is shown. `saves_tokens` writes what training on a rollout again needs. A warning says
+        of `NUM_SHOWN` rollouts is shown. `saves_tokens` writes what training on a rollout again needs. A warning says
         when the effective sample size, as a share, falls below `min_ess`.
         """
         self.records: Sequence[Mapping[str, Any]] = ()
@@ -47,7 +47,6 @@ class RolloutLogger:
         self._min_ess = min_ess
         self._has_warned = False
         self._show_every = show_every
-        self._num_shown = num_shown
         self._say = say
 
     def write(self, step: int, groups: Sequence[RolloutGroup], batch: TrainBatch | None) -> None:
@@ -114,7 +113,7 @@ class RolloutLogger:
 
     def _table(self, step: int, groups: Sequence[RolloutGroup]) -> str:
         rows = [("reward", "prompt", "completion")]
-        for group in groups[: self._num_shown]:
+        for group in groups[:NUM_SHOWN]:
             first = group.rollouts[0]
             prompt = _line(shown_prompt(first.prompt_record.prompt))
             if len(prompt) > WIDTH:
