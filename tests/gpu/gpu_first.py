@@ -15,8 +15,8 @@ from gpu_bench import GIB, GREEDY, QWEN_3B, Bench, big_trainer, logprobs, used_b
 from gpu_transfers import share
 
 import vectorlm
-from vectorlm.train import packing
-from vectorlm.train.packing import Rows, pack, packed_attention
+from vectorlm.train.attention import flash_takes, packed_attention
+from vectorlm.train.packing import Rows, pack
 
 PROMPTS = [[2, 3, 4, 5], [6, 7]]
 UPDATES, SWAPS, PASSES = 5, 50, 20
@@ -129,10 +129,10 @@ def attention(bench: Bench) -> None:
 def attends(is_cudnn: bool, is_flash: bool) -> Iterator[None]:
     """Attend by varlen_attn where it is meant to be, or not at all by it."""
     was_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    takes = packing.flash_takes if is_flash else lambda query, value: False
+    takes = flash_takes if is_flash else lambda query, value: False
     torch.backends.cuda.enable_cudnn_sdp(is_cudnn)
     try:
-        with mock.patch.object(packing, "flash_takes", takes):
+        with mock.patch("vectorlm.train.attention.flash_takes", takes):
             yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(was_cudnn)

@@ -18,7 +18,7 @@ from rl_runs import config_of, numbers, save_files
 from vectorlm import SamplingEngine
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl_run import reinforce
-from vectorlm.train import packing, shard
+from vectorlm.train import attention, shard
 
 RUNS = {
     "GRPO in 16 bits": (
@@ -100,7 +100,7 @@ def main():
     move_first()
     print(json.dumps(["refuses", "sim:0", refuses()]))
     flashes = []
-    packing.flash_takes = lambda query, value: query.device.type == "sim" and query.dtype.itemsize == 2
+    attention.flash_takes = lambda query, value: query.device.type == "sim" and query.dtype.itemsize == 2
     with ExitStack() as stack:
         stack.enter_context(written_down("sim", flashes))
         for device in ("cpu", "sim:0"):

@@ -15,10 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.lora.load import add_lora
 from vectorlm.rl.models import disable_dropout
-from vectorlm.train import language_model, packing
+from vectorlm.train import attention, language_model
+from vectorlm.train.attention import packed_attention
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
-from vectorlm.train.packing import Bundle, Rows, num_shared, pack, packed_attention
+from vectorlm.train.packing import Bundle, Rows, num_shared, pack
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded
 
@@ -104,8 +105,8 @@ def test_attention_keeps_for_the_backward_pass_no_more_than_what_it_read():
 def test_on_cuda_rows_of_16_bits_attend_in_one_call(monkeypatch):
     """Shapes and dtypes, without a mask and without padding."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(packing, "_mask", None)
-    monkeypatch.setattr(packing, "_as_rows", None)
+    monkeypatch.setattr(attention, "_mask", None)
+    monkeypatch.setattr(attention, "_as_rows", None)
     layout = pack(random_rows())
     n = layout.input_ids.shape[1]
     with FakeTensorMode():
@@ -136,8 +137,8 @@ def test_the_flash_kernel_takes_16_bits_and_heads_that_it_knows(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with FakeTensorMode():
         query, value = (torch.empty(1, 2, 3, size, dtype=dtype, device="cuda") for size in sizes)
-        assert packing.flash_takes(query, value) is is_taken
-    assert not packing.flash_takes(
+        assert attention.flash_takes(query, value) is is_taken
+    assert not attention.flash_takes(
         torch.empty(1, 2, 3, 128, dtype=dtype), torch.empty(1, 2, 3, 128, dtype=dtype)
     )
 
@@ -153,7 +154,7 @@ def test_gradients_of_the_operator_for_cuda_have_its_dtypes_and_are_those_of_pad
     ]
     outcomes = []
     for takes in (True, False):
-        monkeypatch.setattr(packing, "flash_takes", lambda query, value, takes=takes: takes)
+        monkeypatch.setattr(attention, "flash_takes", lambda query, value, takes=takes: takes)
         found, _ = packed_attention(torch.nn.Module(), *heads, None, packing=layout, scaling=0.5)
         weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
         outcomes.append((found, *torch.autograd.grad((found * weights).sum(), heads)))
@@ -207,7 +208,7 @@ def one_by_one(model):
 def windows(monkeypatch):
     """Attend by the operator for CUDA, written down in float64; the windows and dtypes of its calls."""
     calls = []
-    monkeypatch.setattr(packing, "flash_takes", lambda query, value: True)
+    monkeypatch.setattr(attention, "flash_takes", lambda query, value: True)
     with written_down("cpu", calls):
         yield calls
 
@@ -224,7 +225,7 @@ def test_every_family_is_packed_and_says_what_its_rows_say_one_by_one(name, tmp_
 def test_families_say_the_same_by_the_operator_for_cuda(name, seen, tmp_path, windows, monkeypatch):
     """With windows, several queries for one key, factors of their own; scores with a cap attend as on CPU."""
     if seen:
-        monkeypatch.setattr(packing, "_mask", None)
+        monkeypatch.setattr(attention, "_mask", None)
     assert_rows_say_the_same(name, tmp_path)
     assert {window for window, _ in windows} == seen
 

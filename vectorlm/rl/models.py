@@ -14,10 +14,11 @@ from torch import nn
 from vectorlm.algorithms.logprobs import align
 from vectorlm.errors import ConfigError
 from vectorlm.rl.teacher import ServerTeacher, Teacher
+from vectorlm.train.attention import PACKED
 from vectorlm.train.language_model import LanguageModel, inner_model, require_packed
 from vectorlm.train.load import load_pretrained
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
-from vectorlm.train.packing import PACKED, Rows, pack
+from vectorlm.train.packing import Rows, pack
 from vectorlm.types import TrainedModel
 from vectorlm.weights.plan import reshard
 

@@ -1,0 +1,217 @@
+"""The attention of rows that are laid end to end: in one call of torch's flash kernel, or a bundle at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from vectorlm.train.packing import Packing
+
+PACKED = "packed"
+"""The name of `packed_attention` among the attention functions of transformers."""
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    packing: Packing | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as rows of their own would; the attention function that transformers calls.
+
+    Where `flash_takes` them, all stretches attend in one call, without padding, masks or repeated heads: each to what
+    its row begins with, copied before its own keys, and to itself. Elsewhere those of like length do, padded.
+
+    Args:
+        module: The attention layer.
+        query: float [1, H, N, D].
+        key: float [1, K, N, D], where H is a multiple of K.
+        value: float [1, K, N, E].
+        attention_mask: Not read in a pass with a `packing`.
+        scaling: Factor of the scores; None means 1 / sqrt(D).
+        dropout: Share of the probabilities that is dropped.
+        sliding_window: How many tokens each one sees, itself included; None means all before it.
+        softcap: Bound of the scores, as of Gemma 2.
+        packing: How the rows lie; None for a padded batch, [B, H, T, D] and so on, which is masked. Ranks that share
+            the pass exchange its tokens, of which each has some, for heads, and attend with some of these.
+        **kwargs: What else `sdpa_attention_forward` takes.
+
+    Returns:
+        float [1, N, H, E] in the order of the pass, and None.
+    """
+    if packing is None and softcap is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    attend = partial(_attend, scaling=scaling, dropout=dropout, softcap=softcap)
+    if packing is None:
+        mask = None if attention_mask is None else _additive(attention_mask, query.dtype)
+        # transformers leaves the mask out where every token sees all before it.
+        return attend(query, key, value, mask).transpose(1, 2).contiguous(), None
+    for name, given in {**kwargs, "sliding_window": sliding_window}.items():
+        packing.seen.setdefault(name, set()).add(given if isinstance(given, int) else type(given))
+    context = packing.context
+    if context is not None:
+        query, key, value = (context.to_heads(x, packing.num_tokens) for x in (query, key, value))
+    found: Any
+    if softcap is None and dropout == 0 and flash_takes(query, value):
+        queries, keys = packing.stretches
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        found = varlen_attn(
+            q,
+            packing.keys(k),
+            packing.keys(v),
+            packing.once(_ends, queries, query.device),
+            packing.once(_ends, keys, query.device),
+            max(queries),
+            max(keys),
+            scale=scaling,
+            # Both count from the last query and the last key of a row, which are the same token.
+            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            enable_gqa=query.shape[1] > key.shape[1],
+        )
+        found = found.unsqueeze(0)
+    else:
+        found = _in_bundles(attend, query, key, value, packing, sliding_window)
+    return found if context is None else context.to_tokens(found), None
+
+
+def _in_bundles(
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Attend as `packed_attention` does, a bundle at a time, with rows padded to the longest of each."""
+    parts = []
+    for bundle in packing.bundles:
+        own = slice(bundle.start, bundle.end)
+        first, last = bundle.shared
+        length = bundle.lengths[0]
+        q, k, v = (_as_rows(x[0, :, own], bundle.lengths, packing) for x in (query, key, value))
+        if last > first:
+            k, v = (
+                torch.cat([x[:, :, first:last].expand(len(mine), -1, -1, -1), mine], dim=2)
+                for x, mine in ((key, k), (value, v))
+            )
+        mask = None
+        if last > first or (sliding_window is not None and sliding_window < length):
+            mask = packing.once(_mask, last - first, length, sliding_window, query.dtype, query.device)
+        parts.append(_end_to_end(attend(q, k, v, mask), bundle.lengths, packing)[None])
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+
+
+def flash_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether torch's flash kernel for rows of any length takes queries of this kind: on CUDA, in 16 bits."""
+    size = query.shape[-1]
+    is_taken = (
+        query.is_cuda and query.dtype.itemsize == 2 and size == value.shape[-1] <= 256 and size % 8 == 0
+    )
+    # Before 2.13 torch's function had no windows and no key heads of several queries.
+    is_known = torch.__version__ >= "2.13"
+    return is_taken and is_known and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Return float [B, H, T, E]; `mask` is added to the scores, and None lets each query see all before it."""
+    repeats = query.shape[1] // key.shape[1]
+    # On CUDA torch's kernels for padded rows take fewer keys than queries only in what `flash_takes` takes too.
+    takes_fewer = softcap is None and mask is None and not query.is_cuda
+    if repeats > 1 and not takes_fewer:
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=repeats > 1 and takes_fewer,
+        )
+    if mask is None:
+        mask = _mask(0, query.shape[2], None, query.dtype, query.device)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap) + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return F.dropout(weights, dropout) @ value
+
+
+def _mask(
+    shared: int, length: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return float [length, shared + length]: 0 where a token behind a common beginning sees another, else very low."""
+    seen = torch.ones(length, shared + length, dtype=torch.bool, device=device).tril(shared)
+    return _additive(seen if window is None else seen.triu(shared - window + 1), dtype)
+
+
+def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what is added to scores: one tensor of their dtype, which all layers can keep."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def _ends(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return where stretches begin and end, int32 [len(lengths) + 1], as the kernel takes it."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def _as_rows(x: torch.Tensor, lengths: tuple[int, ...], packing: Packing) -> torch.Tensor:
+    """Cut [H, sum of lengths, D] into rows [len(lengths), H, longest, D]; what fills them up is arbitrary."""
+    longest = max(lengths)
+    if min(lengths) < longest:
+        x = x.index_select(1, packing.once(_to_rows, lengths, x.device))
+    elif len(packing.bundles) > 1:
+        x = x.clone()  # Of a view, attention would keep for the backward pass all that it is a part of.
+    return x.unflatten(1, (len(lengths), longest)).transpose(0, 1)
+
+
+def _end_to_end(x: torch.Tensor, lengths: tuple[int, ...], packing: Packing) -> torch.Tensor:
+    """Undo `_as_rows`: from [len(lengths), H, longest, D] to [H, sum of lengths, D]."""
+    flat = x.transpose(0, 1).flatten(1, 2)
+    if min(lengths) == max(lengths):
+        return flat
+    return flat.index_select(1, packing.once(_from_rows, lengths, x.device))
+
+
+def _to_rows(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    ends = torch.tensor(lengths).cumsum(0)
+    starts = ends - torch.tensor(lengths)
+    return torch.minimum(starts[:, None] + torch.arange(max(lengths)), ends[-1] - 1).flatten().to(device)
+
+
+def _from_rows(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    longest = max(lengths)
+    return torch.cat([row * longest + torch.arange(n) for row, n in enumerate(lengths)]).to(device)
+
+
+# Each pass has another layout: compiled, every one of them would be compiled again.
+AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
+AttentionMaskInterface.register(PACKED, sdpa_mask)
