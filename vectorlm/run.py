@@ -33,8 +33,8 @@ from vectorlm.preflight.rehearsal import rehearse
 from vectorlm.preflight.resume import settings_of_rank
 from vectorlm.preflight.summary import notes_of
 from vectorlm.ranks.engine_ranks import capture, comparable, gather, require_equal, results_or_first_error
-from vectorlm.ranks.launcher import process_group
 from vectorlm.ranks.placement import Placement, set_affinity, share_cores, split_node
+from vectorlm.ranks.process_group import process_group
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.plots import plot_correction, plot_runs, plot_timeline
 from vectorlm.report.runs import START, RunFolder

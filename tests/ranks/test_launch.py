@@ -19,8 +19,8 @@ from watched_run import WatchedRun
 import vectorlm
 from vectorlm.errors import HandoffTimeout, LaunchError, RankFailed
 from vectorlm.ranks.collectives import Collectives
-from vectorlm.ranks.launcher import process_group
 from vectorlm.ranks.note_folder import NoteFolder
+from vectorlm.ranks.process_group import process_group
 
 
 def exchange():
