@@ -9,6 +9,7 @@ from torch import nn
 from vectorlm.engine import messages
 from vectorlm.engine.hot_swap import HotSwap
 from vectorlm.engine.scheduler import Scheduler
+from vectorlm.engine.settings import EngineSettings
 from vectorlm.ranks.collectives import Collectives
 from vectorlm.ranks.engine_ranks import EngineRanks
 
@@ -132,10 +133,8 @@ def swap_of(topology, transport, engines_per_node=1, lora_mode="merged", **engin
     """Return this rank's side of a hot swap, and its engine if it owns one."""
     engine_ranks = EngineRanks(topology, Collectives(topology, 60.0), engines_per_node)
     engine = Engine(**engine_args) if engine_ranks.owns_an_engine else None
-    swap = HotSwap(
-        topology, engine_ranks, engine, lora_mode=lora_mode, silence_s=60.0, verify=True, transport=transport
-    )
-    return swap, engine
+    settings = EngineSettings(lora_mode=lora_mode, transport=transport, timeout_s=60.0)
+    return HotSwap(topology, engine_ranks, engine, settings), engine
 
 
 def move(model, reference, seed):

@@ -8,6 +8,7 @@ from torch import nn
 
 from vectorlm.engine import messages
 from vectorlm.engine.hot_swap import HotSwap
+from vectorlm.engine.settings import EngineSettings
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.ranks.collectives import Collectives
 from vectorlm.ranks.engine_ranks import EngineRanks
@@ -65,7 +66,7 @@ class Engine:
 def swap_of(topology, lora_mode):
     engine_ranks = EngineRanks(topology, Collectives(topology, 60.0))
     engine = Engine() if engine_ranks.owns_an_engine else None
-    swap = HotSwap(topology, engine_ranks, engine, lora_mode=lora_mode, silence_s=60.0, verify=True)
+    swap = HotSwap(topology, engine_ranks, engine, EngineSettings(lora_mode=lora_mode, timeout_s=60.0))
     return swap, engine
 
 

@@ -19,6 +19,7 @@ from vectorlm.weights.inspection import FiniteCheck, Inspection, require_sound
 from vectorlm.weights.plan import BASE, adapter_prefixes, persistent_buffers, require_same, shortened
 
 if TYPE_CHECKING:
+    from vectorlm.engine.settings import EngineSettings
     from vectorlm.engine.transport import Transport
     from vectorlm.ranks.engine_ranks import EngineRanks
     from vectorlm.ranks.topology import Topology
@@ -65,22 +66,13 @@ class HotSwap:
         topology: Topology,
         engine_ranks: EngineRanks,
         channel: messages.Channel | None,
-        *,
-        lora_mode: str,
-        silence_s: float,
-        verify: bool,
-        check_finite: bool = True,
-        transport: str = "auto",
+        settings: EngineSettings,
     ) -> None:
         """Start with engines that hold their checkpoint; `channel` leads to this rank's engine, if it owns one."""
         self._topology = topology
         self._engine_ranks = engine_ranks
         self._channel = channel
-        self._silence_s = silence_s
-        self._lora_mode = lora_mode
-        self._verify = verify
-        self._check_finite = check_finite
-        self._transport_setting = transport
+        self._settings, self._verify = settings, settings.verify_updates
         self._transport: Transport | None = None
         self._opened: set[str] = set()
         """The weight sets that transport and engines know the way of; one whose opening failed is opened again."""
@@ -108,9 +100,9 @@ class HotSwap:
         totals = self._publish_rounds(crossing)
         publish_s += time.perf_counter() - published_from
         names = tuple(each.name for each in crossing)
-        finish = messages.FinishUpdate(
-            train_step, totals if self._verify else None, names, may_hold_nan=not self._check_finite
-        )
+        sums_of_ranks = totals if self._verify else None
+        may_hold_nan = not self._settings.check_finite
+        finish = messages.FinishUpdate(train_step, sums_of_ranks, names, may_hold_nan)
         try:
             updated = self._ask_engines("finish the update", finish)
         except StaleHandle:
@@ -184,8 +176,9 @@ class HotSwap:
             raise WeightMismatch("the model has active adapters on some ranks and none on others.")
         if self._transport is None:
             obstacles = [obstacle for _, _, obstacle, _ in answers]
-            setting = self._transport_setting
-            self._transport = open_transport(setting, offered, obstacles, self._topology, self._arenas)
+            self._transport = open_transport(
+                self._settings.transport, offered, obstacles, self._topology, self._arenas
+            )
         crossing, to_open = [], []
         for index, each in enumerate(sets):
             on_ranks = [states[index] for _, _, _, states in answers]
@@ -200,7 +193,7 @@ class HotSwap:
             try:
                 self._open(to_open)
             except HandleRefused as error:
-                if self._transport_setting != "auto":
+                if self._settings.transport != "auto":
                     raise
                 self._transport = open_transport("auto", offered, [str(error)], self._topology, self._arenas)
                 if self._topology.is_main:
@@ -244,11 +237,11 @@ class HotSwap:
             RankMismatch: Ranks hold different numbers where they should hold the same.
             NonFiniteWeights: A tensor holds a number that is not finite.
         """
-        if not (self._verify or self._check_finite):
+        if not (self._verify or self._settings.check_finite):
             return {}
 
         def look() -> list[Inspection]:
-            return [self._inspection(each, self._check_finite) for each in weight_sets]
+            return [self._inspection(each, self._settings.check_finite) for each in weight_sets]
 
         by_rank = self._engine_ranks.on_all_ranks("inspect the weights", look)
         for of_ranks in zip(*by_rank, strict=True):
@@ -271,7 +264,9 @@ class HotSwap:
             return [WeightSet(BASE, model)]
         if adapter_prefixes(model):
             lora_weight_sets = load_plugin(LORA_WEIGHT_SETS)
-            sets: list[WeightSet] = lora_weight_sets(model, self._topology, self._arenas, self._lora_mode)
+            sets: list[WeightSet] = lora_weight_sets(
+                model, self._topology, self._arenas, self._settings.lora_mode
+            )
             return sets
         return [WeightSet(BASE, ModuleSource(model, self._topology, self._arenas))]
 
@@ -350,7 +345,7 @@ class HotSwap:
     def _look_at_arenas(self, now: Sequence[tuple[WeightSet, Layout]]) -> None:
         """Look for numbers that are not finite in what sources that cannot be inspected have written."""
         unseen = [(each, layout) for each, layout in now if not hasattr(each.source, "inspect")]
-        if not (unseen and self._check_finite):
+        if not (unseen and self._settings.check_finite):
             return
 
         def look() -> None:
@@ -394,7 +389,7 @@ class HotSwap:
 
     def _call(self, command: Any) -> Any:
         assert self._channel is not None
-        return self._channel.call(command, self._silence_s)
+        return self._channel.call(command, self._settings.timeout_s)
 
     def _near(self, of_ranks: Sequence[Any]) -> Sequence[Any]:
         """Return the part of this node's ranks."""
