@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from vectorlm.encoding import end_tokens, marked_spans, render_chat
+from vectorlm.encoding import end_tokens, marked_spans, render_chat, without_nulls
 from vectorlm.errors import ConfigError, DatasetError
 
 Message = dict[str, Any]
@@ -161,3 +161,31 @@ class Chat:
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return tokens
+
+
+def messages_of(name: str, value: Any) -> list[Message]:
+    """Return messages without the keys that are null because other rows have them."""
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise DatasetError(
+            f"{name} holds {str(value)[:60]!r}: it must be a list of messages. Remove the row, or choose another "
+            "data_field."
+        )
+    messages: list[Message] = without_nulls(value)
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
+            raise DatasetError(
+                f"{name}: message {number} is {str(value[number])[:60]!r}, and must have a `role` and a `content`. "
+                "Correct it, or remove the row."
+            )
+    return messages
+
+
+def weight_of(name: str, of: Mapping[str, Any]) -> int:
+    """Return the `weight` of a row of messages, or of a message: 0 leaves it out of the loss, as OpenAI's does."""
+    weight = 1 if of.get("weight") is None else of["weight"]
+    if weight not in (0, 1):
+        raise DatasetError(
+            f"{name} has the weight {weight!r}: it must be 0 or 1, for the loss of rows and messages counts or does "
+            "not. Correct it, or rename the key."
+        )
+    return int(weight)

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vectorlm.data.chat import Chat, Message
+from vectorlm.data.chat import Chat, Message, messages_of, weight_of
 from vectorlm.data.preference import COLUMNS, READ_BESIDE, common_beginning, value_of
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import Source
@@ -200,8 +200,8 @@ class Tokeniser:
         if not self.is_chat:
             prompt = "" if prompt is None else self._value(name, row, "prompt")
         else:
-            texts = [_messages(name, each) for each in texts]
-            given = _messages(name, prompt) if isinstance(prompt, list) else []
+            texts = [messages_of(name, each) for each in texts]
+            given = messages_of(name, prompt) if isinstance(prompt, list) else []
             if all(each[: len(given)] == given for each in texts):
                 # A prompt as text says again what the messages begin with.
                 given = given or texts[0][: common_beginning(*texts)]
@@ -231,14 +231,14 @@ class Tokeniser:
         return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
     def _chat(self, name: str, row: Mapping[str, Any]) -> Tokens:
-        parts = [_messages(name, self._value(name, row, column)) for column in self.columns]
+        parts = [messages_of(name, self._value(name, row, column)) for column in self.columns]
         if not all(parts):
             return Tokens([], [], "no messages")
-        if _weight(name, row) == 0:
+        if weight_of(name, row) == 0:
             return Tokens([], [], "a weight of 0")
         tools = tools_of(row)
         messages = sum(parts, [])
-        left_out = {index for index, message in enumerate(messages) if _weight(name, message) == 0}
+        left_out = {index for index, message in enumerate(messages) if weight_of(name, message) == 0}
         messages, remarks = self._rendered(name, messages, tools)
         silent = {
             index
@@ -323,34 +323,6 @@ def _joined(chosen: Tokens, rejected: Tokens, has_prompt: bool) -> Tokens:
     remarks = list(dict.fromkeys((*chosen.remarks, *rejected.remarks)))
     num_first = len(chosen.input_ids)
     return Tokens(chosen.input_ids + rejected.input_ids, sum(counted, []), "", remarks, num_first)
-
-
-def _messages(name: str, value: Any) -> list[Message]:
-    """Return messages without the keys that are null because other rows have them."""
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise DatasetError(
-            f"{name} holds {str(value)[:60]!r}: it must be a list of messages. Remove the row, or choose another "
-            "data_field."
-        )
-    messages: list[Message] = without_nulls(value)
-    for number, message in enumerate(messages):
-        if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
-            raise DatasetError(
-                f"{name}: message {number} is {str(value[number])[:60]!r}, and must have a `role` and a `content`. "
-                "Correct it, or remove the row."
-            )
-    return messages
-
-
-def _weight(name: str, of: Mapping[str, Any]) -> int:
-    """Return the `weight` of a row of messages, or of a message: 0 leaves it out of the loss, as OpenAI's does."""
-    weight = 1 if of.get("weight") is None else of["weight"]
-    if weight not in (0, 1):
-        raise DatasetError(
-            f"{name} has the weight {weight!r}: it must be 0 or 1, for the loss of rows and messages counts or does "
-            "not. Correct it, or rename the key."
-        )
-    return int(weight)
 
 
 def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings) -> Tokeniser:
