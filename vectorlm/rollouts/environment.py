@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from vectorlm.encoding import is_messages
 from vectorlm.errors import ConfigError
-from vectorlm.rollouts.tools import call_tool, parse_calls, schemas_of
+from vectorlm.rollouts.tools import call_tool, message_of, parse_calls, schemas_of
 
 AGENT = "openai:"
 """How ``rl.environment`` begins where it names an agent, which asks over HTTP."""
@@ -186,14 +186,9 @@ class Player:
 
     async def step(self, text: str) -> tuple[Message, Reply]:
         """Return what the policy said as a message, and the reply."""
-        message: dict[str, Any] = {"role": "assistant", "content": text}
         content, calls = parse_calls(text) if self._tools else (text, [])
+        message = message_of(content if calls else text, calls)
         if calls:
-            message["content"] = content
-            message["tool_calls"] = [
-                {"type": "function", "function": {"name": each.name, "arguments": dict(each.arguments)}}
-                for each in calls
-            ]
             return message, Reply([await call_tool(each, self._tools, self._value_of) for each in calls])
         if self._kind == "trl":
             return message, Reply(done=True)

@@ -10,7 +10,6 @@ import logging
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from types import TracebackType
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -102,9 +101,7 @@ class Gateway:
     def __enter__(self) -> Gateway:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def session_of(self, request: Request) -> Session:

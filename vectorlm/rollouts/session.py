@@ -17,7 +17,7 @@ from vectorlm.engine.local_requests import Hear
 from vectorlm.errors import RolloutError
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rollouts.sampler import Ask
-from vectorlm.rollouts.tools import parse_calls
+from vectorlm.rollouts.tools import message_of, parse_calls
 from vectorlm.types import Completion, PromptRecord
 
 FOLLOWED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -317,10 +317,4 @@ def spoken(text: str, tools: Sequence[Any] | None) -> dict[str, Any]:
     content, calls = parse_calls(text) if tools else (text, [])
     if any(call.error for call in calls):
         content, calls = text, []
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if calls:
-        message["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-            for call in calls
-        ]
-    return message
+    return message_of(content, calls)

@@ -43,6 +43,17 @@ def parse_calls(text: str) -> tuple[str, list[ToolCall]]:
     return "", _read(body)
 
 
+def message_of(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """Return what the policy said as a chat message."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in calls
+        ]
+    return message
+
+
 def _read(text: str) -> list[ToolCall]:
     """Read the objects of a text, laid end to end or joined by ``;``."""
     decoder, place, found = json.JSONDecoder(strict=False), 0, []

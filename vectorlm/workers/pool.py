@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from vectorlm.errors import WorkerLost, WorkersDied
@@ -217,9 +216,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     async def _start(self) -> Worker:
