@@ -9,6 +9,7 @@ from pathlib import Path
 
 from metrics_page import METRICS
 from rank_processes import save_tiny_llama
+from sft_runs import lines
 
 from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.config import load_config
@@ -94,10 +95,6 @@ def config_of(files, output, algorithm="grpo", overrides=()):
     path = files / f"{Path(output).name}.yaml"
     path.write_text(text)
     return load_config(path, overrides)
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def is_documented(name):

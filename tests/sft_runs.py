@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
 from vectorlm.config import load_config
 from vectorlm.sft_run import finetune
 
@@ -44,3 +47,13 @@ def train(topology, config):
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def weights_of(folder):
+    """Return the weights in a model's folder, or of a run's final model."""
+    final = folder / "final-model"
+    return load_file((final if final.is_dir() else folder) / "model.safetensors")
+
+
+def are_equal(some, others):
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)

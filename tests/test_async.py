@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rl_runs import check_rl, config_of, is_documented, lines, numbers, save_files, stop_after_step_2
-from safetensors.torch import load_file
+from sft_runs import weights_of
 
 import vectorlm
 from vectorlm.errors import ConfigError
@@ -17,10 +17,6 @@ def files(tmp_path_factory):
 
 def overlapping(max_staleness, *more, steps=6):
     return [f"rl.async={{max_staleness: {max_staleness}}}", f"rl.max_steps={steps}", *more]
-
-
-def weights_of(folder):
-    return load_file(folder / "final-model" / "model.safetensors")
 
 
 @pytest.mark.slow

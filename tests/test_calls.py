@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from rank_processes import save_tiny_llama
 from safetensors.torch import load_file
 
 import vectorlm
@@ -24,9 +23,7 @@ FEW = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("calls") / "model", hidden_size=64)
+TINY_LLAMA = {"hidden_size": 64}
 
 
 @pytest.mark.slow

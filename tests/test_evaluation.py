@@ -1,9 +1,9 @@
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 from rank_processes import on_ranks
+from sft_runs import lines
 from tiny_runs import build_loop
 from transformers import AutoTokenizer
 
@@ -25,10 +25,6 @@ def turn_of(folder, model, topology=None, engine=None):
     topology = topology or Topology()
     engine = engine or HFEngine(folder, topology=topology, sampling_params=FOUR_TOKENS)
     return DeviceTurn(engine, model=model, topology=topology)
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_questions_are_listed_prompts_or_lines_with_other_columns_for_the_reward(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
 from safetensors.torch import load_file, save_file
-from sft_runs import lines, make_config, train
+from sft_runs import are_equal, lines, make_config, train
 from transformers import LlamaForCausalLM
 
 from vectorlm.cli import main
@@ -56,10 +56,6 @@ def adapters(inputs):
 def export_of(capsys, *arguments):
     assert main(["export", *map(str, arguments)]) == 0
     return Path(capsys.readouterr().out.strip())
-
-
-def are_equal(some, others):
-    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
 def test_the_newest_checkpoint_of_a_run_is_its_final_model(full, tmp_path, capsys):

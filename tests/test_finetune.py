@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset, load_from_disk
 from rank_processes import on_ranks
 from safetensors.torch import load_file
-from sft_runs import CONFIG, ROOT, SAMPLER, lines, make_config, train
+from sft_runs import CONFIG, ROOT, SAMPLER, lines, make_config, train, weights_of
 
 from vectorlm.config import load_config, save_config
 from vectorlm.errors import RankMismatch
@@ -38,10 +38,6 @@ def copy_of(whole, output, inputs, *gone, **changes):
     for step in gone:
         shutil.rmtree(output / "checkpoints" / f"step-{step:08d}")
     return make_config(inputs, output, checkpointing_enabled=True, **changes)
-
-
-def weights_of(output):
-    return load_file(output / "final-model" / "model.safetensors")
 
 
 def losses_of(output):

@@ -6,10 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from rank_processes import on_ranks, save_tiny_llama
-from safetensors.torch import load_file
-from sft_runs import lines, make_config
+from sft_runs import are_equal, lines, make_config, weights_of
 
 from vectorlm import FakeEngine
 from vectorlm.cli import main
@@ -62,14 +60,6 @@ def train(topology, config, dies_at=None):
 def metrics_of(output):
     exact = ("step", "train/loss", "train/grad_norm", "eval/loss", "eval/stopped_early")
     return [{name: line[name] for name in exact if name in line} for line in lines(output / "metrics.jsonl")]
-
-
-def weights_of(folder):
-    return load_file(folder / "model.safetensors")
-
-
-def are_equal(some, others):
-    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
 def steps_of(output):

@@ -8,8 +8,7 @@ import torch
 from datasets import Dataset
 from metrics_page import METRICS
 from rank_processes import on_ranks, save_tiny_llama
-from safetensors.torch import load_file
-from sft_runs import lines, train
+from sft_runs import lines, train, weights_of
 from transformers import AutoModelForSequenceClassification
 
 from vectorlm.cli import main
@@ -111,10 +110,6 @@ def finished(request, inputs, tmp_path_factory):
     output = tmp_path_factory.mktemp("finished") / "run"
     on_ranks(1, train, config_of(inputs, output, SECTIONS[request.param]))
     return SECTIONS[request.param], output
-
-
-def weights_of(output):
-    return load_file(output / "final-model" / "model.safetensors")
 
 
 def test_a_run_learns_which_text_is_better(finished):

@@ -5,25 +5,22 @@ import signal
 
 import pytest
 import torch
-from rank_processes import on_ranks, save_tiny_llama
+from rank_processes import on_ranks
 from tiny_runs import NUM_STEPS, build_loop, whole_weights
 
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    # Dropout makes the result depend on every rank's random generator.
-    return save_tiny_llama(tmp_path_factory.mktemp("llama"), dropout=0.3)
+# Dropout makes the result depend on every rank's random generator.
+TINY_LLAMA = {"dropout": 0.3}
 
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(topology, model_dir, output, death):
+def train(topology, folder, output, death):
     """Train from where `output` stands; `death` is (what, rank, step) or None."""
     import vectorlm.checkpoint.state as state
 
-    training = build_loop(topology, model_dir, output=output, num_micro_batches=2)
+    training = build_loop(topology, folder, output=output, num_micro_batches=2)
     what, rank, step = death or (None, None, None)
     store = training.recorder.checkpoints
     optimize, save = training.optimize, store.save
@@ -55,9 +52,9 @@ def curve(output):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(model_dir, tmp_path_factory):
+def uninterrupted(folder, tmp_path_factory):
     output = tmp_path_factory.mktemp("straight")
-    return on_ranks(2, train, model_dir, output, None)[0][1], curve(output)
+    return on_ranks(2, train, folder, output, None)[0][1], curve(output)
 
 
 @pytest.mark.parametrize(
@@ -70,13 +67,13 @@ def uninterrupted(model_dir, tmp_path_factory):
     ],
 )
 def test_a_killed_run_started_again_ends_bit_for_bit_where_the_uninterrupted_one_ends(
-    death, model_dir, uninterrupted, tmp_path
+    death, folder, uninterrupted, tmp_path
 ):
     expected, expected_curve = uninterrupted
     _, rank, step = death
-    assert on_ranks(2, train, model_dir, tmp_path, death, check=False)[rank] is None
+    assert on_ranks(2, train, folder, tmp_path, death, check=False)[rank] is None
     last_saved = (step - 1) // 2 * 2 or None
-    for resume_step, weights in on_ranks(2, train, model_dir, tmp_path, None):
+    for resume_step, weights in on_ranks(2, train, folder, tmp_path, None):
         assert resume_step == last_saved
         for name in expected:
             assert torch.equal(weights[name], expected[name]), name
@@ -88,7 +85,7 @@ def test_a_killed_run_started_again_ends_bit_for_bit_where_the_uninterrupted_one
 
 
 def test_dropout_makes_ranks_and_restarts_differ_unless_generators_are_restored(
-    uninterrupted, model_dir, tmp_path
+    uninterrupted, folder, tmp_path
 ):
-    ((_, alone),) = on_ranks(1, train, model_dir, tmp_path, None)
+    ((_, alone),) = on_ranks(1, train, folder, tmp_path, None)
     assert not torch.equal(alone["lm_head.weight"], uninterrupted[0]["lm_head.weight"])

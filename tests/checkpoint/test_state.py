@@ -4,7 +4,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from rank_processes import on_ranks, save_tiny_llama
+from rank_processes import on_ranks
 
 from vectorlm.checkpoint.export import export_model
 from vectorlm.checkpoint.folder import newest
@@ -16,10 +16,7 @@ from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.shard import shard_model
 from vectorlm.types import TrainedModel
 
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("llama"), tied=True)
+TINY_LLAMA = {"tied": True}
 
 
 def draw():
@@ -35,9 +32,9 @@ def test_restored_generators_draw_the_same_numbers_again():
     assert draw() == first
 
 
-def build(topology, model_dir, lora):
+def build(topology, folder, lora):
     torch.manual_seed(5)
-    model = load_model(model_dir)
+    model = load_model(folder)
     if lora:
         model = add_lora(model, {"r": 2, "target_modules": ["q_proj"]})
     shard_model(model, topology)
@@ -55,8 +52,8 @@ def weights(model):
     return {name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()}
 
 
-def save_and_load(topology, model_dir, path, lora):
-    model, optimizer = build(topology, model_dir, lora)
+def save_and_load(topology, folder, path, lora):
+    model, optimizer = build(topology, folder, lora)
     torch.manual_seed(100 + topology.rank)
     make_step(model, optimizer)
     store = CheckpointStore(path, {"seed": 1})
@@ -65,7 +62,7 @@ def save_and_load(topology, model_dir, path, lora):
     make_step(model, optimizer)
     expected = weights(model)
 
-    model, optimizer = build(topology, model_dir, lora)
+    model, optimizer = build(topology, folder, lora)
     loop = store.load(1, {"policy": TrainedModel(model, optimizer)})
     found_draw = draw()[2]
     make_step(model, optimizer)
@@ -74,8 +71,8 @@ def save_and_load(topology, model_dir, path, lora):
 
 
 @pytest.mark.parametrize(("world_size", "lora"), [(1, False), (2, False), (2, True)])
-def test_a_step_after_loading_equals_the_step_after_saving_bit_for_bit(tmp_path, model_dir, world_size, lora):
-    results = on_ranks(world_size, save_and_load, model_dir, tmp_path, lora)
+def test_a_step_after_loading_equals_the_step_after_saving_bit_for_bit(tmp_path, folder, world_size, lora):
+    results = on_ranks(world_size, save_and_load, folder, tmp_path, lora)
     for rank, (loop, expected_draw, found_draw, same) in enumerate(results):
         assert loop == {"rank": rank, "learning_rate": 0.1}
         assert found_draw == expected_draw
@@ -83,8 +80,8 @@ def test_a_step_after_loading_equals_the_step_after_saving_bit_for_bit(tmp_path,
     assert len({expected_draw for _, expected_draw, _, _ in results}) == world_size
 
 
-def save_often(topology, model_dir, path):
-    model, optimizer = build(topology, model_dir, False)
+def save_often(topology, folder, path):
+    model, optimizer = build(topology, folder, False)
     store = CheckpointStore(path, {"settings": {}})
     found = [newest(path)]
     for step in (2, 4, 10):
@@ -97,13 +94,13 @@ def save_often(topology, model_dir, path):
     return found
 
 
-def test_the_last_two_checkpoints_stay_and_half_written_ones_are_never_seen(tmp_path, model_dir):
-    assert on_ranks(1, save_often, model_dir, tmp_path) == [[None, 2, 4, 10, 10]]
+def test_the_last_two_checkpoints_stay_and_half_written_ones_are_never_seen(tmp_path, folder):
+    assert on_ranks(1, save_often, folder, tmp_path) == [[None, 2, 4, 10, 10]]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000010", "step-00000012"]
 
 
-def save_once(topology, model_dir, path):
-    model, optimizer = build(topology, model_dir, False)
+def save_once(topology, folder, path):
+    model, optimizer = build(topology, folder, False)
     torch.manual_seed(100 + topology.rank)
     make_step(model, optimizer)
     CheckpointStore(path, {}).save(1, {"policy": TrainedModel(model, optimizer)}, {"rank": topology.rank})
@@ -111,8 +108,8 @@ def save_once(topology, model_dir, path):
     return weights(model)
 
 
-def load_once(topology, model_dir, path):
-    model, optimizer = build(topology, model_dir, False)
+def load_once(topology, folder, path):
+    model, optimizer = build(topology, folder, False)
     for group in optimizer.param_groups:
         group |= {"weight_decay": 0.5, "lr": 7.0}
     loop = CheckpointStore(path, {}).load(1, {"policy": TrainedModel(model, optimizer)})
@@ -124,18 +121,18 @@ def load_once(topology, model_dir, path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
-def test_another_number_of_ranks_loads_the_checkpoint(tmp_path, model_dir, before, after):
+def test_another_number_of_ranks_loads_the_checkpoint(tmp_path, folder, before, after):
     """Each rank computes the same loss here, so the same step follows on any number of ranks."""
-    expected = on_ranks(before, save_once, model_dir, tmp_path)[0]
-    for rank, (loop, _, found) in enumerate(on_ranks(after, load_once, model_dir, tmp_path)):
+    expected = on_ranks(before, save_once, folder, tmp_path)[0]
+    for rank, (loop, _, found) in enumerate(on_ranks(after, load_once, folder, tmp_path)):
         assert loop == {"rank": rank if rank < before else 0}
         for name in expected:
             torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7)
 
 
-def test_of_the_optimizers_arguments_the_learning_rate_alone_comes_from_the_checkpoint(tmp_path, model_dir):
-    on_ranks(1, save_once, model_dir, tmp_path)
-    ((_, found, _),) = on_ranks(1, load_once, model_dir, tmp_path)
+def test_of_the_optimizers_arguments_the_learning_rate_alone_comes_from_the_checkpoint(tmp_path, folder):
+    on_ranks(1, save_once, folder, tmp_path)
+    ((_, found, _),) = on_ranks(1, load_once, folder, tmp_path)
     assert found == (0.5, 1e-2)
 
 
@@ -165,19 +162,19 @@ NAMED = r"the checkpoint \S+step-00000001 cannot be read (?s:.*)Delete it, and t
         (flip_a_bit, "identity.json", 1),
     ],
 )
-def test_a_checkpoint_that_is_not_as_it_was_written_is_named(tmp_path, model_dir, spoil, broken, world_size):
-    on_ranks(world_size, save_once, model_dir, tmp_path)
+def test_a_checkpoint_that_is_not_as_it_was_written_is_named(tmp_path, folder, spoil, broken, world_size):
+    on_ranks(world_size, save_once, folder, tmp_path)
     spoil(tmp_path / "step-00000001" / broken)
     with pytest.raises(Exception, match=f"CheckpointError: {NAMED}") as caught:
-        on_ranks(world_size, load_once, model_dir, tmp_path)
+        on_ranks(world_size, load_once, folder, tmp_path)
     assert broken == "files.json" or f"{broken} is not as it was written" in str(caught.value)
 
 
-def test_a_file_that_has_no_digest_is_named(tmp_path, model_dir):
-    on_ranks(1, save_once, model_dir, tmp_path)
+def test_a_file_that_has_no_digest_is_named(tmp_path, folder):
+    on_ranks(1, save_once, folder, tmp_path)
     (tmp_path / "step-00000001/files.json").write_text("{}")
     with pytest.raises(Exception, match=r"rank-0\.pt.* is not as it was written"):
-        on_ranks(1, load_once, model_dir, tmp_path)
+        on_ranks(1, load_once, folder, tmp_path)
 
 
 def test_a_checkpoint_without_its_notes_is_named(tmp_path):
@@ -186,19 +183,19 @@ def test_a_checkpoint_without_its_notes_is_named(tmp_path):
         newest(tmp_path)
 
 
-def say_all(topology, model_dir, path):
+def say_all(topology, folder, path):
     said = []
     wait.AFTER_S, wait.say = 0.0, said.append
-    model, optimizer = build(topology, model_dir, lora=False)
+    model, optimizer = build(topology, folder, lora=False)
     store, models = CheckpointStore(path / "checkpoints", {}), {"policy": TrainedModel(model, optimizer)}
     store.save(1, models, {})
     store.load(1, models)
-    export_model(model, load_tokenizer(model_dir), path / "final-model")
+    export_model(model, load_tokenizer(folder), path / "final-model")
     return [line.partition(": done after")[0] for line in said if "done after" in line]
 
 
-def test_rank_0_says_that_a_checkpoint_or_a_model_takes_long(tmp_path, model_dir):
-    said, of_other = on_ranks(2, say_all, model_dir, tmp_path)
+def test_rank_0_says_that_a_checkpoint_or_a_model_takes_long(tmp_path, folder):
+    said, of_other = on_ranks(2, say_all, folder, tmp_path)
     checkpoint = tmp_path / "checkpoints" / "step-00000001"
     assert said == [
         f"writing the checkpoint {checkpoint}",

@@ -27,11 +27,6 @@ FORGETFUL = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def say(*turns):
     roles = {"s": "system", "u": "user", "a": "assistant"}
     return [{"role": roles[turn[0]], "content": turn[1:]} for turn in turns]

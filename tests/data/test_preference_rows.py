@@ -11,11 +11,6 @@ from test_chat import PLAIN, say
 from vectorlm.errors import ConfigError, DatasetError
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def rows_of(rows, examples="pairs", max_seq_len=64, **options):
     """Preprocess rows; return each as its two texts, the labels of these, and its value."""
     Path("raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

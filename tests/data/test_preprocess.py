@@ -17,11 +17,6 @@ from vectorlm.ranks.topology import Topology
 TEXTS = ["abc", "defgh", "", "ijklmnopq", "r"]
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def rows_of(texts, max_seq_len=6, **options):
     """Preprocess and write each row as letters: ``^`` BOS, ``$`` EOS, ``.`` a label that does not count."""
     dataset, _ = made_of(texts, max_seq_len, **options)

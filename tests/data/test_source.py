@@ -14,12 +14,6 @@ from vectorlm.data.source import open_source, write_rows
 from vectorlm.errors import ConfigError, DatasetError
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
 def jsonl(rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from families import WITH_BUFFERS, save_family
 from interrupt import interrupt
-from rank_processes import save_tiny_llama
 from tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -20,14 +19,12 @@ GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "logprobs": 
 SAMPLED = {**GREEDY, "temperature": 1.0, "seed": 3, "n": 2}
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("hf") / "model", hidden_size=64)
+TINY_LLAMA = {"hidden_size": 64}
 
 
 @pytest.fixture(scope="module")
-def engine(model_path):
-    with HFEngine(model_path) as engine:
+def engine(folder):
+    with HFEngine(folder) as engine:
         yield engine
 
 
@@ -36,7 +33,7 @@ def tokens(answers):
 
 
 @pytest.mark.slow
-def test_whatever_is_deterministic_is_as_vllm_has_it(engine, model_path):
+def test_whatever_is_deterministic_is_as_vllm_has_it(engine, folder):
     """Greedy decoding shows penalty, limits, end tokens and texts; vLLM is the reference for all of them."""
     free = engine.sample(PROMPTS, GREEDY)
     stops = [free[0][0].text[6:10], free[1][0].text[8:11]]
@@ -55,7 +52,7 @@ def test_whatever_is_deterministic_is_as_vllm_has_it(engine, model_path):
         },
         {**GREEDY, "skip_special_tokens": False, "max_tokens": None},
     ]
-    with vectorlm.SamplingEngine(str(model_path), **TINY_ENGINE) as vllm_engine:
+    with vectorlm.SamplingEngine(str(folder), **TINY_ENGINE) as vllm_engine:
         for case in cases:
             ours, theirs = engine.sample(PROMPTS, case), vllm_engine.sample(PROMPTS, case)
             for (mine,), (reference,) in zip(ours, theirs, strict=True):
@@ -67,21 +64,21 @@ def test_whatever_is_deterministic_is_as_vllm_has_it(engine, model_path):
                 assert mine.sampler_logprobs == pytest.approx(reference.sampler_logprobs, abs=1e-4), case
 
 
-def test_slices_and_batches_change_nothing(engine, model_path, monkeypatch):
+def test_slices_and_batches_change_nothing(engine, folder, monkeypatch):
     expected = tokens(engine.sample(PROMPTS, SAMPLED))
     monkeypatch.setattr(generation, "SLICE_TOKENS", 1)
     assert tokens(engine.sample(PROMPTS, SAMPLED)) == expected
     monkeypatch.setattr(generation, "SLICE_TOKENS", 5)
-    with HFEngine(model_path, batch_size=1) as one_by_one:
+    with HFEngine(folder, batch_size=1) as one_by_one:
         assert tokens(one_by_one.sample(PROMPTS, SAMPLED)) == expected
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely(engine, model_path):
+def test_tokens_are_drawn_as_often_as_they_are_likely(engine, folder):
     num_draws = 2000
     params = {"n": num_draws, "max_tokens": 1, "seed": 0, "ignore_eos": True, "temperature": 0.5}
     (completions,) = engine.sample([[2, 3]], params)
     counts = torch.bincount(torch.tensor([each.token_ids[0] for each in completions]), minlength=48)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         expected = (model(torch.tensor([[2, 3]])).logits[0, -1].double() / 0.5).softmax(-1) * num_draws
     # Chi-square with 47 degrees of freedom: above 90 once in 10,000 seeds; at temperature 1 it would be hundreds.
@@ -130,12 +127,12 @@ def test_prompts_that_cannot_be_continued_are_refused(engine):
     assert (len(completion.token_ids), completion.finish_reason) == (4, "length")
 
 
-def test_a_folder_that_holds_no_whole_model_is_refused(tmp_path, model_path):
+def test_a_folder_that_holds_no_whole_model_is_refused(tmp_path, folder):
     with pytest.raises(
         EngineError, match=r"has no config\.json: it must be a folder written by save_pretrained"
     ):
         HFEngine(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(model_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     weights = {name: tensor for name, tensor in model.state_dict().items() if name != "model.norm.weight"}
     model.save_pretrained(tmp_path, state_dict=weights)
     with pytest.raises(EngineError, match=r"lacks tensors of its model: model\.norm\.weight"):
@@ -151,9 +148,9 @@ def test_every_sequence_is_sampled_by_its_own_parameters(engine):
     assert free != greedy
 
 
-def test_log_probabilities_of_the_model_itself_come_by_name(model_path):
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    with HFEngine(model_path, logprobs_mode="raw_logprobs") as raw:
+def test_log_probabilities_of_the_model_itself_come_by_name(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with HFEngine(folder, logprobs_mode="raw_logprobs") as raw:
         (completion,) = raw.sample([[2, 3]], {**SAMPLED, "n": 1, "temperature": 0.5, "top_k": 4})[0]
     ids = torch.tensor([[2, 3, *completion.token_ids]])
     with torch.no_grad():
@@ -161,7 +158,7 @@ def test_log_probabilities_of_the_model_itself_come_by_name(model_path):
     expected = logprobs.gather(1, ids[0, 2:, None])[:, 0].tolist()
     assert completion.sampler_logprobs == pytest.approx(expected, abs=1e-4)
     with pytest.raises(EngineError, match="it must be one of processed_logprobs, raw_logprobs"):
-        HFEngine(model_path, logprobs_mode="raw_logits")
+        HFEngine(folder, logprobs_mode="raw_logits")
 
 
 def test_a_penalty_counts_neither_padding_nor_neighbours(engine):
@@ -170,8 +167,8 @@ def test_a_penalty_counts_neither_padding_nor_neighbours(engine):
     assert tokens(engine.sample([[2], [5] * 30], [penalised, GREEDY]))[:1] == alone
 
 
-def test_weights_that_sleep_take_no_memory(model_path):
-    backend = Transformers(str(model_path), receiver="live")
+def test_weights_that_sleep_take_no_memory(folder):
+    backend = Transformers(str(folder), receiver="live")
     parameters = list(backend.model.parameters())
     num_elements = sum(parameter.numel() for parameter in parameters)
     backend.sleep(frozenset({"weights"}), frozenset())
@@ -180,13 +177,13 @@ def test_weights_that_sleep_take_no_memory(model_path):
     assert sum(parameter.numel() for parameter in parameters) == num_elements > 0
 
 
-def test_a_bfloat16_copy_holds_the_trainers_weights_rounded(model_path):
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+def test_a_bfloat16_copy_holds_the_trainers_weights_rounded(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.01
     trainer = ModuleTrainer(model, torch.optim.SGD(model.parameters()), lambda *_: None, Topology())
-    backend = Transformers(str(model_path), receiver="live", dtype="bfloat16")
+    backend = Transformers(str(folder), receiver="live", dtype="bfloat16")
     layout = backend.connect(trainer.manifest(), None, "base")
     backend.load(0, trainer.publish(layout, True), ("base",), False)
     held = backend.model.state_dict()
@@ -219,8 +216,8 @@ def test_an_interrupted_call_leaves_nothing_under_way(engine):
     assert engine.poll() == []
 
 
-def test_a_model_that_raises_ends_its_batch_and_no_other(model_path, monkeypatch):
-    backend = Transformers(str(model_path), receiver="live", max_num_seqs=1)
+def test_a_model_that_raises_ends_its_batch_and_no_other(folder, monkeypatch):
+    backend = Transformers(str(folder), receiver="live", max_num_seqs=1)
     backend.submit("spoiled", [2], GREEDY)
     backend.submit("spared", [3], GREEDY)
 

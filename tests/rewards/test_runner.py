@@ -38,15 +38,6 @@ def test_what_else_there_is_to_know():
     assert seen == [{"prompt": "ask 0", "completion_ids": [0, 9], "target": 0}]
 
 
-def test_a_function_of_completions_gets_lists():
-    def reward(completions, target, prompts, completion_ids):
-        assert prompts == ["ask 0", "ask 1"]
-        assert completion_ids == [[0, 9], [1, 9]]
-        return [len(text) + number for text, number in zip(completions, target, strict=True)]
-
-    assert rewards(run_reward(reward, items("a", "bbb"))) == [1.0, 4.0]
-
-
 def test_coroutines_run_at_once():
     running, most = 0, 0
 
@@ -180,15 +171,6 @@ def test_rewards_that_are_not_finite_are_errors(reward):
 
 def test_nothing_needs_no_call():
     assert run_reward(lambda text: 1 / 0, []) == []
-
-
-def test_a_column_named_like_the_first_parameter_is_not_given_twice():
-    item = Scorable("said", "asked", (1,), {"completion": "a model answer", "limit": 3})
-    assert run_reward(lambda completion, limit: float(len(completion) + limit), [item])[0].reward == 7.0
-    items = [Scorable("said", "asked", (1,), {"completions": 1})] * 2
-    assert [
-        each.reward for each in run_reward(lambda completions, **more: [float(len(more))] * 2, items)
-    ] == [2.0, 2.0]
 
 
 def test_a_batch_function_sees_the_columns_of_all_items():

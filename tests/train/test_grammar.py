@@ -3,7 +3,6 @@
 import pytest
 import torch
 from letters import letter_tokenizer
-from rank_processes import save_tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vectorlm.algorithms import Support
@@ -25,11 +24,6 @@ KINDS = [
     {"regex": "be(d|e)?|cow"},
     {"grammar": 'root ::= "be" ("d" | "e")? | "cow"'},
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("grammar") / "model")
 
 
 @pytest.fixture(scope="module")
