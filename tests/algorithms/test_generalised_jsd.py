@@ -1,7 +1,5 @@
 """The divergences of distillation: against loops in float64, in any chunks, and as the mean of the sampled form."""
 
-import math
-
 import pytest
 import torch
 
@@ -46,16 +44,6 @@ def test_value_and_gradient_are_those_of_the_formula(beta):
     assert gradients[0].abs().max() > 0.1
 
 
-def test_a_worked_example():
-    policy, teacher = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
-    forward = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
-    backward = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
-    middle = 0.125 * math.log(2 / 3) + 0.375 * math.log(1.2)
-    middle += 0.25 * math.log(4 / 3) + 0.25 * math.log(0.8)
-    for beta, expected in ((0.0, forward), (1.0, backward), (0.5, middle)):
-        assert generalised_jsd(policy, teacher, beta).item() == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.parametrize("beta", BETAS)
 def test_equal_policies_are_0_apart_and_stay(beta):
     logits, _ = two_policies()
@@ -64,14 +52,6 @@ def test_equal_policies_are_0_apart_and_stay(beta):
     (gradient,) = torch.autograd.grad(found.sum(), logits)
     torch.testing.assert_close(found, torch.zeros_like(found), atol=1e-14, rtol=0)
     torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-14, rtol=0)
-
-
-def test_near_its_ends_the_mixture_tends_to_the_two_divergences():
-    logits, teacher = two_policies()
-    logprobs, small = torch.log_softmax(logits, -1), 1e-6
-    for end, near in ((0.0, small), (1.0, 1 - small)):
-        scaled = generalised_jsd(logprobs, teacher, near) / small
-        torch.testing.assert_close(scaled, generalised_jsd(logprobs, teacher, end), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("beta", [0.5, 1.0])

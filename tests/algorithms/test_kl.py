@@ -64,11 +64,6 @@ def test_k3_is_never_negative_and_keeps_small_differences():
     assert found[0, 0].item() == pytest.approx(5e-7, rel=1e-3)
 
 
-def test_extremes_stay_finite():
-    far = kl_estimate(torch.tensor([[-1000.0, 0.0]]), torch.tensor([[0.0, -1000.0]]), "k3")
-    assert far.isfinite().all()
-
-
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="'k4' is unknown"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")

@@ -196,14 +196,6 @@ def test_gmpo_equals_a_slow_loop():
     assert torch.autograd.gradcheck(lambda p: gmpo_policy_loss(p, old, advantages, mask, 0.1, 0.2), (policy,))
 
 
-def test_gmpo_at_ratio_one_is_grpos_gradient():
-    policy, _, _, mask = random_batch()
-    advantages = torch.linspace(-1, 1, len(policy), dtype=torch.float64)
-    gmpo_policy_loss(policy, policy.detach(), advantages, mask).sum().backward()
-    expected = -advantages[:, None] * mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    torch.testing.assert_close(policy.grad, expected, rtol=1e-12, atol=1e-12)
-
-
 def slow_divergence(p, q, kind):
     return abs(p - q) if kind == "tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
 
@@ -236,35 +228,23 @@ def test_dppo_lets_rare_tokens_go_where_a_ratio_would_not():
     assert policy.grad.tolist() == [[-20.0, 0.0]]
 
 
-def test_vespo_equals_a_slow_loop():
+@pytest.mark.parametrize("log_weights", [None, torch.linspace(-0.5, 0.3, 5, dtype=torch.float64)])
+def test_vespo_equals_a_slow_loop(log_weights):
+    """Where a correction weighs rows, it compares with the sampler."""
     policy, old, _, mask = random_batch()
     advantages = torch.linspace(-1, 1, len(policy), dtype=torch.float64)[:, None].expand_as(policy)
-    found = vespo_policy_loss(policy, old, advantages, mask)
+    found = vespo_policy_loss(policy, old, advantages, mask, log_weights=log_weights)
     found.sum().backward()
     for b in range(len(policy)):
         a = advantages[b, 0].item()
-        w = math.exp(sum((policy[b, t] - old[b, t]).item() for t in range(policy.shape[1]) if mask[b, t]))
+        gaps = [(policy[b, t] - old[b, t]).item() for t in range(policy.shape[1]) if mask[b, t]]
+        w = math.exp(sum(gaps) + (0.0 if log_weights is None else log_weights[b].item()))
         k, rate = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
         weight = w**k * math.exp(rate * (1 - w))
         for t in range(policy.shape[1]):
-            assert found[b, t].item() == pytest.approx(
-                -weight * a * policy[b, t].item(), rel=1e-12, abs=1e-12
-            )
+            expected = pytest.approx(-weight * a * policy[b, t].item(), rel=1e-12, abs=1e-12)
+            assert found[b, t].item() == expected
             assert policy.grad[b, t].item() == pytest.approx(-weight * a, rel=1e-12, abs=1e-12)
-
-
-def test_vespo_compares_with_the_sampler_where_a_correction_weighs_rows():
-    policy, old, advantages, mask = random_batch()
-    advantages = advantages[:, :1].expand_as(policy)
-    logs = torch.linspace(-0.5, 0.3, len(policy), dtype=torch.float64)
-    found = vespo_policy_loss(policy, old, advantages, mask, log_weights=logs)
-    for b in range(len(policy)):
-        places = [t for t in range(policy.shape[1]) if mask[b, t]]
-        w = math.exp(sum((policy[b, t] - old[b, t]).item() for t in places) + logs[b].item())
-        k, rate = (2.0, 3.0) if advantages[b, 0] >= 0 else (3.0, 2.0)
-        for t in places:
-            expected = -(w**k) * math.exp(rate * (1 - w)) * advantages[b, 0].item() * policy[b, t].item()
-            assert found[b, t].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 def test_vespo_fades_on_both_sides_and_stays_finite():
