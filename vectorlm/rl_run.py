@@ -24,7 +24,6 @@ from vectorlm.rewards.registry import short_name
 from vectorlm.rewards.reward_model import RewardModel
 from vectorlm.rewards.scorer import RewardScorer
 from vectorlm.rl.correction import correction_of
-from vectorlm.rl.curriculum import Curriculum
 from vectorlm.rl.demonstrations import Demonstrations
 from vectorlm.rl.loop import RLLoop, Source
 from vectorlm.rl.models import (
@@ -36,7 +35,7 @@ from vectorlm.rl.models import (
     load_reference,
     num_logits,
 )
-from vectorlm.rl.prompts import PromptMixture
+from vectorlm.rl.prompts import Curriculum, PromptMixture
 from vectorlm.rl.settings import CPU_PASS_TOKENS, StepSettings
 from vectorlm.rl.teacher import ServerTeacher, Teacher
 from vectorlm.rollouts.logger import RolloutLogger

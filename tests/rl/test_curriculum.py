@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_groups import Echo, make_source
 
-from vectorlm.rl.curriculum import Curriculum
-from vectorlm.rl.prompts import PromptMixture, PromptOrder
+from vectorlm.rl.prompts import Curriculum, PromptMixture, PromptOrder
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.settings import CurriculumSettings
 from vectorlm.train.recorder import Timer

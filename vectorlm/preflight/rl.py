@@ -18,7 +18,7 @@ from vectorlm.plugin import load_plugin
 from vectorlm.preflight.teacher import teacher_problems
 from vectorlm.rewards.registry import short_name
 from vectorlm.rl.correction import correction_of
-from vectorlm.rl.curriculum import SCORE
+from vectorlm.rl.prompts import SCORE
 from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, CriticSettings
 from vectorlm.rollouts.environment import AGENT, require_environment
 from vectorlm.train.grammar import KINDS

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vectorlm.rl.curriculum import Curriculum
-from vectorlm.rl.prompts import PromptMixture, PromptOrder
+from vectorlm.rl.prompts import Curriculum, PromptMixture, PromptOrder
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.settings import AsyncSettings
 from vectorlm.rollouts.cohort import Cohort, PendingGroup
