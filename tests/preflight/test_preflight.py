@@ -250,6 +250,12 @@ def test_every_argument_of_peft_is_known():
     assert public <= known
 
 
+def test_a_tracker_without_its_package_is_refused_before_a_model_is_loaded(complete, monkeypatch):
+    monkeypatch.setattr(files, "is_installed", lambda package: package == "datasets")
+    asked = ["enable_wandb_logging=true", "trackers={tensorboard: null, trackio: null}"]
+    assert refused(complete, *asked) == ["enable_wandb_logging", "trackers.tensorboard", "trackers.trackio"]
+
+
 def test_wandb_without_a_key_is_refused_before_a_model_is_loaded(complete, monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):

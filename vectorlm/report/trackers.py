@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import yaml
-
-from vectorlm.errors import ConfigError
 
 if TYPE_CHECKING:
     from vectorlm.report.metrics import Sink
@@ -45,16 +42,13 @@ class WandbSink:
         run_config: The resolved config, shown beside the run.
         id_file: Where the id of the run is kept.
         resumes: Whether to go on with the run in `id_file`, so that one run stays one; `settings` win.
-
-    Raises:
-        ConfigError: wandb is not installed.
     """
 
     def __init__(
         self, settings: Mapping[str, Any], run_config: Mapping[str, Any], id_file: Path, resumes: bool = False
     ) -> None:
-        with _needing("wandb", "enable_wandb_logging=true", "set enable_wandb_logging: false"):
-            import wandb
+        import wandb
+
         if resumes and id_file.exists():
             settings = {"id": id_file.read_text(), "resume": "allow", **settings}
         self._run = wandb.init(**settings, config=dict(run_config))
@@ -75,16 +69,13 @@ class TensorBoardSink:
     """Write TensorBoard's event files with tensorboardX, whose ``SummaryWriter`` takes the `arguments`.
 
     TensorBoard hides what an earlier run wrote after `resume_step`.
-
-    Raises:
-        ConfigError: tensorboardX is not installed.
     """
 
     def __init__(
         self, arguments: Mapping[str, Any], run_config: Mapping[str, Any], resume_step: int | None = None
     ) -> None:
-        with _needing("tensorboardX", "trackers.tensorboard", "leave the tracker out"):
-            from tensorboardX import SummaryWriter
+        from tensorboardX import SummaryWriter
+
         purge_step = None if resume_step is None else resume_step + 1
         # What waits in its buffer, for two minutes by default, is lost when Ctrl-C ends the process.
         self._writer = SummaryWriter(**{"purge_step": purge_step, "flush_secs": 1, **arguments})
@@ -104,15 +95,11 @@ class TensorBoardSink:
 
 
 class TrackioSink:
-    """Send the metrics to trackio, which keeps them here unless `arguments`, of its ``init``, name a Space or server.
-
-    Raises:
-        ConfigError: trackio is not installed.
-    """
+    """Send the metrics to trackio, which keeps them here unless `arguments` of its ``init`` name a Space or server."""
 
     def __init__(self, arguments: Mapping[str, Any], run_config: Mapping[str, Any]) -> None:
-        with _needing("trackio", "trackers.trackio", "leave the tracker out"):
-            import trackio
+        import trackio
+
         self._trackio = trackio
         self._run = self._trackio.init(**arguments, config=dict(run_config))
 
@@ -125,14 +112,3 @@ class TrackioSink:
 
     def __exit__(self, *error: object) -> None:
         self._trackio.finish()
-
-
-@contextmanager
-def _needing(package: str, setting: str, otherwise: str) -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{setting} needs the package {package}, which is not installed. Install it with "
-            f"`pip install {package}`, or {otherwise}."
-        ) from error
