@@ -28,6 +28,7 @@ from rl_step import Setting, save_prompts
 
 STEPS, SKIPPED, TRIAL_STEPS = 5, 1, 1
 STEP_PAIRS, PROMPT_TOKENS, SHORTEST, LONGEST = 8, 128, 16, 192
+MAX_TOKENS = PROMPT_TOKENS + LONGEST + 2
 TRL_PAIRS = (1, 2, 4, 8)
 """Pairs of one forward pass that TRL is tried with."""
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -51,7 +52,7 @@ def main() -> None:
     runs: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         model, _ = save_prompts(Path(scratch), Setting(1, 1, 1, 1))
-        pairs = save_pairs(Path(scratch) / "pairs.jsonl")
+        pairs = save_pairs(Path(scratch) / "pairs.jsonl", model)
         for job in SECTIONS:
             tried = {
                 size: _median(theirs(job, model, pairs, size, TRIAL_STEPS + SKIPPED)) for size in TRL_PAIRS
@@ -62,7 +63,7 @@ def main() -> None:
                 output = Path(scratch) / f"{job} {turn}"
                 for who, train in (
                     ("TRL", partial(theirs, job, model, pairs, best, STEPS)),
-                    ("one rank", partial(ours, job, model, pairs, output, 1)),
+                    ("one rank", partial(ours, job, model, pairs, output.with_suffix(".1"), 1)),
                     ("two ranks", partial(ours, job, model, pairs, output.with_suffix(".2"), 2)),
                 ):
                     found.setdefault(who, []).extend(train())
@@ -85,8 +86,13 @@ def _median(steps: list[dict[str, float]]) -> float:
     return statistics.median(step["pairs_per_s"] for step in steps)
 
 
-def save_pairs(path: Path) -> Path:
-    """Save pairs whose tokens are numbers."""
+def save_pairs(path: Path, model: Path) -> Path:
+    """Save pairs whose tokens are numbers, and beside them what the library trains on, and holds out: one pair."""
+    from transformers import AutoTokenizer
+
+    from vectorlm.data.preprocess import preprocess
+    from vectorlm.data.settings import PreprocessSettings
+
     draw = random.Random(0)
 
     def text(length: int) -> str:
@@ -101,17 +107,21 @@ def save_pairs(path: Path) -> Path:
         for _ in range(STEPS * STEP_PAIRS)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for suffix, split in ((".train", None), (".held_out", "train[:1]")):
+        settings = PreprocessSettings(
+            load_path=str(path), save_path=str(path.with_suffix(suffix)), examples="pairs", split=split
+        )
+        preprocess(settings, AutoTokenizer.from_pretrained(model), MAX_TOKENS)
     return path
 
 
 def ours(job: str, model: Path, pairs: Path, output: Path, world_size: int) -> list[dict[str, float]]:
     """Train with the library; return the pairs a second and the peak memory of each step but the first."""
-    data = str(output.with_suffix(".data"))
     config = {
         "model": str(model),
         "train_parameters": {
             "output_dir": str(output),
-            "max_seq_len": PROMPT_TOKENS + LONGEST + 2,
+            "max_seq_len": MAX_TOKENS,
             "epochs": 1,
             "optimizer": {"lr": 1e-6, "weight_decay": 0.0},
             "lr_scheduler_type": "constant",
@@ -120,17 +130,14 @@ def ours(job: str, model: Path, pairs: Path, output: Path, world_size: int) -> l
         **SECTIONS[job],
         "dataset": {
             "train_bs": STEP_PAIRS // world_size,
-            "eval_bs": STEP_PAIRS,
-            "train_ds": data,
-            "eval_ds": data,
+            "eval_bs": 1,
+            "train_ds": str(pairs.with_suffix(".train")),
+            "eval_ds": str(pairs.with_suffix(".held_out")),
         },
-        "dataset_preprocess": {"load_path": str(pairs), "save_path": data, "examples": "pairs"},
     }
     path = output.with_suffix(".json")
     path.write_text(json.dumps(config))
-    vectorlm = [sys.executable, "-m", "vectorlm"]
-    sft.run([*vectorlm, "preprocess", str(path)], os.environ.copy())
-    command = [*vectorlm, "run", str(path), "--world_size", str(world_size)]
+    command = [sys.executable, "-m", "vectorlm", "run", str(path), "--world_size", str(world_size)]
     peak_bytes = sft.run(command, os.environ.copy())[1]
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     seconds = [line["train/step_s"] for line in lines if "train/step_s" in line]
@@ -165,7 +172,7 @@ def train_with_trl(job: str, model: str, pairs: str, size: str, num_steps: str) 
         "output_dir": tempfile.mkdtemp(),
         "use_cpu": True,
         "bf16": False,
-        "max_length": PROMPT_TOKENS + LONGEST + 2,
+        "max_length": MAX_TOKENS,
         "per_device_train_batch_size": int(size),
         "gradient_accumulation_steps": STEP_PAIRS // int(size),
         "max_steps": int(num_steps),
