@@ -1,4 +1,4 @@
-"""Many short runs on Countdown, shared out over two processes of one thread that keep one engine each."""
+"""Many short runs on Countdown, shared out over processes of one thread that keep one engine each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 from found import add_found, read_found
 from report import ROOT
 
-NUM_PARTS = 2
 Job = dict[str, Any]
 """What a run is known by, its seed included."""
 
@@ -35,6 +34,8 @@ class Study:
     """Puts something between a run and the engine."""
     after: Callable[[Any, Any], dict[str, Any]] = lambda engine, config: {}
     """Measures what a run has left, with the engine that holds its weights."""
+    num_parts: int = 2
+    """Processes that share the runs."""
 
 
 def measure(study: Study, jobs: Sequence[Job], part: int | None, *more: str) -> list[dict[str, Any]]:
@@ -48,13 +49,13 @@ def measure(study: Study, jobs: Sequence[Job], part: int | None, *more: str) -> 
         *more: Arguments with which it starts itself besides its own.
     """
     if part is not None:
-        _run_part(study, jobs[part::NUM_PARTS], study.folder / str(part))
+        _run_part(study, jobs[part :: study.num_parts], study.folder / str(part))
         sys.exit()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, *sys.argv, *more]
     parts = [
         subprocess.Popen([*command, "--part", str(number)], cwd=ROOT, env=environment)
-        for number in range(NUM_PARTS)
+        for number in range(study.num_parts)
     ]
     if any([each.wait() for each in parts]):
         sys.exit("a part failed: see above")
@@ -63,7 +64,7 @@ def measure(study: Study, jobs: Sequence[Job], part: int | None, *more: str) -> 
 
 def found_before(study: Study, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Return what has been found of these runs, in order."""
-    found = [run for number in range(NUM_PARTS) for run in read_found(study.folder / str(number))]
+    found = [run for number in range(study.num_parts) for run in read_found(study.folder / str(number))]
     return [run for job in jobs for run in found if is_run(run, job)]
 
 
