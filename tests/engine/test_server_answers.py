@@ -3,12 +3,14 @@
 import json
 import threading
 import time
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from rank_processes import on_ranks
 
 from vectorlm import SamplingEngine
+from vectorlm.backends.server import client
 from vectorlm.backends.server.backend import VLLMServer
 from vectorlm.engine.arguments import with_deadlines
 from vectorlm.errors import EngineError, EngineTimeout
@@ -16,6 +18,7 @@ from vectorlm.errors import EngineError, EngineTimeout
 TOKEN = "a token for this test"
 SETTINGS = {"max_num_seqs": 4, "max_model_len": 64, "logprobs_mode": "processed_logprobs"}
 PATIENCE_S = 1.0
+RESTS_S = 0.3
 FATAL_PROMPT = [2, 61]
 """From this prompt on, the server is mute."""
 CHOICE = {
@@ -63,6 +66,17 @@ class Answers(BaseHTTPRequestHandler):
         """Stay silent."""
 
 
+class HangsUp(Answers):
+    """Keeps connections, and hangs up, without an answer, on a request that comes over one that rested."""
+
+    protocol_version = "HTTP/1.1"
+    heard_at = float("inf")
+
+    def parse_request(self):
+        rested_s, self.heard_at = time.monotonic() - self.heard_at, time.monotonic()
+        return rested_s < RESTS_S and super().parse_request()
+
+
 @pytest.fixture
 def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
@@ -93,6 +107,15 @@ def test_an_answer_as_vllm_gives_it_is_taken(server):
     assert output.error is None
     assert output.completions[0].token_ids == (5, 6)
     backend.close()
+
+
+def test_a_connection_that_rested_is_not_used_again(server, monkeypatch):
+    monkeypatch.setattr(client, "KEEPALIVE_S", RESTS_S / 2)
+    server.RequestHandlerClass = HangsUp
+    with closing(connect(server)) as backend:
+        time.sleep(2 * RESTS_S)
+        (output,) = sample(backend)
+        assert output.error is None
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from vectorlm.backends.server import client
 from vectorlm.backends.server.client import as_it_is, call_server
 from vectorlm.backends.server.serve import require_token
 from vectorlm.backends.server.wire import result_from_wire, to_wire
@@ -199,7 +200,7 @@ class VLLMServer:
         self._probing = asyncio.get_running_loop().create_task(self._probe())
         return aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {self._token}"},
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=client.KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None),
         )
 
