@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,8 @@ class Campaign:
             step = min(max(planned, last_step(output) + (run is None)), STEPS - 2)
             run = run or self.begin(mode, output)
             if not is_early:
-                self.wait_for(run, lambda step=step: last_step(output) >= step, START_S)
+                # The steps of the run before are in the metrics too.
+                self.wait_for(run, partial(has_come_to, step, run, output), START_S)
             if fault.target == "checkpoint":
                 self.wait_for(run, lambda: bool(checkpoints(output)), START_S)
             if fault.moment == FINAL:
@@ -510,6 +512,11 @@ def says_where_it_resumes(run: Run) -> bool:
     """Whether a run that found a checkpoint says that it goes on from there."""
     step = run.resumes_from
     return step is None or re.search(f"(from|is finished at) step {step}", run.error()) is not None
+
+
+def has_come_to(step: int, run: Run, output: Path) -> bool:
+    """Whether a run, itself or the one before it, has made this step, and it has said where it goes on."""
+    return last_step(output) >= step and says_where_it_resumes(run)
 
 
 def kill(run: Run) -> None:
