@@ -11,6 +11,7 @@ PROJECT_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 LINK = re.compile(r"(\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(\))")
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 EXTERNAL = re.compile(r"<(?:script|img|iframe)[^>]*\ssrc=[\"']?(?:https?:)?//|<link[^>]*stylesheet[^>]*//")
+IMAGE = re.compile(r'<img [^>]*src="([^"]+)"[^>]*>')
 LANGUAGES = {".py": "python", ".sh": "bash", ".json": "json", ".yaml": "yaml", ".yml": "yaml"}
 
 
@@ -50,6 +51,11 @@ def on_page_markdown(markdown, page, config, files):
         parts += [LINK.sub(rewrite, markdown[end : fence.start()]), fence[0]]
         end = fence.end()
     return "".join([*parts, LINK.sub(rewrite, markdown[end:])])
+
+
+def on_page_content(html, page, config, files):
+    """Let every picture open in full size."""
+    return IMAGE.sub(r'<a href="\1">\g<0></a>', html)
 
 
 def on_post_page(output, page, config):
