@@ -59,6 +59,7 @@ def test_a_small_model_is_gathered_once(path, monkeypatch):
     for limit, is_small in ((whole, True), (whole - 1, False)):
         monkeypatch.setattr("vectorlm.train.settings.GATHER_ONCE_BYTES", limit)
         assert demand(path).gathers_once is is_small
+        assert not demand(path, world_size=1).gathers_once
 
 
 def test_the_training_settings_arrive(path):

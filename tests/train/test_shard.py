@@ -12,6 +12,7 @@ from vectorlm.errors import ConfigError
 from vectorlm.lora.load import add_lora
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
+from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.packing import Rows
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded, shard_model, transformer_blocks
@@ -204,6 +205,20 @@ def test_after_a_forward_alone_reshard_gives_the_parameters_back_as_shards(folde
     for scored_groups, types, _ in on_ranks(2, resharded, folder):
         assert scored_groups
         assert set(types) == {DTensor}
+
+
+def shards_between_passes(topology, folder):
+    model = shard_model(load_model(folder), topology)
+    step = OptimizerStep(model, torch.optim.SGD(model.parameters()), None, 1.0, topology)
+    tokens = torch.arange(8)[None]
+    step.backward(model(input_ids=tokens, labels=tokens, use_cache=False).loss, is_last=False)
+    return [isinstance(each, DTensor) and each.grad is not None for each in model.parameters()]
+
+
+@pytest.mark.parametrize(("world_size", "are_shards"), [(1, True), (2, False)])
+def test_only_several_ranks_keep_a_small_model_whole_between_passes(folder, world_size, are_shards):
+    for found in on_ranks(world_size, shards_between_passes, folder):
+        assert set(found) == {are_shards}
 
 
 def test_blocks_are_found_without_a_declaration_and_their_absence_is_an_error():

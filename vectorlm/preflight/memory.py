@@ -57,7 +57,9 @@ def plan_of_config(
         model=model,
         num_trainable=num_trainable,
         gathers_once=gathers_once(
-            model.num_parameters - (model.num_in_blocks if train.model.quantization else 0), num_trainable
+            model.num_parameters - (model.num_in_blocks if train.model.quantization else 0),
+            num_trainable,
+            world_size,
         ),
         is_quantized=train.model.quantization is not None,
         num_ranks=near,

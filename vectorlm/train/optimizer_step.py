@@ -58,7 +58,9 @@ class OptimizerStep:
     def _gathers_once(self) -> bool:
         sizes = [(each.numel(), each.requires_grad) for each in self.model.parameters()]
         return gathers_once(
-            sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+            sum(size for size, _ in sizes),
+            sum(size for size, is_trained in sizes if is_trained),
+            self.topology.world_size,
         )
 
     def require_finite(

@@ -61,9 +61,12 @@ GATHER_ONCE_BYTES = 2 << 30
 """Up to here whole weights and gradients, in fp32, stay on every rank for all micro-batches of an optimizer step."""
 
 
-def gathers_once(num_parameters: int, num_trainable: int) -> bool:
-    """Whether a model is so small that an optimizer step gathers its weights once, and sums its gradients once."""
-    return 4 * (num_parameters + num_trainable) <= GATHER_ONCE_BYTES
+def gathers_once(num_parameters: int, num_trainable: int, world_size: int) -> bool:
+    """Whether a model is so small that an optimizer step gathers its weights once, and sums its gradients once.
+
+    One rank has nobody to exchange with, and would only hold a copy of its weights and gradients.
+    """
+    return world_size > 1 and 4 * (num_parameters + num_trainable) <= GATHER_ONCE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
