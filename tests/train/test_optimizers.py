@@ -195,6 +195,7 @@ def problems(tmp_path, monkeypatch):
     ("given", "key", "fix"),
     [
         (["name=sgdm"], "name", "'sgd'"),
+        (["name=paged_adamw8bit"], "name", "Use adamw8bit"),
         (["name=sgd", "betas=[0.5,0.9]"], "betas", "Leave it out."),
         (["name=sgd", "arguments={momentun: 0.9}"], "momentun", "'momentum'"),
         (["name=sgd", "momentum=-1"], "name", "Invalid momentum value"),

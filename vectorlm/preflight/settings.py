@@ -146,8 +146,12 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
     if name == "adamw" and not optimizer.arguments:
         return
     if row is None and not is_plugin(name):
+        rule = "is not an optimizer that exists"
         fix = nearest(name, OPTIMIZERS) or f"Use one of {', '.join(OPTIMIZERS)}, or file.py:NAME."
-        yield refuse(config, f"{path}.name", "is not an optimizer that exists", fix)
+        if name.startswith("paged_"):
+            rule = "is of bitsandbytes, which takes no sharded weights and pages its state on CUDA alone"
+            fix = "Use adamw8bit, beside an engine with train_parameters.sampler.offload_optimizer: true."
+        yield refuse(config, f"{path}.name", rule, fix)
         return
     if row is not None and not is_installed(row.package):
         fix = "Run `pip install 'vectorlm[optimizers]'`."

@@ -132,7 +132,7 @@ class OptimizerSettings:
 
     name: Text = "adamw"
     """`adamw`, `adamw8bit`, `adamw4bit`, `muon`, `adafactor`, `sgd`, or `file.py:NAME` of a function of the parameters
-    that returns an optimizer of torch."""
+    that returns an optimizer of torch. Paged ones of bitsandbytes take no sharded weights and are refused."""
     lr: LearningRate
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.01
