@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from allocated import most_allocated
 
 from vectorlm.algorithms import align, entropy, token_logprobs
+from vectorlm.algorithms.logprobs import token_values
 
 
 def logits_and_tokens(dtype=torch.float64):
@@ -99,6 +101,22 @@ def test_no_rows_have_no_logprobs():
     logits, tokens = logits_and_tokens()
     assert token_logprobs(logits[:0], tokens[:0]).shape == (0, 5)
     assert entropy(logits[:0]).shape == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("none", 12), ("value", 12), ("collision", 12), ("gradient", 21)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chunk_takes_as_many_bytes_for_each_logit_as_the_memory_plan_says(kind, expected, dtype):
+    states = torch.randn(256, 8, dtype=dtype, requires_grad=True)
+    head = torch.nn.Linear(8, 4096, bias=False, dtype=dtype)
+
+    def learn():
+        targets = torch.zeros(256, dtype=torch.long)
+        found = token_values(states, targets, 0.7, head=head, entropy=kind)
+        (found.logprobs + found.entropies).sum().backward()
+
+    assert most_allocated(learn) / (256 * 4096) == pytest.approx(expected, rel=0.02)
 
 
 def test_a_greedy_temperature_is_refused():

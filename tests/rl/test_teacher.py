@@ -1,9 +1,11 @@
 """Learning from a teacher: what it adds to advantages or the loss, however rows are split, packed or sharded."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from allocated import most_allocated
 from rank_processes import on_ranks, save_tiny_llama
 from tiny_rl import build, distributions, random_rows, same
 from transformers import AutoModelForCausalLM
@@ -14,7 +16,7 @@ from vectorlm.errors import EngineTimeout
 from vectorlm.rl.models import load_reference, num_logits
 from vectorlm.rl.settings import TeacherSettings
 from vectorlm.rl.teacher import ServerTeacher, Teacher
-from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.language_model import LanguageModel, Scores
 from vectorlm.train.load import load_model
 from vectorlm.train.shard import load_sharded
 
@@ -119,10 +121,25 @@ def test_a_policy_that_is_its_teacher_has_no_gradient(folder):
     assert max(each.abs().max().item() for each in gradient.values()) < 1e-5
 
 
+@pytest.mark.parametrize(("beta", "expected"), [(0.0, 12 + 13), (0.5, 12 + 30), (1.0, 12 + 9)])
+def test_distributions_take_as_many_bytes_for_each_logit_as_the_memory_plan_says(beta, expected):
+    states = torch.randn(256, 8, requires_grad=True)
+    head, other = (torch.nn.Linear(8, 4096, bias=False) for _ in range(2))
+    frozen = SimpleNamespace(scores=lambda rows: Scores(states.detach(), other, 0.7))
+
+    def learn():
+        compare = Teacher.comparison(SimpleNamespace(_frozen=frozen), None, beta)
+        targets = torch.zeros(256, dtype=torch.long)
+        found = token_values(states, targets, 0.7, head=head, entropy="value", compare=compare)
+        (found.logprobs.sum() + found.compared[:, 0].sum()).backward()
+
+    assert most_allocated(learn) / (256 * 4096) == pytest.approx(expected, rel=0.02)
+
+
 def train(topology, folder, algorithm, kind, max_tokens, packs=True, adapters=None):
     """Make four optimizer steps beside the algorithm's own loss, in chunks of three tokens where rows are many."""
     if max_tokens < 2000:
-        vectorlm.train.language_model.token_values = partial(token_values, chunk_tokens=3)
+        vectorlm.train.language_model.chunk_tokens = lambda vocab_size: 3
     run = build(
         topology,
         folder,

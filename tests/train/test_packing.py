@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.lora.load import add_lora
 from vectorlm.rl.models import disable_dropout
-from vectorlm.train import attention, language_model
+from vectorlm.train import attention, language_model, settings
 from vectorlm.train.attention import packed_attention
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
@@ -429,4 +429,17 @@ def test_logits_are_made_in_chunks_and_only_for_tokens_that_are_asked_for(folder
     model.lm_head.register_forward_hook(lambda module, inputs, output: shapes.append(output.shape[0]))
     rows = random_rows()
     computes.logprobs(rows)
-    assert shapes == [int(rows.is_asked.sum())]
+    num_asked = int(rows.is_asked.sum())
+    assert shapes == [num_asked]
+    shapes.clear()
+    monkeypatch.setattr(settings, "CHUNK_BYTES", 48 * 4 * 30)
+    computes.logprobs(rows)
+    assert shapes == [30] * (num_asked // 30) + [num_asked % 30]
+    assert num_asked > 30
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "expected"), [(32768, 2048), (32769, 2047), (151936, 441), (1 << 30, 1)]
+)
+def test_a_chunk_of_logits_takes_at_most_256_mib(vocab_size, expected):
+    assert settings.chunk_tokens(vocab_size) == expected

@@ -119,6 +119,7 @@ def token_values(
             scores, is_outside = truncate(scores, targets[chunk], support, allowed)
             outside = is_outside.to(scores.dtype)
         logprobs = torch.log_softmax(scores, dim=-1)
+        del scores  # As large as the log-probabilities: entropies need the room.
         chosen = logprobs.gather(-1, targets[chunk, None])[:, 0]
         # Last, because a backward pass stops computing a chunk again once it has what it needs.
         found = (chosen, _entropy(logprobs, entropy), outside)
@@ -142,7 +143,8 @@ def _entropy(logprobs: torch.Tensor, kind: EntropyKind) -> torch.Tensor:
     if kind == "collision":
         return (2 * logprobs).exp().sum(dim=-1)
     # A token that cannot be drawn adds 0, not 0 times -inf; neither to the gradient.
-    return -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(dim=-1)
+    finite, probabilities = logprobs.masked_fill(logprobs == -torch.inf, 0.0), logprobs.exp()
+    return -(probabilities * finite if kind == "gradient" else probabilities.mul_(finite)).sum(dim=-1)
 
 
 def align(per_position: torch.Tensor) -> torch.Tensor:

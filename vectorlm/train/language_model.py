@@ -21,6 +21,7 @@ from vectorlm.train.attention import PACKED
 from vectorlm.train.context import ContextGroup
 from vectorlm.train.grammar import Grammar
 from vectorlm.train.packing import Packing, Rows, pack
+from vectorlm.train.settings import chunk_tokens
 from vectorlm.weights.plan import reshard
 
 Result = TypeVar("Result")
@@ -176,6 +177,7 @@ class LanguageModel:
                 states,
                 packing.own(rows.targets).to(self.device),
                 self.temperature,
+                chunk_tokens(causal.config.get_text_config().vocab_size),
                 head=_head(causal, causal.get_output_embeddings()),
                 entropy=entropy,
                 support=self.support,
@@ -212,6 +214,7 @@ class LanguageModel:
             logits.flatten(0, 1),
             rows.targets.to(self.device),
             self.temperature,
+            chunk_tokens(logits.shape[-1]),
             places=self._places(rows, skipped),
             entropy=entropy,
             support=self.support,

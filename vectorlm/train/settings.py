@@ -69,6 +69,15 @@ def gathers_once(num_parameters: int, num_trainable: int, world_size: int) -> bo
     return world_size > 1 and 4 * (num_parameters + num_trainable) <= GATHER_ONCE_BYTES
 
 
+CHUNK_BYTES = 256 << 20
+"""Most bytes of a chunk of logits in fp32."""
+
+
+def chunk_tokens(vocab_size: int) -> int:
+    """Return how many tokens' logits exist at a time: 2,048, or fewer of a vocabulary above 32,768."""
+    return min(2048, max(1, CHUNK_BYTES // (4 * vocab_size)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """How the model is loaded and sharded."""
