@@ -1,13 +1,12 @@
 """The plan beside what torch allocates in whole optimizer steps of small models, on one rank and two."""
 
 from dataclasses import replace
-from itertools import accumulate
 
 import pytest
 import torch
+from allocated import most_allocated
 from families import Family, save_family
 from rank_processes import on_ranks
-from torch.profiler import ProfilerActivity, profile
 
 from vectorlm.config import load_config
 from vectorlm.lora.load import add_lora
@@ -77,14 +76,14 @@ def most_held(topology, folder, train):
     # The last token of a row is not computed.
     ids = torch.randint(48, (2, train.max_seq_len + 1), generator=torch.Generator().manual_seed(0))
     rows = Rows(ids, torch.ones_like(ids), torch.ones_like(ids).cumsum(1) > 1, (0, 1))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+
+    def two_steps():
         for _ in range(2):
             for is_last in (False, True):
                 optimizer_step.backward(-computes.logprobs(rows).sum() / 1000, is_last)
             optimizer_step.finish(1)
-    events = [each for each in found.profiler.kineto_results.events() if each.name() == "[memory]"]
-    events.sort(key=lambda each: each.start_ns())
-    return max(accumulate(each.nbytes() for each in events))
+
+    return most_allocated(two_steps)
 
 
 def measure(topology, cases):
@@ -120,6 +119,5 @@ def test_the_plan_is_near_what_is_allocated(tmp_path, monkeypatch, world_size):
             names.append(f"{name} {limit} {changes}")
     for found in on_ranks(world_size, measure, cases):
         ratios = {name: mine / theirs for name, mine, theirs in zip(names, found, expected, strict=True)}
-        # docs/log.md says where and why: 0.72 to 1.19 were measured.
-        far = {name: round(ratio, 3) for name, ratio in ratios.items() if not 0.6 < ratio < 1.3}
+        far = {name: round(ratio, 3) for name, ratio in ratios.items() if not 0.85 < ratio < 1.15}
         assert far == {}

@@ -41,8 +41,8 @@ def test_one_device_worked_out_by_hand():
         "optimizer state": (4000, 4000),
         # In fp32: 400 outside the blocks and two blocks of 300; the gradients of the 400.
         "gathered weights": (4 * 1000 + 4 * 400, 0),
-        # 15 tokens; a block keeps 4 (48 + 24 + 8 + 64) bytes of each, the output layer takes 16 x 32.
-        "activations": (15 * (2 * 576 + 512), 0),
+        # 15 tokens; a block keeps 4 (48 + 24 + 8 + 64) bytes of each, the output layer takes 12 x 32.
+        "activations": (15 * (2 * 576 + 384), 0),
         "engine weights": (2000, 2000),
         "KV cache": (4096, 4096),
         "processes": (2 * GIB, 2 * GIB),
@@ -65,7 +65,7 @@ def test_on_cpu_all_processes_add_up_and_nothing_makes_room():
         "gradients": (4000, 0),
         "optimizer state": (8000, 8000),
         "gathered weights": (2 * 5600, 0),
-        "activations": (2 * 15 * (2 * 576 + 512), 0),
+        "activations": (2 * 15 * (2 * 576 + 384), 0),
         "engine weights": (4000, 4000),
         "KV cache": (4096, 4096),
         "processes": (CPU_LAUNCHER_BYTES + 2 * CPU_RANK_BYTES + CPU_SAMPLER_BYTES,) * 2,
@@ -82,7 +82,7 @@ def test_without_an_engine_only_training_counts():
         "activations",
         "processes",
     }
-    assert plan.training == 2000 + 2000 + 4000 + 5600 + 15 * (2 * 576 + 512) + GIB
+    assert plan.training == 2000 + 2000 + 4000 + 5600 + 15 * (2 * 576 + 384) + GIB
     assert plan.kv_cache_bytes == 0
 
 
@@ -93,6 +93,8 @@ def test_replicas_hold_everything_and_adapters_little():
     adapted = rows(replace(DEMAND, num_trainable=100))
     assert [adapted[name][0] for name in ("weights", "gradients", "optimizer state")] == [2000, 200, 400]
     assert adapted["gathered weights"] == (4 * 1000 + 160, 0)
+    # Frozen norms do not keep what they multiply.
+    assert adapted["activations"] == (15 * (2 * (576 - 2 * 4 * 8) + 384), 0)
 
 
 def test_the_plan_holds_the_blocks_in_4_bits_on_each_rank():
@@ -161,14 +163,18 @@ def test_the_host_holds_the_optimizer_that_leaves_and_a_model_that_one_rank_read
 
 def test_bf16_halves_what_is_computed_but_not_the_norms_nor_the_loss():
     mixed = replace(DEMAND, is_mixed=True)
-    assert activation_bytes(mixed) == 15 * (2 * (2 * 144 + 4 * 8) + 14 * 32)
+    assert activation_bytes(mixed) == 15 * (2 * (2 * 144 + 4 * 8) + 12 * 32)
     assert gathered_bytes(mixed) == 2 * 1000 + 4 * 400
 
 
 def test_logits_exist_in_chunks_and_whole_where_rows_are_padded():
     long = replace(DEMAND, sequence_tokens=5000)
-    assert activation_bytes(long) == 15000 * 2 * 576 + 2048 * 512
-    assert activation_bytes(replace(long, packs=False)) == 15000 * (2 * 576 + 4 * 32) + 2048 * 512
+    assert activation_bytes(long) == 15000 * 2 * 576 + 2048 * 384
+    assert activation_bytes(replace(long, packs=False)) == 15000 * (2 * 576 + 4 * 32) + 2048 * 384
+    assert activation_bytes(replace(long, logit_bytes=21)) == 15000 * 2 * 576 + 2048 * 672
+    # A chunk of logits in fp32 takes 256 MiB.
+    large = replace(long, model=replace(MODEL, vocab_size=1 << 17))
+    assert activation_bytes(large) == 15000 * 2 * 576 + 3 * (256 << 20)
 
 
 @pytest.mark.parametrize(("staged", "expected"), [(None, 2000), (1500, 1500), (4000, 2000), (0, 0)])
@@ -180,17 +186,21 @@ def test_new_weights_take_what_their_transport_stages_on_the_host(staged, expect
 @pytest.mark.parametrize(
     ("what", "per_token"),
     [
-        # Of two blocks: the input of each, and one block.
-        (True, 2 * 4 * 8 + 576),
-        (2, 4 * 8 + 2 * 576),
+        # Of two blocks the input of each.
+        (True, 2 * 4 * 8),
+        (2, 4 * 8),
         # The output of attention, and sums of its two heads.
-        ("keep_attention", 2 * 4 * 8 + 576 + 2 * (4 * 8 + 4 * 2)),
-        ("offload", 576),
+        ("keep_attention", 2 * 4 * 8 + 2 * (4 * 8 + 4 * 2)),
+        ("offload", 0),
     ],
 )
-def test_recomputation_keeps_one_block_and_the_input_of_each(what, per_token):
+def test_recomputation_keeps_the_input_of_each_block_and_one_block_or_the_logits(what, per_token):
     demand = replace(DEMAND, recomputes=what)
-    assert activation_bytes(demand) == 15 * (per_token + 512)
+    # That block, and two gradients of its feed-forward; the second block of two is kept, and gone before the first.
+    again = 576 + (max(2 * 4 * 16, 12 * 32) if what == 2 else 2 * 4 * 16)
+    assert activation_bytes(demand) == 15 * (per_token + again)
+    more = replace(demand, model=replace(MODEL, vocab_size=64))
+    assert activation_bytes(more) == 15 * (per_token + 576 * (what == 2) + 12 * 64)
     host = {row.name: row.running for row in plan_memory(demand).host}
     # Of two ranks.
     assert host.get("activations", 0) == (2 * 15 * 2 * 4 * 8 if what == "offload" else 0)
@@ -201,7 +211,7 @@ def test_recomputation_keeps_one_block_and_the_input_of_each(what, per_token):
 def test_ranks_that_share_a_pass_have_a_share_of_its_tokens_and_a_key_head_each():
     # Eight of 15 tokens; keys of 8 numbers, not 4, as of the two heads that ask.
     shared = replace(DEMAND, context_parallel=2)
-    assert activation_bytes(shared) == 8 * (2 * 4 * (6 * 8 + 3 * 8 + 2 * 8 + 4 * 16) + 512)
+    assert activation_bytes(shared) == 8 * (2 * 4 * (6 * 8 + 3 * 8 + 2 * 8 + 4 * 16) + 384)
 
 
 def test_the_kv_cache_is_what_is_left_of_the_engines_share():

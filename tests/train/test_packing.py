@@ -83,18 +83,21 @@ def test_stretches_of_like_length_attend_together():
     assert [bundle.lengths for bundle in pack(rows).bundles] == [(1000, 900), (300, 290), (20, 10, 5)]
 
 
-def test_attention_keeps_for_the_backward_pass_no_more_than_what_it_read():
-    lengths = [600, 40, 20]
+@pytest.mark.parametrize("bundles", [[(600,), (40, 20)], [(220, 220, 220)]])
+def test_attention_keeps_for_the_backward_pass_no_more_than_what_it_read(bundles):
+    """Values are a part of what a fused projection made, as in Phi-3."""
+    lengths = list(itertools.chain(*bundles))
     ids = torch.arange(3)[:, None].expand(3, 601).tolist()
     packing = pack(make_rows(ids, [n + 1 for n in lengths], list(enumerate(lengths)), range(3)))
-    assert [bundle.lengths for bundle in packing.bundles] == [(600,), (40, 20)]
+    assert [bundle.lengths for bundle in packing.bundles] == bundles
     kept = {}
 
     def keep(x):
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    query, key, value = (torch.randn(1, 2, 660, 8, requires_grad=True) * 1 for _ in range(3))
+    query, key, fused = (torch.randn(1, n, 660, 8, requires_grad=True) * 1 for n in (2, 2, 6))
+    value = fused[:, 4:]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         found, _ = packed_attention(torch.nn.Module(), query, key, value, None, packing=packing)
     found.sum().backward()

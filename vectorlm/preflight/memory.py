@@ -76,6 +76,7 @@ def plan_of_config(
         context_parallel=train.model.context_parallel,
         num_trained_copies=trained_copies,
         num_frozen_copies=frozen_copies,
+        logit_bytes=_logit_bytes(config),
         learns_distributions=teacher is not None and teacher.kind == "full",
         sequence_tokens=train.max_seq_len,
         engine=_engine_demand(train, train.sampler, model, device_bytes, near)
@@ -94,6 +95,16 @@ def _num_averages(train: TrainSettings, model: ModelSize) -> float:
     per_weight = 2 if is_whole and train.model.dtype == "bfloat16" else 4
     outside = 1 - model.num_in_blocks / model.num_parameters if is_whole else 0.0
     return state_bytes(train.optimizer, per_weight, outside) / per_weight
+
+
+def _logit_bytes(config: Config) -> int:
+    """Return the most bytes that each logit of a chunk takes; measured by the tests of what computes them."""
+    rl, most = config.rl, 12
+    if rl is not None and rl.update.entropy_coef > 0:
+        most += 9
+    if rl is not None and rl.teacher is not None and rl.teacher.kind == "full":
+        most += {0.0: 13, 1.0: 9}.get(rl.teacher.beta, 30)
+    return most
 
 
 def _other_models(config: Config, model: ModelSize, is_cpu: bool) -> tuple[int, int, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from vectorlm.train.settings import Recomputation
+from vectorlm.train.settings import Recomputation, chunk_tokens
 from vectorlm.weights.model_size import ModelSize
 
 GIB = 1 << 30
@@ -12,8 +12,6 @@ GIB = 1 << 30
 CPU_LAUNCHER_BYTES, CPU_RANK_BYTES, CPU_SAMPLER_BYTES = 280 << 20, 600 << 20, 500 << 20
 NF4_BYTES = 1 / 2 + (1 + 4 / 256) / 64
 """Of a weight in NF4: 4 bits, and for each 64 of them a scale in 8 bits, which share a scale in fp32 by 256."""
-CHUNK_TOKENS = 2048
-"""Tokens whose logits exist at a time; the default of `token_values`."""
 CUDA_PROCESS_BYTES, CUDA_HOST_PROCESS_BYTES = 1 * GIB, 3 * GIB
 """Memory of a process besides tensors: on CPU measured (docs/log.md), on CUDA devices and their hosts assumed."""
 
@@ -89,6 +87,8 @@ class Demand:
     """Other trained models of the same size: a critic."""
     num_frozen_copies: float = 0
     """Frozen models in sizes of the policy: a reference and reward models 1 each, a teacher its own."""
+    logit_bytes: int = 12
+    """Of a logit of a chunk: three fp32 numbers, and more with an entropy bonus or a teacher's distributions."""
     learns_distributions: bool = False
     """Whether the loss compares whole distributions with a teacher's."""
     engine: EngineDemand | None
@@ -263,31 +263,39 @@ def activation_bytes(demand: Demand) -> int:
     """Estimate the activations that a Llama-like decoder keeps from one forward pass for its backward.
 
     For n tokens of a rank, hidden size h, feed-forward i, queries q and keys k, with c bytes per number, each block
-    keeps ``n (c (6 h + 3 q + 2 k + 4 i) + 2 (4 - c) h)``, as its two norms work in fp32. The output layer is computed
-    in chunks, forward and backward: ``(12 + c) V`` for each of at most 2,048 tokens, which are logits in c bytes and
-    three fp32 numbers of each. Blocks that are computed again keep only their input, on the host with `offload`, and
-    one at a time the rest; with `keep_attention` its output and the sums of its heads too.
-    Attention matrices are not kept (SDPA). Rows that are padded keep their logits too, in c bytes.
-    Distributions that are compared with a teacher's take about twice the chunk (measured: 1.2 to 2.2 times, most with a
-    mixture). Ranks that share a pass have a key head each at least.
+    keeps ``n (c (6 h + 3 q + 2 k + 4 i) + 2 (4 - c) h)``, as its two norms work in fp32; 4 h beside adapters, as frozen
+    norms do not keep what they multiply. The output layer is computed in chunks (`chunk_tokens`), forward and backward:
+    ``logit_bytes V`` for each token.
+    Blocks that are computed again keep only their input, on the host with `offload`, and one at a time, when logits are
+    gone, the rest and gradients of its feed-forward, ``2 c i``; with `keep_attention` its output and the sums of its
+    heads too.
+    Attention matrices are not kept (SDPA). Rows that are padded keep their logits too, in c bytes. Ranks that share a
+    pass have a key head each at least.
     """
     model, number, ranks = demand.model, 2 if demand.is_mixed else 4, demand.context_parallel
     tokens = num_tokens(demand)
     keys = max(model.kv_size, ranks * model.query_size // max(model.num_heads, 1))
-    wide = 6 * model.hidden_size + 3 * model.query_size + 2 * keys + 4 * model.intermediate_size
+    is_whole = demand.num_trainable == model.num_parameters
+    wide = (
+        (6 if is_whole else 4) * model.hidden_size
+        + 3 * model.query_size
+        + 2 * keys
+        + 4 * model.intermediate_size
+    )
     block = number * wide + 2 * (4 - number) * model.hidden_size
-    blocks = (model.num_layers - num_recomputed(demand)) * block
-    if demand.recomputes:
-        blocks += block
+    kept = (model.num_layers - num_recomputed(demand)) * block
     if demand.recomputes == "keep_attention":
-        blocks += model.num_layers * (number * model.query_size + 4 * model.num_heads)
-    logits = min(tokens, CHUNK_TOKENS) * (12 + number) * model.vocab_size
-    if demand.learns_distributions:
-        logits *= 2
+        kept += model.num_layers * (number * model.query_size + 4 * model.num_heads)
+    logits = min(tokens, chunk_tokens(model.vocab_size)) * demand.logit_bytes * model.vocab_size
     if not demand.packs:
-        logits += tokens * number * model.vocab_size * (2 if demand.learns_distributions else 1)
+        kept += number * model.vocab_size * (2 if demand.learns_distributions else 1)
     inputs = 0 if demand.recomputes == "offload" and not demand.is_cpu else block_input_bytes(demand)
-    return tokens * blocks + inputs + logits
+    again = 0
+    if demand.recomputes:
+        # Blocks that are kept behind the last one that is computed again are gone then.
+        behind = (model.num_layers - 1) % (demand.recomputes if isinstance(demand.recomputes, int) else 1)
+        again = (1 - behind) * block + 2 * number * model.intermediate_size
+    return tokens * kept + inputs + max(logits, tokens * again)
 
 
 def num_recomputed(demand: Demand) -> int:

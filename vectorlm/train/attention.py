@@ -188,7 +188,7 @@ def _as_rows(x: torch.Tensor, lengths: tuple[int, ...], packing: Packing) -> tor
     longest = max(lengths)
     if min(lengths) < longest:
         x = x.index_select(1, packing.once(_to_rows, lengths, x.device))
-    elif len(packing.bundles) > 1:
+    elif x.untyped_storage().nbytes() > x.nbytes:
         x = x.clone()  # Of a view, attention would keep for the backward pass all that it is a part of.
     return x.unflatten(1, (len(lengths), longest)).transpose(0, 1)
 
