@@ -30,7 +30,7 @@ MODELS = {
 }
 """Type, hidden size, feed-forward size, blocks, heads, key-value heads, vocabulary, tied: of each ``config.json``."""
 NUM_DEVICES = (1, 2, 8)
-DEVICE_GB = (24, 80, 141)
+DEVICE_GB = (24, 48, 80, 141)
 """As printed on the card, in 1e9 bytes: a card has no less."""
 KINDS = {
     "full": (),
