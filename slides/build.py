@@ -77,7 +77,7 @@ def turns(folder: Path) -> None:
         frameon=False,
     )
     # Typst draws text a little higher than its place, and would cut the first title.
-    figure.get_layout_engine().set(h_pad=0.12)
+    figure.get_layout_engine().set(rect=(0, 0, 1, 0.95))
     for path in (folder / "turns.svg", IMAGES / "turns.png"):
         figure.savefig(path, dpi=110)
 
