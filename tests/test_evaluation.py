@@ -16,7 +16,7 @@ from vectorlm.rewards.function import RewardFunction, score_answers
 from vectorlm.rl.rollout import Rollout
 from vectorlm.train.device_turn import DeviceTurn
 from vectorlm.train.load import load_model
-from vectorlm.types import PromptRecord
+from vectorlm.types import PromptRecord, RewardResult
 
 FOUR_TOKENS = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "skip_special_tokens": False}
 
@@ -45,6 +45,8 @@ def test_questions_are_listed_prompts_or_lines_with_other_columns_for_the_reward
         ),
         ("[1]\n", r"eval.jsonl:1 is '\[1\]', but every line must be"),
         ("nonsense\n", r"eval.jsonl:1 is 'nonsense', but every line must be"),
+        ('{"prompt": []}\n', r"eval.jsonl:1 .* \(TypeError: the prompt is empty\)"),
+        ('{"prompt": [{"role": "user", "content": null}]}\n', r"eval.jsonl:1 .*: a message has no content: "),
     ],
 )
 def test_a_questions_file_that_cannot_be_read_is_named_with_line_and_rule(tmp_path, text, message):
@@ -53,6 +55,13 @@ def test_a_questions_file_that_cannot_be_read_is_named_with_line_and_rule(tmp_pa
         path.write_text(text)
     with pytest.raises(DatasetError, match=message):
         read_prompts(str(path))
+
+
+def test_a_file_in_a_list_of_prompts_is_refused(tmp_path):
+    path = tmp_path / "eval.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    with pytest.raises(DatasetError, match=r"rl.prompts lists the file '.*eval.jsonl' as a prompt"):
+        read_prompts([str(path), "b"], "rl.prompts")
 
 
 def reward(text, *, first_letter):
@@ -154,7 +163,7 @@ def test_a_reward_is_shown_the_chat_of_an_evaluation():
     reward = RewardFunction(
         lambda text, messages: float(messages == [*chat, {"role": "assistant", "content": text}])
     )
-    assert score_answers(reward, [[answer]], "sampler.reward") == ([[1.0]], [[None]])
+    assert score_answers(reward, [[answer]], "sampler.reward") == [[RewardResult(1.0)]]
 
 
 def test_a_swap_that_was_skipped_reports_no_times_and_without_a_reward_nothing_is_scored(folder, tmp_path):

@@ -156,6 +156,11 @@ class RewardResult:
     logged: Mapping[str, Any] = field(default_factory=dict)
     """What the function logged of the completion."""
 
+    @property
+    def is_right(self) -> bool:
+        """Whether the answer counts as right: `acc` where the function says it, as verl's do, else a reward of 1."""
+        return self.logged.get("acc", self.reward) == 1
+
 
 @dataclass(frozen=True)
 class Batch:

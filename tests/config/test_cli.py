@@ -54,6 +54,8 @@ def test_check_says_what_the_run_would_do(complete, capsys, monkeypatch):
         "data/samples.jsonl\n"
         "  checkpoints    every 0.1 of an epoch\n"
         "  output         runs/full\n"
+        "  note           train_parameters.sampler.sampling_params: answers to held-out prompts end after 16 tokens, "
+        "vLLM's default. Write max_tokens for another length\n"
         "  note           use_flash_attention: there is no CUDA device, so attention is torch's own (SDPA)\n"
         "  no memory plan: models/tiny holds no .safetensors file\n"
     )

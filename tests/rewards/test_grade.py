@@ -6,37 +6,55 @@ from collections import Counter
 import pytest
 
 from vectorlm.rewards.grade import grade
+from vectorlm.types import RewardResult
+
+
+def results(rewards, votes=None):
+    votes = votes or [[None] * len(each) for each in rewards]
+    return [
+        [RewardResult(reward, logged={"answer": vote}) for reward, vote in zip(*each, strict=True)]
+        for each in zip(rewards, votes, strict=True)
+    ]
 
 
 def test_a_question_counts_once_with_the_mean_of_its_answers():
     # Means 0.5, 1 and 0: mean 0.5, standard deviation 0.5, three questions.
-    found = grade([[1.0, 0.0], [1.0, 1.0], [0.0]])
+    found = grade(results([[1.0, 0.0], [1.0, 1.0], [0.0]]))
     assert (found.mean, found.accuracy, found.num_questions, found.num_unscored) == (0.5, 0.5, 3, 0)
     assert found.mean_error == pytest.approx(0.5 / math.sqrt(3))
 
 
 def test_only_a_reward_of_one_is_a_right_answer():
-    found = grade([[0.1], [1.0], [2.0], [0.1]])
+    found = grade(results([[0.1], [1.0], [2.0], [0.1]]))
     assert found.mean == pytest.approx(0.8)
     assert found.accuracy == 0.25
     # One right of four: sqrt(p (1 - p) / (n - 1)).
     assert found.accuracy_error == pytest.approx(math.sqrt(0.25 * 0.75 / 3))
 
 
+def test_acc_says_which_answers_are_right_where_the_function_logs_it():
+    graded = [
+        RewardResult(reward, logged={"acc": acc}) for reward, acc in ((0.95, True), (1.0, False), (0.0, 1.0))
+    ]
+    found = grade([graded], (3,))
+    assert (found.accuracy, found.pass_at) == (pytest.approx(2 / 3), {3: 1.0})
+    assert found.mean == pytest.approx(0.65)
+
+
 def test_an_answer_without_a_reward_counts_nowhere():
-    found = grade([[math.nan, 1.0], [math.nan], [0.0]])
+    found = grade(results([[math.nan, 1.0], [math.nan], [0.0]]))
     assert (found.mean, found.num_questions, found.num_unscored) == (0.5, 2, 2)
 
 
 def test_one_question_has_no_standard_error_and_none_no_mean():
-    assert grade([[1.0]]).mean == 1.0
-    assert math.isnan(grade([[1.0]]).mean_error)
-    assert math.isnan(grade([[math.nan]]).mean)
+    assert grade(results([[1.0]])).mean == 1.0
+    assert math.isnan(grade(results([[1.0]])).mean_error)
+    assert math.isnan(grade(results([[math.nan]])).mean)
 
 
 def test_pass_at_k_is_the_share_of_the_choices_of_k_answers_with_a_right_one():
     answers = [[1.0, 0.0, 0.0, 1.0, 0.5], [0.0, 0.0, 0.0, 1.0, math.nan], [0.0] * 6]
-    found = grade(answers).pass_at
+    found = grade(results(answers)).pass_at
     assert list(found) == [2, 4]
     for k, value in found.items():
         shares = [
@@ -44,7 +62,7 @@ def test_pass_at_k_is_the_share_of_the_choices_of_k_answers_with_a_right_one():
             for scored in ([each for each in options if not math.isnan(each)] for options in answers)
         ]
         assert value == pytest.approx(statistics.fmean(shares))
-    assert grade([[1.0, 0.0], [1.0]]).pass_at == {}
+    assert grade(results([[1.0, 0.0], [1.0]])).pass_at == {}
     assert grade([]).pass_at == {}
 
 
@@ -63,7 +81,7 @@ def test_maj_at_k_is_the_mean_over_the_choices_of_k_answers(votes):
     rewards = [float(each.isupper()) for each in votes]
     ks = range(1, len(votes) + 1)
     # A second question, so that one without any vote is graded too.
-    found = grade([rewards, [1.0] * 9], [answers, ["Z"] * 9], ks).majority_at
+    found = grade(results([rewards, [1.0] * 9], [answers, ["Z"] * 9]), ks).majority_at
     assert list(found) == list(ks)
     for k in ks:
         share = statistics.fmean(map(votes_won, itertools.combinations(answers, k)))
@@ -71,8 +89,8 @@ def test_maj_at_k_is_the_mean_over_the_choices_of_k_answers(votes):
 
 
 def test_without_an_answer_that_was_logged_nothing_is_voted_on_and_k_may_be_named():
-    found = grade([[1.0, 0.0, 0.0]], [[None] * 3], (1, 3, 5))
+    found = grade(results([[1.0, 0.0, 0.0]]), (1, 3, 5))
     assert found.majority_at == {}
     assert found.pass_at == {1: pytest.approx(1 / 3), 3: 1.0}
     # An answer without a reward does not vote.
-    assert grade([[1.0, math.nan, math.nan]], [["a", "b", "b"]], (1,)).majority_at == {1: 1.0}
+    assert grade(results([[1.0, math.nan, math.nan]], [["a", "b", "b"]]), (1,)).majority_at == {1: 1.0}

@@ -119,8 +119,8 @@ def test_what_is_no_reward_of_one_completion_is_an_error_that_says_what_is(answe
     found = run_reward(reward, items("a", "b", "c"))
     for result in found:
         assert (
-            f"a {type(answer).__name__}, and one reward per completion must be a number, or None"
-            in result.error
+            f"a {type(answer).__name__}, and one reward per completion must be a number, a mapping with a number "
+            "`score`, or None" in result.error
         )
     assert [each.is_counted for each in found] == [True, not as_lists, not as_lists]
 

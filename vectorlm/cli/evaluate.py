@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-import operator
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from vectorlm.report.step_lines import json_text
 from vectorlm.rewards.function import RewardFunction, score_answers
 from vectorlm.rewards.grade import grade
 from vectorlm.rewards.registry import get_reward, short_name
+from vectorlm.types import RewardResult
 from vectorlm.workers import WorkerPool
 
 if TYPE_CHECKING:
@@ -177,23 +177,22 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         functions = [
             RewardFunction(name, pool, timeout_s=exam.timeout_s, stops_at_error=True) for name in exam.rewards
         ]
-        found_by = {
+        scored = {
             label: score_answers(function, answers, f"the reward {name!r}")
             for label, name, function in zip(labels, exam.rewards, functions, strict=True)
         }
-    scored = {label: rewards for label, (rewards, _) in found_by.items()}
     if len(scored) > 1:
         weights = list(exam.rewards.values())
         scored["sum"] = [
-            [sum(map(operator.mul, weights, answer)) for answer in zip(*question, strict=True)]
+            [
+                RewardResult(sum(weight * each.reward for weight, each in zip(weights, answer, strict=True)))
+                for answer in zip(*question, strict=True)
+            ]
             for question in zip(*scored.values(), strict=True)
         ]
     if exam.environment is not None:
-        scored[ENVIRONMENT], _ = score_answers(None, answers, "")
-    grades = {
-        name: grade(rewards, found_by[name][1] if name in found_by else None, exam.at_k)
-        for name, rewards in scored.items()
-    }
+        scored[ENVIRONMENT] = score_answers(None, answers, "")
+    grades = {name: grade(results, exam.at_k) for name, results in scored.items()}
     lines = []
     for name, each in grades.items():
         # One question has no error.
@@ -216,7 +215,7 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
                 {
                     "text": completion.text,
                     "finish_reason": completion.finish_reason,
-                    "rewards": {name: rewards[row][column] for name, rewards in scored.items()},
+                    "rewards": {name: results[row][column].reward for name, results in scored.items()},
                 }
                 for column, completion in enumerate(answers[row])
             ],

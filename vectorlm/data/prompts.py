@@ -74,6 +74,8 @@ def read_prompts(
     """
     settings = in_full(str(source) if isinstance(source, Path) else source)
     if not isinstance(settings, PromptSettings):
+        if files := [each for each in settings if each.endswith((PARQUET, ".jsonl")) and Path(each).exists()]:
+            raise DatasetError(f"{setting} lists the file {files[0]!r} as a prompt. Name each file in a source of rl.sources, or put them together.")
         return [PromptRecord(prompt) for prompt in settings]
     _require_one_kind(settings, setting)
     if settings.reasoning_gym is not None:
@@ -202,6 +204,11 @@ def _prompt_record_of(columns: Any) -> PromptRecord:
         isinstance(prompt, str) or of_tokens or (is_list and all(isinstance(each, dict) for each in prompt))
     ):
         raise TypeError(f"the prompt is {str(prompt)[:40]}")
+    if not prompt:
+        raise TypeError("the prompt is empty")
+    for each in prompt if is_list and not of_tokens else ():
+        if each.get("content") is None and not each.get("tool_calls"):
+            raise TypeError(f"a message has no content: {str(each)[:40]}")
     if not of_tokens:
         require_whole_characters(prompt)
     return PromptRecord(prompt, columns)

@@ -103,6 +103,12 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
             limit = own_length(description_of(Path(config.model)) or {})
             max_tokens = (sampler.engine.engine_args.get("max_model_len") or limit or math.inf) - 1
     notes = (*_prompt_notes(config, prompts, held_out), *_generation_notes(config, max_tokens))
+    # Silent: half an answer is a wrong one.
+    if evaluation_prompts and sampler is not None and "max_tokens" not in sampler.engine.sampling_params:
+        notes += (
+            "train_parameters.sampler.sampling_params: answers to held-out prompts end after 16 tokens, vLLM's "
+            "default. Write max_tokens for another length",
+        )
     config = replace(config, notes=(*config.notes, *notes))
     # Costs more than a minute: the prompt may be one of the last, and models are loaded first. The tokenizer is loaded
     # (which imports torch) where it matters: no text has more tokens than bytes, but for those put around it.
@@ -146,11 +152,14 @@ def _prompt_notes(
     held_out: Mapping[str, Sequence[PromptRecord]],
 ) -> Iterator[str]:
     """Say where prompts are taken in another way than they may look."""
-    if has_chat_template(config.model) and any(isinstance(each.prompt, str) for each in held_out.get("", ())):
-        yield (
-            "train_parameters.sampler.prompts: texts are answered as they are, without the model's chat template. "
-            "Write them as messages, in a JSONL file, to ask as in a chat"
-        )
+    places = {_place(name, is_held_out=True): each for name, each in held_out.items()}
+    places |= {_place(name): _shown(each) for name, each in prompts.items()}
+    for place, each in places.items() if has_chat_template(config.model) else ():
+        if any(isinstance(record.prompt, str) for record in each):
+            yield (
+                f"{place}: texts are answered as they are, without the model's chat template. "
+                "Write them as messages, in a JSONL file, to ask as in a chat"
+            )
     for name, each in prompts.items():
         hidden = {column for record in _shown(each) for column in record.columns if column in RESERVED}
         if hidden:

@@ -137,12 +137,18 @@ def _sampler_row(config: Config) -> str:
     if train.sampler is None:
         return "none"
     evaluation = train.sampler.evaluation
-    if evaluation.prompts is None:
+    sources = {} if config.rl is None else config.rl.by_source
+    asked = [
+        each
+        for each in (evaluation.prompts, *(each.held_out for each in sources.values()))
+        if each is not None
+    ]
+    if not asked:
         return "rollouts alone, without an evaluation"
     reward = f", scored by {evaluation.reward}" if evaluation.reward else ""
     every, step = evaluation.sample_frequency, "optimizer step" if config.rl is None else "step"
     when = "before and after training" if every is None else f"every {_count(every, step)}"
-    return f"{_prompts(evaluation.prompts)} {when}{reward}, into {train.samples_path}"
+    return f"{', '.join(map(_prompts, asked))} {when}{reward}, into {train.samples_path}"
 
 
 def _prompts(source: str | tuple[str, ...] | PromptSettings) -> str:

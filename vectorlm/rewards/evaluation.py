@@ -15,9 +15,11 @@ from vectorlm.rewards.function import RewardFunction, score_answers
 from vectorlm.rewards.grade import grade
 from vectorlm.rl.rollout import Rollout
 from vectorlm.train.device_turn import DeviceTurn
-from vectorlm.types import PromptRecord
+from vectorlm.types import PromptRecord, RewardResult
 
 Answers = list[Sequence[Rollout]]
+Results = list[list[RewardResult]]
+"""Of each answer to each question."""
 Play = Callable[[Sequence[PromptRecord]], Answers]
 """Has questions played with their environment."""
 ENVIRONMENT = "environment"
@@ -47,7 +49,7 @@ class Evaluator:
     ) -> None:
         """Open `samples_path` on rank 0, with its lines up to `resume_step`; the other ranks pass None.
 
-        An answer is right when the reward `of_source` of its question is 1; ``""`` is the source of questions without
+        The reward `of_source` of a question says which answers are right; ``""`` is the source of questions without
         one. The `further` rewards score these too, by their names; `at_k` are the k of pass@k and maj@k. Questions of a
         source in `play` have an environment, whose reward says what is right where there is no other. An answer may
         have `max_tokens`; the context may leave it less, which is said. `run_tasks` asks the engine more, and returns
@@ -95,11 +97,11 @@ class Evaluator:
         if self._play:
             further[ENVIRONMENT] = dict.fromkeys(self._play)
         for name, of_source in further.items():
-            of_further[name], _ = self._score(answers, of_source)
+            of_further[name] = self._score(answers, of_source)
             if (found := grade(of_further[name])).num_questions:
                 metrics |= {f"eval/accuracy/{name}": found.accuracy, f"eval/reward/{name}": found.mean}
         if self._rewards:
-            rewards, votes = self._score(answers, self._rewards)
+            rewards = self._score(answers, self._rewards)
             for source in filter(None, self._rewards):
                 found = grade([rewards[place] for place in self._places[source]])
                 if found.num_questions:
@@ -107,7 +109,7 @@ class Evaluator:
                         f"eval/accuracy/{source}": found.accuracy,
                         f"eval/reward/{source}": found.mean,
                     }
-            if (found := grade(rewards, votes, self._at_k)).num_questions:
+            if (found := grade(rewards, self._at_k)).num_questions:
                 metrics |= {"eval/accuracy": found.accuracy, "eval/reward": found.mean}
                 metrics |= {f"eval/pass_at_{k}": value for k, value in found.pass_at.items()}
                 metrics |= {f"eval/maj_at_{k}": value for k, value in found.majority_at.items()}
@@ -132,12 +134,9 @@ class Evaluator:
             found[place] = [Rollout.begun(self._prompt_records[place], each) for each in options]
         return [found[place] for place in range(len(found))]
 
-    def _score(
-        self, answers: Answers, of_source: Mapping[str, RewardFunction | None]
-    ) -> tuple[list[list[float]], list[list[Any]]]:
-        """Return the reward of each answer, NaN where nothing scores the question, and what it votes for."""
-        rewards = [[math.nan] * len(options) for options in answers]
-        votes: list[list[Any]] = [[None] * len(options) for options in answers]
+    def _score(self, answers: Answers, of_source: Mapping[str, RewardFunction | None]) -> Results:
+        """Return what each answer was given: NaN where nothing scores the question."""
+        results = [[RewardResult(math.nan)] * len(options) for options in answers]
         for source, reward in of_source.items():
             places = self._places.get(source, [])
             found = score_answers(
@@ -145,15 +144,15 @@ class Evaluator:
                 [answers[place] for place in places],
                 f"rl.sources.{source}.rewards" if source else "sampler.reward",
             )
-            for place, *each in zip(places, *found, strict=True):
-                rewards[place], votes[place] = each
-        return rewards, votes
+            for place, each in zip(places, found, strict=True):
+                results[place] = each
+        return results
 
     def _samples(
         self,
         answers: Answers,
-        rewards: list[list[float]] | None,
-        of_further: Mapping[str, list[list[float]]],
+        rewards: Results | None,
+        of_further: Mapping[str, Results],
         time_taken_s: float,
     ) -> Iterator[dict[str, Any]]:
         for index, (record, options) in enumerate(zip(self._prompt_records, answers, strict=True)):
@@ -163,22 +162,26 @@ class Evaluator:
                 "finish_reasons": [completion.finish_reason for completion in options],
                 "time_taken": time_taken_s,
             }
+            if record.source:
+                line["source"] = record.source
             if rewards is not None:
-                line["rewards"] = rewards[index]
+                line["rewards"] = [each.reward for each in rewards[index]]
             if of_further:
-                line["further_rewards"] = {name: each[index] for name, each in of_further.items()}
+                line["further_rewards"] = {
+                    name: [each.reward for each in found[index]] for name, found in of_further.items()
+                }
             yield line
 
-    def _summary(self, step: int, answers: Answers, rewards: list[list[float]] | None) -> str:
+    def _summary(self, step: int, answers: Answers, rewards: Results | None) -> str:
         if rewards is None:
             head, marks = f"step {step}: {len(answers)} prompts sampled", [""] * len(answers)
         else:
             words = {True: "right: ", False: "wrong: "}
-            marks = ["" if math.isnan(options[0]) else words[options[0] == 1.0] for options in rewards]
-            scored = [each for options in rewards for each in options if not math.isnan(each)]
-            head = f"step {step}: {scored.count(1.0)}/{len(scored)} right"
-            if not {0.0, 1.0}.issuperset(scored):
-                head += f", mean reward {sum(scored) / len(scored):.4g}"
+            marks = ["" if math.isnan(first.reward) else words[first.is_right] for first, *_ in rewards]
+            scored = [each for options in rewards for each in options if not math.isnan(each.reward)]
+            head = f"step {step}: {sum(each.is_right for each in scored)}/{len(scored)} right"
+            if any(each.reward != each.is_right for each in scored):
+                head += f", mean reward {sum(each.reward for each in scored) / len(scored):.4g}"
         lines = [head]
         num_short = sum(
             each.finish_reason == "length" and each.num_turns == 1 and len(each.token_ids) < self._max_tokens

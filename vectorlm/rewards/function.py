@@ -170,26 +170,18 @@ def shown(rollout: Rollout) -> Scorable:
 
 def score_answers(
     reward: RewardFunction | None, answers: Sequence[Sequence[Rollout]], setting: str
-) -> tuple[list[list[float]], list[list[Any]]]:
-    """Return the reward of each answer to each prompt, and what the function logged as its `answer`, or None.
-
-    A reward is NaN for an answer that the function returns None for. None in place of a function takes the rewards of
-    the environments.
+) -> list[list[RewardResult]]:
+    """Return what the function gave each answer to each prompt; None in its place takes the environments' rewards.
 
     Raises:
         RewardError: The function raised or was late; the text begins with `setting`.
     """
     if reward is None:
-        rewards = [[float(sum(each.turn_rewards)) for each in options] for options in answers]
-        return rewards, [[None] * len(options) for options in answers]
+        return [[RewardResult(float(sum(each.turn_rewards))) for each in options] for options in answers]
     items = [shown(each) for options in answers for each in options]
     results = reward.score(items)
     for item, result in zip(items, results, strict=True):
         if result.error is not None:
             raise RewardError(f"{setting} failed: {item.failure(result.error)}. Correct the function.")
     found = iter(results)
-    of_prompts = [[next(found) for _ in options] for options in answers]
-    return (
-        [[each.reward for each in options] for options in of_prompts],
-        [[each.logged.get("answer") for each in options] for options in of_prompts],
-    )
+    return [[next(found) for _ in options] for options in answers]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vectorlm.types import RewardResult
+
 
 @dataclass(frozen=True)
 class Grade:
@@ -19,7 +21,7 @@ class Grade:
     mean_error: float
     """Its standard error; NaN with fewer than two questions."""
     accuracy: float
-    """The share of answers with a reward of 1, which stands for a right answer."""
+    """The share of right answers: those with a reward of 1, or those that the function logs `acc` 1 of."""
     accuracy_error: float
     """Its standard error."""
     pass_at: Mapping[int, float]
@@ -32,15 +34,11 @@ class Grade:
     """Answers that the reward returned None for, which count nowhere."""
 
 
-def grade(
-    rewards: Sequence[Sequence[float]],
-    answers: Sequence[Sequence[Hashable]] | None = None,
-    at_k: Sequence[int] = (),
-) -> Grade:
-    r"""Grade the rewards of each question's answers, NaN where there is none.
+def grade(results: Sequence[Sequence[RewardResult]], at_k: Sequence[int] = ()) -> Grade:
+    r"""Grade what a reward gave each question's answers, NaN where it gave none.
 
-    `answers` are what is voted with, None for no vote. `at_k` are the k of pass@k and maj@k, up to the fewest answers
-    to a question; none stand for 2, 4, 8 and so on.
+    What it logs as `answer` is voted with. `at_k` are the k of pass@k and maj@k, up to the fewest answers to a
+    question; none stand for 2, 4, 8 and so on.
 
     The answers to one question are not independent, so a question counts once, with the mean of its answers:
     standard error = standard deviation of these means / sqrt(questions).
@@ -49,28 +47,23 @@ def grade(
     the mean over the same choices of k answers: 1 where the answer with the most votes is right, its share of the
     answers that are tied, 0 without a vote; Wang et al. 2022, arXiv 2203.11171.
     """
-    scored = [[each for each in question if not math.isnan(each)] for question in rewards]
-    num_unscored = sum(map(len, rewards)) - sum(map(len, scored))
+    scored = [[each for each in question if not math.isnan(each.reward)] for question in results]
+    num_unscored = sum(map(len, results)) - sum(map(len, scored))
     scored = [question for question in scored if question]
-    mean, mean_error = _mean_and_error([statistics.fmean(question) for question in scored])
+    mean, mean_error = _mean_and_error(
+        [statistics.fmean(each.reward for each in question) for question in scored]
+    )
     accuracy, accuracy_error = _mean_and_error(
-        [statistics.fmean(each == 1.0 for each in question) for question in scored]
+        [statistics.fmean(each.is_right for each in question) for question in scored]
     )
     fewest = min(map(len, scored), default=0)
     ks = [k for k in at_k or (2**power for power in range(1, fewest.bit_length())) if k <= fewest]
-    counts = [(len(question), sum(each == 1.0 for each in question)) for question in scored]
+    counts = [(len(question), sum(each.is_right for each in question)) for question in scored]
     pass_at = {k: statistics.fmean(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) for k in ks}
+    votes = [[(each.logged.get("answer"), each.is_right) for each in question] for question in scored]
     majority_at = {}
-    if answers is not None and any(each is not None for question in answers for each in question):
-        votes = [
-            [
-                (vote, each == 1.0)
-                for vote, each in zip(of_votes, question, strict=True)
-                if not math.isnan(each)
-            ]
-            for of_votes, question in zip(answers, rewards, strict=True)
-        ]
-        majority_at = {k: statistics.fmean(_majority_at(k, each) for each in votes if each) for k in ks}
+    if any(vote is not None for question in votes for vote, _ in question):
+        majority_at = {k: statistics.fmean(_majority_at(k, each) for each in votes) for k in ks}
     return Grade(mean, mean_error, accuracy, accuracy_error, pass_at, majority_at, len(scored), num_unscored)
 
 

@@ -269,7 +269,7 @@ def _to_result(value: Any) -> RewardResult:
         return RewardResult(
             math.nan,
             f"{type(error).__name__}: it returned {text_of(value)[:40]!r}, a {type(value).__name__}, and one reward "
-            "per completion must be a number, or None",
+            "per completion must be a number, a mapping with a number `score`, or None",
         )
     if not abs(reward) <= MAX_REWARD:
         rule = "must be finite in float32, or None where a completion cannot be scored"
