@@ -57,3 +57,13 @@ def weights_of(folder):
 
 def are_equal(some, others):
     return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
+
+
+def assert_last_answers_are_those_of(model, tokenizer, samples):
+    """Check that the engine held the weights of the model when it answered, greedily."""
+    model.generation_config.eos_token_id = None
+    for sample in samples:
+        inputs = tokenizer(sample["prompt"], return_tensors="pt")
+        rest = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        expected = tokenizer.decode(rest[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+        assert sample["options"][0].split() == expected.split()

@@ -16,7 +16,16 @@ import torch
 from datasets import Dataset, load_from_disk
 from rank_processes import on_ranks
 from safetensors.torch import load_file
-from sft_runs import CONFIG, ROOT, SAMPLER, lines, make_config, train, weights_of
+from sft_runs import (
+    CONFIG,
+    ROOT,
+    SAMPLER,
+    assert_last_answers_are_those_of,
+    lines,
+    make_config,
+    train,
+    weights_of,
+)
 
 from vectorlm.config import load_config, save_config
 from vectorlm.errors import RankMismatch
@@ -245,15 +254,6 @@ def test_the_plain_example_trains_without_the_sampler_and_says_what_samples(inpu
     output = Path(config.train_parameters.output_dir)
     assert (output / "final-model" / "model.safetensors").is_file()
     assert not (output / "samples.jsonl").exists()
-
-
-def assert_last_answers_are_those_of(model, tokenizer, samples):
-    model.generation_config.eos_token_id = None
-    for sample in samples:
-        inputs = tokenizer(sample["prompt"], return_tensors="pt")
-        rest = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-        expected = tokenizer.decode(rest[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-        assert sample["options"][0].split() == expected.split()
 
 
 @pytest.mark.slow

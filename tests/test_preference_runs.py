@@ -8,8 +8,8 @@ import torch
 from datasets import Dataset
 from metrics_page import METRICS
 from rank_processes import on_ranks, save_tiny_llama
-from sft_runs import lines, train, weights_of
-from transformers import AutoModelForSequenceClassification
+from sft_runs import SAMPLER, assert_last_answers_are_those_of, lines, train, weights_of
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from vectorlm.cli import main
 from vectorlm.config import load_config
@@ -199,6 +199,17 @@ def test_transformers_and_a_reward_of_a_run_read_the_reward_model(finished, inpu
     card = (output / "final-model" / "README.md").read_text()
     assert "text-classification" in card
     assert "AutoModelForSequenceClassification" in card
+
+
+@pytest.mark.slow  # Two more ranks load torch, and vLLM starts.
+def test_the_engine_answers_with_the_weights_of_a_policy_that_learns_from_pairs(inputs, tmp_path):
+    on_ranks(2, train, config_of(inputs, tmp_path / "run", SECTIONS["dpo"], SAMPLER))
+    samples = lines(tmp_path / "run" / "samples.jsonl")
+    assert [sample["train_step"] for sample in samples] == [0, 0, 4, 4, 8, 8, 9, 9]
+    assert samples[-2]["options"] != samples[0]["options"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final-model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final-model")
+    assert_last_answers_are_those_of(model, tokenizer, samples[-2:])
 
 
 @pytest.mark.slow  # Two more ranks load torch.
