@@ -322,6 +322,7 @@ def _scorer(run: Run, rl: RLSettings) -> RewardScorer:
                 max_tokens=rl.update.max_tokens_per_micro_batch,
                 max_length=train.max_seq_len,
                 dtype=train.model.dtype,
+                step_reward=rl.reward.step_reward,
             )
             for path in rl.reward.reward_models
         },

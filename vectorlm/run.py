@@ -229,7 +229,8 @@ def open_run(
         workers = open_reward_workers(checked.config, topology, stack, engine)
         with naming_the_full_disk(output):
             context = ContextGroup.of(topology)
-            yield Run(checked, topology, engine, load_tokenizer(plain.model), stack, workers, context)
+            tokenizer = load_tokenizer(plain.model, plain.step_separator)
+            yield Run(checked, topology, engine, tokenizer, stack, workers, context)
     if topology.is_main and is_installed("matplotlib"):
         _plot(plain)
 

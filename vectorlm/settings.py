@@ -74,6 +74,7 @@ Betas = Annotated[
 Text = Annotated[
     str, Predicate(lambda value: bool(value.strip())), Field(description="text that is not blank")
 ]
+Separator = Annotated[str, Field(min_length=1, description="a text", examples=['"\\n"'])]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.loop import FineTuningLoop
 from vectorlm.train.objective import NextTokens, Objective
 from vectorlm.train.optimizer_step import OptimizerStep
-from vectorlm.train.pairs import Completions, GoodAndBad, PreferencePairs, RewardPairs
+from vectorlm.train.pairs import Completions, GoodAndBad, PreferencePairs, RewardPairs, Steps
 from vectorlm.train.recorder import OnStep
 from vectorlm.train.scorer import Scorer
 
@@ -100,6 +100,8 @@ def _objective(run: Run, model: nn.Module, loaders: Sequence[tuple[str, StepLoad
     packs, ignore_index = run.config.train_parameters.model.pack_rows, run.config.text.ignore_index
     if (reward_model := run.config.reward_model) is not None:
         scorer = Scorer(model, packs=packs, device=run.topology.device, context=run.context)
+        if reward_model.step_separator is not None:
+            return Steps(scorer, ignore_index)
         return RewardPairs(scorer, reward_model.center_coef, ignore_index)
     language_model = LanguageModel(model, packs=packs, device=run.topology.device, context=run.context)
     preference = run.config.preference

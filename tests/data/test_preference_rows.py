@@ -1,4 +1,4 @@
-"""Preference data: pairs and labelled completions as rows of two texts."""
+"""Preference data: pairs and labelled completions as rows of two texts, and solutions as rows of steps."""
 
 import json
 from pathlib import Path
@@ -97,6 +97,7 @@ def test_a_completion_stands_beside_the_next_one_of_another_prompt():
 
 
 PAIR = {"prompt": "ab", "chosen": "cd", "rejected": "ce"}
+STEPS = {"prompt": "ab", "completions": ["cd", "e"], "labels": [True, False]}
 
 
 @pytest.mark.parametrize(
@@ -132,12 +133,45 @@ def test_pairs_that_teach_nothing_are_left_out_counted_and_named(row, reason):
             "raw.jsonl:2 holds '1' in 'label': it must be true",
         ),
         ("labels", {"prompt": "a", "completion": "b"}, "raw.jsonl:2 holds 'None' in 'label'"),
+        ("steps", {**STEPS, "labels": [True]}, r"raw.jsonl:2 holds '\[True\]' in 'labels': .* of which there are 2"),
+        ("steps", {**STEPS, "labels": [True, 1]}, r"raw.jsonl:2 holds '\[True, 1\]' in 'labels': it must be a list of"),
+        ("steps", {**STEPS, "completions": [], "labels": []}, "raw.jsonl:2 holds .* of which there are 0"),
+        ("steps", {"prompt": "a", "labels": [True]}, "raw.jsonl:2 holds .* of which there are 0"),
+        ("steps", {**STEPS, "completions": ["c", 3]}, "raw.jsonl:2 holds '3' among its steps"),
+        ("steps", {**STEPS, "prompt": say("ux")}, "raw.jsonl:2 holds .* in 'prompt': it must be text"),
     ],
 )
 def test_a_broken_row_stops_with_its_file_and_line(examples, row, text):
-    whole = PAIR if examples == "pairs" else {"prompt": "a", "completion": "b", "label": True}
+    label = {"prompt": "a", "completion": "b", "label": True}
+    whole = {"pairs": PAIR, "labels": label, "steps": STEPS}[examples]
     with pytest.raises(DatasetError, match=text):
         rows_of([whole, row], examples)
+
+
+def test_steps_are_tokenised_one_by_one_and_labelled_where_the_separator_ends():
+    rows = [
+        {**STEPS, "rating": 3},
+        {"prompt": "a", "completions": ["", "c", "d"], "labels": [False, True, False]},
+        {**STEPS, "completions": ["c" * 9, "d"]},
+    ]
+    for options, ended in (({}, "\n"), ({"step_separator": "--"}, "--")):
+        Path("raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        dataset, summary = make(12, load_path="raw.jsonl", examples="steps", **options)
+        texts = [f"^abcd{ended}e{ended}", f"^a{ended}c{ended}d{ended}"]
+        assert [spell(row["input_ids"]) for row in dataset] == texts
+        for row, labels in zip(dataset, ([1, 0], [0, 1, 0]), strict=True):
+            ends = [len(each) for each in spell(row["input_ids"]).split(ended)[:-1]]
+            places = [sum(ends[: place + 1]) + (place + 1) * len(ended) - 1 for place in range(len(ends))]
+            marks = dict(zip(places, labels, strict=True))
+            assert row["labels"] == [marks.get(place, -100) for place in range(len(row["labels"]))]
+        assert dataset["num_steps"][:] == [2.0, 3.0]
+        assert summary.skipped == {"a text longer than max_seq_len=12": (1, "raw.jsonl:3")}
+        assert (summary.unread, summary.loss_tokens) == (["rating"], 5)
+
+
+def test_labels_of_steps_are_no_ignore_index():
+    with pytest.raises(ConfigError, match="ignore_index=0 is the label of a step too"):
+        rows_of([STEPS], "steps", ignore_index=0)
 
 
 def test_a_dataset_without_the_columns_and_settings_without_effect_are_refused():

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from vectorlm.algorithms.offline import PAIR_LOSSES, PairLogprobs, kto_loss, orp
 from vectorlm.data.loader import Collator
 from vectorlm.hyperparameters import PreferenceSettings
 from vectorlm.train.language_model import LanguageModel
-from vectorlm.train.load import load_model
-from vectorlm.train.pairs import Completions, GoodAndBad, PreferencePairs
+from vectorlm.train.load import load_model, load_scorer
+from vectorlm.train.pairs import Completions, GoodAndBad, PreferencePairs, Steps
+from vectorlm.train.scorer import Scorer
 
 ROWS = [
     ([5, 6, 7, 8, 0], [5, 6, 9, 0], 1.0),
@@ -152,3 +154,65 @@ def test_by_hand_and_at_the_edge():
     loss.sum().backward()
     assert loss.isfinite().all()
     assert sure.grad.isfinite().all()
+
+
+SOLUTIONS = [
+    ([5, 6, 7, 27, 8, 27], [-100, -100, -100, 1, -100, 0]),
+    ([27, 9, 10, 11, 27], [1, -100, -100, -100, 0]),
+    ([12, 13, 27], [-100, -100, 1]),
+]
+"""Tokens, and 1 or 0 at the end of each step; the second begins with the end of one."""
+
+
+def steps_of(places, num_rows):
+    rows = [
+        {"id": place, "input_ids": SOLUTIONS[place][0], "labels": SOLUTIONS[place][1]} for place in places
+    ]
+    return Collator(0, -100, 16).collate(rows, num_rows)
+
+
+def step_losses(topology, folder):
+    """Return the loss of steps and its gradient, with what is measured: of one micro-batch, of two, and padded."""
+    found = []
+    for packs in (True, False):
+        for parts in ([[0, 1, 2]], [[2], [0, 1], []]):
+            torch.manual_seed(1)
+            model = load_scorer(folder, SimpleNamespace(eos_token_id=0, pad_token_id=None)).eval()
+            objective = Steps(Scorer(model, packs=packs))
+            step = list(objective.prepare([steps_of(places, 4) for places in parts]))
+            assert sum(int(objective.num_counted(each)) for each in step) == 5
+            sums = [objective.sum_loss(each) for each in step]
+            total = sum(loss for loss, _ in sums)
+            total.backward()
+            found.append(
+                (total.item(), sum(measured for _, measured in sums), model.score.weight.grad.clone())
+            )
+    return found
+
+
+def test_the_loss_of_steps_is_that_of_a_slow_loop_over_what_each_step_ends(folder):
+    torch.manual_seed(1)
+    model = load_scorer(folder, SimpleNamespace(eos_token_id=0, pad_token_id=None)).double().eval()
+    pairs = []
+    for ids, labels in SOLUTIONS:
+        for place, label in enumerate(labels):
+            if label != -100:
+                score = model(input_ids=torch.tensor([ids[: place + 1]])).logits[0, 0]
+                pairs.append((1 / (1 + torch.exp(-score)), label))
+    loss = -sum(torch.log(found if label else 1 - found) for found, label in pairs)
+    loss.backward()
+    right = [found.item() for found, label in pairs if label]
+    wrong = [found.item() for found, label in pairs if not label]
+    errors = [found.item() - label for found, label in pairs]
+    means = [
+        sum(abs(each) < 0.5 for each in errors) / 5,
+        sum(each**2 for each in errors) / 5,
+        sum(errors) / 5,
+        sum(right) / 3,
+        sum(wrong) / 2,
+    ]
+    (found,) = on_ranks(1, step_losses, folder)
+    for total, measured, gradient in found:
+        assert total == pytest.approx(loss.item(), rel=1e-5)
+        assert (measured[:, 0] / measured[:, 1]).tolist() == pytest.approx(means, abs=1e-5)
+        torch.testing.assert_close(gradient.double(), model.score.weight.grad, rtol=1e-4, atol=1e-5)

@@ -160,7 +160,7 @@ def load_source(source: Source) -> tuple[Any, Any]:
     if source.step is not None:
         config = load_config(source.run / "config.yaml")
         train = config.train_parameters
-        tokenizer = load_tokenizer(config.model)
+        tokenizer = load_tokenizer(config.model, config.step_separator)
         model: Any
         if config.reward_model is None:
             model = load_model(config.model, dtype=train.model.dtype)

@@ -177,7 +177,7 @@ class Config:
     dataset: DatasetSettings | None = None
     """The preprocessed datasets; needed for supervised fine-tuning."""
     reward_model: RewardModelSettings | None = None
-    """Training of a reward model on pairs instead of supervised fine-tuning; `{}` takes the defaults."""
+    """Training of a reward model on pairs or steps instead of supervised fine-tuning; `{}` takes the defaults."""
     preference: PreferenceSettings | None = None
     """Learning from preference data instead of supervised fine-tuning."""
     rl: RLSettings | None = None
@@ -196,7 +196,14 @@ class Config:
         """What the rows of `dataset` must be, as `dataset_preprocess.examples` calls it."""
         if self.preference is not None and self.preference.loss == "kto":
             return "labels"
+        if self.step_separator is not None:
+            return "steps"
         return "texts" if self.preference is None and self.reward_model is None else "pairs"
+
+    @property
+    def step_separator(self) -> str | None:
+        """What ends each step that a reward model scores; None where none scores steps."""
+        return None if self.reward_model is None else self.reward_model.step_separator
 
     @property
     def overlap(self) -> AsyncSettings | None:

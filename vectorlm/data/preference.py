@@ -1,4 +1,4 @@
-"""Preference data: the columns of pairs and of labelled completions, and their rows of two texts each."""
+"""Preference data: the columns of pairs, of labelled completions and of steps, and the rows that they become."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from vectorlm.errors import DatasetError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-COLUMNS = {"pairs": ("chosen", "rejected"), "labels": ("completion", "prompt", "label")}
+COLUMNS = {
+    "pairs": ("chosen", "rejected"),
+    "labels": ("completion", "prompt", "label"),
+    "steps": ("prompt", "completions", "labels"),
+}
 """The columns that rows must have, the one that tells messages from text first."""
-READ_BESIDE: Mapping[str, tuple[str, ...]] = {"texts": (), "pairs": ("prompt", "margin"), "labels": ()}
-VALUES = {"pairs": "margin", "labels": "label"}
+READ_BESIDE: Mapping[str, tuple[str, ...]] = {"pairs": ("prompt", "margin")}
+VALUES = {"pairs": "margin", "labels": "label", "steps": "labels"}
 """What the value of a row is called in the source."""
 
 
@@ -28,10 +32,10 @@ def common_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def value_of(name: str, row: Mapping[str, Any], examples: str) -> float:
-    """Return the margin of a pair, 0 without one, or 1 for a good completion and 0 for a bad one.
+    """Return the margin of a pair, 0 without one, or 1 for a good completion and 0 for a bad one; of steps their number.
 
     Raises:
-        DatasetError: It is missing, or of another type.
+        DatasetError: It is missing, or of another type, or steps have another number of labels.
     """
     if examples == "texts":
         return 0.0
@@ -39,7 +43,14 @@ def value_of(name: str, row: Mapping[str, Any], examples: str) -> float:
     if examples == "pairs" and value is None:
         return 0.0
     is_label = isinstance(value, bool)
-    if examples == "labels":
+    if examples == "steps":
+        steps = row.get("completions")
+        num = len(steps) if isinstance(steps, list) else 0
+        has_labels = isinstance(value, list) and all(isinstance(each, bool) for each in value)
+        is_right = has_labels and len(row["labels"]) == num > 0
+        what = f"a list of true or false, one for each of the steps in 'completions', of which there are {num}"
+        value = num if is_right else value
+    elif examples == "labels":
         is_right, what = is_label, "true or false"
     else:
         is_right = isinstance(value, int | float) and not is_label and math.isfinite(value)
@@ -83,6 +94,23 @@ def rows_of_two(
             add_row(summary.skipped, "a text without tokens of its own", row["name"])
         else:
             yield replace(join(framed), value=row["value"])
+
+
+def rows_of_steps(
+    rows: Iterable[Mapping[str, Any]], frame: Frame, summary: Summary
+) -> Iterator[TokenisedText]:
+    """Yield rows whose labels are 1 at the end of a right step and 0 at the end of a wrong one.
+
+    A row beyond `max_seq_len` is skipped. BOS stands before it, and no EOS behind it, where no step ends.
+    """
+    for row in rows:
+        labels = iter(row["step_labels"])
+        marks = [int(next(labels)) if ends else frame.ignore_index for ends in row["counted"]]
+        text = frame.opening + TokenisedText(row["input_ids"], marks)
+        if len(text) > frame.max_seq_len:
+            add_row(summary.skipped, f"a text longer than max_seq_len={frame.max_seq_len}", row["name"])
+        else:
+            yield replace(text, value=row["value"])
 
 
 def text_of(row: Mapping[str, Any], ignore_index: int) -> TokenisedText:

@@ -11,10 +11,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.data.pack import Frame, TokenisedText, best_fit, frame_texts, join, pack_texts
-from vectorlm.data.preference import rows_of_two, text_of
+from vectorlm.data.preference import rows_of_steps, rows_of_two, text_of
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import open_source, write_rows
-from vectorlm.data.summary import PREFERENCE_COLUMNS, Summary, add_row
+from vectorlm.data.summary import VALUE_COLUMNS, Summary, add_row
 from vectorlm.data.tokenise import ROWS_PER_CALL, make_tokeniser
 from vectorlm.ranks.wait import count_rows
 from vectorlm.errors import ConfigError, DatasetError
@@ -63,13 +63,15 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
         kept = _kept(tokens, summary)
         texts = (text_of(row, settings.ignore_index) for row in kept)
         packing, fits = settings.packing_type, settings.packing_type == "best_fit"
-        if settings.examples != "texts":
+        if settings.examples == "steps":
+            rows = rows_of_steps(kept, frame, summary)
+        elif settings.examples != "texts":
             rows = rows_of_two(kept, tokens.with_format(None), frame, summary)
         elif packing is None or (fits and settings.truncate):
             rows = frame_texts(texts, frame, summary, truncate=settings.truncate)
         else:
             rows = pack_texts(texts, frame, summary, "full" if packing == "full" else "partial")
-        value = PREFERENCE_COLUMNS.get(settings.examples)
+        value = VALUE_COLUMNS.get(settings.examples)
         _save(_best_fit(rows, max_seq_len, scratch) if fits else rows, summary, scratch, value)
         if not summary.loss_tokens:
             raise DatasetError(

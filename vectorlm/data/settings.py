@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Predicate
 from pydantic import Field
 
-from vectorlm.settings import NonNegativeInt, PositiveInt, Text
+from vectorlm.settings import NonNegativeInt, PositiveInt, ReadIf, Separator, Text
 
 Label = Annotated[int, Field(ge=-(2**31), lt=2**31, description="an integer of 32 bits", examples=["-100"])]
 EvaluationFolders = Annotated[
@@ -53,9 +53,12 @@ class PreprocessSettings:
     data_field: Text | None = None
     """Column that holds the text, or a list of messages; null takes `messages`, `prompt` with `completion`, or `text`,
     the first of these that is there."""
-    examples: Literal["texts", "pairs", "labels"] = "texts"
+    examples: Literal["texts", "pairs", "labels", "steps"] = "texts"
     """What a row is: a text to fine-tune on; `chosen` and `rejected`, with or without `prompt` and `margin` (`pairs`);
-    or `prompt`, `completion` and whether it is a good one, `label` (`labels`)."""
+    `prompt`, `completion` and whether it is a good one, `label` (`labels`); or `prompt`, a list of steps, `completions`,
+    and whether each is right, `labels` (`steps`)."""
+    step_separator: Annotated[Separator, ReadIf("dataset_preprocess.examples", ("steps",))] = "\n"
+    """What is put after each step."""
     ignore_index: Label = -100
     """Label of a token that the loss leaves out; must equal `dataset.ignore_index`."""
     dataset_format: str = "hf"

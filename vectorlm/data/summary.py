@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 ROWS_PER_COUNT = 1000
 PREFERENCE_COLUMNS = {"pairs": "pair_margin", "labels": "is_good"}
 """The column of a preprocessed dataset with the values of its pairs, or of its labelled completions."""
+VALUE_COLUMNS = {**PREFERENCE_COLUMNS, "steps": "num_steps"}
+"""The column that tells what the rows of a preprocessed dataset are; texts have none."""
 _KEY = "vectorlm"
 """Under it the summary stands in the description of a dataset."""
 

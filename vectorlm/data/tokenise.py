@@ -40,6 +40,8 @@ class Tokens:
     """What the reader of the summary should know of this row."""
     num_first: int = 0
     """Of a pair, how many of the tokens are the chosen text's; the others are the rejected one's."""
+    step_labels: Sequence[bool] = ()
+    """Of steps, whether each is right; their last tokens count."""
 
     @property
     def skipped(self) -> str:
@@ -92,7 +94,10 @@ class Tokeniser:
         values = iter([value_of(*each, self.settings.examples) for each in filled])
         is_pair = self.settings.examples == "pairs"
         parts = [(name, half) for name, row in filled for half in self._halves(name, row)] if is_pair else filled
-        tokens = [self._chat(*each) for each in parts] if self.is_chat else self._texts(parts)
+        if self.settings.examples == "steps":
+            tokens = self._steps(filled)
+        else:
+            tokens = [self._chat(*each) for each in parts] if self.is_chat else self._texts(parts)
         if is_pair:
             has_prompt = [self.is_chat or bool(half["prompt"]) for _, half in parts[::2]]
             tokens = list(map(_joined, tokens[::2], tokens[1::2], has_prompt))
@@ -111,6 +116,7 @@ class Tokeniser:
                 for (name, _), each in zip(named, results, strict=True)
             ],
             "num_first": [each.num_first for each in results],
+            "step_labels": [list(each.step_labels) for each in results],
             "value": [0.0 if row is None else next(values) for _, row in named],
         }
 
@@ -121,7 +127,8 @@ class Tokeniser:
 
     @property
     def _read(self) -> tuple[str, ...]:
-        columns = COLUMNS.get(self.settings.examples, self.columns) + READ_BESIDE[self.settings.examples]
+        examples = self.settings.examples
+        columns = COLUMNS.get(examples, self.columns) + READ_BESIDE.get(examples, ())
         return (*columns, "tools", "weight") if self.is_chat else columns
 
     def map(self, path: Path) -> Dataset:
@@ -140,6 +147,7 @@ class Tokeniser:
             unread=Sequence(Value("string")),
             name=Value("string"),
             num_first=Value("int32"),
+            step_labels=Sequence(Value("bool")),
             value=Value("float64"),
         )
         try:
@@ -192,6 +200,30 @@ class Tokeniser:
         if eos is None and not any(each in self.ends for each in completion):
             remarks.append(NO_END)
         return Tokens(tokens[first:last], counted[first:last], "an empty text", remarks)
+
+    def _steps(self, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Tokens]:
+        """Lay each prompt and its steps end to end, as TRL does: tokenised one by one, the separator after each step."""
+        prompts = self._encode([pair[1] for name, row in rows if (pair := self._pair(name, row))])
+        steps = [(name, each) for name, row in rows for each in self._value(name, row, "completions")]
+        for name, step in steps:
+            if not isinstance(step, str):
+                raise DatasetError(
+                    f"{name} holds {str(step)[:60]!r} among its steps, in 'completions': it must be text. Correct it, "
+                    "or remove the row."
+                )
+        (separator,) = self._encode([self.settings.step_separator])
+        encoded = iter(self._encode([step for _, step in steps]))
+        bos = [self.tokenizer.bos_token_id] if self.settings.add_bos_eos_tokens else []
+        found = []
+        for prompt, (_, row) in zip(prompts, rows, strict=True):
+            texts = [next(encoded) + separator for _ in row["completions"]]
+            start = prompt[prompt[:1] == bos :]
+            counted = [False] * len(start) + [place == len(text) for text in texts for place in range(1, len(text) + 1)]
+            if all(texts):
+                found.append(Tokens(start + sum(texts, []), counted, "", step_labels=row["labels"]))
+            else:
+                found.append(Tokens([], [], "a step without tokens"))
+        return found
 
     def _halves(self, name: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Make two rows of a pair, each of a prompt and a completion; with messages the prompt may be in both texts."""
@@ -344,9 +376,9 @@ def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings)
         if settings.examples != "texts":
             fix = f"rows of dataset_preprocess.examples={settings.examples} need it, and these have"
         raise DatasetError(f"the dataset has no column {lacks}: {fix} {', '.join(row)}.")
-    is_chat = isinstance(row[columns[0]], list)
+    is_chat = isinstance(row[columns[0]], list) and settings.examples != "steps"
     if settings.examples != "texts":
-        columns = ("prompt", "completion")
+        columns = ("prompt",) if settings.examples == "steps" else ("prompt", "completion")
     share = -(-len(source.dataset) // settings.num_proc)
     made = Tokeniser(source, tokenizer, settings, columns, is_chat, Progress(share))
     _require_effect(made)
@@ -372,8 +404,12 @@ def _require_effect(tokeniser: Tokeniser) -> None:
         "assistant_only_loss": settings.assistant_only_loss and not is_chat,
     }
     if settings.examples != "texts":
-        names = ("data_field", "packing_type", "overlap", "truncate")
+        names = ("data_field", "packing_type", "overlap", "truncate", "seperator")
         unread |= {name: bool(getattr(settings, name)) for name in names}
+    if settings.examples == "steps" and settings.ignore_index in (0, 1):
+        raise ConfigError(
+            f"dataset_preprocess.ignore_index={settings.ignore_index} is the label of a step too. Use -100."
+        )
     for name in (name for name, is_unread in unread.items() if is_unread):
         raise ConfigError(
             f"dataset_preprocess.{name}={getattr(settings, name)!r} has no effect: the rows hold {what} "

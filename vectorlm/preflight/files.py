@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from vectorlm.checkpoint.folder import is_held
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
-from vectorlm.data.summary import PREFERENCE_COLUMNS
+from vectorlm.data.summary import VALUE_COLUMNS
 from vectorlm.packages import is_installed
 from vectorlm.preflight.local_model import describe_absent, description_of, missing_weights, own_length
 from vectorlm.ranks.topology import has_gpu
@@ -86,7 +86,7 @@ def _dataset_problem(folder: Path, examples: str) -> tuple[str, str] | None:
         fix = "Preprocess it: training reads token ids and labels."
         return f"has no column {' and no column '.join(map(repr, missing))}", fix
     # Silent: both texts of a pair would be trained on alike.
-    found = next((kind for kind, column in PREFERENCE_COLUMNS.items() if column in columns), "texts")
+    found = next((kind for kind, column in VALUE_COLUMNS.items() if column in columns), "texts")
     if columns and found != examples:
         fix = f"Preprocess with dataset_preprocess.examples={examples}, or add the section that trains on {found}."
         return f"holds {found}, and this run trains on {examples}", fix

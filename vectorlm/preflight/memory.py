@@ -111,7 +111,7 @@ def _other_models(config: Config, model: ModelSize, is_cpu: bool) -> tuple[int, 
     """Return the sequences of a micro-batch, and numbers of other trained and frozen models, in sizes of `model`."""
     train, rl = config.train_parameters, config.rl
     if rl is None:
-        return config.text.train_bs * (1 if config.examples == "texts" else 2), 0, 0
+        return config.text.train_bs * (2 if config.examples in ("pairs", "labels") else 1), 0, 0
     # This imports torch, which the plan of a fine-tuning run does not need.
     from vectorlm.algorithms.registry import get_algorithm
 

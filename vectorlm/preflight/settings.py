@@ -113,6 +113,10 @@ def _training_problems(config: Config) -> Iterator[str]:
         if preprocess.ignore_index != index:
             rule = f"must equal dataset.ignore_index={index}, or the loss would count hidden tokens"
             yield refuse(config, "dataset_preprocess.ignore_index", rule, f"Use {index}.")
+    # Silent: steps would end otherwise where the model's scores are rewards.
+    if preprocess is not None and config.step_separator not in (None, preprocess.step_separator):
+        rule = f"must equal reward_model.step_separator={config.step_separator!r}"
+        yield refuse(config, "dataset_preprocess.step_separator", rule, "Use the same text.")
     # Costs more than a minute: the first step finds it, after models are loaded and completions sampled.
     if train.model.use_flash_attention and not train.model.computes_in_bf16(is_cuda=True):
         rule = f"needs 16 bits, and use_mp is false with dtype {train.model.dtype}"

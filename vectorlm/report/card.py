@@ -11,7 +11,15 @@ from vectorlm.lora.folder import hub_name
 from vectorlm.packages import versions_of
 from vectorlm.report.runs import PACKAGES, START, read_lines, read_settings
 
-SHOWN = ("train/loss", "eval/loss", "eval/pair_accuracy", "eval/accuracy", "reward/mean", "reference/kl")
+SHOWN = (
+    "train/loss",
+    "eval/loss",
+    "eval/pair_accuracy",
+    "eval/step_accuracy",
+    "eval/accuracy",
+    "reward/mean",
+    "reference/kl",
+)
 """Metrics whose newest value is shown."""
 
 _FULL = """```python
@@ -85,7 +93,7 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
         head["step"] = step
     if "model" in config:
         name = base or f"{Path(config['model']).name} (a folder on the machine that trained it)"
-        kind = "a reward model from pairs" if is_scorer else "supervised fine-tuning"
+        kind = "a reward model" if is_scorer else "supervised fine-tuning"
         if isinstance(rl, dict):
             kind = f"reinforcement learning ({Path(str(rl.get('algorithm'))).name})"
         what = "with LoRA adapters" if has_lora else "all weights"

@@ -63,6 +63,7 @@ _SHOWN = {
     "eval/loss": "eval loss {:.4f}",
     "eval/accuracy": "right {:.0%}",
     "eval/pair_accuracy": "pairs right {:.0%}",
+    "eval/step_accuracy": "steps right {:.0%}",
 }
 
 

@@ -125,6 +125,9 @@ class RewardSettings:
     """Weight of each reward function, by name or `file.py:NAME`."""
     reward_models: Mapping[str, Any] = field(default_factory=dict)
     """Weight of each sequence-classification model with one label, by folder."""
+    step_reward: Annotated[Literal["min", "mean", "last"], ReadIf("rl.reward_models")] = "min"
+    """What a model that scores steps gives a completion: of the probabilities that they are right the least, the mean,
+    or the last."""
     reward_timeout_s: Annotated[PositiveFloat | None, ReadIf("rl.rewards", also=("rl.sources",))] = 300.0
     """Longest call of a reward function, in seconds; null waits without limit."""
     reward_workers: Annotated[

@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Read the tokenizer saved beside a model, as it is.
+STEP_SEPARATOR = "step_separator"
+"""Under this name tokenizer_config.json tells what ends a step, where the model beside it scores steps."""
+
+
+def load_tokenizer(path: str | Path, step_separator: str | None = None) -> PreTrainedTokenizerBase:
+    """Read the tokenizer saved beside a model, as it is; a `step_separator` is noted in what is saved of it.
 
     Raises:
         ConfigError: There is no model or no tokenizer, or fewer embeddings than the tokenizer has tokens.
@@ -34,6 +38,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"model={str(path)!r} has embeddings for {num_embeddings} tokens, and its tokenizer has a token "
             f"{largest}. Resize the embeddings (docs/data.md shows how), or save the tokenizer that belongs to it."
         )
+    if step_separator is not None:
+        tokenizer.init_kwargs[STEP_SEPARATOR] = step_separator
     return tokenizer
 
 

@@ -1,4 +1,4 @@
-"""Objectives of preference data: what a reward model or a policy learns of rows of two texts."""
+"""Objectives of preference data: what a reward model or a policy learns of rows of two texts, or of steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from vectorlm.algorithms.offline import KTO_BETA, PairLogprobs, PreferenceSpec, kto_loss
 from vectorlm.algorithms.preference import bradley_terry_loss
@@ -59,6 +60,49 @@ class RewardPairs(Pairs):
         margins = batch.values[: len(chosen)].to(chosen.device)
         loss = bradley_terry_loss(chosen, rejected, margins, self.center_coef)
         return loss.sum(), measured(chosen, rejected)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The binary cross-entropy of a reward model's score at the end of each step, whose label is 1 or 0.
+
+    Source: Lightman et al. 2023, arXiv:2305.20050 (labels of steps); Wang et al. 2024, arXiv:2312.08935, eq. 2.
+    """
+
+    scorer: Scorer
+    ignore_index: int = -100
+    """Label of tokens that end no step."""
+    counts = "step"
+    names = ("step_accuracy", "step_brier", "step_bias", "right_probability", "wrong_probability")
+    """How often the likelier label is the given one; of the probability that a step is right the mean squared error and
+    the mean error, and its means over right and over wrong steps."""
+
+    @property
+    def why_padded(self) -> str | None:
+        """Why rows are padded; None where they are not."""
+        return self.scorer.why_padded
+
+    def prepare(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """Take the batches as they are."""
+        return batches
+
+    def num_counted(self, batch: Batch) -> torch.Tensor:
+        """Count the steps."""
+        return (batch.labels != self.ignore_index).sum()
+
+    def sum_loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the losses of the steps, and the sums of `names`."""
+        is_end = batch.labels != self.ignore_index
+        scores = self.scorer(known_rows(batch, self.scorer.model, self.ignore_index), is_end)
+        labels = batch.labels[is_end].to(scores)
+        loss = F.binary_cross_entropy_with_logits(scores, labels, reduction="sum")
+        found, right = scores.detach().double().sigmoid(), labels.double()
+        gap = found - right
+        values = torch.stack(
+            [(gap.abs() < 0.5).double(), gap.square(), gap, found * right, found * (1 - right)]
+        )
+        weights = torch.stack([torch.ones_like(right)] * 3 + [right, 1 - right])
+        return loss, torch.stack([values.sum(dim=1), weights.sum(dim=1)], dim=1)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,9 +42,22 @@ class Scorer:
             self.why_padded = why_not_alike(model, self._of_padded, self._of_packed)
         require_packed(context, self.why_padded)
 
-    def __call__(self, rows: Rows) -> torch.Tensor:
-        """Return float32 [B], the scores of rows on the CPU; which tokens they ask for is not read."""
-        return (self._of_packed if self.why_padded is None else self._of_padded)(rows)[0]
+    def __call__(self, rows: Rows, is_read: torch.Tensor | None = None) -> torch.Tensor:
+        """Return float32 [B], the scores of rows on the CPU; which tokens they ask for is not read.
+
+        With `is_read`, bool [B, T], return float32 [M], the score at each of these tokens, row by row.
+        """
+        if self.why_padded is None:
+            return self._of_packed(rows, is_read)[0]
+        if is_read is None or not is_read.any():
+            return self._of_padded(rows)[0][: None if is_read is None else 0]
+        # transformers reads one score of a row: each token gets a row that ends with it.
+        row, place = is_read.nonzero(as_tuple=True)
+        is_before = torch.arange(is_read.shape[1]) <= place[:, None]
+        ended = replace(
+            rows, input_ids=rows.input_ids[row], attention_mask=rows.attention_mask[row] * is_before
+        )
+        return self._of_padded(ended)[0]
 
     def _of_padded(self, rows: Rows) -> tuple[torch.Tensor, torch.dtype]:
         inputs = {
@@ -53,11 +67,13 @@ class Scorer:
         logits = self.model(**inputs, use_cache=False).logits
         return logits[:, 0].float(), logits.dtype
 
-    def _of_packed(self, rows: Rows) -> tuple[torch.Tensor, Packing]:
-        places = torch.arange(rows.input_ids.shape[1])
-        is_read = rows.attention_mask.bool() & (rows.input_ids != self._padding)
+    def _of_packed(self, rows: Rows, is_read: torch.Tensor | None = None) -> tuple[torch.Tensor, Packing]:
+        if is_read is None:
+            places = torch.arange(rows.input_ids.shape[1])
+            is_text = rows.attention_mask.bool() & (rows.input_ids != self._padding)
+            is_read = F.one_hot(places.where(is_text, 0).amax(dim=1), len(places)).bool()
         # A pass returns states of the tokens before those that are asked for, and the last has none behind it.
-        is_asked = F.one_hot(places.where(is_read, 0).amax(dim=1) + 1, len(places) + 1).bool()
+        is_asked = F.pad(is_read, (1, 0))
         input_ids, mask = F.pad(rows.input_ids, (0, 1)), F.pad(rows.attention_mask, (0, 1))
         packing = pack(Rows(input_ids, mask, is_asked, rows.groups), self._context)
         model: Any = self.model

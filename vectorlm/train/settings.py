@@ -18,6 +18,7 @@ from vectorlm.settings import (
     PromptSource,
     ReadIf,
     SaveFrequency,
+    Separator,
     Text,
     UnitInterval,
     also_written,
@@ -201,10 +202,13 @@ class LoopSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelSettings:
-    """Training of a reward model on pairs, by the Bradley-Terry loss."""
+    """Training of a reward model on pairs, by the Bradley-Terry loss, or on labels of steps."""
 
-    center_coef: NonNegativeFloat = 0.0
+    center_coef: Annotated[NonNegativeFloat, ReadIf("reward_model.step_separator", (None,))] = 0.0
     """Weight of the squared sum of a pair's scores in the loss, which keeps scores near 0; 0.01 is usual."""
+    step_separator: Separator | None = None
+    """Trains on steps, each of which this text ends, and its score says whether the step is right; must equal
+    `dataset_preprocess.step_separator`. null trains on pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
