@@ -1,8 +1,8 @@
 """Three results of papers, at the scale of two CPU cores. Run: python benchmarks/papers.py --train   (or make papers)
 
 PPO and GRPO on Countdown, as TinyZero; importance weights where the engine is not the policy, on and off; one step off
-against taking turns. With --train the benchmarks that measure them run first, for hours; without, the results
-that are there are drawn. Writes results/papers.json and docs/images/papers.png.
+against taking turns. With --train the benchmarks that measure them run first, for hours, with learned_reward.py, which
+draws for itself; without, the results that are there are drawn. Writes results/papers.json and docs/images/papers.png.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ COMMANDS = (
     ("countdown.py", "--algorithms", "ppo", "grpo", "--keep"),
     ("correction.py",),
     ("async.py", "--cases", "long tail", "--runs", TURNS, ONE_OFF, "--other_seeds", "0", "1", "2", "--keep"),
+    ("learned_reward.py",),
 )
 GREY, BLUE, ORANGE = "tab:gray", "tab:blue", "tab:orange"
 
@@ -33,7 +34,7 @@ GREY, BLUE, ORANGE = "tab:gray", "tab:blue", "tab:orange"
 def main() -> None:
     """Train where that is asked for, then print, save and draw."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--train", action="store_true", help="run the three benchmarks first")
+    parser.add_argument("--train", action="store_true", help="run the benchmarks first")
     if parser.parse_args().train:
         for command in COMMANDS:
             subprocess.run([sys.executable, str(ROOT / "benchmarks" / command[0]), *command[1:]], check=True)
