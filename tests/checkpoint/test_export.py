@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from rank_processes import on_ranks, save_tiny_llama
 from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -215,6 +216,19 @@ def test_an_own_loop_saves_adapters_alone(tmp_path, world_size):
     assert_loads_as(on_ranks(world_size, save_adapter, model_dir, path)[0], model_dir, path)
     assert (path / "adapter_model.safetensors").stat().st_size < 10_000
     assert not (path / "model.safetensors").exists()
+
+
+def test_what_a_folder_of_adapters_does_not_hold_is_refused_and_the_weights_are_kept(tmp_path):
+    model = add_lora(load_model(save_tiny_llama(tmp_path / "llama")), {"target_modules": ["q_proj"]})
+    norm = model.base_model.model.model.norm.weight.requires_grad_(True)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight'\] of the base model was trained"):
+        vectorlm.save_model(model, tmp_path / "mine")
+    assert any(torch.equal(each, norm) for each in load_file(tmp_path / "mine-weights.safetensors").values())
+    norm.requires_grad_(False)
+    # peft notes no base for an adapter that is added to others.
+    model.add_adapter("second", LoraConfig(target_modules=["k_proj"]))
+    vectorlm.save_model(model, tmp_path / "mine")
+    assert (tmp_path / "mine" / "second" / "adapter_model.safetensors").exists()
 
 
 def test_a_lone_process_saves_without_a_process_group_and_leaves_other_folders_alone(tmp_path):

@@ -1,11 +1,14 @@
 """What a mismatch of names advises: which module of the trainer's to pass."""
 
+import warnings
+
 import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
 from transformers import AutoModelForCausalLM
 
 from vectorlm.errors import WeightMismatch
+from vectorlm.weights.module_source import warn_of_rounded_positions
 from vectorlm.weights.plan import Slot, TensorSpec, naming_advice, require_same, trainer_tensors
 from vectorlm.weights.record import record_loading
 
@@ -33,6 +36,20 @@ def test_a_layer_of_ones_own_belongs_beside_the_model():
     advice = naming_advice([*MODEL, "v_head.weight", "v_head.bias"], ENGINE)
     assert "The engine has no ['v_head']" in advice
     assert "pass wrapper.lm" in advice
+
+
+def test_a_head_that_one_side_ties_is_named():
+    for theirs, ours, untied in ((MODEL, MODEL[:3], "trainer"), (MODEL[:3], MODEL, "engine")):
+        assert f"the {untied}'s is a tensor of its own: tie both or neither" in naming_advice(theirs, ours)
+
+
+def test_rotary_frequencies_that_were_rounded_are_warned_of(tmp_path):
+    folder = save_tiny_llama(tmp_path / "llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_rounded_positions(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+    with pytest.warns(UserWarning, match=r"inv_freq\) are torch.bfloat16"):
+        warn_of_rounded_positions(AutoModelForCausalLM.from_pretrained(folder).to(torch.bfloat16))
 
 
 def test_equal_names_need_no_advice():

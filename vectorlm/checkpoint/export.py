@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from vectorlm.encoding import end_tokens
 from vectorlm.lora.folder import STARTING, lasting_name
 from vectorlm.ranks.engine_ranks import capture, results_or_first_error
 from vectorlm.ranks.wait import report_wait
-from vectorlm.weights.plan import WRAPPERS
+from vectorlm.weights.plan import WRAPPERS, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,10 +135,18 @@ def write_model(
 ) -> None:
     """Write the files of an exported model into the folder `work`; `weights` are what `saved_tensors` names."""
     of_adapters: dict[str, Any] = {}
-    for name, options in getattr(model, "peft_config", {}).items():
-        options.base_model_name_or_path = lasting_name(options.base_model_name_or_path)
+    adapters = getattr(model, "peft_config", {})
+    # peft leaves it out of an adapter that was added to others.
+    base = next(
+        (each.base_model_name_or_path for each in adapters.values() if each.base_model_name_or_path), None
+    )
+    for name, options in adapters.items():
+        own = options.base_model_name_or_path or base
+        options.base_model_name_or_path = own and lasting_name(own)
         if name != STARTING:
             of_adapters.setdefault("selected_adapters", []).append(name)
+    if adapters:
+        _require_all_in_adapters(model, weights, of_adapters.get("selected_adapters", ()))
     generation_config: Any = getattr(model, "generation_config", None)
     is_whole = generation_config is not None and not hasattr(model, "peft_config")
     if is_whole:
@@ -162,6 +170,26 @@ def write_model(
     (work / "README.md").unlink(missing_ok=True)
     if card is not None:
         (work / "README.md").write_text(card, encoding="utf-8")
+
+
+def _require_all_in_adapters(
+    model: Any, weights: Mapping[str, torch.Tensor], adapters: Sequence[str]
+) -> None:
+    """Raise unless what was trained is part of an adapter: peft leaves out a base's own parameters in silence."""
+    from peft import get_peft_model_state_dict
+
+    written = {
+        id(tensor)
+        for name in adapters
+        for tensor in get_peft_model_state_dict(model, dict(weights), name).values()
+    }
+    buffers = {name for name, _ in model.named_buffers()}
+    lost = [name for name, each in weights.items() if id(each) not in written and name not in buffers]
+    if lost:
+        raise ValueError(
+            f"{shortened(lost)} of the base model was trained, and a folder of adapters does not hold it. Name its "
+            "layer in modules_to_save, freeze it, or save the merged model: model.merge_and_unload()"
+        )
 
 
 def _rescue(weights: Mapping[str, torch.Tensor], path: Path, error: Exception) -> None:

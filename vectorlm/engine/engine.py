@@ -181,7 +181,10 @@ class SamplingEngine:
         """
         require_own_process(self._pid)
         if self._closed or self._start_error is not None:
-            raise self._start_error or EngineError("the engine is closed.")
+            if self._start_error is None:
+                raise EngineError("the engine is closed.")
+            # Each cell of a notebook raises it again, and would add its own frames.
+            raise self._start_error.with_traceback(None)
         if self._ready is None:
             require_equal(self._collectives.all_gather_object("start the engine", self._same))
             try:
@@ -309,7 +312,7 @@ class SamplingEngine:
     def update(
         self, model: torch.nn.Module | WeightSource, train_step: int, in_flight: InFlight = "refuse"
     ) -> UpdateReport:
-        """Hot-swap the weights of `model` into the running engine; skipped if it holds `train_step` already.
+        """Hot-swap the weights of `model` into the running engine, unless it holds them under `train_step` already.
 
         Every rank sends its own shard (`transport`); none returns, to write to its weights, before the engine has all.
         No later request finds cached blocks of the old ones. For modules, FSDP2, tied weights and LoRA (`lora_mode`).

@@ -157,6 +157,7 @@ class HotSwap:
         and has not changed.
         """
         from vectorlm.engine.transport import open_transport, pull_obstacle
+        from vectorlm.weights.module_source import warn_of_rounded_positions
 
         sets: list[WeightSet] = []
 
@@ -185,6 +186,7 @@ class HotSwap:
             num_held = sum(state.is_held for state in on_ranks)
             if not all(state.fits for state in on_ranks):
                 self._connect(each)
+                warn_of_rounded_positions(model)
             if num_held < len(on_ranks):
                 crossing.append(each)
             if not all(state.is_open for state in on_ranks) or 0 < num_held < len(on_ranks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -221,6 +222,22 @@ def _shard_place(
     assert coordinate is not None
     holders = near[tuple(coordinate[dim] for dim in sharded)]
     return offset[0] if offset else 0, holders.index(topology.rank), len(holders)
+
+
+def warn_of_rounded_positions(model: Any) -> None:
+    """Warn where ``.to(torch.bfloat16)`` rounded the frequencies of a rotary embedding, which no checkpoint holds."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    frequencies = [
+        each.inv_freq for each in modules if isinstance(getattr(each, "inv_freq", None), torch.Tensor)
+    ]
+    rounded = {each.dtype for each in frequencies if each.dtype in (torch.bfloat16, torch.float16)}
+    if rounded:
+        warnings.warn(
+            f"the model's rotary frequencies (inv_freq) are {rounded.pop()}, an engine's are float32: the two compute "
+            "other functions of the same weights, the more so the longer the text. Load the model with its "
+            "dtype, from_pretrained(..., dtype=...), in place of model.to(...).",
+            stacklevel=2,
+        )
 
 
 def manifest_of(

@@ -20,6 +20,9 @@ BASE = "base"
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 """Name parts that wrappers put into parameter names and that no checkpoint knows."""
 
+HEAD = "lm_head.weight"
+"""The output layer, in most families."""
+
 MAX_NAMES = 8
 """As many names an error lists of each kind."""
 
@@ -207,7 +210,14 @@ def require_same(sent: Sequence[TensorSpec], held: Sequence[TensorSpec | Slot]) 
 
 
 def naming_advice(theirs: Collection[str], ours: Collection[str]) -> str:
-    """Say which module to pass, if the trainer's names are those of a wrapper or a part of the engine's model."""
+    """Say what may be wrong: the names are those of a wrapper or of a part of the model, or one side ties its head."""
+    if {*theirs} ^ {*ours} == {HEAD}:
+        is_theirs = HEAD in theirs
+        tied, untied = ("engine", "trainer") if is_theirs else ("trainer", "engine")
+        return (
+            f" The {tied}'s output layer is its embedding (tie_word_embeddings), the {untied}'s is a tensor of its "
+            "own: tie both or neither."
+        )
     if prefix := _prefix_over(theirs, ours):
         return f" The model is wrapped: its weights lie under {prefix!r}. Pass that module: wrapper.{prefix[:-1]}."
     if prefix := _prefix_over(ours, theirs):

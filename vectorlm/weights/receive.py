@@ -168,7 +168,8 @@ class HeldPieces:
         if wrong := self.wrong(list(itertools.islice(expected, len(self._manifest))), sums):
             raise ChecksumMismatch(
                 f"after the update {len(wrong)} of {len(self._manifest)} tensors in the engine are not those that the "
-                f"trainer sent: {shortened(wrong)}."
+                f"trainer sent: {shortened(wrong)}. They changed while they were sent, or the engine's did since: "
+                "update again; until then nothing is sampled."
             )
 
     def wrong(self, totals: Sequence[int | None], sums: Sequence[Sequence[int]]) -> list[str]:
