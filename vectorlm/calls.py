@@ -77,7 +77,7 @@ def reinforce(
             messages) or of rows with a ``prompt`` and the rewards' columns, or a ``datasets.Dataset`` of such rows.
         rewards: A function, a reward's name as in a config, several of them in a list, or a mapping from them to
             weights. Functions run in other processes, with what they refer to.
-        algorithm: A row of ``vectorlm algorithms``, or ``file.py:NAME``.
+        algorithm: A row of docs/algorithms.md, or ``file.py:NAME``.
         lr: Learning rate.
         prompts_per_step: Prompts of a step, each with ``group_size`` completions.
         output_dir: Folder of the run; None makes a new one under ``runs``. An interrupted run resumes in its folder.

@@ -84,6 +84,14 @@ def test_an_unknown_setting_of_trl_is_answered_with_its_name_here(tmp_path, sett
     assert text == f"unknown setting '{name}' (--set {setting}). {answer}"
 
 
+@pytest.mark.parametrize(
+    ("setting", "choice"),
+    [("rl.scale_rewards=true", "group"), ("rl.scale_rewards=false", "none"), ("rl.kl_kind=low_var_kl", "k3")],
+)
+def test_a_value_of_another_library_is_answered_with_its_name_here(tmp_path, setting, choice):
+    assert f"Did you mean '{choice}'?" in refusal(RL, setting, folder=tmp_path)
+
+
 def test_a_file_of_trls_names_is_answered_line_by_line(tmp_path):
     lines = ["num_generations: 8", "max_completion_length: 256", "learning_rate: 1.0e-6", "num_iterations: 2"]
     text = refusal(RL + "\n".join(lines) + "\n", folder=tmp_path)

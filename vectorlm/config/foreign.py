@@ -30,5 +30,21 @@ def _read(table: str) -> Iterator[tuple[str, Foreign]]:
             yield from ((name, Foreign(tuple(places.split()), note)) for name in names.split())
 
 
+FOREIGN_VALUES: Mapping[str, str] = {
+    "sigmoid": "dpo",
+    "bfd": "best_fit",
+    "wrapped": "full",
+    "low_var_kl": "k3",
+    "kl": "k1",
+    "mse": "k2",
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean_token_mean",
+    "seq-mean-token-sum": "sequence_mean_token_sum",
+    "sequence_mask": "mask",
+    "true": "group",
+    "false": "none",
+}
+"""What values of other libraries are called here, where a setting has such a choice; the last two of scale_rewards."""
+
 FOREIGN: Mapping[str, Foreign] = dict(_read(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")))
 """By the name that somebody may write here; names that both sides use alike are left out."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from vectorlm.config.foreign import FOREIGN_VALUES
 from vectorlm.config.source import Entry, parse_yaml
 from vectorlm.errors import ConfigError
 
@@ -104,7 +105,13 @@ def _fix(hint: Any, value: Any) -> str:
         return " ".join(filter(None, (_fix(kind, value) for kind in get_args(base))))
     if get_origin(base) is Literal:
         choices = {str(choice).casefold(): str(choice) for choice in get_args(base)}
-        near = difflib.get_close_matches(str(value).casefold(), choices, n=1)
+        # TRL's sigmoid is dpo, and looks like simpo.
+        foreign = FOREIGN_VALUES.get(str(value).casefold())
+        near = (
+            [foreign]
+            if foreign in choices
+            else difflib.get_close_matches(str(value).casefold(), choices, n=1)
+        )
         return f"Did you mean '{choices[near[0]]}'?" if near else ""
     is_text = base is str or (get_origin(base) in _UNIONS and str in get_args(base))
     if is_text and type(value) in (int, float, bool):

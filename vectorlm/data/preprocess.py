@@ -71,6 +71,7 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
             rows = frame_texts(texts, frame, summary, truncate=settings.truncate)
         else:
             rows = pack_texts(texts, frame, summary, "full" if packing == "full" else "partial")
+            summary.begins_rows_alone = packing == "full" and frame.bos_token_id is not None
         value = VALUE_COLUMNS.get(settings.examples)
         _save(_best_fit(rows, max_seq_len, scratch) if fits else rows, summary, scratch, value)
         if not summary.loss_tokens:

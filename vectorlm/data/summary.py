@@ -47,6 +47,8 @@ class Summary:
     """Those of them that counted in the loss."""
     goes_on: int = 0
     """Times that a row ends in the middle of a text, which goes on in another."""
+    begins_rows_alone: bool = False
+    """Whether BOS stands before rows of several texts, and not before each text."""
     rows_out: int = 0
     """Rows to train on."""
     texts: int = 0
@@ -132,6 +134,11 @@ class Summary:
                 f"cut in the middle of a text: {self.goes_on:,} times. The rest is in another row, which does not see "
                 "what came before (an EOS at such a cut does not count in the loss). Raise max_seq_len, or use "
                 "packing_type: best_fit with truncate: True"
+            )
+        if self.begins_rows_alone:
+            yield (
+                "BOS stands before each row, not before each text of it, as packing_type: full joins them. Use best_fit for "
+                "a model whose prompts begin with BOS"
             )
         if self.long_rows:
             yield (

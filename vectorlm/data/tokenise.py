@@ -372,7 +372,7 @@ def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings)
     missing = [column for column in columns if column not in row]
     if missing or not columns:
         lacks = repr(missing[0]) if missing else "'messages', 'prompt' with 'completion', or 'text'"
-        fix = "data_field must be one of"
+        fix = f"{'' if asked else 'name columns so, or '}data_field must be one of"
         if settings.examples != "texts":
             fix = f"rows of dataset_preprocess.examples={settings.examples} need it, and these have"
         raise DatasetError(f"the dataset has no column {lacks}: {fix} {', '.join(row)}.")
