@@ -10,7 +10,7 @@ import pytest
 from rank_processes import on_ranks
 
 from vectorlm import SamplingEngine
-from vectorlm.backends.server import client
+from vectorlm.backends.server import backend as server_backend
 from vectorlm.backends.server.backend import VLLMServer
 from vectorlm.engine.arguments import with_deadlines
 from vectorlm.errors import EngineError, EngineTimeout
@@ -110,7 +110,7 @@ def test_an_answer_as_vllm_gives_it_is_taken(server):
 
 
 def test_a_connection_that_rested_is_not_used_again(server, monkeypatch):
-    monkeypatch.setattr(client, "KEEPALIVE_S", RESTS_S / 2)
+    monkeypatch.setattr(server_backend, "KEEPALIVE_S", RESTS_S / 2)
     server.RequestHandlerClass = HangsUp
     with closing(connect(server)) as backend:
         time.sleep(2 * RESTS_S)

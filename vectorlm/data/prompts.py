@@ -75,7 +75,10 @@ def read_prompts(
     settings = in_full(str(source) if isinstance(source, Path) else source)
     if not isinstance(settings, PromptSettings):
         if files := [each for each in settings if each.endswith((PARQUET, ".jsonl")) and Path(each).exists()]:
-            raise DatasetError(f"{setting} lists the file {files[0]!r} as a prompt. Name each file in a source of rl.sources, or put them together.")
+            raise DatasetError(
+                f"{setting} lists the file {files[0]!r} as a prompt. Name each file in a source of rl.sources, or put "
+                "them together."
+            )
         return [PromptRecord(prompt) for prompt in settings]
     _require_one_kind(settings, setting)
     if settings.reasoning_gym is not None:

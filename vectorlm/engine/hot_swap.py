@@ -176,6 +176,7 @@ class HotSwap:
         if any([state.name for state in states] != names for _, _, _, states in answers):
             raise WeightMismatch("the model has active adapters on some ranks and none on others.")
         if self._transport is None:
+            warn_of_rounded_positions(model)
             obstacles = [obstacle for _, _, obstacle, _ in answers]
             self._transport = open_transport(
                 self._settings.transport, offered, obstacles, self._topology, self._arenas
@@ -186,7 +187,6 @@ class HotSwap:
             num_held = sum(state.is_held for state in on_ranks)
             if not all(state.fits for state in on_ranks):
                 self._connect(each)
-                warn_of_rounded_positions(model)
             if num_held < len(on_ranks):
                 crossing.append(each)
             if not all(state.is_open for state in on_ranks) or 0 < num_held < len(on_ranks):

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from vectorlm.backends.server import client
 from vectorlm.backends.server.client import as_it_is, call_server
 from vectorlm.backends.server.serve import require_token
 from vectorlm.backends.server.wire import result_from_wire, to_wire
@@ -33,6 +32,9 @@ from vectorlm.weights.receive import EngineReceiver
 POLL_S = 0.02
 """The longest that `poll` waits for something to finish."""
 
+KEEPALIVE_S = 1.0
+"""How long a connection may rest and be used again. A server hangs up after a time of its own (vLLM's 5 s), and what is
+sent at that moment is lost."""
 PROBE_EVERY_S = 5.0
 """While requests are in flight, the server is asked this often for a sign of life."""
 
@@ -200,7 +202,7 @@ class VLLMServer:
         self._probing = asyncio.get_running_loop().create_task(self._probe())
         return aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {self._token}"},
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=client.KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None),
         )
 

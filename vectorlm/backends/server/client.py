@@ -10,9 +10,6 @@ import aiohttp
 
 from vectorlm.errors import EngineDied, EngineError, EngineTimeout, VectorLMError
 
-KEEPALIVE_S = 1.0
-"""How long a connection may rest and be used again. A server hangs up after a time of its own (vLLM's 5 s), and what is
-sent at that moment is lost."""
 KEPT_CHARACTERS = 300
 """Of an answer that cannot be understood, in the error's text."""
 
