@@ -85,7 +85,8 @@ def packed_attention(
             scale=scaling,
             # Both count from the last query and the last key of a row, which are the same token.
             window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-            enable_gqa=query.shape[1] > key.shape[1],
+            # torch 2.11 takes fewer key heads unasked.
+            **({"enable_gqa": query.shape[1] > key.shape[1]} if torch.__version__ >= "2.13" else {}),
         )
         found = found.unsqueeze(0)
     else:
@@ -126,9 +127,7 @@ def flash_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
     is_taken = (
         query.is_cuda and query.dtype.itemsize == 2 and size == value.shape[-1] <= 256 and size % 8 == 0
     )
-    # Before 2.13 torch's function had no windows and no key heads of several queries.
-    is_known = torch.__version__ >= "2.13"
-    return is_taken and is_known and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return is_taken and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _attend(
