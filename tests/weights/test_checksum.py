@@ -61,7 +61,9 @@ def test_scalars_and_strided_pieces_count_by_value():
 
 def test_checksums_of_many_tensors_are_those_of_each():
     parts = [(torch.randn(7, 5), 0), (torch.randn(3), 4), (torch.randn(0, 2), 9), (torch.randn(2, 3, 4), 1)]
+    nothing = torch.randn(0, 2), 2
     found = checksums([(row_sums(rows), first_row) for rows, first_row in parts])
+    assert checksums([(row_sums(rows), first_row) for rows, first_row in (nothing, *parts)]) == [0, *found]
     assert found == [checksum(rows, first_row) for rows, first_row in parts]
     assert (
         found[1]

@@ -74,6 +74,9 @@ def packed_attention(
     if softcap is None and dropout == 0 and flash_takes(query, value):
         queries, keys = packing.stretches
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        # torch 2.11 takes fewer key heads unasked.
+        is_asked = torch.__version__ >= "2.13"
+        grouped: Any = {"enable_gqa": query.shape[1] > key.shape[1]} if is_asked else {}
         found = varlen_attn(
             q,
             packing.keys(k),
@@ -85,8 +88,7 @@ def packed_attention(
             scale=scaling,
             # Both count from the last query and the last key of a row, which are the same token.
             window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-            # torch 2.11 takes fewer key heads unasked.
-            **({"enable_gqa": query.shape[1] > key.shape[1]} if torch.__version__ >= "2.13" else {}),
+            **grouped,
         )
         found = found.unsqueeze(0)
     else:

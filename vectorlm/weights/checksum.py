@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -43,19 +44,26 @@ def row_sums(rows: torch.Tensor, word_bytes: int = 0) -> torch.Tensor:
 def checksums(sums: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
     """Return the checksum of each tensor, given its `row_sums` and where its rows start in the whole tensor.
 
-    All at once: a call for each of a model's tensors would take as long as reading their memory.
+    All at once: a call for each of a model's tensors would take as long as reading their memory. Two running sums, of
+    what the rows of all tensors sum to and of that times the row's place among them all, hold the answer for each.
     """
     if not sums:
         return []
-    together = torch.cat([each.to(sums[0][0].device) for each, _ in sums])
-    lengths = torch.tensor([len(each) for each, _ in sums])
-    # What to add to a row's place among all rows, to have its place in its whole tensor.
-    shifts = torch.tensor([first_row for _, first_row in sums]) - (lengths.cumsum(0) - lengths)
-    owners = torch.repeat_interleave(torch.arange(len(sums)), lengths)
-    weights = 2 * (torch.arange(len(together)) + shifts[owners]) + 1
-    totals = together.new_zeros(len(sums))
-    totals.index_add_(0, owners.to(together.device), together * weights.to(together.device))
-    return [total % 2**64 for total in totals.tolist()]
+    # Integers of 64 bits wrap, and differences of what has wrapped are right modulo 2**64.
+    device = sums[0][0].device
+    together = torch.cat(
+        [torch.zeros(1, dtype=torch.int64, device=device), *(each.to(device) for each, _ in sums)]
+    )
+    ends = list(accumulate((len(each) for each, _ in sums), initial=0))
+    at = torch.tensor(ends, device=device)
+    plain = together.cumsum(0)[at].tolist()
+    placed = together.mul_(torch.arange(len(together), device=device)).cumsum_(0)[at].tolist()
+    return [
+        (2 * (after - before) + (2 * (first_row - end) - 1) * (plain_after - plain_before)) % 2**64
+        for (_, first_row), end, (before, after), (plain_before, plain_after) in zip(
+            sums, ends, pairwise(placed), pairwise(plain), strict=False
+        )
+    ]
 
 
 def widest_word(*lengths_bytes: int) -> int:
