@@ -156,7 +156,6 @@ class Campaign:
         if mode.has_server:
             self.serve()
             train["sampler"] |= {"inference": "server", "engine": {"url": self.url}}
-            del train["sampler"]["vllm_dtype"]
         train["sampler"]["engine"]["start_timeout_s"] = LOAD_S
         if mode.kind == "fine-tuning":
             train |= {"epochs": 1, "logging_steps": 1, "save_frequency": 2 / STEPS}
