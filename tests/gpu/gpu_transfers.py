@@ -68,7 +68,7 @@ def own(bench: Bench, is_expandable: bool) -> None:
     processes = torch.multiprocessing.get_context("spawn")
     mine, theirs = processes.Pipe()
     size, device = (250_000_000, "cuda") if bench.is_cuda else (250_000, "cpu")
-    tensor = torch.arange(size, dtype=torch.int32, device=device)
+    tensor = torch.arange(size, dtype=torch.float32, device=device)
     reader = processes.Process(target=read, args=(theirs,), daemon=True)
     reader.start()
     mine.send(DeviceHandle.of(tensor) if bench.is_cuda else tensor)

@@ -71,8 +71,10 @@ SINCE_0_32 = """
 v1/engine/llm_engine.py LLMEngine: release_kv_cache_memory
 model_executor/layers/fused_moe/experts/cpu_moe.py CPUUnquantizedExperts: apply process_weights_after_loading
   _intermediate_alignment
+lora/layers/base.py BaseLayerWithLoRA: load_weights
 """
-"""Without them the KV cache sleeps only together with the weights, and experts are refused on CPU."""
+"""Without them the KV cache sleeps only together with the weights, experts are refused on CPU, and an engine with
+adapters takes no weights."""
 
 
 @cache
