@@ -103,6 +103,7 @@ class ModuleSource:
         return self._description[1]
 
     @functools.cached_property
+    @torch.no_grad()  # `to_local` would record each tensor.
     def _description(self) -> tuple[Sequence[TensorSpec], Mapping[str, HeldRows]]:
         tensors: Mapping[str, torch.Tensor]
         changes = dict(self._changes)
