@@ -183,7 +183,7 @@ def test_the_documented_commands_run_on_countdown(tmp_path):
     run(tmp_path, "examples/make_countdown.py", *size)
     for name, each in zip(PAGES, ("steps", "rounds"), strict=True):
         (line,) = commands("docs/algorithms.md", f"python examples/{name}.py")
-        few = ["--model", "data/countdown/model", f"--num_{each}", "1"]
+        few = ["--model", "data/countdown/model", f"--num_{each}", "1", "--world_size", "1"]
         printed = run(tmp_path, *shlex.split(line)[1:], *few)
         assert re.search(r"^(step|round) 1: 0% of the (proposals right|questions solved), 0 ", printed, re.M)
         assert printed.count("0.0% of the held-out answers are right") == 2

@@ -17,7 +17,7 @@ GONE_WITHIN_S = 20.0
 class TwoNodes:
     """The same command under torchrun on two nodes, in sessions of their own; nothing may be left in the end."""
 
-    def __init__(self, command, scratch, *, num_ranks=(1, 1), rdzv_conf="join_timeout=300", environment=None):
+    def __init__(self, command, scratch, *, num_ranks=(1, 1), environment=None):
         with socket.create_server(("127.0.0.1", 0)) as server:
             endpoint = f"127.0.0.1:{server.getsockname()[1]}"
         self.scratch = scratch
@@ -38,7 +38,12 @@ class TwoNodes:
         self.processes = []
         for node, ranks in enumerate(num_ranks):
             # On two machines torchrun finds out by the name of the endpoint which of them holds the store.
-            own = ["--nproc_per_node", str(ranks), "--rdzv_conf", f"is_host={int(node == 0)},{rdzv_conf}"]
+            own = [
+                "--nproc_per_node",
+                str(ranks),
+                "--rdzv_conf",
+                f"is_host={int(node == 0)},join_timeout=300",
+            ]
             process = subprocess.Popen(
                 [*torchrun, *own, *map(str, command)],
                 env=variables | {"NODE": str(node)},

@@ -15,7 +15,7 @@ from vectorlm.weights.plan import trainer_tensors
 
 # Two fp32 paths through three layers differ by a few 1e-6; a stale adapter shows as 1e-2 and more.
 FP32_GAP = 1e-4
-NUM_SWAPS = 1000
+NUM_SWAPS = 200
 LONG_PROMPT = list(range(2, 46)) * 4
 
 
@@ -45,7 +45,7 @@ def prove_base(engine, model):
 
 
 @pytest.mark.slow
-def test_after_a_thousand_swaps_the_base_weights_are_bit_identical_and_the_adapter_is_the_last_one(
+def test_after_many_swaps_the_base_weights_are_bit_identical_and_the_adapter_is_the_last_one(
     engine, model, next_step
 ):
     whole = engine.update(model, next_step).num_bytes

@@ -85,7 +85,7 @@ def test_a_killed_worker_ends_the_engine_with_its_name_and_nothing_is_left(engin
     assert shared_memory_of_nobody() <= others
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_worker_that_cannot_load_says_why(folder, tmp_path):
     for file in folder.iterdir():
         if file.suffix != ".safetensors":

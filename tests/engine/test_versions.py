@@ -31,7 +31,7 @@ def labels_of_two_engines(topology, folder):
         return check_labels(engine, folder, "keep", rounds=2)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_several_ranks.py has two engines that share a batch and its updates.
 def test_two_engines_say_which_weights_sampled_a_token(folder):
     first, second = on_ranks(2, labels_of_two_engines, str(folder))
     assert first == second

@@ -86,8 +86,8 @@ def test_a_step_that_hangs_is_ended_and_explained(capsys):
 
 @on_cpu
 @pytest.mark.slow
-def test_steps_rehearse_on_cpu():
-    printed = run("--device", "cpu", "--only", "corrupt,kills", timeout_s=1200)
+def test_a_step_rehearses_on_cpu():
+    printed = run("--device", "cpu", "--only", "corrupt", timeout_s=600)
     assert printed.returncode == 0, printed.stdout + printed.stderr
     assert "corrupted row noticed: True" in printed.stdout
     assert "all as expected" in printed.stdout

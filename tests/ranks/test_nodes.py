@@ -106,11 +106,3 @@ def test_a_world_size_that_is_not_torchruns_is_refused_on_both(scratch):
     for code, text in TwoNodes([SCRIPT, "exchange", 4], scratch).outcomes(NOTICED_WITHIN_S):
         assert code == 1
         assert "LaunchError: world_size=4 differs from the 2 ranks that torchrun started (2 x 1)" in text
-
-
-@pytest.mark.slow
-def test_torchrun_gives_up_when_a_node_does_not_come(scratch):
-    nodes = TwoNodes([SCRIPT, "exchange"], scratch, num_ranks=(1,), rdzv_conf="join_timeout=5")
-    [(code, text)] = nodes.outcomes(NOTICED_WITHIN_S)
-    assert code == 1
-    assert "RendezvousTimeoutError" in text

@@ -58,7 +58,7 @@ def test_ranks_micro_batches_and_padding_change_nothing(folder, runs, algorithm)
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_share_passes_change_no_algorithm(folder, runs):
     names = [name for name in algorithm_names() if name not in SOME]
     shared = on_ranks(2, train_all, folder, 60, names, True, 2)
