@@ -48,9 +48,6 @@ def test_functions_and_lists_are_trained_on_and_a_function_between_steps_only_en
     assert sorted(name.rpartition(":")[2] for name in config.rl.reward.rewards) == ["reward_1", "vowels"]
     with vectorlm.HFEngine(str(run.model), dtype="float32") as engine:
         assert len(engine.sample(["aaa"], {"max_tokens": 2})) == 1
-    # What is finished stays as it is.
-    again = vectorlm.reinforce(folder, prompts, [vowels], output_dir=run.output_dir, **given)
-    assert _lines(again.metrics)[-1]["step"] == 2
 
     def meddle(step, metrics, rollouts):
         with open(tmp_path / "seen.jsonl", "a") as file:
@@ -83,19 +80,8 @@ def _lines(table):
     return table if isinstance(table, list) else table.to_dict("records")
 
 
-def test_texts_in_memory_are_learned(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = [{"text": letter * 20} for letter in "abcdefghijklmnopqrst"]
-    run = vectorlm.finetune(folder, rows, max_seq_len=32, epochs=2, train_bs=4, logging_steps=1)
-    losses = [line["train/loss"] for line in _lines(run.metrics) if line["step"]]
-    assert losses[-1] < losses[0]
-    assert (run.model / "model.safetensors").is_file()
-    with pytest.raises(ConfigError, match="eval_dataset is missing"):
-        vectorlm.finetune(folder, "rows.jsonl", max_seq_len=32)
-
-
 @pytest.mark.slow
-def test_fine_tuning_ends_after_the_step_that_the_function_says(folder, tmp_path):
+def test_texts_in_memory_are_learned_until_the_step_that_the_function_says(folder, tmp_path):
     rows = [{"text": letter * 20} for letter in "abcdefghijklmnopqrst"]
     run = vectorlm.finetune(
         folder,
@@ -103,16 +89,21 @@ def test_fine_tuning_ends_after_the_step_that_the_function_says(folder, tmp_path
         max_seq_len=32,
         epochs=9,
         train_bs=2,
+        lr=1e-3,
+        lr_scheduler_type="constant",
         logging_steps=100,
         world_size=2,
         output_dir=tmp_path / "run",
-        on_step=lambda step, metrics, rollouts: "eval/loss" not in metrics and rollouts == [] and step == 3,
+        on_step=lambda step, metrics, rollouts: "eval/loss" not in metrics and rollouts == [] and step == 8,
     )
     lines = _lines(run.metrics)
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines] == list(range(9))
+    assert lines[-1]["train/loss"] < lines[1]["train/loss"]
     # It is evaluated as a last step is, and exported.
     assert "eval/loss" in lines[-1]
     assert (run.model / "model.safetensors").is_file()
+    with pytest.raises(ConfigError, match="eval_dataset is missing"):
+        vectorlm.finetune(folder, "rows.jsonl", max_seq_len=32)
 
 
 def test_keywords_are_the_settings_of_a_config():

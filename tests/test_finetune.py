@@ -5,11 +5,9 @@ import gzip
 import io
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -233,29 +231,6 @@ def test_adapters_are_trained_and_saved_alone(inputs, tmp_path):
     assert all("lora_" in name for name in adapters)
 
 
-def start(*command):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
-
-
-@pytest.mark.slow
-def test_the_plain_example_trains_without_the_sampler_and_says_what_samples(inputs, tmp_path):
-    config = make_config(inputs, tmp_path / "run")
-    path = tmp_path / "run.yaml"
-    sampler = 'train_parameters.sampler={sample_frequency: 1, prompts: ["abc"]}'
-    done = start("examples/llama_example.py", "--yaml_path", str(path), "--set", sampler)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == (
-        f"{path} asks for sampling, which this script leaves out. To sample as well:\n"
-        f"  python examples/llama_example_mp.py --yaml_path {path} --world_size 1\n"
-    )
-    output = Path(config.train_parameters.output_dir)
-    assert (output / "final-model" / "model.safetensors").is_file()
-    assert not (output / "samples.jsonl").exists()
-
-
 @pytest.mark.slow
 def test_the_last_answers_of_the_engine_are_those_of_the_final_model(inputs, tmp_path):
     settings = "sleep: all, offload_optimizer: true, "
@@ -265,7 +240,9 @@ def test_the_last_answers_of_the_engine_are_those_of_the_final_model(inputs, tmp
     make_config(inputs, output)
     sampler = SAMPLER.replace("vllm_dtype", f"{settings}vllm_dtype")
     arguments = ("--yaml_path", str(tmp_path / "run.yaml"), "--world_size", "2", "--set", sampler)
-    done = start("examples/llama_example_mp.py", *arguments)
+    done = subprocess.run(
+        [sys.executable, "examples/llama_example_mp.py", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     samples = lines(output / "samples.jsonl")
     assert [sample["train_step"] for sample in samples] == [0, 0, 4, 4, 6, 6]
@@ -284,9 +261,7 @@ def test_the_last_answers_of_the_engine_are_those_of_the_final_adapter(inputs, t
     config = make_config(inputs, output, lora_peft_config=LORA | {"lora_alpha": 16})
     save_config(config, tmp_path / "run.yaml")
     sampler = SAMPLER.replace("sample_frequency", "lora_mode: adapter, sample_frequency")
-    arguments = ("--yaml_path", str(tmp_path / "run.yaml"), "--world_size", "2", "--set", sampler)
-    done = start("examples/llama_example_mp.py", *arguments)
-    assert done.returncode == 0, done.stderr
+    on_ranks(2, train, load_config(tmp_path / "run.yaml", [sampler]))
     samples = lines(output / "samples.jsonl")
     assert samples[-1]["options"] != samples[0]["options"]
     base = AutoModelForCausalLM.from_pretrained(inputs / "model")

@@ -25,7 +25,7 @@ def two_engines(folder, receiver):
     fully_shard(model)
     seen = []
     with SamplingEngine(
-        folder, data_parallel_size=2, receiver=receiver, max_num_seqs=8, **TINY_ENGINE
+        folder, data_parallel_size=2, receiver=receiver, transport="pull", max_num_seqs=8, **TINY_ENGINE
     ) as engine:
         for step in range(2):
             perturb(model, reference, seed=step)

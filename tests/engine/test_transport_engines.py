@@ -1,4 +1,7 @@
-"""vLLM itself behind the transports that tests elsewhere leave out; tests/weights/test_transports.py holds the rest."""
+"""vLLM itself behind the transports that tests elsewhere leave out.
+
+tests/weights/test_transports.py holds the rest, and test_several_ranks.py has two engines that pull.
+"""
 
 import pytest
 import torch
@@ -19,7 +22,6 @@ TINY_LLAMA = {"tied": True, "hidden_size": 64, "num_key_value_heads": 2}
 CASES = {
     "bucketed": {"receiver": "live", "transport": "bucketed", "bucket_bytes": 1 << 14},
     "pull, two workers": {"receiver": "live", "transport": "pull", "tensor_parallel_size": 2},
-    "pull, packed, two engines": {"receiver": "packed", "transport": "pull", "data_parallel_size": 2},
 }
 
 
