@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,7 +30,7 @@ from vectorlm.packages import is_installed
 from vectorlm.preflight.checked import CheckedConfig, preflight
 from vectorlm.preflight.local_model import resolve_model
 from vectorlm.preflight.memory import memory_report
-from vectorlm.preflight.rehearsal import rehearse
+from vectorlm.preflight.rehearsal import REHEARSAL, rehearse
 from vectorlm.preflight.resume import settings_of_rank
 from vectorlm.preflight.summary import notes_of
 from vectorlm.ranks.engine_ranks import capture, comparable, gather, require_equal, results_or_first_error
@@ -244,10 +245,12 @@ def _look(
     total = torch.cuda.get_device_properties(topology.device).total_memory if topology.is_cuda else None
     near = topology.local_world_size
     report = memory_report(checked.config, topology.world_size, device_bytes=total, ranks_per_node=near)
-    notes = [f"  note: {note}" for note in (*notes_of(checked.config), *rehearse(checked.config))]
-    print(*notes, report, sep="\n", file=sys.stderr, flush=True)
     output = Path(config.train_parameters.output_dir)
     stack.enter_context(held(output))
+    for leftover in output.glob(f"{REHEARSAL}*"):  # Of a run that was killed at its start.
+        shutil.rmtree(leftover, ignore_errors=True)
+    notes = [f"  note: {note}" for note in (*notes_of(checked.config), *rehearse(checked.config))]
+    print(*notes, report, sep="\n", file=sys.stderr, flush=True)
     # Of an earlier run: `vectorlm watch` shows this one as starting until its models are loaded.
     (output / START).unlink(missing_ok=True)
     return checked

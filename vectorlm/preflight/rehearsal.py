@@ -31,6 +31,8 @@ from vectorlm.weights.module_source import manifest_of
 from vectorlm.weights.plan import require_same
 
 ANSWER = "answer"
+REHEARSAL = ".rehearsal-"
+"""How the name of the folder begins that a rehearsal removes again."""
 
 
 def rehearse(config: Config) -> list[str]:
@@ -56,7 +58,7 @@ def rehearse(config: Config) -> list[str]:
             return base if train.lora_peft_config is None else add_lora(base, train.lora_peft_config)
 
         model = load()
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".rehearsal-", dir=existing)))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=REHEARSAL, dir=existing)))
         stack.enter_context(patch("transformers.modeling_utils.safe_save_file", _save_names))
         card = card_of(output, 0, is_adapter=train.lora_peft_config is not None)
         weights = saved_tensors(model)
