@@ -10,7 +10,9 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import warm_engines
 from config_texts import MINIMAL
+from filelock import FileLock
 from rank_processes import save_tiny_llama
 from tiny_engine import TINY_ENGINE
 
@@ -54,6 +56,15 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _warm_samplers(request):
+    """Let engines start fast, but where a test looks for the sampler among its own children, or CUDA would fork."""
+    is_fresh = hasattr(request.module, "sampler_pid") or os.environ.get("VECTORLM_TESTS_SEE_GPUS")
+    warm_engines.use(None if is_fresh else warm_engines.offer())
+    yield
+    warm_engines.use(None)
+
+
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
     """A tiny Llama; a test module may set options of `save_tiny_llama` in TINY_LLAMA."""
@@ -64,9 +75,12 @@ def folder(request, tmp_path_factory):
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory):
     """SmolLM2-135M-Instruct, a real model; tests with it are slow, and are left out where nothing can be fetched."""
-    path = tmp_path_factory.getbasetemp() / "smollm2"
+    folder = tmp_path_factory.getbasetemp()
+    # Several workers share it.
+    path = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "smollm2"
     try:
-        model.run(argparse.Namespace(name=model.SMALL, path=str(path)))
+        with FileLock(path.with_suffix(".lock")):
+            model.run(argparse.Namespace(name=model.SMALL, path=str(path)))
     except ConfigError as error:
         if "pip cannot download" not in str(error):
             raise

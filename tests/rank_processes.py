@@ -12,6 +12,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import warm_engines
+
 from vectorlm.ranks.topology import Topology
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -41,7 +43,7 @@ def on_ranks(
             reader, writer = _CONTEXT.Pipe(duplex=False)
             num_local = world_size // num_nodes
             topology = Topology(rank, rank % num_local, world_size, num_local, "cpu")
-            target = (fn, args, topology, f"{scratch}/store", writer)
+            target = (fn, args, topology, f"{scratch}/store", writer, warm_engines.OFFERED)
             process = _CONTEXT.Process(target=_main, args=target, daemon=True)
             process.start()
             writer.close()
@@ -85,10 +87,13 @@ def _collect(readers: list[Any], check: bool) -> list[Any]:
     return results
 
 
-def _main(fn: Callable[..., Any], args: tuple, topology: Topology, store: str, writer: Any) -> None:
+def _main(
+    fn: Callable[..., Any], args: tuple, topology: Topology, store: str, writer: Any, warm: Any
+) -> None:
     import torch
     import torch.distributed as dist
 
+    warm_engines.use(warm)
     torch.set_num_threads(1)
     place = {"rank": topology.rank, "world_size": topology.world_size}
     dist.init_process_group("gloo", init_method=f"file://{store}", **place)
