@@ -17,8 +17,8 @@ from vectorlm.errors import VectorLMError
 VLLM = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 16 << 20, "timeout_s": 12}
 SCRIPTED = {"inference": "vectorlm.backends.scripted:Scripted", "answers": "{0}".format, "timeout_s": 12}
 ENGINES = {
-    "engine cannot start": VLLM | {"max_model_len": 10**6},
-    # Whoever is killed here, vLLM has no part in what follows.
+    # Whoever fails or is killed here, vLLM has no part in what follows.
+    "engine cannot start": SCRIPTED | {"max_model_len": 64},
     "engine killed while training": SCRIPTED,
     "engine frozen": SCRIPTED | {"timeout_s": 6},
     "rank 1 killed": SCRIPTED,
@@ -33,7 +33,7 @@ def run(model_path, what):
     with vectorlm.SamplingEngine(model_path, **ENGINES[what], sampling_params={"max_tokens": 4}) as engine:
         if what == "engine cannot start":
             # By now the engine has failed, and this rank comes late.
-            time.sleep(15)
+            time.sleep(8)
         model = AutoModelForCausalLM.from_pretrained(model_path)
         engine.update(model, 0)
         engine.sample([[2, 3]])

@@ -33,7 +33,7 @@ class Run(WatchedRun):
             "engine killed while training",
             r"rank 0 of 2 raised EngineDied: the sampler process .* was ended by SIGKILL",
         ),
-        ("engine cannot start", r"(?s)EngineError: .*max_model_len"),
+        ("engine cannot start", r"EngineError: .*cannot be built: .*max_model_len"),
         ("rank 1 killed", r"rank 1 of 2 was ended by SIGKILL"),
     ],
 )
