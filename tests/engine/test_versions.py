@@ -1,11 +1,9 @@
 """A token's version is the weights that sampled it: judged by its log-probability under every version."""
 
 import pytest
-from rank_processes import on_ranks
-from tiny_engine import TINY_ENGINE
 from version_cases import check_labels
 
-from vectorlm import HFEngine, SamplingEngine
+from vectorlm import HFEngine
 
 TINY_LLAMA = {"hidden_size": 64, "max_length": 256}
 # Too few slots for a group, and too little memory for two long completions, so that vLLM preempts some.
@@ -23,15 +21,3 @@ def test_vllm_says_which_weights_sampled_a_token(engine, folder, in_flight):
 def test_transformers_says_which_weights_sampled_a_token(folder, in_flight):
     with HFEngine(folder, batch_size=3) as engine:
         check_labels(engine, folder, in_flight, pause_s=0.0, n=4, max_tokens=100, rounds=2)
-
-
-def labels_of_two_engines(topology, folder):
-    two = {"data_parallel_size": 2}
-    with SamplingEngine(folder, topology=topology, **TINY_ENGINE | ENGINE_ARGS | two) as engine:
-        return check_labels(engine, folder, "keep", rounds=2)
-
-
-@pytest.mark.long  # test_several_ranks.py has two engines that share a batch and its updates.
-def test_two_engines_say_which_weights_sampled_a_token(folder):
-    first, second = on_ranks(2, labels_of_two_engines, str(folder))
-    assert first == second

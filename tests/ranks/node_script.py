@@ -1,6 +1,6 @@
 """A rank of a small run on two nodes; test_nodes.py starts one torchrun per node.
 
-node_script.py WHAT [WORLD_SIZE]
+node_script.py WHAT
 
 The environment variable NODE says which of the test's nodes this is: torchrun numbers them as it likes.
 """
@@ -46,9 +46,7 @@ def work(what):
 
 
 if __name__ == "__main__":
-    what, *world_size = sys.argv[1:]
     try:
-        result = vectorlm.launch(work, what, **({"world_size": int(world_size[0])} if world_size else {}))
-        print(json.dumps(result), flush=True)
+        print(json.dumps(vectorlm.launch(work, sys.argv[1])), flush=True)
     except VectorLMError as error:
         sys.exit(f"{type(error).__name__}: {error}")

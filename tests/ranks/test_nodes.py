@@ -99,10 +99,3 @@ def test_nodes_with_different_numbers_of_ranks_are_refused_on_both(scratch):
         assert code == 1
         assert "LaunchError: RANK=" in text
         assert "Start torchrun with the same --nproc_per_node on every node, or srun" in text
-
-
-@pytest.mark.slow
-def test_a_world_size_that_is_not_torchruns_is_refused_on_both(scratch):
-    for code, text in TwoNodes([SCRIPT, "exchange", 4], scratch).outcomes(NOTICED_WITHIN_S):
-        assert code == 1
-        assert "LaunchError: world_size=4 differs from the 2 ranks that torchrun started (2 x 1)" in text
