@@ -174,6 +174,20 @@ def score_on_rank(topology):
     return rewards_of(here.score(groups_of("a", "bb", "ccc"))), seen, error
 
 
+def test_a_group_whose_reward_fails_ends_the_run_before_the_others_end():
+    """Each of them may hang as long."""
+
+    def refuses(text):
+        raise ArithmeticError("no")
+
+    options = {"functions": {"refuses": refuses}, "weights": {"refuses": 1.0}, "topology": Topology()}
+    with (
+        WorkerPool(1) as pool,
+        pytest.raises(RewardError, match="the reward 'refuses' failed: ArithmeticError: no"),
+    ):
+        asyncio.run(RewardScorer(pool=pool, **options).score_group(rollouts("ab")))
+
+
 def score_early_on_rank(topology):
     """Return what is made of two groups and their greedy completions, scored as they end and all at the end."""
 

@@ -52,6 +52,10 @@ class RewardScorer:
         """Score completions of one prompt with the functions that see one at a time; the workers are this rank's.
 
         May be awaited on any event loop. Functions of lists see all groups of a step together, and are left to `score`.
+
+        Raises:
+            RewardError: A function failed, where `on_error` is ``stop``: a run does not wait for its other groups, of
+                which each may hang as long.
         """
         if self.pool is None:
             return {}
@@ -66,7 +70,20 @@ class RewardScorer:
 
         found = iter(await asyncio.wrap_future(self.pool.submit(score())))
         by_name = {name: next(found) if name in counting else unscored for name in self.functions}
-        return {name: results for name, results in by_name.items() if results is not None}
+        known = {name: results for name, results in by_name.items() if results is not None}
+        for name, results in known.items():
+            for rollout, result in zip(rollouts, results, strict=True):
+                self._error_of(name, rollout, result)
+        return known
+
+    def _error_of(self, name: str, rollout: Rollout, result: RewardResult) -> str | None:
+        """Return what failed, if anything did; raise it where `on_error` is ``stop``."""
+        if result.error is None:
+            return None
+        text = f"the reward {name!r} failed: {shown(rollout).failure(result.error)}"
+        if self.on_error == "stop":
+            raise RewardError(f"{text}. Correct the function, or set rl.on_reward_error: skip.")
+        return text
 
     def score(
         self,
@@ -100,10 +117,7 @@ class RewardScorer:
         has_failed = torch.zeros(len(rollouts), dtype=torch.bool)
         for name, found in returned.items():
             for index, (rollout, result) in enumerate(zip(rollouts, found, strict=True)):
-                if result.error is not None:
-                    text = f"the reward {name!r} failed: {shown(rollout).failure(result.error)}"
-                    if self.on_error == "stop":
-                        raise RewardError(f"{text}. Correct the function, or set rl.on_reward_error: skip.")
+                if text := self._error_of(name, rollout, result):
                     if result.is_counted:
                         errors[owners[index]].append(text)
                     has_failed[index] = True
