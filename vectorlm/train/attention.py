@@ -18,6 +18,8 @@ from vectorlm.train.packing import Packing
 
 PACKED = "packed"
 """The name of `packed_attention` among the attention functions of transformers."""
+ASKS_FOR_GROUPS = torch.__version__ >= "2.13"
+"""Whether `varlen_attn` wants to be told of fewer key heads than queries; torch 2.11 takes them unasked."""
 
 
 def packed_attention(
@@ -74,9 +76,7 @@ def packed_attention(
     if softcap is None and dropout == 0 and flash_takes(query, value):
         queries, keys = packing.stretches
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        # torch 2.11 takes fewer key heads unasked.
-        is_asked = torch.__version__ >= "2.13"
-        grouped: Any = {"enable_gqa": query.shape[1] > key.shape[1]} if is_asked else {}
+        grouped: Any = {"enable_gqa": query.shape[1] > key.shape[1]} if ASKS_FOR_GROUPS else {}
         found = varlen_attn(
             q,
             packing.keys(k),
