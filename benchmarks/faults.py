@@ -133,7 +133,7 @@ class Campaign:
         self.folder, self.disk, self.triggers = folder, folder / "disk", folder / "triggers"
         self.references: dict[Mode, Reference] = {}
         self.server = stack.enter_context(ExitStack())
-        self.server_pid: int | None = None
+        self.serving: subprocess.Popen[bytes] | None = None
         self.url = ""
         self.forks: list[tuple[Run, Record]] = []
         """Runs whose forks are still there."""
@@ -189,10 +189,10 @@ class Campaign:
 
     def serve(self) -> None:
         """Start the server that all runs on a server share, unless it is there."""
-        if self.server_pid is None:
+        if self.serving is None or self.serving.poll() is not None:
+            self.server.close()
             server = running_server(self.folder / "data/model", self.folder / "server.log", *SERVER)
-            process, self.url = self.server.enter_context(server)
-            self.server_pid = process.pid
+            self.serving, self.url = self.server.enter_context(server)
             # The first answer takes longer than DEADLINE_S: kernels are made.
             question = {"model": str(self.folder / "data/model"), "prompt": "1", "max_tokens": 8}
             headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
@@ -399,7 +399,7 @@ class Campaign:
             yield
         if fault.target == "server":
             self.server.close()
-            self.server_pid = None
+            self.serving = None
 
     def require_refused(self, other: Run, cause: str, complaints: list[str]) -> None:
         """Complain unless a second run or server ends with this error, and leaves no process and no file."""
@@ -425,8 +425,8 @@ class Campaign:
             return None
 
         if target == "server":
-            assert self.server_pid is not None
-            return self.server_pid
+            assert self.serving is not None
+            return self.serving.pid
         self.wait_for(run, lambda: find() is not None, START_S)
         pid = find()
         if pid is None:
