@@ -317,7 +317,11 @@ class Campaign:
         record.error = message(run)
         if ended(run) and run.process.returncode == 0:
             complaints.append("ended as if nothing had happened")
-        elif not must_go_on(fault, mode) and not re.search(cause(fault, mode), record.error, re.DOTALL):
+        elif not (
+            must_go_on(fault, mode)
+            or re.search(cause(fault, mode), record.error, re.DOTALL)
+            or ended_before_it_watched(run, fault, record)
+        ):
             complaints.append("another error")
         if not self.has_whole_model(output, mode):
             complaints.append("left half of a model")
@@ -477,6 +481,12 @@ class Campaign:
 
 def ended(run: Run) -> bool:
     return run.process.poll() is not None
+
+
+def ended_before_it_watched(run: Run, fault: Fault, record: Record) -> bool:
+    """Whether a signal met the launcher while Python was imported: the kernel ends it then, and it says nothing."""
+    is_launcher = fault.target == "launcher" and fault.what in SIGNALS and record.moment == "starting"
+    return is_launcher and run.process.returncode == -signal.Signals[fault.what] and not record.error
 
 
 def is_writing_model(run: Run, output: Path) -> bool:
