@@ -99,6 +99,23 @@ def test_a_step_that_teaches_nothing_is_said_with_its_causes(tmp_path, rewards, 
     assert said == [f"step 3: nothing to learn from 2 completions ({causes}); the weights stay as they are"]
 
 
+def test_that_all_completions_are_cut_is_said_once_until_one_ends(tmp_path):
+    rows, old = drifted([[0.0, 0.0]], [[1, 1]])
+    batch = TrainBatch(rows, old, old, None, None, metrics={})
+    said = []
+    logger = RolloutLogger(tmp_path, show_every=0, say=said.append)
+    for step, reasons in enumerate(
+        [["length", "stop"], ["length"] * 2, ["length"] * 2, ["stop"] * 2, ["length"]]
+    ):
+        rollouts = [
+            Rollout(PromptRecord("ab"), (1,), (3,), (True,), (-1.0,), (0,), "c", each) for each in reasons
+        ]
+        rewards = torch.ones(len(reasons))
+        logger.write(step, [RolloutGroup(rollouts, rewards, {})], batch)
+    assert [text.split(":")[1] for text in said] == [" step 1", " step 4"]
+    assert "all 2 completions were cut off" in said[0]
+
+
 ANY = {
     "when": (datetime(2026, 1, 2, 3, 4), "2026-01-02 03:04:00"),
     "day": (date(2026, 1, 2), "2026-01-02"),

@@ -333,11 +333,14 @@ def test_a_conversation_ends_after_its_turns_where_it_is_cut_and_where_there_is_
             make=Calculator,
             settings={"max_turns": 3},
         )
-        return mine.collect(0, Timer())[0].rollouts[0].num_turns
+        (group,) = mine.collect(0, Timer())
+        cut = rollout_metrics([group], 0)["completion/truncated"]
+        return group.rollouts[0].num_turns, cut
 
-    assert turns(lambda prompt, index: "more") == 3
-    assert turns(lambda prompt, index: "cut…") == 1
-    assert turns(lambda prompt, index: "x" * 60) == 2
+    assert turns(lambda prompt, index: "more") == (3, 0.0)
+    assert turns(lambda prompt, index: "cut…") == (1, 1.0)
+    # What an agent is told to be too long is too long here.
+    assert turns(lambda prompt, index: "x" * 60) == (2, 1.0)
 
 
 @pytest.mark.parametrize("name", ["grpo", "online_dpo", "best_of_k"])

@@ -14,7 +14,7 @@ from vectorlm.algorithms.groups import is_constant
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.models import RLModels
-from vectorlm.rl.rollout import Rollout, RolloutGroup, kept_groups
+from vectorlm.rl.rollout import Rollout, RolloutGroup, kept_groups, logged_means
 from vectorlm.train.recorder import memory_bytes, num_multiplied
 
 LOWEST, HIGHEST, NUM_BINS = -2.0, 2.0, 80
@@ -51,11 +51,8 @@ def _describe(groups: Sequence[RolloutGroup], step: int, oldest_version: int | N
     for name in dict.fromkeys(name for group in groups for name in group.rewards_by_name):
         values = torch.stack([each.rewards_by_name[name] for each in groups if name in each.rewards_by_name])
         metrics |= _spread(f"reward/{name}", values, "mean", "std")
-    logged = [each for group in groups for each in group.logged]
-    for name in sorted({name for each in logged for name in each}):
-        numbers = [each[name] for each in logged if isinstance(each.get(name), bool | float)]
-        if numbers:
-            metrics[f"logged/{name}"] = sum(numbers) / len(numbers)
+    logged = logged_means(each for group in groups for each in group.logged)
+    metrics |= {f"logged/{name}": value for name, value in logged.items()}
     if rewards.shape[1] > 1:
         is_same = is_constant(rewards, ~rewards.isnan())
         scored = torch.where(rewards.isnan(), rewards.nanmean(dim=1, keepdim=True), rewards)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ class Rollout:
     text: str
     """The same as text."""
     finish_reason: str | None
-    """How the last turn ended: ``stop``, ``length`` or ``abort``."""
+    """How the last turn ended: ``stop``, ``length``, also where there was no room for another turn, or ``abort``."""
     num_turns: int = 1
     """Number of turns of the policy."""
     turn_ends: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the last turn reached its token limit."""
+        """Whether the last turn reached its token limit, or there was no room for another one."""
         return self.finish_reason == "length"
 
     @property
@@ -139,6 +139,16 @@ class RolloutGroup:
         if any(map(any, by_turn := {rollout.turn_rewards for rollout in self.rollouts})) and len(by_turn) > 1:
             return False
         return bool(is_constant(self.rewards[None], ~self.rewards[None].isnan()))
+
+
+def logged_means(logged: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean of the numbers under each name, over the completions that have one."""
+    numbers: dict[str, list[float]] = {}
+    for each in logged:
+        for name, value in each.items():
+            if isinstance(value, bool | float):
+                numbers.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in sorted(numbers.items())}
 
 
 def kept_groups(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:

@@ -10,7 +10,7 @@ from vectorlm.algorithms.reduce import masked_mean
 from vectorlm.encoding import shown_prompt
 from vectorlm.report.step_lines import StepLines, json_text
 from vectorlm.rl.batch import TrainBatch
-from vectorlm.rl.rollout import RolloutGroup, kept_groups
+from vectorlm.rl.rollout import Rollout, RolloutGroup, kept_groups
 from vectorlm.rollouts.replay import record_of
 
 MAX_COLUMNS, MAX_COLUMN = 20, 200
@@ -45,7 +45,7 @@ class RolloutLogger:
         self._mismatch = None if folder is None else StepLines(folder / "correction.jsonl", resume_step)
         self._saves_tokens = saves_tokens
         self._min_ess = min_ess
-        self._has_warned = False
+        self._has_warned = self._were_cut = False
         self._show_every = show_every
         self._say = say
 
@@ -72,6 +72,8 @@ class RolloutLogger:
                 f"step {step}: nothing to learn from {sum(len(group.rollouts) for group in groups)} completions "
                 f"({causes or 'all rejected'}); the weights stay as they are"
             )
+        else:
+            self._warn_of_cuts(step, [rollout for group in groups for rollout in group.rollouts])
         errors = [error for group in groups for error in group.errors]
         if errors:
             self._say(f"step {step}: {len(errors)} reward calls failed; the first: {errors[0]}")
@@ -88,6 +90,16 @@ class RolloutLogger:
                 "(docs/correction.md); correction.png shows where."
             )
         self._has_warned = is_low
+
+    def _warn_of_cuts(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        are_cut = bool(rollouts) and all(each.is_truncated for each in rollouts)
+        if are_cut and not self._were_cut:
+            self._say(
+                f"warning: step {step}: all {len(rollouts)} completions were cut off, by sampling_params.max_tokens or "
+                "for want of room (max_model_len), so none is a whole answer; an environment is not shown a turn that "
+                "is cut. Let them be longer, or teach the model to end."
+            )
+        self._were_cut = are_cut
 
     def _records(self, groups: Sequence[RolloutGroup], batch: TrainBatch | None) -> Iterator[dict[str, Any]]:
         advantages = _advantages(batch)

@@ -170,6 +170,8 @@ class GroupSampler:
                 )
             whole = [*rollout.prompt_token_ids, *rollout.token_ids, *ids]
             if len(whole) >= self.max_model_len:
+                # As an agent's: what it would have done next is not known.
+                rollout = replace(rollout, finish_reason="length")
                 break
             seed = self._seed_of_turn(task.position, index, rollout.num_turns)
             (completion,) = await ask(whole, {**self._params, "n": 1, "seed": seed})
