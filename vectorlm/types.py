@@ -144,6 +144,10 @@ class PromptRecord:
     """Which of several sources it comes from."""
 
 
+MAX_REWARD = 3.4e38
+"""The largest number in float32, about."""
+
+
 @dataclass(frozen=True)
 class RewardResult:
     """What one reward function returned for one completion."""
@@ -158,7 +162,7 @@ class RewardResult:
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer counts as right: `acc` where the function says it, as verl's do, else a reward of 1."""
+        """Whether the answer counts as right: `acc` where it is logged, as verl's functions do, else a reward of 1."""
         return self.logged.get("acc", self.reward) == 1
 
 

@@ -63,6 +63,24 @@ def test_trls_signature_passes_the_check_without_a_sampler_section(folder, capsy
     assert "sampler      rollouts alone, without an evaluation\n" in capsys.readouterr().out
 
 
+def test_the_check_shows_the_environment_and_asks_it_for_its_columns(folder, capsys):
+    Path("game.py").write_text(
+        "class Game:\n"
+        "    def __init__(self, answer, hints=()):\n        pass\n"
+        "    def step(self, message):\n        pass\n"
+    )
+    Path("game.yaml").write_text(
+        CONFIG.replace('rewards: {"rewards.py:reward": 1.0}', "environment: game.py:Game")
+    )
+    assert main(["check", "game.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "rewards      environment x 1\n" in said
+    assert "environment  game.py:Game, up to 4 turns a rollout\n" in said
+    write_rows("questions.jsonl", [*ROWS, {"prompt": "3 + 3"}])
+    assert main(["check", "game.yaml"]) == 2
+    assert "'game.py:Game' asks for 'answer', and the columns of all its prompts" in capsys.readouterr().err
+
+
 def test_the_check_names_a_parameter_that_nothing_supplies(folder, capsys):
     define("prompts, completions, answr, trainer_state")
     assert main(["check", "my.yaml"]) == 2

@@ -1,10 +1,13 @@
 """Environments of every form, by themselves and in workers."""
 
 import asyncio
+import math
 import os
 import time
 
+import numpy as np
 import pytest
+import torch
 
 from vectorlm.errors import ConfigError, RolloutError
 from vectorlm.rollouts.environment import (
@@ -100,12 +103,35 @@ def test_an_environment_of_trl():
     assert asyncio.run(game.close()) == 0.5
 
 
+SAID = [{"role": "user", "content": "higher"}]
+
+
 @pytest.mark.parametrize(
-    "value", [3, b"text", ["text"], [{"content": "no role"}], {"content": "no role"}, object()]
+    ("value", "message"),
+    [
+        (3, "must return a text, messages, a Reply or None"),
+        (b"text", "a bytes, and must return"),
+        (["text"], "a list, and must return"),
+        ((SAID, 1.0, False), r"belong into Reply\(messages, reward, done\)"),
+        ([{"content": "no role"}], "needs a `role` and a `content`"),
+        ({"role": "user"}, "needs a `role` and a `content`"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}]}, "both text"),
+        ({"role": 3, "content": "a"}, "both text"),
+        (Reply(SAID, done="False"), "done='False', which must be True or False"),
+        (Reply(SAID, reward=math.nan), "the reward nan, which must be finite"),
+        (Reply(SAID, reward="1"), "the reward '1', which must be a number"),
+        (Reply(SAID, metrics={"won": None}), "the metric 'won' None, which must be a number"),
+        (Reply(SAID, metrics={"won": [1]}), r"the metric 'won' \[1\], which must be a number"),
+    ],
 )
-def test_a_reply_that_is_neither_text_nor_messages_is_refused(value):
-    with pytest.raises(TypeError, match="must return a text, messages, a Reply or None"):
+def test_a_reply_of_which_a_part_has_another_type_is_refused_by_name(value, message):
+    with pytest.raises(TypeError, match=message):
         to_reply(value)
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    reply = Reply(SAID, np.float32(0.5), np.bool_(True), {"won": np.int64(1), "share": torch.tensor(0.25)})
+    assert to_reply(reply) == Reply(SAID, 0.5, True, {"won": 1.0, "share": 0.25})
 
 
 def test_what_has_no_step_is_refused_by_name():
@@ -115,6 +141,22 @@ def test_what_has_no_step_is_refused_by_name():
 
     with pytest.raises(ConfigError, match=r"the environment 'env.py:Silent' has no method `step`"):
         kind_of(Silent, "env.py:Silent")
+
+
+def test_a_misspelt_step_is_no_tool():
+    class Misspelt:
+        def reset(self, row):
+            pass
+
+        def stepp(self, message: dict) -> Reply:
+            """Answer.
+
+            Args:
+                message: What the policy said.
+            """
+
+    with pytest.raises(ConfigError, match=r"no method `step`. Did you mean 'stepp'\?"):
+        kind_of(Misspelt, "env.py:Misspelt")
 
 
 def play(kind, turns, timeout_s=20.0, tools=False):
@@ -309,10 +351,25 @@ class Listed:
         (type("Silent", (), {}), "has no method `step`"),
         (Untyped, r"the tool 'add' .* missing a type hint .*test_environment.py:\d+"),
         (Listed, "has the tool 'add', a str"),
+        (type("Steps", (), {"step": lambda self: None}), r"X.step' cannot be called with \(self, message\)"),
+        (type("Many", (), {"step": lambda self, message, info: None}), "missing a required argument: 'info'"),
+        (
+            type("Resets", (Guess,), {"reset": lambda self: None}),
+            r"X.reset' cannot be called with \(self, row\)",
+        ),
+        (type("Closes", (Guess,), {"close": lambda self, how: None}), "missing a required argument: 'how'"),
+        (lambda number, wanted: None, r"asks for 'wanted', and the columns of all its prompts are number"),
+        (type("Made", (Guess,), {"__init__": lambda self, numbr: None}), "Did you mean 'number'"),
     ],
 )
 def test_what_is_no_environment_is_refused_before_anything_starts(make, message):
     with pytest.raises(ConfigError, match=message):
-        require_environment(make, "env.py:X")
-    for fine in (Guess, Echo, Counter, lambda: Guess()):
-        require_environment(fine, "env.py:X")
+        require_environment(make, "env.py:X", {"number"})
+    for fine in (Guess, Echo, Counter, lambda number, other=3, **rest: Guess()):
+        require_environment(fine, "env.py:X", {"number"})
+
+
+def test_an_agent_is_called_with_three_arguments():
+    require_environment(lambda url, key, row: None, "openai:agents.py:play", set())
+    with pytest.raises(ConfigError, match=r"cannot be called with \(url, key, row\)"):
+        require_environment(lambda url, row: None, "openai:agents.py:play", set())

@@ -83,8 +83,9 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
     evaluation_prompts = [
         replace(record, source=name) if name else record for name, each in held_out.items() for record in each
     ]
+    shown = {name: _shown(each) for name, each in prompts.items()}
     try:
-        problems += reward_problems(config, {name: _shown(each) for name, each in prompts.items()}, held_out)
+        problems += reward_problems(config, shown, held_out)
     except ConfigError as error:
         problems.append(str(error))
     if rl is not None:
@@ -92,7 +93,9 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         from vectorlm.preflight.rl import longest_sequence, rl_problems
         from vectorlm.preflight.teacher import check_teacher
 
-        problems += rl_problems(config, rl)
+        problems += rl_problems(
+            config, rl, {name: [*each, *held_out.get(name, ())] for name, each in shown.items()}
+        )
         raise_problems(problems)
         max_tokens = longest_sequence(config) - 1
         check_teacher(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, 
 from vectorlm.rollouts.environment import AGENT, require_environment
 from vectorlm.train.grammar import KINDS
 from vectorlm.train.optimizer_step import BY_LOSS
+from vectorlm.types import PromptRecord
 
 # Parameters that change which tokens can be drawn, or how likely they are, and that the trainer does not follow; with
 # the values that change nothing.
@@ -38,8 +39,13 @@ _RESHAPING: dict[str, tuple[Any, ...]] = {
 _SET_ELSEWHERE = {"n": "rl.group_size", "seed": "train_parameters.seed"}
 
 
-def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
-    """Find what is wrong with the section ``rl``; loads the algorithm and the environment that it names."""
+def rl_problems(
+    config: Config, rl: RLSettings, prompts: Mapping[str, Sequence[PromptRecord]]
+) -> Iterator[str]:
+    """Find what is wrong with the section ``rl``; loads the algorithm and the environments that it names.
+
+    `prompts` are those of each source, whose columns environments ask for.
+    """
     spec = get_algorithm(rl.algorithm)
     yield from _group_problems(config, rl, spec)
     yield from _sampling_problems(config, rl, spec)
@@ -54,11 +60,14 @@ def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     yield from _kl_problems(config, rl, spec)
     yield from _length_problems(config, rl, spec)
     # Costs more than a minute: it is first called after models are loaded.
-    for environment in sorted(filter(None, {each.environment for each in rl.by_source.values()})):
-        try:
-            require_environment(load_plugin(environment.removeprefix(AGENT)), environment)
-        except ConfigError as error:
-            yield str(error)
+    for source, each in rl.by_source.items():
+        if (environment := each.environment) is not None:
+            columns = [set(record.columns) for record in prompts.get(source, ())]
+            everywhere = set.intersection(*columns) if columns else None
+            try:
+                require_environment(load_plugin(environment.removeprefix(AGENT)), environment, everywhere)
+            except ConfigError as error:
+                yield str(error)
 
 
 def longest_sequence(config: Config) -> int:

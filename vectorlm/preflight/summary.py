@@ -9,6 +9,7 @@ from vectorlm.packages import is_installed
 from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.preflight.resume import say_finished
 from vectorlm.ranks.topology import has_gpu
+from vectorlm.rollouts.environment import AGENT, ENVIRONMENT
 from vectorlm.settings import SHORT_FORMS, PromptSettings, in_full
 
 
@@ -93,6 +94,11 @@ def _rl_rows(rl: RLSettings, max_seq_len: int) -> dict[str, str]:
     weights = {**rl.reward.rewards, **rl.reward.reward_models}
     for name, each in rl.collect.sources.items():
         weights |= {f"{name}: {reward}": weight for reward, weight in each.rewards.items()}
+    environments = {
+        name: each.environment for name, each in rl.by_source.items() if each.environment is not None
+    }
+    if environments:
+        weights[ENVIRONMENT] = 1.0
     prompts = " and ".join(
         (f"{each.weight:.0%} " if name else "") + _prompts(each.prompts)
         for name, each in rl.by_source.items()
@@ -104,6 +110,12 @@ def _rl_rows(rl: RLSettings, max_seq_len: int) -> dict[str, str]:
         f"{collect.group_size}), up to {max_seq_len} tokens with their prompts",
         "rewards": ", ".join(f"{name} x {weight:g}" for name, weight in weights.items()) or "none",
     }
+    if environments:
+        played = [f"{name}: {each}" if name else each for name, each in environments.items()]
+        has_turns = any(not each.startswith(AGENT) for each in environments.values())
+        rows["environment"] = ", ".join(played) + (
+            f", up to {_count(collect.max_turns, 'turn')} a rollout" if has_turns else ""
+        )
     if teacher is not None:
         how = "sampled tokens" if teacher.kind == "sampled" else f"whole distributions, beta {teacher.beta:g}"
         rows["teacher"] = f"{teacher.model or teacher.server} x {teacher.coef:g}, by {how}"

@@ -13,7 +13,7 @@ from vectorlm.report.progress import report_wait, sample_with_progress
 from vectorlm.report.step_lines import StepLines
 from vectorlm.rewards.function import RewardFunction, score_answers
 from vectorlm.rewards.grade import grade
-from vectorlm.rl.rollout import Rollout
+from vectorlm.rl.rollout import Rollout, logged_means
 from vectorlm.train.device_turn import DeviceTurn
 from vectorlm.types import PromptRecord, RewardResult
 
@@ -51,9 +51,9 @@ class Evaluator:
 
         The reward `of_source` of a question says which answers are right; ``""`` is the source of questions without
         one. The `further` rewards score these too, by their names; `at_k` are the k of pass@k and maj@k. Questions of a
-        source in `play` have an environment, whose reward says what is right where there is no other. An answer may
-        have `max_tokens`; the context may leave it less, which is said. `run_tasks` asks the engine more, and returns
-        metrics.
+        source in `play` have an environment, which says what is right where there is no other reward: by its metric
+        `acc`, or by rewards that add up to 1. An answer may have `max_tokens`; the context may leave it less, which is
+        said. `run_tasks` asks the engine more, and returns metrics.
         """
         self._turn = turn
         self._prompt_records = prompt_records
@@ -96,6 +96,8 @@ class Evaluator:
         }
         if self._play:
             further[ENVIRONMENT] = dict.fromkeys(self._play)
+            measured = logged_means(each.measured for options in answers for each in options)
+            metrics |= {f"eval/logged/{name}": value for name, value in measured.items()}
         for name, of_source in further.items():
             of_further[name] = self._score(answers, of_source)
             if (found := grade(of_further[name])).num_questions:

@@ -171,13 +171,16 @@ def shown(rollout: Rollout) -> Scorable:
 def score_answers(
     reward: RewardFunction | None, answers: Sequence[Sequence[Rollout]], setting: str
 ) -> list[list[RewardResult]]:
-    """Return what the function gave each answer to each prompt; None in its place takes the environments' rewards.
+    """Return what the function gave each answer to each prompt; None in its place takes what environments gave.
 
     Raises:
         RewardError: The function raised or was late; the text begins with `setting`.
     """
     if reward is None:
-        return [[RewardResult(float(sum(each.turn_rewards))) for each in options] for options in answers]
+        return [
+            [RewardResult(math.fsum(each.turn_rewards), logged=each.measured) for each in options]
+            for options in answers
+        ]
     items = [shown(each) for options in answers for each in options]
     results = reward.score(items)
     for item, result in zip(items, results, strict=True):

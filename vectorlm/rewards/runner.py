@@ -17,10 +17,8 @@ from vectorlm.encoding import is_messages
 from vectorlm.plugin import raised_at, text_of
 from vectorlm.rewards.registry import get_reward
 from vectorlm.rewards.signature import COMPLETIONS, EXTRAS, IDS, LOG, PROMPTS, RESERVED, RewardSignature
-from vectorlm.types import RewardResult
+from vectorlm.types import MAX_REWARD, RewardResult
 
-MAX_REWARD = 3.4e38
-"""The largest number in float32, about."""
 Reward = str | bytes | Callable[..., Any]
 """A reward function: its name, its bytes by cloudpickle, or itself."""
 Kind = Literal["lists", "together", "each"]

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vectorlm.encoding import is_messages
 from vectorlm.errors import ConfigError
 from vectorlm.rollouts.tools import call_tool, message_of, parse_calls, schemas_of
+from vectorlm.settings import nearest
+from vectorlm.types import MAX_REWARD
 
 AGENT = "openai:"
 """How ``rl.environment`` begins where it names an agent, which asks over HTTP."""
+ENVIRONMENT = "environment"
+"""What metrics call the sum of the rewards that environments give."""
+METHODS = {"reset": ("row",), "step": ("message",), "respond": ("text",), "close": (), "get_reward": ()}
+"""What an environment's methods are called with."""
 Message = Mapping[str, Any]
 """A chat message: ``{"role", "content"}``, and ``tool_calls`` where the policy called tools."""
 
@@ -28,6 +34,7 @@ class Reply:
     done: bool = False
     """Whether the rollout has ended."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to log; an evaluation counts an answer as right where `acc` is 1, if there is one."""
 
 
 class Environment(Protocol):
@@ -64,7 +71,7 @@ def to_reply(value: Any) -> Reply:
     """Return what an environment answered as a `Reply`.
 
     Raises:
-        TypeError: It is neither text nor messages.
+        TypeError: It is neither text nor messages, or a part of it has another type.
     """
     if value is None:
         return Reply(done=True)
@@ -72,18 +79,48 @@ def to_reply(value: Any) -> Reply:
     messages = [reply.messages] if isinstance(reply.messages, Mapping) else reply.messages
     if not isinstance(messages, str):
         is_list = isinstance(messages, Sequence) and not isinstance(messages, bytes)
-        if not is_list or not all(isinstance(each, Mapping) and "role" in each for each in messages):
+        if not is_list or not all(isinstance(each, Mapping) for each in messages):
             raise TypeError(
                 f"it returned {str(value)[:60]!r}, a {type(value).__name__}, and must return a text, messages, a Reply "
-                "or None"
+                "or None; rewards and the end belong into Reply(messages, reward, done)"
             )
+        for each in messages:
+            if not all(isinstance(each.get(name), str) for name in ("role", "content")):
+                raise TypeError(
+                    f"it returned the message {str(each)[:60]}, which needs a `role` and a `content`, both text"
+                )
         messages = [dict(each) for each in messages]
+    # Not by its truth: "False" is a text that is not empty.
+    if reply.done not in (True, False):
+        raise TypeError(f"it returned done={reply.done!r}, which must be True or False")
     return Reply(
         messages,
-        None if reply.reward is None else float(reply.reward),
+        to_reward(reply.reward),
         bool(reply.done),
-        {str(name): float(number) for name, number in reply.metrics.items()},
+        to_metrics(reply.metrics),
     )
+
+
+def to_reward(value: Any) -> float | None:
+    """Return what an environment gave as a float, None where it is none; raise `TypeError` unless it is finite."""
+    number = None if value is None else _number("reward", value)
+    if number is not None and not abs(number) <= MAX_REWARD:
+        raise TypeError(f"it returned the reward {number}, which must be finite in float32")
+    return number
+
+
+def to_metrics(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return what an environment measured as floats; raise `TypeError` for what is no number."""
+    return {str(name): _number(f"metric {name!r}", value) for name, value in values.items()}
+
+
+def _number(what: str, value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError(f"it returned the {what} {value[:60]!r}, which must be a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"it returned the {what} {str(value)[:60]}, which must be a number") from error
 
 
 def kind_of(environment: Any, where: str) -> str:
@@ -96,26 +133,69 @@ def kind_of(environment: Any, where: str) -> str:
         return "step"
     if callable(getattr(environment, "respond", None)):
         return "respond"
-    if callable(getattr(environment, "reset", None)) and trl_tools(environment):
+    reset = getattr(environment, "reset", None)
+    # TRL gives it every column by name: a misspelt `step` beside reset(row) is no tool.
+    if (
+        callable(reset)
+        and {"prompt", inspect.Parameter.VAR_KEYWORD} & _parameters(reset)
+        and trl_tools(environment)
+    ):
         return "trl"
+    others = [name for name in dir(environment) if not name.startswith("_")]
+    meant = f" {near}" if (near := nearest("step", others)) else ""
     raise ConfigError(
-        f"the environment {where!r} has no method `step`. Give it step(message), which returns a Reply, messages, a "
-        "text or None; or respond(text); or TRL's reset(**row) with tools."
+        f"the environment {where!r} has no method `step`.{meant} Give it step(message), which returns a "
+        "Reply, messages, a text or None; or respond(text); or TRL's reset(**row) with tools."
     )
 
 
-def require_environment(make: Any, where: str) -> None:
-    """Raise `ConfigError` if a class is no environment, or a tool of it cannot be described; a function may be one."""
+def _parameters(function: Callable[..., Any]) -> set[Any]:
+    """Return the names and the kinds of a function's parameters."""
+    parameters = inspect.signature(function).parameters
+    return {*parameters, *(each.kind for each in parameters.values())}
+
+
+def require_environment(make: Any, where: str, columns: Collection[str] | None = None) -> None:
+    """Raise `ConfigError` for what cannot be an environment, or an agent; of a function it is not seen what it makes.
+
+    A class has a method `step`, methods that can be called, and tools that can be described; `columns` are those that
+    all prompts have, and fill the parameters of the class or function.
+    """
     if not callable(make):
         raise ConfigError(
             f"the environment {where!r} is a {type(make).__name__}: it must be a class or a function."
         )
-    if not isinstance(make, type) or where.startswith(AGENT):
+    if where.startswith(AGENT):
+        _require_call(make, ("url", "key", "row"), where)
+        return
+    for name, each in inspect.signature(make).parameters.items():
+        is_open = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        if columns is not None and each.default is each.empty and not is_open and name not in columns:
+            has = ", ".join(sorted(columns)) or "none but `prompt`"
+            fix = nearest(name, columns) or "Give it a default, or add the column."
+            raise ConfigError(
+                f"{where!r} asks for {name!r}, and the columns of all its prompts are {has}. {fix}"
+            )
+    if not isinstance(make, type):
         return
     kind = kind_of(make, where)
+    for name, arguments in METHODS.items():
+        method = inspect.getattr_static(make, name, None)
+        if inspect.isfunction(method) and (kind, name) != ("trl", "reset"):
+            _require_call(method, ("self", *arguments), f"{where}.{name}")
     # What an object makes of itself is not seen here.
     if kind == "trl" or isinstance(getattr(make, "tools", None), list | tuple):
         schemas_of(tools_of(make, kind), where)
+
+
+def _require_call(function: Any, arguments: Sequence[str], where: str) -> None:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        how = ", ".join(arguments)
+        raise ConfigError(
+            f"{where!r} cannot be called with ({how}): {error}. Give it these parameters."
+        ) from error
 
 
 def trl_tools(environment: Any) -> list[Callable[..., Any]]:
@@ -203,4 +283,4 @@ class Player:
             reward = await self._value_of(self._environment.get_reward())
         if hasattr(self._environment, "close"):
             await self._value_of(self._environment.close())
-        return None if reward is None else float(reward)
+        return to_reward(reward)

@@ -185,10 +185,8 @@ def run_agent(name: str, url: str, key: str, row: Mapping[str, Any]) -> Any:
     """Yield the reward that an agent gives, and what it measured."""
     value = _value(load_plugin(name)(url, key, row))
     numbers = dict(value) if isinstance(value, Mapping) else {"reward": value}
-    reward = numbers.pop("reward", None)
-    if isinstance(reward, str | bytes):
-        raise TypeError(f"it returned {reward!r}, and must return a number, a mapping with a reward, or None")
-    yield None if reward is None else float(reward), {key: float(each) for key, each in numbers.items()}
+    reward = environments.to_reward(numbers.pop("reward", None))
+    yield reward, environments.to_metrics(numbers)
 
 
 def _loaded(make: str | bytes) -> Callable[..., Any]:

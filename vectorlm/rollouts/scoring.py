@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -11,10 +12,8 @@ import torch
 from vectorlm.algorithms.groups import join_equal
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.settings import CollectSettings
+from vectorlm.rollouts.environment import ENVIRONMENT
 from vectorlm.rollouts.sampler import Results, SampledGroup
-
-ENVIRONMENT = "environment"
-"""What metrics call the sum of the rewards that environments give."""
 
 
 class Scorer(Protocol):
@@ -85,7 +84,7 @@ class GroupScorer:
 
 def _with_turn_rewards(group: RolloutGroup) -> RolloutGroup:
     """Return the group with what its environments gave as one more reward."""
-    given = torch.tensor([sum(rollout.turn_rewards) for rollout in group.rollouts], dtype=torch.float32)
+    given = torch.tensor([math.fsum(each.turn_rewards) for each in group.rollouts], dtype=torch.float32)
     return replace(
         group,
         rewards=group.rewards + given,
