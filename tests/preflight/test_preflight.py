@@ -185,6 +185,23 @@ def test_steps_that_bfloat16_rounds_away_are_said(complete, overrides, is_said):
     assert (weight - 1e-6 != weight).tolist() == [True, False, False]
 
 
+@pytest.mark.parametrize(("packing", "is_said"), [("partial", True), ("best_fit", False), ("null", False)])
+def test_a_cut_that_packing_does_not_make_is_said(complete, packing, is_said):
+    made = f"dataset_preprocess={{load_path: a, save_path: b, packing_type: {packing}, truncate: true}}"
+    notes = list(summary.notes_of(load_config(complete, [made])))
+    assert any(note.startswith("truncate: not used") for note in notes) is is_said
+
+
+def test_dropout_of_adapters_that_is_not_used_is_said(complete):
+    overrides = [f"{LORA}={{r: 4, lora_dropout: 0.1}}"]
+    assert not any("dropout" in note for note in summary.notes_of(load_config(complete, overrides)))
+    rl = (
+        "rl={algorithm: grpo, max_steps: 2, prompts: [a], prompts_per_step: 1, rewards: {'mine.py:score': 1}}"
+    )
+    notes = summary.notes_of(load_config(complete, [*overrides, rl, f"{TRAIN}.epochs=1"]))
+    assert any(note.startswith("lora_dropout 0.1: not used") for note in notes)
+
+
 def test_on_cuda_every_worker_of_the_engine_needs_the_device_of_a_rank(complete, monkeypatch):
     override = f"{TRAIN}.sampler.engine.tensor_parallel_size=4"
     monkeypatch.setattr(settings, "has_gpu", lambda: True)
@@ -292,12 +309,16 @@ def test_a_description_that_is_no_json_object_is_left_to_transformers(complete):
 def test_what_becomes_of_the_rows_at_this_length_is_noted(complete):
     rows = {"input_ids": [[1, 2, 3, 4, 5]] * 3, "labels": [[-100, 2, 3, 4, 5], [-100] * 4 + [5], [-100] * 5]}
     Dataset.from_dict(rows).save_to_disk("data/train")
-    assert passes(complete).config.notes == (
+    sizes = ["dataset.train_bs=1", f"{TRAIN}.epochs=4"]
+    assert passes(complete, *sizes, world_size=2).config.notes == (
         "data/train: 3 rows of 3 texts, 15 tokens, of which 5 count in the loss",
+        "data/train: 8 optimizer steps, 2 an epoch",
         "data/train: 1 of 3 rows have no counted token within 128",
     )
-    assert passes(complete, f"{TRAIN}.max_seq_len=3").config.notes == (
+    more = [*sizes, f"{TRAIN}.max_seq_len=3", f"{TRAIN}.gradient_accumulation_steps=2"]
+    assert passes(complete, *more).config.notes == (
         "data/train: 3 rows of 3 texts, 15 tokens, of which 2 count in the loss",
+        "data/train: 8 optimizer steps, 2 an epoch",
         "data/train: rows longer than max_seq_len=3: 3. Training will cut 6 tokens off them, 3 of which count in the "
         "loss. Set truncate: True or a packing_type, or raise max_seq_len",
         "data/train: 2 of 3 rows have no counted token within 3",

@@ -101,7 +101,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         check_teacher(config)
     raise_problems(problems)
     if rl is None:
-        config = replace(config, notes=(*config.notes, *_data_notes(config)))
+        config = replace(config, notes=(*config.notes, *_data_notes(config, world_size)))
         if sampler is not None:
             limit = own_length(description_of(Path(config.model)) or {})
             max_tokens = (sampler.engine.engine_args.get("max_model_len") or limit or math.inf) - 1
@@ -170,9 +170,11 @@ def _prompt_notes(
             yield f"{_place(name)}: rewards do not get the column {names}, which names what is sampled. Rename it"
 
 
-def _data_notes(config: Config) -> Iterator[str]:
+def _data_notes(config: Config, world_size: int) -> Iterator[str]:
     """Say what the run will see of its datasets, in the words of preprocessing."""
-    data, max_seq_len = config.text, config.train_parameters.max_seq_len
+    data, train = config.text, config.train_parameters
+    loop, num_shares = train.loop, world_size // train.model.context_parallel
+    rows_per_step = num_shares * data.train_bs * loop.gradient_accumulation_steps
     for name in dict.fromkeys((data.train_ds, *data.held_out.values())) if is_installed("datasets") else ():
         if not Path(name, "state.json").is_file():
             continue  # The library that would say so takes a second to import.
@@ -180,8 +182,11 @@ def _data_notes(config: Config) -> Iterator[str]:
             dataset = load_saved(Path(name), repr(name))
         except DatasetError:
             continue  # Training says what is wrong with it, before it loads a model.
-        summary = Summary.of(dataset, max_seq_len, data.ignore_index)
+        summary = Summary.of(dataset, train.max_seq_len, data.ignore_index)
         yield f"{name}: {summary.head()}"
+        if name == data.train_ds:
+            per_epoch = -(-len(dataset) // rows_per_step)
+            yield f"{name}: {loop.epochs * per_epoch:,} optimizer steps, {per_epoch:,} an epoch"
         yield from (f"{name}: {note}" for note in summary.notes())
 
 

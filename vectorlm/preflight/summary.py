@@ -56,6 +56,12 @@ def notes_of(config: Config) -> Iterator[str]:
     if train.model.dtype == "bfloat16" and train.lora_peft_config is None and not rounds:
         lr = train.optimizer.lr
         yield f"dtype bfloat16: a step of lr {lr:g} cannot move weights above {512 * lr:.2g}; float32 can"
+    made = config.dataset_preprocess
+    if made is not None and made.truncate and made.packing_type in ("full", "partial"):
+        yield f"truncate: not used with packing_type {made.packing_type}, which cuts texts into rows and drops nothing"
+    dropout = (train.lora_peft_config or {}).get("lora_dropout")
+    if dropout and (config.rl is not None or config.examples != "texts"):
+        yield f"lora_dropout {dropout:g}: not used, since losses of probabilities need the policy's own"
     if config.rl is not None and train.sampler is not None and train.sampler.engine.inference == "vllm":
         trainer, engine = (
             train.model.dtype_on(is_cuda),
