@@ -13,7 +13,7 @@ from vectorlm import SamplingEngine
 from vectorlm.backends.server import backend as server_backend
 from vectorlm.backends.server.backend import VLLMServer
 from vectorlm.engine.arguments import with_deadlines
-from vectorlm.errors import EngineError, EngineTimeout
+from vectorlm.errors import EngineDied, EngineError, EngineTimeout
 
 TOKEN = "a token for this test"
 SETTINGS = {"max_num_seqs": 4, "max_model_len": 64, "logprobs_mode": "processed_logprobs"}
@@ -87,13 +87,17 @@ def server():
     server.server_close()
 
 
-def connect(server, **more):
+def connect(server, silence_s=PATIENCE_S, **more):
     url = f"http://127.0.0.1:{server.server_address[1]}"
-    return VLLMServer("model", receiver="auto", url=url, token=TOKEN, silence_s=PATIENCE_S, **more)
+    return VLLMServer("model", receiver="auto", url=url, token=TOKEN, silence_s=silence_s, **more)
 
 
 def sample(backend):
     backend.submit("0-0", [2, 3], {"max_tokens": 2})
+    return wait_for_answer(backend)
+
+
+def wait_for_answer(backend):
     deadline = time.monotonic() + 5 * PATIENCE_S
     while time.monotonic() < deadline:
         if found := backend.poll():
@@ -174,6 +178,17 @@ def test_a_server_that_falls_silent_later_is_an_error_in_time(server, path):
         wait()
     assert time.monotonic() - start < 8 * PATIENCE_S
     backend.close()
+
+
+def test_a_server_that_ends_and_keeps_its_requests_is_named_before_it_has_been_silent_for_long(server):
+    server.odd["/inference/v1/generate"] = None
+    with closing(connect(server, silence_s=4 * PATIENCE_S)) as backend:
+        backend.submit("0-0", [2, 3], {"max_tokens": 2})
+        # As uvicorn does once it is told to end: it listens no more, and waits for what is in flight.
+        server.shutdown()
+        server.server_close()
+        with pytest.raises(EngineDied, match="does not answer"):
+            wait_for_answer(backend)
 
 
 def test_after_a_call_without_an_answer_the_server_is_not_waited_for_again(server):

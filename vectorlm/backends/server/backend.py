@@ -212,14 +212,28 @@ class VLLMServer:
         await self._session.close()
 
     async def _probe(self) -> None:
-        """While requests are in flight, ask the engine behind the server something that it answers between steps."""
+        """While requests are in flight, ask the engine behind the server something that it answers between steps.
+
+        A server that was told to end takes no further connection, and may keep those that it has without a word.
+        """
+        num_refused = 0
         while True:
             await asyncio.sleep(min(PROBE_EVERY_S, self._silence_s / 4))
-            if self._tasks:
-                # Whatever is wrong, the requests in flight will say so too.
-                with contextlib.suppress(EngineError):
-                    ask = {"method": "vectorlm_settings"}
-                    await self._call("/collective_rpc", ask, timeout_s=self._silence_s)
+            if not self._tasks:
+                continue
+            try:
+                await self._call(
+                    "/collective_rpc", {"method": "vectorlm_settings"}, timeout_s=self._silence_s
+                )
+                num_refused = 0
+            except EngineDied as error:
+                # Once may be a connection that both ends let go of at the same time.
+                num_refused += 1
+                if num_refused > 1:
+                    self._finished.put(error)
+            except EngineError:
+                # Whatever else is wrong, the requests in flight will say so too.
+                pass
 
     async def _begin(self, name: str, body: Mapping[str, Any]) -> None:
         if not self._tasks:
