@@ -45,7 +45,7 @@ run: $(STAMP) ## fine-tune a tiny Llama on Countdown with vLLM beside it (WORLD_
 	$(BIN)/python examples/make_countdown.py --output_dir data/countdown --seed 0
 	$(BIN)/python examples/llama_example_mp.py --yaml_path $(CONFIG) --world_size $(WORLD_SIZE) $(ARGS)
 
-real: $(STAMP) ## GRPO on SmolLM2-135M-Instruct, a real instruct model: 20 minutes on two cores
+real: $(STAMP) ## GRPO on SmolLM2-135M-Instruct, a real instruct model: ten minutes on two cores
 	$(BIN)/vectorlm model HuggingFaceTB/SmolLM2-135M-Instruct data/smollm2
 	$(BIN)/python examples/small_sums.py --output_dir data/small_sums
 	$(BIN)/vectorlm run configs/smollm2_grpo.yaml $(ARGS)

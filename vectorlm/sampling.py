@@ -12,6 +12,7 @@ GONE = {
     "AbstractSamplingEngine": "annotate with vectorlm.types.Engine, or subclass vectorlm.contracts.Backend",
     "ManagedLLM": "SamplingEngine starts vLLM in a process of its own",
     "ManagedMultiProcGPUExecutor": "SamplingEngine starts vLLM in a process of its own",
+    "SampleOutput": "SamplingEngine.sample returns completions, vectorlm.types.Completion",
     "SamplingEngineProvider": "vectorlm.launch(loop, path, world_size=2) starts ranks; each builds a SamplingEngine",
     "SynchronizationBarriers": "every call of SamplingEngine keeps the ranks in step",
     "batch_process": "SamplingEngine.sample takes all prompts at once",

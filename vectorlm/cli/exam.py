@@ -121,5 +121,5 @@ def _exam_of(config: Config, reads_prompts: bool) -> Exam:
     if rl is None:
         return exam
     if rl.reward.reward_models:
-        raise ConfigError("rl.reward_models cannot be evaluated. Use --reward, or set sampler.reward.")
+        raise ConfigError("rl.reward_models cannot be evaluated. Set sampler.reward.")
     return replace(exam, rewards=dict(rl.reward.rewards), timeout_s=rl.reward.reward_timeout_s)

@@ -105,7 +105,7 @@ def open_transport(
 
 
 def pull_obstacle(weight_sets: Sequence[WeightSet], offered: Sequence[str], topology: Topology) -> str | None:
-    """Say why the engines cannot pull from this rank, if they cannot. What it says of CUDA has not run."""
+    """Say why the engines cannot pull from this rank, if they cannot."""
     if "pull" not in offered:
         return "the engine does not offer it"
     sources = [each.source for each in weight_sets]

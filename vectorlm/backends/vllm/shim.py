@@ -196,7 +196,7 @@ def _architecture(model: str) -> str:
 
 
 class CudaSleep:
-    """Unmaps and maps vLLM's memory pools through its sleep mode (``enable_sleep_mode=True``). Has not run.
+    """Unmaps and maps vLLM's memory pools through its sleep mode (``enable_sleep_mode=True``).
 
     vllm 0.32: level 2 drops both pools and keeps the model's buffers (rotary tables, scales) on the host, level 1
     keeps the weights there too; ``wake_up(tags=…)`` takes single pools back, and scheduling resumes with the last.
