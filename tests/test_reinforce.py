@@ -318,6 +318,7 @@ def test_rewards_of_turns_are_all_that_a_run_needs(files, tmp_path):
         == before["eval/reward/environment"]
         == pytest.approx(sum(map(sum, rewards)) / 16)
     )
+    assert before["eval/logged/vowels"] > 0
     # The environment's own turns are in the answers.
     assert any("abc" in text[1:] for each in samples for text in each["options"])
     assert all(is_documented(name) for line in metrics for name in line if name != "step")

@@ -191,6 +191,25 @@ def test_a_server_that_ends_and_keeps_its_requests_is_named_before_it_has_been_s
             wait_for_answer(backend)
 
 
+def test_a_connection_that_is_lost_while_requests_are_in_flight_is_survived(server, monkeypatch):
+    with closing(connect(server, silence_s=4 * PATIENCE_S)) as backend:
+        call, lost = backend._call, []
+
+        async def lose_one(path, *arguments, **how):
+            if path == "/collective_rpc" and not lost:
+                lost.append(path)
+                raise EngineDied("connection lost")
+            return await call(path, *arguments, **how)
+
+        monkeypatch.setattr(backend, "_call", lose_one)
+        server.odd["/inference/v1/generate"] = None
+        backend.submit("0-0", [2, 3], {"max_tokens": 2})
+        deadline = time.monotonic() + 3 * PATIENCE_S
+        while time.monotonic() < deadline:
+            assert backend.poll() == []
+        assert lost
+
+
 def test_after_a_call_without_an_answer_the_server_is_not_waited_for_again(server):
     backend = connect(server)
     server.odd |= dict.fromkeys(["/pause?mode=keep&clear_cache=false", "/resume"])

@@ -78,7 +78,10 @@ def test_the_check_shows_the_environment_and_asks_it_for_its_columns(folder, cap
     assert "environment  game.py:Game, up to 4 turns a rollout\n" in said
     write_rows("questions.jsonl", [*ROWS, {"prompt": "3 + 3"}])
     assert main(["check", "game.yaml"]) == 2
-    assert "'game.py:Game' asks for 'answer', and the columns of all its prompts" in capsys.readouterr().err
+    assert (
+        "'game.py:Game' asks for 'answer', and the columns that all its prompts have are none."
+        in capsys.readouterr().err
+    )
 
 
 def test_the_check_names_a_parameter_that_nothing_supplies(folder, capsys):

@@ -1,6 +1,7 @@
 """Environments of every form, by themselves and in workers."""
 
 import asyncio
+import functools
 import math
 import os
 import time
@@ -115,8 +116,8 @@ SAID = [{"role": "user", "content": "higher"}]
         ((SAID, 1.0, False), r"belong into Reply\(messages, reward, done\)"),
         ([{"content": "no role"}], "needs a `role` and a `content`"),
         ({"role": "user"}, "needs a `role` and a `content`"),
-        ({"role": "user", "content": [{"type": "text", "text": "a"}]}, "both text"),
-        ({"role": 3, "content": "a"}, "both text"),
+        ({"role": 3, "content": "a"}, "needs a `role` and a `content`"),
+        (Reply(SAID, metrics=None), "the metrics None, which must be a mapping"),
         (Reply(SAID, done="False"), "done='False', which must be True or False"),
         (Reply(SAID, reward=math.nan), "the reward nan, which must be finite"),
         (Reply(SAID, reward="1"), "the reward '1', which must be a number"),
@@ -132,6 +133,12 @@ def test_a_reply_of_which_a_part_has_another_type_is_refused_by_name(value, mess
 def test_numbers_of_other_libraries_are_numbers():
     reply = Reply(SAID, np.float32(0.5), np.bool_(True), {"won": np.int64(1), "share": torch.tensor(0.25)})
     assert to_reply(reply) == Reply(SAID, 0.5, True, {"won": 1.0, "share": 0.25})
+
+
+def test_messages_may_be_calls_alone_or_parts_as_those_of_prompts():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    assert to_reply(Reply([call, parts], done=None)) == Reply([call, parts])
 
 
 def test_what_has_no_step_is_refused_by_name():
@@ -344,6 +351,41 @@ class Listed:
         pass
 
 
+def supplied(method):
+    """Return the method with an argument that its caller does not give."""
+
+    @functools.wraps(method)
+    def called(self, message):
+        return method(self, message, "a database")
+
+    return called
+
+
+class HasMore:
+    """Methods that nobody calls may have the names of those that other forms have."""
+
+    def reset(self, row):
+        pass
+
+    @supplied
+    def step(self, message, database):
+        pass
+
+    def respond(self, text, history):
+        pass
+
+    def get_reward(self, answer):
+        pass
+
+
+class Responds:
+    def respond(self, text):
+        pass
+
+    def reset(self):
+        pass
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -358,14 +400,17 @@ class Listed:
             r"X.reset' cannot be called with \(self, row\)",
         ),
         (type("Closes", (Guess,), {"close": lambda self, how: None}), "missing a required argument: 'how'"),
-        (lambda number, wanted: None, r"asks for 'wanted', and the columns of all its prompts are number"),
+        (
+            lambda number, wanted: None,
+            r"asks for 'wanted', and the columns that all its prompts have are number",
+        ),
         (type("Made", (Guess,), {"__init__": lambda self, numbr: None}), "Did you mean 'number'"),
     ],
 )
 def test_what_is_no_environment_is_refused_before_anything_starts(make, message):
     with pytest.raises(ConfigError, match=message):
         require_environment(make, "env.py:X", {"number"})
-    for fine in (Guess, Echo, Counter, lambda number, other=3, **rest: Guess()):
+    for fine in (Guess, Echo, Counter, HasMore, Responds, lambda number, other=3, **rest: Guess()):
         require_environment(fine, "env.py:X", {"number"})
 
 

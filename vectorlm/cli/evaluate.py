@@ -29,6 +29,7 @@ from vectorlm.report.step_lines import json_text
 from vectorlm.rewards.function import RewardFunction, score_answers
 from vectorlm.rewards.grade import grade
 from vectorlm.rewards.registry import get_reward, short_name
+from vectorlm.rollouts.environment import ENVIRONMENT
 from vectorlm.types import RewardResult
 from vectorlm.workers import WorkerPool
 
@@ -163,7 +164,7 @@ def _ints(text: str) -> tuple[int, ...]:
 def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Answer the questions of an exam; return what is written to a file, and the text to print."""
     # It imports torch, which the other commands do without.
-    from vectorlm.rewards.evaluation import ENVIRONMENT
+    from vectorlm.rl.rollout import logged_means
 
     exam = read_exam(args)
     # Functions of two files may have one name.
@@ -205,6 +206,8 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         chances = "".join(f", pass@{k} {value:.1%}" for k, value in each.pass_at.items() if name != "sum")
         chances += "".join(f", maj@{k} {value:.1%}" for k, value in each.majority_at.items())
         lines.append(f"{name:{max(map(len, grades))}}  {right}{mean}{chances}{unscored}")
+    measured = logged_means(each.measured for options in answers for each in options)
+    lines += [f"{name}  {value:.4f}, measured by the environment" for name, value in measured.items()]
     num_answers = sum(map(len, answers))
     lines.append(f"{len(records)} questions, {num_answers} answers")
     rows = [
@@ -227,6 +230,7 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "num_questions": len(records),
         "num_answers": num_answers,
         "rewards": {name: asdict(each) for name, each in grades.items()},
+        "logged": measured,
         "answers": rows,
     }
     return found, "\n".join(lines)

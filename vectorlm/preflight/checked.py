@@ -93,9 +93,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         from vectorlm.preflight.rl import longest_sequence, rl_problems
         from vectorlm.preflight.teacher import check_teacher
 
-        problems += rl_problems(
-            config, rl, {name: [*each, *held_out.get(name, ())] for name, each in shown.items()}
-        )
+        problems += rl_problems(config, rl, shown, held_out)
         raise_problems(problems)
         max_tokens = longest_sequence(config) - 1
         check_teacher(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,14 @@ _SET_ELSEWHERE = {"n": "rl.group_size", "seed": "train_parameters.seed"}
 
 
 def rl_problems(
-    config: Config, rl: RLSettings, prompts: Mapping[str, Sequence[PromptRecord]]
+    config: Config,
+    rl: RLSettings,
+    prompts: Mapping[str, Sequence[PromptRecord]],
+    held_out: Mapping[str, Sequence[PromptRecord]],
 ) -> Iterator[str]:
     """Find what is wrong with the section ``rl``; loads the algorithm and the environments that it names.
 
-    `prompts` are those of each source, whose columns environments ask for.
+    The prompts are those of each source, whose columns environments ask for.
     """
     spec = get_algorithm(rl.algorithm)
     yield from _group_problems(config, rl, spec)
@@ -60,14 +64,19 @@ def rl_problems(
     yield from _kl_problems(config, rl, spec)
     yield from _length_problems(config, rl, spec)
     # Costs more than a minute: it is first called after models are loaded.
-    for source, each in rl.by_source.items():
-        if (environment := each.environment) is not None:
-            columns = [set(record.columns) for record in prompts.get(source, ())]
-            everywhere = set.intersection(*columns) if columns else None
-            try:
-                require_environment(load_plugin(environment.removeprefix(AGENT)), environment, everywhere)
-            except ConfigError as error:
-                yield str(error)
+    columns: dict[str, set[str] | None] = {}
+    for source in dict.fromkeys((*rl.by_source, *held_out)):
+        if (environment := rl.collect.environment_of(source)) is None:
+            continue
+        common = columns.setdefault(environment, None)
+        for record in chain(prompts.get(source, ()), held_out.get(source, ())):
+            common = set(record.columns) if common is None else common & record.columns.keys()
+        columns[environment] = common
+    for environment, common in columns.items():
+        try:
+            require_environment(load_plugin(environment.removeprefix(AGENT)), environment, common)
+        except ConfigError as error:
+            yield str(error)
 
 
 def longest_sequence(config: Config) -> int:

@@ -61,7 +61,7 @@ def notes_of(config: Config) -> Iterator[str]:
         yield f"truncate: not used with packing_type {made.packing_type}, which cuts texts into rows and drops nothing"
     dropout = (train.lora_peft_config or {}).get("lora_dropout")
     if dropout and (config.rl is not None or config.examples != "texts"):
-        yield f"lora_dropout {dropout:g}: not used, since losses of probabilities need the policy's own"
+        yield f"lora_dropout {dropout:g}: not used; only fine-tuning on texts has dropout"
     if config.rl is not None and train.sampler is not None and train.sampler.engine.inference == "vllm":
         trainer, engine = (
             train.model.dtype_on(is_cuda),

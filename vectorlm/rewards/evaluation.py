@@ -14,6 +14,7 @@ from vectorlm.report.step_lines import StepLines
 from vectorlm.rewards.function import RewardFunction, score_answers
 from vectorlm.rewards.grade import grade
 from vectorlm.rl.rollout import Rollout, logged_means
+from vectorlm.rollouts.environment import ENVIRONMENT
 from vectorlm.train.device_turn import DeviceTurn
 from vectorlm.types import PromptRecord, RewardResult
 
@@ -22,9 +23,6 @@ Results = list[list[RewardResult]]
 """Of each answer to each question."""
 Play = Callable[[Sequence[PromptRecord]], Answers]
 """Has questions played with their environment."""
-ENVIRONMENT = "environment"
-"""What metrics call the rewards of environments."""
-
 NUM_SHOWN = 3
 """Answers that each evaluation shows on the console."""
 
@@ -186,9 +184,10 @@ class Evaluator:
                 head += f", mean reward {sum(each.reward for each in scored) / len(scored):.4g}"
         lines = [head]
         num_short = sum(
-            each.finish_reason == "length" and each.num_turns == 1 and len(each.token_ids) < self._max_tokens
-            for options in answers
+            each.finish_reason == "length" and len(each.token_ids) < self._max_tokens
+            for record, options in zip(self._prompt_records, answers, strict=True)
             for each in options
+            if record.source not in self._play
         )
         if num_short:
             lines.append(

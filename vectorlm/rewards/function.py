@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import numpy as np
 
 from vectorlm.encoding import is_messages
 from vectorlm.errors import RewardError, WorkerLost
@@ -178,7 +179,11 @@ def score_answers(
     """
     if reward is None:
         return [
-            [RewardResult(math.fsum(each.turn_rewards), logged=each.measured) for each in options]
+            # In float32, as training has them: ten times 0.1 are 1.
+            [
+                RewardResult(float(np.float32(math.fsum(each.turn_rewards))), logged=each.measured)
+                for each in options
+            ]
             for options in answers
         ]
     items = [shown(each) for options in answers for each in options]

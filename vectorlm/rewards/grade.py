@@ -21,7 +21,7 @@ class Grade:
     mean_error: float
     """Its standard error; NaN with fewer than two questions."""
     accuracy: float
-    """The share of right answers: those with a reward of 1, or those that the function logs `acc` 1 of."""
+    """The share of right answers: those with a reward of 1, or those that `acc` 1 is logged of."""
     accuracy_error: float
     """Its standard error."""
     pass_at: Mapping[int, float]

@@ -100,7 +100,7 @@ class CollectSettings:
     overlong_penalty: Annotated[NonNegativeFloat, ReadIf("rl.overlong_buffer_tokens")] = 1.0
     """What a completion of `max_tokens` tokens loses, with `overlong_buffer_tokens`."""
     missing_end_penalty: NonNegativeFloat = 0.0
-    """What a completion loses that reached its token limit before it ended."""
+    """What a completion loses that reached its token limit before it ended, or had no room for another turn."""
 
     def environment_of(self, source: str) -> str | None:
         """The environment of a source's prompts."""

@@ -17,8 +17,12 @@ AGENT = "openai:"
 """How ``rl.environment`` begins where it names an agent, which asks over HTTP."""
 ENVIRONMENT = "environment"
 """What metrics call the sum of the rewards that environments give."""
-METHODS = {"reset": ("row",), "step": ("message",), "respond": ("text",), "close": (), "get_reward": ()}
-"""What an environment's methods are called with."""
+CALLED: dict[str, dict[str, tuple[str, ...]]] = {
+    "step": {"reset": ("row",), "step": ("message",), "close": ()},
+    "respond": {"respond": ("text",), "close": ()},
+    "trl": {"close": (), "get_reward": ()},
+}
+"""By the form of an environment, the methods that are called, and what with; TRL's `reset` gets the columns by name."""
 Message = Mapping[str, Any]
 """A chat message: ``{"role", "content"}``, and ``tool_calls`` where the policy called tools."""
 
@@ -82,23 +86,20 @@ def to_reply(value: Any) -> Reply:
         if not is_list or not all(isinstance(each, Mapping) for each in messages):
             raise TypeError(
                 f"it returned {str(value)[:60]!r}, a {type(value).__name__}, and must return a text, messages, a Reply "
-                "or None; rewards and the end belong into Reply(messages, reward, done)"
+                "or None; a reward and the end belong in Reply(messages, reward, done)"
             )
         for each in messages:
-            if not all(isinstance(each.get(name), str) for name in ("role", "content")):
+            # Of parts, or of calls alone, the chat template makes what it will, as of prompts.
+            is_content = isinstance(each.get("content"), str | list) or each.get("tool_calls")
+            if not isinstance(each.get("role"), str) or not is_content:
                 raise TypeError(
-                    f"it returned the message {str(each)[:60]}, which needs a `role` and a `content`, both text"
+                    f"it returned the message {str(each)[:60]}, which needs a `role` and a `content`"
                 )
         messages = [dict(each) for each in messages]
     # Not by its truth: "False" is a text that is not empty.
-    if reply.done not in (True, False):
+    if reply.done not in (True, False, None):
         raise TypeError(f"it returned done={reply.done!r}, which must be True or False")
-    return Reply(
-        messages,
-        to_reward(reply.reward),
-        bool(reply.done),
-        to_metrics(reply.metrics),
-    )
+    return Reply(messages, to_reward(reply.reward), bool(reply.done), to_metrics(reply.metrics))
 
 
 def to_reward(value: Any) -> float | None:
@@ -111,6 +112,8 @@ def to_reward(value: Any) -> float | None:
 
 def to_metrics(values: Mapping[str, Any]) -> dict[str, float]:
     """Return what an environment measured as floats; raise `TypeError` for what is no number."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"it returned the metrics {str(values)[:60]}, which must be a mapping of numbers")
     return {str(name): _number(f"metric {name!r}", value) for name, value in values.items()}
 
 
@@ -151,15 +154,16 @@ def kind_of(environment: Any, where: str) -> str:
 
 def _parameters(function: Callable[..., Any]) -> set[Any]:
     """Return the names and the kinds of a function's parameters."""
-    parameters = inspect.signature(function).parameters
+    # What is called is the wrapper of a decorated function.
+    parameters = inspect.signature(function, follow_wrapped=False).parameters
     return {*parameters, *(each.kind for each in parameters.values())}
 
 
 def require_environment(make: Any, where: str, columns: Collection[str] | None = None) -> None:
-    """Raise `ConfigError` for what cannot be an environment, or an agent; of a function it is not seen what it makes.
+    """Raise `ConfigError` for what cannot be an environment, or an agent; what a function makes is not checked.
 
-    A class has a method `step`, methods that can be called, and tools that can be described; `columns` are those that
-    all prompts have, and fill the parameters of the class or function.
+    A class has methods that can be called, and tools that can be described; `columns` are those that all its prompts
+    have, and fill the parameters of the class or function.
     """
     if not callable(make):
         raise ConfigError(
@@ -171,17 +175,19 @@ def require_environment(make: Any, where: str, columns: Collection[str] | None =
     for name, each in inspect.signature(make).parameters.items():
         is_open = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
         if columns is not None and each.default is each.empty and not is_open and name not in columns:
-            has = ", ".join(sorted(columns)) or "none but `prompt`"
             fix = nearest(name, columns) or "Give it a default, or add the column."
+            if name == "prompt":
+                fix = "Let reset(row) read it."
+            has = f"all its prompts have are {', '.join(sorted(columns)) or 'none'}"
             raise ConfigError(
-                f"{where!r} asks for {name!r}, and the columns of all its prompts are {has}. {fix}"
+                f"the environment {where!r} asks for {name!r}, and the columns that {has}. {fix}"
             )
     if not isinstance(make, type):
         return
     kind = kind_of(make, where)
-    for name, arguments in METHODS.items():
+    for name, arguments in CALLED[kind].items():
         method = inspect.getattr_static(make, name, None)
-        if inspect.isfunction(method) and (kind, name) != ("trl", "reset"):
+        if inspect.isfunction(method):
             _require_call(method, ("self", *arguments), f"{where}.{name}")
     # What an object makes of itself is not seen here.
     if kind == "trl" or isinstance(getattr(make, "tools", None), list | tuple):
@@ -190,7 +196,9 @@ def require_environment(make: Any, where: str, columns: Collection[str] | None =
 
 def _require_call(function: Any, arguments: Sequence[str], where: str) -> None:
     try:
-        inspect.signature(function).bind(*arguments)
+        inspect.signature(function, follow_wrapped=False).bind(*arguments)
+    except ValueError:
+        return  # It says nothing of its parameters.
     except TypeError as error:
         how = ", ".join(arguments)
         raise ConfigError(

@@ -115,8 +115,8 @@ class HostedEnvironment:
             method = {"begin": "reset", "end": "close"}.get(what, what)
             raise RolloutError(
                 f"the environment {self._host.where!r} failed in {method}: {error} (prompt "
-                f"{str(self._record.prompt)[:80]!r}, turn {self._num_turns}, after {self._written[:80]!r}). Catch the "
-                "error there, and return a text, messages or None instead."
+                f"{str(self._record.prompt)[:80]!r}, turn {self._num_turns}, after {self._written[:80]!r}). Correct "
+                "it there, or catch the error and return what lets the rollout go on."
             ) from error
 
     async def _ask(self, what: str, arguments: tuple[Any, ...]) -> Any:

@@ -96,8 +96,8 @@ class RolloutLogger:
         if are_cut and not self._were_cut:
             self._say(
                 f"warning: step {step}: all {len(rollouts)} completions were cut off, by sampling_params.max_tokens or "
-                "for want of room (max_model_len), so none is a whole answer; an environment is not shown a turn that "
-                "is cut. Let them be longer, or teach the model to end."
+                "by max_model_len. Let them be longer, or teach the model to end; no environment is shown a turn that "
+                "is cut."
             )
         self._were_cut = are_cut
 

@@ -220,6 +220,7 @@ class VLLMServer:
         while True:
             await asyncio.sleep(min(PROBE_EVERY_S, self._silence_s / 4))
             if not self._tasks:
+                num_refused = 0
                 continue
             try:
                 await self._call(
@@ -231,9 +232,10 @@ class VLLMServer:
                 num_refused += 1
                 if num_refused > 1:
                     self._finished.put(error)
+                    return
             except EngineError:
                 # Whatever else is wrong, the requests in flight will say so too.
-                pass
+                num_refused = 0
 
     async def _begin(self, name: str, body: Mapping[str, Any]) -> None:
         if not self._tasks:
