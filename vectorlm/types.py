@@ -144,6 +144,8 @@ class PromptRecord:
     """Which of several sources it comes from."""
 
 
+ENVIRONMENT = "environment"
+"""What metrics call the sum of the rewards that environments give."""
 MAX_REWARD = 3.4e38
 """The largest number in float32, about."""
 

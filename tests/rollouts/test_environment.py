@@ -113,7 +113,7 @@ SAID = [{"role": "user", "content": "higher"}]
         (3, "must return a text, messages, a Reply or None"),
         (b"text", "a bytes, and must return"),
         (["text"], "a list, and must return"),
-        ((SAID, 1.0, False), r"belong into Reply\(messages, reward, done\)"),
+        ((SAID, 1.0, False), r"belong in Reply\(messages, reward, done\)"),
         ([{"content": "no role"}], "needs a `role` and a `content`"),
         ({"role": "user"}, "needs a `role` and a `content`"),
         ({"role": 3, "content": "a"}, "needs a `role` and a `content`"),

@@ -29,8 +29,7 @@ from vectorlm.report.step_lines import json_text
 from vectorlm.rewards.function import RewardFunction, score_answers
 from vectorlm.rewards.grade import grade
 from vectorlm.rewards.registry import get_reward, short_name
-from vectorlm.rollouts.environment import ENVIRONMENT
-from vectorlm.types import RewardResult
+from vectorlm.types import ENVIRONMENT, RewardResult
 from vectorlm.workers import WorkerPool
 
 if TYPE_CHECKING:

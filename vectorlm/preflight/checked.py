@@ -122,10 +122,9 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
 
         tokenizer = load_tokenizer(config.model)
         size = vocab_size(Path(config.model))
-        for name, each in prompts.items():
-            check_lengths(_shown(each), tokenizer, max_tokens, _place(name), size)
-        for name, each in held_out.items():
-            check_lengths(each, tokenizer, max_tokens, _place(name, is_held_out=True), size)
+        for is_held_out, found in ((False, shown), (True, held_out)):
+            for name, each in found.items():
+                check_lengths(each, tokenizer, max_tokens, _place(name, is_held_out), size)
     # Costs more than a minute: checkpoints are looked for after models are loaded.
     return CheckedConfig(config, prompts, evaluation_prompts, find_resumption(config, world_size))
 

@@ -9,8 +9,9 @@ from vectorlm.packages import is_installed
 from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.preflight.resume import say_finished
 from vectorlm.ranks.topology import has_gpu
-from vectorlm.rollouts.environment import AGENT, ENVIRONMENT
+from vectorlm.rollouts.environment import AGENT
 from vectorlm.settings import SHORT_FORMS, PromptSettings, in_full
+from vectorlm.types import ENVIRONMENT
 
 
 def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1, notes: Sequence[str] = ()) -> str:

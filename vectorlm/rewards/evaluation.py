@@ -14,9 +14,8 @@ from vectorlm.report.step_lines import StepLines
 from vectorlm.rewards.function import RewardFunction, score_answers
 from vectorlm.rewards.grade import grade
 from vectorlm.rl.rollout import Rollout, logged_means
-from vectorlm.rollouts.environment import ENVIRONMENT
 from vectorlm.train.device_turn import DeviceTurn
-from vectorlm.types import PromptRecord, RewardResult
+from vectorlm.types import ENVIRONMENT, PromptRecord, RewardResult
 
 Answers = list[Sequence[Rollout]]
 Results = list[list[RewardResult]]

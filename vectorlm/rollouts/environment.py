@@ -10,13 +10,10 @@ from typing import Any, Protocol
 from vectorlm.encoding import is_messages
 from vectorlm.errors import ConfigError
 from vectorlm.rollouts.tools import call_tool, message_of, parse_calls, schemas_of
-from vectorlm.settings import nearest
 from vectorlm.types import MAX_REWARD
 
 AGENT = "openai:"
 """How ``rl.environment`` begins where it names an agent, which asks over HTTP."""
-ENVIRONMENT = "environment"
-"""What metrics call the sum of the rewards that environments give."""
 CALLED: dict[str, dict[str, tuple[str, ...]]] = {
     "step": {"reset": ("row",), "step": ("message",), "close": ()},
     "respond": {"respond": ("text",), "close": ()},
@@ -144,6 +141,9 @@ def kind_of(environment: Any, where: str) -> str:
         and trl_tools(environment)
     ):
         return "trl"
+    # It imports pydantic, which the workers do without.
+    from vectorlm.settings import nearest
+
     others = [name for name in dir(environment) if not name.startswith("_")]
     meant = f" {near}" if (near := nearest("step", others)) else ""
     raise ConfigError(
@@ -165,6 +165,8 @@ def require_environment(make: Any, where: str, columns: Collection[str] | None =
     A class has methods that can be called, and tools that can be described; `columns` are those that all its prompts
     have, and fill the parameters of the class or function.
     """
+    from vectorlm.settings import nearest
+
     if not callable(make):
         raise ConfigError(
             f"the environment {where!r} is a {type(make).__name__}: it must be a class or a function."

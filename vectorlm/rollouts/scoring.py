@@ -12,8 +12,8 @@ import torch
 from vectorlm.algorithms.groups import join_equal
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.settings import CollectSettings
-from vectorlm.rollouts.environment import ENVIRONMENT
 from vectorlm.rollouts.sampler import Results, SampledGroup
+from vectorlm.types import ENVIRONMENT
 
 
 class Scorer(Protocol):
