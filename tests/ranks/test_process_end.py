@@ -1,4 +1,11 @@
-"""Which of several ranks' errors is the first."""
+"""Which of several ranks' errors is the first, and the end of processes whose parent is gone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -18,3 +25,43 @@ def test_a_lost_connection_is_not_the_first_error_where_there_is_another(tmp_pat
     leave(tmp_path, 0, MemoryError("no memory"))
     leave(tmp_path, 2, ValueError("later"))
     assert first_fault(tmp_path)[:2] == (0, "MemoryError: no memory")
+
+
+CHILD = """
+import os, time
+from vectorlm.ranks.process_end import follow_parent
+follow_parent(os.getppid())
+print("ready", flush=True)
+time.sleep(60)
+"""
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def is_running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_process_that_was_stopped_ends_with_its_parent():
+    """A stopped sampler stayed where its rank was killed before it could end it."""
+    command = [sys.executable, "-c", PARENT, CHILD]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        lines = {parent.stdout.readline().strip(), parent.stdout.readline().strip()}
+        (pid,) = (int(line) for line in lines - {"ready"})
+        os.kill(pid, signal.SIGSTOP)
+        parent.kill()
+        deadline = time.monotonic() + 20
+        while is_running(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        has_ended = not is_running(pid)
+        if not has_ended:
+            os.kill(pid, signal.SIGKILL)
+    assert has_ended

@@ -43,8 +43,9 @@ def follow_parent(
 
     Before the exit it deletes the folder `scratch`, because a killed parent could not, and calls `before_exit`.
     """
-    # torch's spawn asks the kernel for a signal at the parent's death, which would end us before we tidied up.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
+    # torch's spawn asks the kernel for a signal at the parent's death, which would end us before we tidied up. This one
+    # wakes a process that was stopped, which would not notice.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     what = (parent_pid, scratch, before_exit)
     threading.Thread(target=_follow, args=what, name="follow-parent", daemon=True).start()
 
