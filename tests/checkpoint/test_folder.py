@@ -186,3 +186,17 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_run(tmp_path, monk
 def test_a_folder_whose_number_is_no_number_is_no_checkpoint(tmp_path):
     (tmp_path / "step-²").mkdir()
     assert folder.steps_in(tmp_path) == []
+
+
+def test_what_cannot_be_removed_says_why(tmp_path, monkeypatch):
+    """On a read-only file system the error was that a killed run's folder exists."""
+    path = tmp_path / "step-4"
+    begin(path)
+
+    def refuse(folder, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+
+    monkeypatch.setattr(folder.shutil, "rmtree", refuse)
+    with pytest.raises(OSError, match="Read-only file system"):
+        begin(path)

@@ -165,6 +165,8 @@ def begin(path: Path, names: str | None = None) -> Path:
     for ending in ("unfinished", "retired", "replaced"):
         for leftover in path.parent.glob(f".{names}.{ending}"):
             shutil.rmtree(leftover, ignore_errors=True)
+    if unfinished(path).exists():
+        shutil.rmtree(unfinished(path))  # It says why the folder stays: the file system may be read-only.
     unfinished(path).mkdir(parents=True)
     return unfinished(path)
 
