@@ -57,6 +57,7 @@ def test_check_says_what_the_run_would_do(complete, capsys, monkeypatch):
         "  note           train_parameters.sampler.sampling_params: answers to held-out prompts end after 16 tokens, "
         "vLLM's default. Write max_tokens for another length\n"
         "  note           use_flash_attention: there is no CUDA device, so attention is torch's own (SDPA)\n"
+        "  note           truncate: not used with packing_type partial, which cuts texts into rows and drops nothing\n"
         "  no memory plan: models/tiny holds no .safetensors file\n"
     )
 

@@ -117,7 +117,7 @@ def test_without_room_for_a_further_turn_a_rollout_ends_and_not_the_run(tmp_path
         ("raises", "KeyError: 'no tool'.*agents.py:19"),
         ("silent", "without an answer of the policy"),
         ("hangs", "no request and no result within 1 s"),
-        ("wrong", "it returned 'good'"),
+        ("wrong", "it returned the reward 'good', which must be a number"),
         ("ends", "its process"),
     ],
 )

@@ -93,7 +93,7 @@ class ModuleSource:
         """List the tensors, whole.
 
         Raises:
-            WeightMismatch: A tensor is sharded in a way that cannot be sent, or holds no values.
+            WeightMismatch: A tensor is sharded in a way that cannot be sent.
         """
         return self._description[0]
 
@@ -116,11 +116,6 @@ class ModuleSource:
         else:
             tensors = self._tensors
             manifest = tuple(TensorSpec(name, tuple(each.shape)) for name, each in tensors.items())
-        if without_values := [name for name, each in tensors.items() if each.is_meta]:
-            raise WeightMismatch(
-                f"{without_values[0]!r} is on the device 'meta', as {len(without_values)} of {len(tensors)} tensors "
-                "are: they hold no values. Load the model's weights before it is swapped in."
-            )
         return manifest, {
             name: rows_of(tensor, self._topology, changes.get(name)) for name, tensor in tensors.items()
         }
