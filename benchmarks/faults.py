@@ -514,7 +514,7 @@ def leftovers(run: Run, patience_s: float) -> dict[str, list[str]]:
     found["temporary files"] = [
         name for name in found["temporary files"] if not name.startswith("torchinductor_")
     ]
-    return {what: each for what, each in found.items() if each}
+    return {what: [without_places(name) for name in each] for what, each in found.items() if each}
 
 
 def says_where_it_resumes(run: Run) -> bool:
@@ -562,11 +562,21 @@ def checkpoints(output: Path) -> list[Path]:
     return [folder_of(folder, step) for step in steps_in(folder)]
 
 
+def without_places(text: str) -> str:
+    """Return a text without the folders of this machine."""
+    for folder in (
+        ROOT,
+        sysconfig.get_path("scripts"),
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("purelib"),
+    ):
+        text = text.replace(f"{folder}/", "")
+    return text
+
+
 def message(run: Run) -> str:
     """Return the error that a run ended with, without its tracebacks and without the folders of this machine."""
-    text = run.error()
-    for folder in (ROOT, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
-        text = text.replace(f"{folder}/", "")
+    text = without_places(run.error())
     for name in ("RankFailed", r"\w+Error"):
         if found := re.findall(rf"^{name}: .*?(?=^Traceback|\Z)", text, re.DOTALL | re.MULTILINE):
             return found[-1].strip()[:600]
