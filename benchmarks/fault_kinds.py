@@ -146,11 +146,12 @@ def cause(fault: Fault, mode: Mode) -> str:
         case ("raise", target):
             return f"ArithmeticError: a fault in {target}"
         case ("out of memory", target):
-            # Python itself may be out of memory, and say nothing of use; for a thread the kernel has other words.
+            # Python itself may be out of memory, and say nothing of use; for a thread the kernel has other words. What
+            # rank 0 raises where ranks meet, all of them raise.
             return (
                 "raised Engine(Error|Died)"
                 if target == "sampler"
-                else "rank 0 of . raised .*(?i:memory|alloc|Resource temporarily unavailable|new thread)"
+                else "rank . of . raised .*(?i:memory|alloc|Resource temporarily unavailable|new thread)"
             )
         case ("full disk", _):
             return "No space left on device.*/disk/run|/disk/run.*No space left on device"

@@ -83,6 +83,17 @@ def test_whatever_the_end_of_a_run_calls_is_called_before_its_start(
         rehearse(config)
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_a_lack_of_memory_is_not_blamed_on_the_config(inputs, tmp_path, monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(rehearsal, "load_model", fail)
+    with pytest.raises(type(error)) as raised:
+        rehearse(make_config(inputs, tmp_path / "run"))
+    assert raised.value is error
+
+
 def test_a_folder_that_cannot_be_written_and_a_full_disk_are_refused(inputs, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=r"train_parameters\.output_dir=.* cannot take the exported model"):

@@ -84,13 +84,15 @@ def _naming(config: Config) -> Iterator[None]:
     """Say what an error means, which the end of a run would raise."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, MemoryError, torch.OutOfMemoryError):
         raise
     except OSError as error:
         rule = f"cannot take the exported model ({error})"
         fix = "Make it writable, or name another folder."
         raise ConfigError(refuse(config, "train_parameters.output_dir", rule, fix)) from error
     except Exception as error:
+        if "allocate memory" in str(error):  # torch on CPU, whose error no file or adapter would mend.
+            raise
         what = "" if isinstance(error, VectorLMError) else f"{type(error).__name__}: "
         raise ConfigError(
             f"what this run trains could not be exported, merged or sampled from at its end ({what}{error}). Change "
