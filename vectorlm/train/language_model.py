@@ -83,13 +83,19 @@ class LanguageModel:
         self.device = torch.device(device)
         causal = inner_model(model)
         self._can_skip_logits = "logits_to_keep" in inspect.signature(causal.forward).parameters
-        add_packed_pass(model)
-        self.why_padded = why_not_packed(model) if packs else "pack_rows is False"
+        # At the edge of a support rounding decides, and would look like a difference.
+        plain = self.untruncated()
+
+        def padded(rows: Rows) -> tuple[torch.Tensor, torch.dtype]:
+            values, dtype = plain._padded(rows)
+            return values.logprobs, dtype
+
+        def packed(rows: Rows) -> tuple[torch.Tensor, Packing]:
+            values, packing = plain._packed(rows)
+            return values.logprobs, packing
+
+        self.why_padded = prepare_packing(model, padded, packed, packs=packs, context=context)
         """Why rows are padded; None where they are not."""
-        if self.why_padded is None:
-            # At the edge of a support rounding decides, and would look like a difference.
-            self.why_padded = self.untruncated()._compared()
-        require_packed(context, self.why_padded)
 
     @property
     def packs(self) -> bool:
@@ -116,10 +122,8 @@ class LanguageModel:
         """
         is_asked = rows.is_asked.to(self.device)
         bitmasks = None if self.grammar is None else self.grammar.bitmasks(rows).to(self.device)
-        if self.packs:
-            values = self._packed(rows, pack(rows, self.context), entropy, compare, bitmasks)
-        else:
-            values = self._picked(rows, *self._logits(rows), entropy, compare, bitmasks)
+        compute = self._packed if self.packs else self._padded
+        values, _ = compute(rows, entropy, compare, bitmasks)
         found = []
         for each in values:
             if each is not None:
@@ -164,13 +168,13 @@ class LanguageModel:
     def _packed(
         self,
         rows: Rows,
-        packing: Packing,
-        entropy: EntropyKind,
+        entropy: EntropyKind = "none",
         compare: Comparison | None = None,
         bitmasks: torch.Tensor | None = None,
-    ) -> TokenValues:
+    ) -> tuple[TokenValues, Packing]:
         model: Any = self.model
         causal = inner_model(model)
+        packing = pack(rows, self.context)
 
         def values(states: torch.Tensor) -> TokenValues:
             return token_values(
@@ -186,7 +190,7 @@ class LanguageModel:
             )
 
         found: TokenValues = model.packed_pass(packing, self.device, values)
-        return TokenValues(*(packing.gather(each) for each in found if each is not None))
+        return TokenValues(*(packing.gather(each) for each in found if each is not None)), packing
 
     def _logits(self, rows: Rows) -> tuple[torch.Tensor, int]:
         """Return the logits of padded rows, and how many positions before any that is asked for they leave out."""
@@ -201,16 +205,15 @@ class LanguageModel:
         )
         return output.logits, skipped
 
-    def _picked(
+    def _padded(
         self,
         rows: Rows,
-        logits: torch.Tensor,
-        skipped: int,
-        entropy: EntropyKind,
+        entropy: EntropyKind = "none",
         compare: Comparison | None = None,
         bitmasks: torch.Tensor | None = None,
-    ) -> TokenValues:
-        return token_values(
+    ) -> tuple[TokenValues, torch.dtype]:
+        logits, skipped = self._logits(rows)
+        values = token_values(
             logits.flatten(0, 1),
             rows.targets.to(self.device),
             self.temperature,
@@ -221,24 +224,12 @@ class LanguageModel:
             bitmasks=bitmasks,
             compare=compare,
         )
+        return values, logits.dtype
 
     def _places(self, rows: Rows, skipped: int) -> torch.Tensor:
         """Return where among the logits of padded rows those of the tokens that are asked for lie, int64 [M]."""
         is_before = rows.is_asked.roll(-1, dims=1)[:, skipped:].flatten()
         return torch.nonzero(is_before)[:, 0].to(self.device)
-
-    def _compared(self) -> str | None:
-        """Compute a few rows padded, then packed; where they differ, go back to padding and say why."""
-
-        def padded(rows: Rows) -> tuple[torch.Tensor, torch.dtype]:
-            logits, skipped = self._logits(rows)
-            return self._picked(rows, logits, skipped, "none").logprobs, logits.dtype
-
-        def packed(rows: Rows) -> tuple[torch.Tensor, Packing]:
-            packing = pack(rows, self.context)
-            return self._packed(rows, packing, "none").logprobs, packing
-
-        return why_not_alike(self.model, padded, packed)
 
 
 def require_packed(context: ContextGroup | None, why_padded: str | None) -> None:
@@ -251,39 +242,53 @@ def require_packed(context: ContextGroup | None, why_padded: str | None) -> None
 
 
 @torch.no_grad()
-def why_not_alike(
+def prepare_packing(
     model: nn.Module,
     padded: Callable[[Rows], tuple[torch.Tensor, torch.dtype]],
     packed: Callable[[Rows], tuple[torch.Tensor, Packing]],
+    *,
+    packs: bool,
+    context: ContextGroup | None,
 ) -> str | None:
-    """Compute a few rows padded, then packed; where the values differ, go back to padding and say why.
+    """Let a model compute rows laid end to end if it can and `packs`; return why rows are padded, None if they are not.
 
-    Beside the values `padded` returns the type that they were computed in, and `packed` how it laid out the rows.
+    A few rows are computed both ways, and where the values differ the model stays as it was. Beside the values `padded`
+    returns the type that they were computed in, and `packed` how it laid out the rows.
+
+    Raises:
+        ConfigError: Rows are padded, and the ranks of a `context` were to share them.
     """
     causal = inner_model(model)
-    input_ids = torch.arange(40).view(4, 10) % causal.config.get_text_config().vocab_size
-    input_ids[1:3, :5] = input_ids[0, :5]
-    lengths = torch.tensor([7, 10, 6, 9])[:, None]
-    attention_mask = (torch.arange(10) < lengths).long()
-    is_asked = attention_mask.bool() & (torch.arange(10) > 4)
-    rows = Rows(input_ids, attention_mask, is_asked, (0, 0, 0, 1))
-    was_training = model.training
-    before = causal.config._attn_implementation
-    model.eval()
-    expected, dtype = padded(rows)
-    causal.set_attn_implementation(PACKED)
-    found, packing = packed(rows)
-    reshard(model)
-    model.train(was_training)
-    gap = (found - expected).abs().max()
-    if dist.is_initialized():
-        dist.all_reduce(gap, dist.ReduceOp.MAX)
-    limit = HALF_TOLERANCE if dtype.itemsize == 2 else TOLERANCE
-    reason = _unread(causal, packing)
-    if reason is None and not gap <= limit:
-        reason = f"what it computes would be {gap.item():.2g} off"
-    if reason is not None:
-        causal.set_attn_implementation(before)
+    if "packed_pass" not in vars(model):
+        # FSDP2 gathers weights for it as for the forward pass.
+        model.packed_pass = partial(_packed_pass, causal)  # type: ignore[assignment]
+        register_fsdp_forward_method(model, "packed_pass")
+    reason = _why_not_packed(causal) if packs else "pack_rows is False"
+    if reason is None:
+        input_ids = torch.arange(40).view(4, 10) % causal.config.get_text_config().vocab_size
+        input_ids[1:3, :5] = input_ids[0, :5]
+        lengths = torch.tensor([7, 10, 6, 9])[:, None]
+        attention_mask = (torch.arange(10) < lengths).long()
+        is_asked = attention_mask.bool() & (torch.arange(10) > 4)
+        rows = Rows(input_ids, attention_mask, is_asked, (0, 0, 0, 1))
+        was_training = model.training
+        before = causal.config._attn_implementation
+        model.eval()
+        expected, dtype = padded(rows)
+        causal.set_attn_implementation(PACKED)
+        found, packing = packed(rows)
+        reshard(model)
+        model.train(was_training)
+        gap = (found - expected).abs().max()
+        if dist.is_initialized():
+            dist.all_reduce(gap, dist.ReduceOp.MAX)
+        limit = HALF_TOLERANCE if dtype.itemsize == 2 else TOLERANCE
+        reason = _unread(causal, packing)
+        if reason is None and not gap <= limit:
+            reason = f"what it computes would be {gap.item():.2g} off"
+        if reason is not None:
+            causal.set_attn_implementation(before)
+    require_packed(context, reason)
     return reason
 
 
@@ -293,9 +298,8 @@ def inner_model(model: nn.Module) -> Any:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
-def why_not_packed(model: nn.Module) -> str | None:
+def _why_not_packed(causal: Any) -> str | None:
     """Say what keeps rows of a model from being packed, as far as it tells without a forward pass; None for nothing."""
-    causal = inner_model(model)
     implementation, config = causal.config._attn_implementation, causal.config.get_text_config()
     # What torch's own kernel does not suit, as attention sinks, `packed_attention` does not know either.
     is_known = causal._supports_attention_backend and causal._supports_sdpa
@@ -322,13 +326,6 @@ def _unread(causal: Any, packing: Packing) -> str | None:
         name for name, given in packing.seen.items() if name not in HARMLESS and given != {type(None)}
     )
     return f"its attention follows {', '.join(unknown)}" if unknown else None
-
-
-def add_packed_pass(model: nn.Module) -> None:
-    """Give a model the method `packed_pass`, unless it has it; FSDP2 gathers weights for it as for the forward pass."""
-    if "packed_pass" not in vars(model):
-        model.packed_pass = partial(_packed_pass, inner_model(model))  # type: ignore[assignment]
-        register_fsdp_forward_method(model, "packed_pass")
 
 
 def _packed_pass(

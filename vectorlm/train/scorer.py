@@ -10,13 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vectorlm.train.context import ContextGroup
-from vectorlm.train.language_model import (
-    add_packed_pass,
-    inner_model,
-    require_packed,
-    why_not_alike,
-    why_not_packed,
-)
+from vectorlm.train.language_model import inner_model, prepare_packing
 from vectorlm.train.packing import Packing, Rows, pack
 
 
@@ -35,12 +29,10 @@ class Scorer:
         self.model, self._device, self._context = model, torch.device(device), context
         inner = inner_model(model)
         self._score, self._padding = inner.score, inner.config.get_text_config().pad_token_id
-        add_packed_pass(model)
-        self.why_padded = why_not_packed(model) if packs else "pack_rows is False"
+        self.why_padded = prepare_packing(
+            model, self._of_padded, self._of_packed, packs=packs, context=context
+        )
         """Why rows are padded; None where they are not."""
-        if self.why_padded is None:
-            self.why_padded = why_not_alike(model, self._of_padded, self._of_packed)
-        require_packed(context, self.why_padded)
 
     def __call__(self, rows: Rows, is_read: torch.Tensor | None = None) -> torch.Tensor:
         """Return float32 [B], the scores of rows on the CPU; which tokens they ask for is not read.
