@@ -76,7 +76,7 @@ def _make_loop(run: Run, on_step: OnStep | None) -> FineTuningLoop:
     )
     held_out = zip(data.held_out.values(), eval_loaders.values(), strict=True)
     with recorder.timer.span("time/reference_s") if run.config.preference else nullcontext():
-        objective = _objective(run, model, [(data.train_ds, train_loader), *held_out])
+        objective, why_padded = _objective(run, model, [(data.train_ds, train_loader), *held_out])
     loop = FineTuningLoop(
         optimizer_step=OptimizerStep(
             model, optimizer, schedule, settings.loop.max_grad_norm, run.topology, "model"
@@ -87,26 +87,30 @@ def _make_loop(run: Run, on_step: OnStep | None) -> FineTuningLoop:
         settings=settings.loop,
         recorder=recorder,
     )
-    why = objective.why_padded
-    if why is not None and isinstance(objective, NextTokens) and train_loader.has_texts_in_rows:
+    if why_padded is not None and run.config.examples == "texts" and train_loader.has_texts_in_rows:
         # Laid end to end, each would be computed by itself.
-        why = f"{why}; the texts that were packed into a row see those before them"
-    recorder.say_padded(why)
+        why_padded = f"{why_padded}; the texts that were packed into a row see those before them"
+    recorder.say_padded(why_padded)
     return loop
 
 
-def _objective(run: Run, model: nn.Module, loaders: Sequence[tuple[str, StepLoader]]) -> Objective:
-    """Return what the run minimises; `loaders` get the reference's log-probabilities of the folders that they read."""
+def _objective(
+    run: Run, model: nn.Module, loaders: Sequence[tuple[str, StepLoader]]
+) -> tuple[Objective, str | None]:
+    """Return what the run minimises, and why rows are padded, None where they are not.
+
+    `loaders` get the reference's log-probabilities of the folders that they read.
+    """
     packs, ignore_index = run.config.train_parameters.model.pack_rows, run.config.text.ignore_index
     if (reward_model := run.config.reward_model) is not None:
         scorer = Scorer(model, packs=packs, device=run.topology.device, context=run.context)
         if reward_model.step_separator is not None:
-            return Steps(scorer, ignore_index)
-        return RewardPairs(scorer, reward_model.center_coef, ignore_index)
+            return Steps(scorer, ignore_index), scorer.why_padded
+        return RewardPairs(scorer, reward_model.center_coef, ignore_index), scorer.why_padded
     language_model = LanguageModel(model, packs=packs, device=run.topology.device, context=run.context)
     preference = run.config.preference
     if preference is None:
-        return NextTokens(language_model, ignore_index)
+        return NextTokens(language_model, ignore_index), language_model.why_padded
     spec = PAIR_LOSSES.get(preference.loss)
     averages = spec is not None and spec.averages
     if preference.length_normalised is not None:
@@ -118,8 +122,8 @@ def _objective(run: Run, model: nn.Module, loaders: Sequence[tuple[str, StepLoad
             reading = _loader(run, path, is_training=False)
             loader.references = completions.table(reading, loader.num_examples)
     if spec is None:
-        return GoodAndBad(completions, preference)
-    return PreferencePairs(completions, spec, preference)
+        return GoodAndBad(completions, preference), language_model.why_padded
+    return PreferencePairs(completions, spec, preference), language_model.why_padded
 
 
 def _loader(run: Run, path: str, *, is_training: bool) -> StepLoader:

@@ -38,10 +38,6 @@ class Objective(Protocol):
         """What is measured beside the loss."""
         ...
 
-    @property
-    def why_padded(self) -> str | None:
-        """Why rows are padded; None where they are not."""
-
     def prepare(self, batches: Iterable[Batch]) -> Iterable[Batch]:
         """Take this rank's micro-batches of the next step, or of a held-out dataset, as `sum_loss` reads them."""
         ...
@@ -64,11 +60,6 @@ class NextTokens:
     """Label of tokens outside the loss."""
     counts = "token"
     names = ()
-
-    @property
-    def why_padded(self) -> str | None:
-        """Why rows are padded; None where they are not."""
-        return self.language_model.why_padded
 
     def prepare(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Make each text a row of its own where that takes no padding, so that no text sees the one before it."""

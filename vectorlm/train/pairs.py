@@ -47,11 +47,6 @@ class RewardPairs(Pairs):
     center_coef: float = 0.0
     ignore_index: int = -100
 
-    @property
-    def why_padded(self) -> str | None:
-        """Why rows are padded; None where they are not."""
-        return self.scorer.why_padded
-
     def sum_loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses of the pairs, and the sums of `names`."""
         scores = self.scorer(known_rows(batch, self.scorer.model, self.ignore_index))
@@ -76,11 +71,6 @@ class Steps:
     names = ("step_accuracy", "step_brier", "step_bias", "right_probability", "wrong_probability")
     """How often the likelier label is the given one; of the probability that a step is right the mean squared error and
     the mean error, and its means over right and over wrong steps."""
-
-    @property
-    def why_padded(self) -> str | None:
-        """Why rows are padded; None where they are not."""
-        return self.scorer.why_padded
 
     def prepare(self, batches: Iterable[Batch]) -> Iterable[Batch]:
         """Take the batches as they are."""
@@ -114,11 +104,6 @@ class Completions:
     """Whether these are divided by the number of tokens."""
     ignore_index: int = -100
     """Label of tokens that belong to no completion."""
-
-    @property
-    def why_padded(self) -> str | None:
-        """Why rows are padded; None where they are not."""
-        return self.language_model.why_padded
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """Return float32 [B], of each row of texts that are apart."""
@@ -157,11 +142,6 @@ class PreferencePairs(Pairs):
         """Label of tokens that belong to no completion."""
         return self.completions.ignore_index
 
-    @property
-    def why_padded(self) -> str | None:
-        """Why rows are padded; None where they are not."""
-        return self.completions.why_padded
-
     def sum_loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses of the pairs, and the sums of `names`."""
         chosen, rejected = in_pairs(self.completions.logprobs(batch), batch)
@@ -182,11 +162,6 @@ class GoodAndBad:
     _kl: float = 0.0
     counts = "completion"
     names = ("chosen_reward", "rejected_reward", "kl")
-
-    @property
-    def why_padded(self) -> str | None:
-        """Why rows are padded; None where they are not."""
-        return self.completions.why_padded
 
     def prepare(self, batches: Iterable[Batch]) -> list[Batch]:
         """Estimate the divergence of all batches together, and leave out the texts that it is estimated from."""
