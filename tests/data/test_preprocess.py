@@ -10,9 +10,9 @@ from letters import BOS, EOS, IGNORE, letter_tokenizer, made_of, spell
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.data.pack import best_fit
 from vectorlm.data.summary import Summary
-from vectorlm.data.tokenise import Progress
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.ranks.topology import Topology
+from vectorlm.ranks.wait import Progress
 
 TEXTS = ["abc", "defgh", "", "ijklmnopq", "r"]
 
@@ -284,8 +284,8 @@ def test_only_a_dataset_is_replaced():
 
 def test_where_no_terminal_is_progress_is_told_in_plain_lines(monkeypatch, capsys):
     now = iter([0.0, 4.0, 16.0, 16.0, 20.0, 20.0])
-    monkeypatch.setattr("vectorlm.data.tokenise.time.monotonic", lambda: next(now))
-    progress = Progress(400)
+    monkeypatch.setattr("vectorlm.ranks.wait.time.monotonic", lambda: next(now))
+    progress = Progress("tokenise, rows", 400)
     for _ in range(2):
         progress.add(100)
     assert capsys.readouterr().err == "tokenise, rows: 200 of 400, 20 s so far, about 20 s left\n"

@@ -114,7 +114,7 @@ class Chat:
         message = messages[index]
         content = "y" if str(message.get("content", "")).lstrip().startswith("x") else "x"
         other = self.render(name, [*messages[:index], {**message, "content": content}], tools)
-        return len(os.path.commonprefix([text, other, prompt]))
+        return len(os.path.commonprefix([text, other, prompt]))  # noqa: RUF071  It is a prefix of text.
 
     def _end(self, name: str, messages: Sequence[Message], num: int, tools: Any, text: str) -> int:
         """Return where the first `num` messages end in `text`, after checking that it begins with them."""

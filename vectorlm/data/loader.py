@@ -82,11 +82,13 @@ class Collator:
         if not row.keys().isdisjoint(_PREFERENCES):
             if len(lengths) != 2:
                 raise DatasetError(
-                    f"row {row['id']} of the dataset holds {len(lengths)} texts by seq_lengths, and a row of preference "
-                    "data holds two. Preprocess the dataset again."
+                    f"row {row['id']} of the dataset holds {len(lengths)} texts by seq_lengths, and a row of "
+                    "preference data holds two. Preprocess the dataset again."
                 )
             # Each text of a pair may be as long as a row.
-            is_kept &= torch.tensor([place < self.max_seq_len for length in lengths for place in range(length)])
+            is_kept &= torch.tensor(
+                [place < self.max_seq_len for length in lengths for place in range(length)]
+            )
             return [each[is_kept] for each in columns]
         return [each[is_kept][: self.max_seq_len] for each in columns]
 
@@ -95,9 +97,9 @@ class StepLoader:
     """Split each epoch into optimizer steps, and each step into this rank's micro-batches.
 
     The rows of a step depend only on the seed, the epoch and the global batch size
-    ``num_data_shares * micro_batch_size * num_micro_batches``, not on how that product is split. Each row is seen exactly
-    once per epoch. Filler rows that count in no loss complete a short last step, so that all ranks do the same number
-    of forward passes. There is no state to save: the loader can start from any step of any epoch.
+    ``num_data_shares * micro_batch_size * num_micro_batches``, not on how that product is split. Each row is seen
+    exactly once per epoch. Filler rows that count in no loss complete a short last step, so that all ranks do the same
+    number of forward passes. There is no state to save: the loader can start from any step of any epoch.
 
     Args:
         dataset: Rows with `input_ids` and `labels`, optionally `attention_mask` and `seq_lengths` (of a row's texts).

@@ -32,7 +32,7 @@ def common_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def value_of(name: str, row: Mapping[str, Any], examples: str) -> float:
-    """Return the margin of a pair, 0 without one, or 1 for a good completion and 0 for a bad one; of steps their number.
+    """Return the margin of a pair, 0 without one; 1 for a good completion, 0 for a bad one; of steps their number.
 
     Raises:
         DatasetError: It is missing, or of another type, or steps have another number of labels.
@@ -48,7 +48,9 @@ def value_of(name: str, row: Mapping[str, Any], examples: str) -> float:
         num = len(steps) if isinstance(steps, list) else 0
         has_labels = isinstance(value, list) and all(isinstance(each, bool) for each in value)
         is_right = has_labels and len(row["labels"]) == num > 0
-        what = f"a list of true or false, one for each of the steps in 'completions', of which there are {num}"
+        what = (
+            f"a list of true or false, one for each of the steps in 'completions', of which there are {num}"
+        )
         value = num if is_right else value
     elif examples == "labels":
         is_right, what = is_label, "true or false"
@@ -57,7 +59,8 @@ def value_of(name: str, row: Mapping[str, Any], examples: str) -> float:
         what = "a finite number"
     if value is None or not is_right:
         raise DatasetError(
-            f"{name} holds {str(value)[:60]!r} in {VALUES[examples]!r}: it must be {what}. Correct it, or remove the row."
+            f"{name} holds {str(value)[:60]!r} in {VALUES[examples]!r}: it must be {what}. Correct it, or remove the "
+            "row."
         )
     return float(value)
 

@@ -16,9 +16,9 @@ from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import open_source, write_rows
 from vectorlm.data.summary import VALUE_COLUMNS, Summary, add_row
 from vectorlm.data.tokenise import ROWS_PER_CALL, make_tokeniser
-from vectorlm.ranks.wait import count_rows
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.packages import is_installed
+from vectorlm.ranks.wait import count_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset

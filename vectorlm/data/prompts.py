@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
-from vectorlm.data.source import is_hub_name, load_hub, load_saved, splits_of, take_split
+from vectorlm.data.source import is_hub_name, load_hub, splits_of, take_split
 from vectorlm.data.tasks import Tasks
 from vectorlm.data.tasksets import read_taskset
 from vectorlm.encoding import asked, encode, require_whole_characters
@@ -64,8 +64,8 @@ def read_prompts(
 
     Args:
         source: Prompts; the path of a JSONL file, a Parquet file (``.parquet``) or a folder of
-            ``datasets.Dataset.save_to_disk``; the name of a dataset on the hub; ``reasoning_gym:TASK`` or ``verifiers:TASKSET``;
-            or settings.
+            ``datasets.Dataset.save_to_disk``; the name of a dataset on the hub; ``reasoning_gym:TASK`` or
+            ``verifiers:TASKSET``; or settings.
         setting: Name of the source in an error.
         is_held_out: Whether tasks are others than those that are trained on, where the settings name no seed.
 
@@ -246,6 +246,6 @@ def check_lengths(
             )
         if len(token_ids) > max_tokens:
             raise DatasetError(
-                f"prompt {index} of {setting} has {len(token_ids)} tokens, more than the {max_tokens} that leave room for an "
-                "answer: leave it out, or raise train_parameters.max_seq_len and sampler.engine.max_model_len."
+                f"prompt {index} of {setting} has {len(token_ids)} tokens, more than the {max_tokens} that leave room "
+                "for an answer: leave it out, or raise train_parameters.max_seq_len and sampler.engine.max_model_len."
             )

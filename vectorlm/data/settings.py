@@ -55,8 +55,8 @@ class PreprocessSettings:
     the first of these that is there."""
     examples: Literal["texts", "pairs", "labels", "steps"] = "texts"
     """What a row is: a text to fine-tune on; `chosen` and `rejected`, with or without `prompt` and `margin` (`pairs`);
-    `prompt`, `completion` and whether it is a good one, `label` (`labels`); or `prompt`, a list of steps, `completions`,
-    and whether each is right, `labels` (`steps`)."""
+    `prompt`, `completion` and whether it is a good one, `label` (`labels`); or `prompt`, a list of steps,
+    `completions`, and whether each is right, `labels` (`steps`)."""
     step_separator: Annotated[Separator, ReadIf("dataset_preprocess.examples", ("steps",))] = "\n"
     """What is put after each step."""
     ignore_index: Label = -100
@@ -72,8 +72,8 @@ class PreprocessSettings:
     overlap: NonNegativeInt = 0
     """Tokens that one chunk shares with the next while packing; they count in the loss once."""
     add_bos_eos_tokens: bool = True
-    """Put the tokenizer's BOS and EOS tokens around each text, or each chunk when packing (where an EOS in the middle of
-    a text does not count in the loss). Messages have those of their chat template instead."""
+    """Put the tokenizer's BOS and EOS tokens around each text, or each chunk when packing (where an EOS in the middle
+    of a text does not count in the loss). Messages have those of their chat template instead."""
     from_disk: bool = True
     """Not read: what is there at `load_path` decides. Accepted so that existing files load."""
     seperator: str | None = None
@@ -87,8 +87,8 @@ class PreprocessSettings:
     hub_config: str | None = None
     """Configuration of a dataset on the hub that has several, such as `main`."""
     truncate: bool = False
-    """Cut texts off at `max_seq_len` tokens, without packing or with `best_fit`; a text that is cut ends in EOS, messages
-    do not."""
+    """Cut texts off at `max_seq_len` tokens, without packing or with `best_fit`; a text that is cut ends in EOS,
+    messages do not."""
     pre_pend: str | None = None
     """Text put before each example."""
     num_proc: PositiveInt = 1

@@ -33,8 +33,8 @@ class Source:
 
     dataset: Dataset
     lines: str | None = None
-    """What, `text` or `jsonl`, the column `line` holds where rows are lines of files, beside `file` and `number`; None for other rows,
-    which have the columns of the dataset."""
+    """What the column `line` holds, beside `file` and `number`, if rows are lines of files: `text` or `jsonl`; None for
+    other rows, which have the columns of the dataset."""
 
     def rows(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> Iterator[tuple[str, Any]]:
         """Yield the name of each row in an error, and its columns.

@@ -92,7 +92,8 @@ class Summary:
     def count(self, dataset: Dataset) -> None:
         """Count the rows of `dataset` as training will see them."""
         totals = np.zeros(7, dtype=np.int64)
-        self.longest, self.has_pairs = 0, has_pairs(dataset)
+        self.longest = 0
+        self.has_pairs = not set(PREFERENCE_COLUMNS.values()).isdisjoint(dataset.column_names)
         names = [each for each in ("labels", "attention_mask", "seq_lengths") if each in dataset.column_names]
         for table in dataset.select_columns(names).with_format("arrow").iter(ROWS_PER_COUNT):
             counts, longest = _count(table, self.max_seq_len, self.ignore_index, self.has_pairs)
@@ -137,14 +138,14 @@ class Summary:
             )
         if self.begins_rows_alone:
             yield (
-                "BOS stands before each row, not before each text of it, as packing_type: full joins them. Use best_fit for "
-                "a model whose prompts begin with BOS"
+                "BOS stands before each row, not before each text of it, as packing_type: full joins them. Use "
+                "best_fit for a model whose prompts begin with BOS"
             )
         if self.long_rows:
             yield (
                 f"rows longer than max_seq_len={self.max_seq_len}: {self.long_rows:,}. Training will cut "
-                f"{self.cut_tokens:,} tokens off them, {self.cut_loss_tokens:,} of which count in the loss. Set truncate: "
-                "True or a packing_type, or raise max_seq_len"
+                f"{self.cut_tokens:,} tokens off them, {self.cut_loss_tokens:,} of which count in the loss. Set "
+                "truncate: True or a packing_type, or raise max_seq_len"
             )
         if self.idle_rows:
             yield (
@@ -175,11 +176,6 @@ def add_row(rows: Rows, reason: str, name: str) -> None:
     """Count one more row for a reason."""
     num, first = rows.get(reason, (0, name))
     rows[reason] = (num + 1, first)
-
-
-def has_pairs(dataset: Dataset) -> bool:
-    """Whether the rows of a preprocessed dataset are pairs, or labelled completions."""
-    return bool(set(PREFERENCE_COLUMNS.values()) & set(dataset.column_names))
 
 
 def _count(table: Any, max_seq_len: int, ignore_index: int, is_pairs: bool) -> tuple[list[int], int]:

@@ -21,7 +21,7 @@ HELD_OUT_SEED = 2**30
 NUM_SAMPLED = 8
 """Items that are looked at before a run starts."""
 BY_HASH = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
-"""Tasks (0.1.25) whose items depend on the order of sets, which is another in each process unless PYTHONHASHSEED is set."""
+"""Tasks (0.1.25) whose items depend on the order of sets, which differs between processes without PYTHONHASHSEED."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ class Tasks(Sequence[PromptRecord]):
             DatasetError: There is no such task, level or argument, or no reasoning-gym.
         """
         if not is_installed("reasoning_gym"):
-            raise DatasetError(f"{setting} needs the package reasoning_gym. Run `pip install 'vectorlm[rewards]'`.")
+            raise DatasetError(
+                f"{setting} needs the package reasoning_gym. Run `pip install 'vectorlm[rewards]'`."
+            )
         from reasoning_gym.utils import SYSTEM_PROMPTS
 
         assert settings.reasoning_gym is not None
@@ -131,15 +133,18 @@ class Tasks(Sequence[PromptRecord]):
             if name not in DATASETS or (name == COMPOSITE != self.task):
                 fix = nearest(name, DATASETS) or "reasoning_gym.factory.DATASETS has their names."
                 raise DatasetError(f"there is no task {name!r}. {fix}")
-        configs = [(self.task, self.config), *((each["name"], each.get("config", {})) for each in self._parts)]
-        for name, config in configs:
+        parts = ((each["name"], each.get("config", {})) for each in self._parts)
+        for name, config in ((self.task, self.config), *parts):
             known = [each.name for each in fields(DATASETS[name][1]) if each.name not in ("seed", "size")]
             if wrong := [each for each in config if each not in known]:
                 fix = nearest(wrong[0], known) or f"It has {', '.join(known)}."
                 raise DatasetError(f"the task {name!r} has no setting {wrong[0]!r} in its config. {fix}")
-        if by_hash := [each for each in self._names if each in BY_HASH and "PYTHONHASHSEED" not in os.environ]:
-            rule = f"the items of {by_hash[0]!r} depend on Python's hash seed, which differs between processes"
-            raise DatasetError(f"{rule}. Start the run with PYTHONHASHSEED=0 in its environment.")
+        by_hash = [each for each in self._names if each in BY_HASH]
+        if by_hash and "PYTHONHASHSEED" not in os.environ:
+            raise DatasetError(
+                f"the items of {by_hash[0]!r} depend on Python's hash seed, which differs between processes. Start the "
+                "run with PYTHONHASHSEED=0 in its environment."
+            )
         if self.level is not None and self.level >= self.num_levels:
             has = f"has the levels 0 to {self.num_levels - 1}" if self.num_levels else "has no curriculum"
             raise DatasetError(f"level {self.level} is not there: it {has}.")
@@ -166,8 +171,11 @@ def _dataset(task: str, config_text: str, size: int, seed: int, level: int | Non
 
     config = json.loads(config_text)
     if task == COMPOSITE:
-        parts = [(each["name"], each.get("weight", 1.0), each.get("config", {})) for each in config["datasets"]]
-        config = {"datasets": [DatasetSpec(name, weight, _of_level(name, level) | own) for name, weight, own in parts]}
+        parts = []
+        for each in config["datasets"]:
+            own = _of_level(each["name"], level) | each.get("config", {})
+            parts.append(DatasetSpec(each["name"], each.get("weight", 1.0), own))
+        config = {"datasets": parts}
     else:
         config = _of_level(task, level) | config
     return create_dataset(task, **config, seed=seed, size=size)
@@ -181,7 +189,8 @@ def _of_level(task: str, level: int | None) -> dict[str, Any]:
     curriculum.set_global_level(level)
     names = []
     for each in curriculum.attributes.values():
-        names += [each.lower_field_name, each.upper_field_name] if hasattr(each, "upper_field_name") else [each.field_name]
+        is_range = hasattr(each, "upper_field_name")
+        names += [each.lower_field_name, each.upper_field_name] if is_range else [each.field_name]
     settings = curriculum.generate_configuration()
     return {name: getattr(settings, name) for name in names}
 

@@ -40,8 +40,10 @@ def read_taskset(settings: PromptSettings, setting: str) -> list[PromptRecord]:
 
 
 def environment_config(taskset: str, config: Mapping[str, Any]) -> Any:
-    """Return verifiers' own config of an environment; agents run as processes of this machine, so no tunnel is opened."""
+    """Return verifiers' own config of an environment; agents run as processes of this machine, without a tunnel."""
     from verifiers.v1.utils.loaders import resolve_env_config
 
     agent = {"runtime": {"type": "subprocess"}, **config.get("agent", {})}
-    return resolve_env_config({**config, "taskset": {**config.get("taskset", {}), "id": taskset}, "agent": agent})
+    return resolve_env_config(
+        {**config, "taskset": {**config.get("taskset", {}), "id": taskset}, "agent": agent}
+    )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,9 +13,9 @@ from vectorlm.data.chat import Chat, Message, messages_of, weight_of
 from vectorlm.data.preference import COLUMNS, READ_BESIDE, common_beginning, value_of
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import Source
-from vectorlm.ranks.wait import EVERY_S, how_far, say
-from vectorlm.encoding import encode, end_tokens, require_whole_characters, tools_of, without_nulls
+from vectorlm.encoding import encode, end_tokens, require_whole_characters, tools_of
 from vectorlm.errors import ConfigError, DatasetError
+from vectorlm.ranks.wait import Progress
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -49,21 +47,6 @@ class Tokens:
         return "" if self.input_ids else self.reason
 
 
-class Progress:
-    """Says now and then how far one process is, unless that is at a terminal; there datasets shows a bar."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done = total, 0
-        self._began = self._said = time.monotonic()
-
-    def add(self, num: int) -> None:
-        """Note that `num` more rows are done."""
-        self._done += num
-        if not sys.stderr.isatty() and time.monotonic() - self._said >= EVERY_S:
-            self._said = time.monotonic()
-            say(f"tokenise, rows: {how_far(self._began, self._done, self._total)}")
-
-
 @dataclass(frozen=True)
 class Tokeniser:
     """Turns rows of one form into tokens, without the special tokens that are put around texts."""
@@ -93,7 +76,9 @@ class Tokeniser:
         filled = [(name, row) for name, row in named if row is not None]
         values = iter([value_of(*each, self.settings.examples) for each in filled])
         is_pair = self.settings.examples == "pairs"
-        parts = [(name, half) for name, row in filled for half in self._halves(name, row)] if is_pair else filled
+        parts = filled
+        if is_pair:
+            parts = [(name, half) for name, row in filled for half in self._halves(name, row)]
         if self.settings.examples == "steps":
             tokens = self._steps(filled)
         else:
@@ -202,7 +187,7 @@ class Tokeniser:
         return Tokens(tokens[first:last], counted[first:last], "an empty text", remarks)
 
     def _steps(self, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Tokens]:
-        """Lay each prompt and its steps end to end, as TRL does: tokenised one by one, the separator after each step."""
+        """Lay each prompt and its steps end to end, as TRL does: tokenised one by one, a separator after each step."""
         prompts = self._encode([pair[1] for name, row in rows if (pair := self._pair(name, row))])
         steps = [(name, each) for name, row in rows for each in self._value(name, row, "completions")]
         for name, step in steps:
@@ -218,11 +203,14 @@ class Tokeniser:
         for prompt, (_, row) in zip(prompts, rows, strict=True):
             texts = [next(encoded) + separator for _ in row["completions"]]
             start = prompt[prompt[:1] == bos :]
-            counted = [False] * len(start) + [place == len(text) for text in texts for place in range(1, len(text) + 1)]
-            if all(texts):
-                found.append(Tokens(start + sum(texts, []), counted, "", step_labels=row["labels"]))
-            else:
+            if not all(texts):
                 found.append(Tokens([], [], "a step without tokens"))
+                continue
+            tokens, counted = list(start), [False] * len(start)
+            for text in texts:
+                tokens += text
+                counted += [False] * (len(text) - 1) + [True]
+            found.append(Tokens(tokens, counted, "", step_labels=row["labels"]))
         return found
 
     def _halves(self, name: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -269,7 +257,7 @@ class Tokeniser:
         if weight_of(name, row) == 0:
             return Tokens([], [], "a weight of 0")
         tools = tools_of(row)
-        messages = sum(parts, [])
+        messages = [message for part in parts for message in part]
         left_out = {index for index, message in enumerate(messages) if weight_of(name, message) == 0}
         messages, remarks = self._rendered(name, messages, tools)
         silent = {
@@ -279,13 +267,12 @@ class Tokeniser:
         }
         if silent:
             remarks.append("the assistant says nothing in a turn, which does not count")
-        only_assistant = self.settings.assistant_only_loss
         tokens, counted = self.chat.tokenise(
             name,
             messages,
             tools,
             num_prompt=len(parts[0]) if len(parts) == 2 else None,
-            only_assistant=only_assistant,
+            only_assistant=self.settings.assistant_only_loss,
             left_out=left_out | silent,
         )
         if not any(counted) and tokens:
@@ -348,13 +335,11 @@ def _joined(chosen: Tokens, rejected: Tokens, has_prompt: bool) -> Tokens:
         return Tokens([], [], reason)
     if chosen.input_ids == rejected.input_ids:
         return Tokens([], [], "chosen and rejected the same")
-    counted = [list(each.counted) for each in (chosen, rejected)]
-    if not has_prompt:
-        shared = common_beginning(chosen.input_ids, rejected.input_ids)
-        counted = [[False] * shared + each[shared:] for each in counted]
+    shared = 0 if has_prompt else common_beginning(chosen.input_ids, rejected.input_ids)
+    counted = [[False] * shared + each.counted[shared:] for each in (chosen, rejected)]
     remarks = list(dict.fromkeys((*chosen.remarks, *rejected.remarks)))
     num_first = len(chosen.input_ids)
-    return Tokens(chosen.input_ids + rejected.input_ids, sum(counted, []), "", remarks, num_first)
+    return Tokens(chosen.input_ids + rejected.input_ids, counted[0] + counted[1], "", remarks, num_first)
 
 
 def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings) -> Tokeniser:
@@ -364,7 +349,10 @@ def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings)
         DatasetError: There is no row, or no such column.
         ConfigError: A setting does not fit this form, or the tokenizer has no chat template.
     """
-    row = _first_row(source)
+    firsts = (row for batch in source.dataset.with_format(None).iter(1) for _, row in source.rows(batch, [0]))
+    row = next(filter(None, firsts), None)
+    if row is None:
+        raise DatasetError("the dataset has no rows. Check load_path and split.")
     asked = settings.data_field
     columns: tuple[str, ...] = (asked,) if asked else ()
     columns = columns or next((some for some in _BY_DEFAULT if set(some) <= set(row)), ())
@@ -380,17 +368,9 @@ def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings)
     if settings.examples != "texts":
         columns = ("prompt",) if settings.examples == "steps" else ("prompt", "completion")
     share = -(-len(source.dataset) // settings.num_proc)
-    made = Tokeniser(source, tokenizer, settings, columns, is_chat, Progress(share))
+    made = Tokeniser(source, tokenizer, settings, columns, is_chat, Progress("tokenise, rows", share))
     _require_effect(made)
     return made
-
-
-def _first_row(source: Source) -> dict[str, Any]:
-    for batch in source.dataset.with_format(None).iter(1):
-        for _, row in source.rows(batch, [0]):
-            if row:
-                return row
-    raise DatasetError("the dataset has no rows. Check load_path and split.")
 
 
 def _require_effect(tokeniser: Tokeniser) -> None:

@@ -38,7 +38,7 @@ def report_wait(
     began, ended, has_spoken = time.monotonic(), threading.Event(), threading.Event()
 
     def text() -> str:
-        return f"{what}: " + ", ".join(filter(None, [how_far(began, done(), total), detail()]))
+        return f"{what}: " + ", ".join(filter(None, [_how_far(began, done(), total), detail()]))
 
     def tell() -> None:
         if ended.wait(AFTER_S):
@@ -79,7 +79,22 @@ def count_rows(rows: Iterable[Item], total: int, what: str) -> Iterator[Item]:
             num += 1
 
 
-def how_far(began: float, count: int, total: int) -> str:
+class Progress:
+    """Says now and then how far one process is, unless that is at a terminal, where others show a bar."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._began = self._said = time.monotonic()
+
+    def add(self, num: int) -> None:
+        """Note that `num` more are done."""
+        self._done += num
+        if not sys.stderr.isatty() and time.monotonic() - self._said >= EVERY_S:
+            self._said = time.monotonic()
+            say(f"{self._what}: {_how_far(self._began, self._done, self._total)}")
+
+
+def _how_far(began: float, count: int, total: int) -> str:
     """Say how much is done of work that began at `began`, on the monotonic clock, and how long the rest will take."""
     seconds = time.monotonic() - began
     left = f"about {span(seconds * (total - count) / count)} left" if count else ""
