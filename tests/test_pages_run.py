@@ -170,28 +170,27 @@ def test_commands_and_scripts_without_a_file_take_the_reference_config(checkout)
 def contracts(tmp_path):
     """A folder with what the pages about contracts name."""
     save_tiny_llama(tmp_path / "path/to/a/small/model", hidden_size=64)
-    home = "from vectorlm.backends.transformers"
-    (tmp_path / "my_engines.py").write_text(f"{home} import HFEngine as MyEngine\n")
-    (tmp_path / "my_inference.py").write_text(f"{home}.backend import Transformers as MyInference\n")
+    (tmp_path / "my_inference.py").write_text(
+        "from vectorlm.backends.transformers.backend import Transformers as MyInference\n"
+    )
     return tmp_path
 
 
 @pytest.mark.slow
-def test_engines_and_backends_of_ones_own_go_through_every_check(contracts):
-    _, engine, ranks = blocks("docs/engines.md", "python")
-    (contracts / "test_engine.py").write_text(engine)
-    (contracts / "test_inference.py").write_text(blocks("docs/contracts.md", "python")[1])
-    # tests/testing/test_contract.py holds the same engines to all of the checks.
-    one = ["-k", CHECKS[0].__name__, "test_engine.py", "test_inference.py"]
+def test_a_backend_of_ones_own_goes_through_every_check(contracts):
+    _, backend, ranks = blocks("docs/howto/own_backend.md", "python")
+    (contracts / "test_inference.py").write_text(backend)
+    # tests/testing/test_contract.py holds the same backend to all of the checks.
+    one = ["-k", CHECKS[0].__name__, "test_inference.py"]
     printed = run(contracts, "-m", "pytest", "-p", "no:cacheprovider", *one)
-    assert f"2 passed, {2 * len(CHECKS) - 2} deselected" in printed
+    assert f"1 passed, {len(CHECKS) - 1} deselected" in printed
     (contracts / "ranks.py").write_text(ranks)
     run(contracts, "ranks.py")
 
 
 @pytest.mark.slow
 def test_an_engine_follows_the_trainer_of_the_page(contracts):
-    (contracts / "followed.py").write_text(blocks("docs/contracts.md", "python")[2])
+    (contracts / "followed.py").write_text(blocks("docs/contracts.md", "python")[0])
     assert len(run(contracts, "followed.py").splitlines()) >= 3
 
 

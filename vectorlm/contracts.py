@@ -1,8 +1,8 @@
 """What another inference engine, or another trainer, must implement to replace ours.
 
 A training loop calls a `vectorlm.types.Engine` on all ranks. Behind `vectorlm.SamplingEngine` runs a `Backend`, driven
-from one thread; on every rank a `WeightSource` sends the weights. docs/contracts.md shows how to write either, and
-`vectorlm.testing` holds the checks that both must pass.
+from one thread; on every rank a `WeightSource` sends the weights. docs/howto/own_backend.md and docs/contracts.md show
+how to write either, and `vectorlm.testing` holds the checks that both must pass.
 """
 
 from __future__ import annotations

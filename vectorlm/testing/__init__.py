@@ -1,4 +1,4 @@
-"""The checks of the contracts; docs/engines.md and docs/contracts.md show how to run them on your own engine."""
+"""The checks of the contracts; docs/howto/own_backend.md and docs/contracts.md show how to run them on yours."""
 
 from __future__ import annotations
 
