@@ -83,8 +83,8 @@ def keep_the_contract(topology, kind, path):
         run_checks(EngineUnderTest(engine, path, topology=topology), checks_of(kind))
 
 
-# docs/howto/own_backend.md takes `transformers_inline` through it on two ranks. Which backend a sampler process has makes no
-# difference to them.
+# docs/howto/own_backend.md takes `transformers_inline` through it on two ranks. Which backend a sampler process has
+# makes no difference to them.
 @pytest.mark.parametrize(
     "kind",
     [
