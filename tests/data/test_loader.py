@@ -5,8 +5,8 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
-from vectorlm.ranks.topology import Topology
 from vectorlm.errors import DatasetError
+from vectorlm.ranks.topology import Topology
 
 IGNORE = -100
 PAD = 0
@@ -147,7 +147,8 @@ def test_rows_are_padded_on_the_right_by_their_true_length_even_when_they_hold_t
     assert batch.input_ids.tolist() == [[5, PAD, PAD], [6, 7, 8]]
     assert batch.attention_mask.tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch.labels.tolist() == [[IGNORE, PAD, IGNORE], [6, 7, 8]]
-    assert {each.dtype for each in vars(batch).values() if each is not None and not each.is_floating_point()} == {torch.int64}
+    integers = [each for each in vars(batch).values() if each is not None and not each.is_floating_point()]
+    assert {each.dtype for each in integers} == {torch.int64}
 
 
 def test_tokens_outside_the_datasets_own_attention_mask_are_dropped():

@@ -86,8 +86,17 @@ def test_a_completion_stands_beside_the_next_one_of_another_prompt():
         ("^abd$", "^abyz$", "...d$", "...yz$", 0.0),
         ("^xyz$", "^xc$", "..yz$", "..c$", 1.0),
     ]
-    chats = [{**row, "prompt": say("u" + row["prompt"]), "completion": say("a" + row["completion"])} for row in rows]
-    assert rows_of(chats, "labels")[0][2] == ("u:x$\na:yz$\n", "u:x$\na:c$\n", ".......yz$.", ".......c$.", 1.0)
+    chats = [
+        {**row, "prompt": say("u" + row["prompt"]), "completion": say("a" + row["completion"])}
+        for row in rows
+    ]
+    assert rows_of(chats, "labels")[0][2] == (
+        "u:x$\na:yz$\n",
+        "u:x$\na:c$\n",
+        ".......yz$.",
+        ".......c$.",
+        1.0,
+    )
     alike, _ = rows_of(rows, "labels", max_seq_len=6)
     assert [each[1] for each in alike] == ["^abyz$", "^abyz$", "^xc$"]
     with pytest.raises(DatasetError, match="2 with no row of another prompt beside it"):
@@ -133,8 +142,16 @@ def test_pairs_that_teach_nothing_are_left_out_counted_and_named(row, reason):
             "raw.jsonl:2 holds '1' in 'label': it must be true",
         ),
         ("labels", {"prompt": "a", "completion": "b"}, "raw.jsonl:2 holds 'None' in 'label'"),
-        ("steps", {**STEPS, "labels": [True]}, r"raw.jsonl:2 holds '\[True\]' in 'labels': .* of which there are 2"),
-        ("steps", {**STEPS, "labels": [True, 1]}, r"raw.jsonl:2 holds '\[True, 1\]' in 'labels': it must be a list of"),
+        (
+            "steps",
+            {**STEPS, "labels": [True]},
+            r"raw.jsonl:2 holds '\[True\]' in 'labels': .* of which there are 2",
+        ),
+        (
+            "steps",
+            {**STEPS, "labels": [True, 1]},
+            r"raw.jsonl:2 holds '\[True, 1\]' in 'labels': it must be a list of",
+        ),
         ("steps", {**STEPS, "completions": [], "labels": []}, "raw.jsonl:2 holds .* of which there are 0"),
         ("steps", {"prompt": "a", "labels": [True]}, "raw.jsonl:2 holds .* of which there are 0"),
         ("steps", {**STEPS, "completions": ["c", 3]}, "raw.jsonl:2 holds '3' among its steps"),
@@ -175,7 +192,7 @@ def test_labels_of_steps_are_no_ignore_index():
 
 
 def test_a_dataset_without_the_columns_and_settings_without_effect_are_refused():
-    with pytest.raises(DatasetError, match="no column 'chosen': rows of .*=pairs need it"):
+    with pytest.raises(DatasetError, match=r"no column 'chosen': rows of .*=pairs need it"):
         rows_of([{"text": "ab"}])
     with pytest.raises(ConfigError, match="packing_type='full' has no effect"):
         rows_of([PAIR], packing_type="full")

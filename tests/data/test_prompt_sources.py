@@ -11,16 +11,16 @@ from datasets import Dataset, DatasetDict
 from letters import letter_tokenizer, make, spell
 
 from vectorlm.cli import evaluate
+from vectorlm.data import prompts
+from vectorlm.data.prompts import read_prompts
 from vectorlm.encoding import as_list, asked, encode, encode_all
+from vectorlm.errors import DatasetError
 from vectorlm.preflight.resume import _digest
 from vectorlm.rewards import evaluation
 from vectorlm.rewards.evaluation import Evaluator
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.rollouts.sampler import GroupSampler, Task
-from vectorlm.data import prompts
-from vectorlm.data.prompts import read_prompts
 from vectorlm.settings import PromptSettings
-from vectorlm.errors import DatasetError
 from vectorlm.types import Completion, PromptRecord
 
 CHAT = [{"role": "user", "content": "2 + 2?"}]
@@ -138,8 +138,8 @@ TOOLS = [
     for name, each in (("add", "x"), ("find", "y"))
 ]
 TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }}{% for p in t.function.parameters.properties %} {{ p }}{% endfor %};"
-    "{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% for t in tools or [] %}{{ t.function.name }}{% for p in t.function.parameters.properties %} {{ p }}{% endfor %}"
+    ";{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
 )
 
 
@@ -159,7 +159,9 @@ def test_tools_reach_the_template_in_every_prompt_as_in_fine_tuning(tmp_path, mo
     dataset, _ = make(load_path=path, data_field="prompt", tokenizer=tokenizer)
     expected = "add x;find y;2 + 2?"
     assert spell(encode(asked(record), lambda: tokenizer)) == spell(dataset[0]["input_ids"]) == expected
-    sampler = GroupSampler(settings=CollectSettings(prompts="p", prompts_per_step=1), seed=0, max_model_len=9, needs_greedy=True)
+    sampler = GroupSampler(
+        settings=CollectSettings(prompts="p", prompts_per_step=1), seed=0, max_model_len=9, needs_greedy=True
+    )
     given, answers = [], [[Completion((1,), (2,), (0.0,), (0,), "a", "stop")]]
 
     async def ask(prompt, params):
@@ -167,7 +169,9 @@ def test_tools_reach_the_template_in_every_prompt_as_in_fine_tuning(tmp_path, mo
         return answers[0]
 
     assert asyncio.run(sampler.sample(Task(0, record), ask)).greedy is not None
-    monkeypatch.setattr(evaluation, "sample_with_progress", lambda _, asked, **how: given.append(asked) or answers)
+    monkeypatch.setattr(
+        evaluation, "sample_with_progress", lambda _, asked, **how: given.append(asked) or answers
+    )
     Evaluator(MagicMock(), [record], samples_path=None).evaluate(1)
     monkeypatch.setattr(evaluate, "ask", lambda *arguments: given.append(arguments[3]) or answers)
     monkeypatch.setattr(evaluate, "require_model", lambda args: ("model", None))

@@ -210,7 +210,9 @@ def test_half_a_character_is_named_with_its_line(row):
     whole = json.loads(json.dumps(row).replace(r"\ud83d", ""))
     Path("rows.jsonl").write_text(jsonl([whole, whole, row]))
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(DatasetError, match=r"rows\.jsonl:3: '\w+' cannot be read: it holds half a character, '\\ud83d'"):
+    with pytest.raises(
+        DatasetError, match=r"rows\.jsonl:3: '\w+' cannot be read: it holds half a character, '\\ud83d'"
+    ):
         make(load_path="rows.jsonl", tokenizer=letter_tokenizer(template=template))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from vectorlm.data import tasks
 from vectorlm.data.prompts import read_prompts
-from vectorlm.data.tasks import BY_HASH, Tasks
+from vectorlm.data.tasks import BY_HASH
 from vectorlm.errors import DatasetError
 from vectorlm.report.step_lines import json_text
 from vectorlm.rewards.registry import get_reward
@@ -82,7 +82,9 @@ def test_held_out_items_are_others_than_those_that_are_trained_on():
     assert len(held_out) == 100
     assert not train.shares_items_with(held_out)
     assert train.shares_items_with(read_prompts(PromptSettings(reasoning_gym="chain_sum", seed=9_999)))
-    assert train.shares_items_with(read_prompts(PromptSettings(reasoning_gym="composite", config=MIXED, seed=0)))
+    assert train.shares_items_with(
+        read_prompts(PromptSettings(reasoning_gym="composite", config=MIXED, seed=0))
+    )
     assert not train.shares_items_with(read_prompts(PromptSettings(reasoning_gym="gcd", seed=0)))
 
 
@@ -100,18 +102,33 @@ def test_levels_are_those_of_the_curriculum_and_of_equal_size():
     ("settings", "text"),
     [
         ({"reasoning_gym": "chain_sun"}, "no task 'chain_sun'. Did you mean 'chain_sum'"),
-        ({"reasoning_gym": "chain_sum", "config": {"max_term": 3}}, "'max_term' in its config. Did you mean 'max_terms'"),
+        (
+            {"reasoning_gym": "chain_sum", "config": {"max_term": 3}},
+            "'max_term' in its config. Did you mean 'max_terms'",
+        ),
         ({"reasoning_gym": "chain_sum", "config": {"seed": 3}}, "no setting 'seed' in its config"),
         ({"reasoning_gym": "chain_sum", "config": {"max_terms": 1}}, "max_terms must be >= min_terms"),
         ({"reasoning_gym": "chain_sum", "level": 11}, "has the levels 0 to 10"),
         ({"reasoning_gym": "composite"}, "no `datasets`"),
         ({"reasoning_gym": "composite", "config": {"datasets": [{"name": "gdc"}]}}, "Did you mean 'gcd'"),
-        ({"reasoning_gym": "composite", "config": {"datasets": [{"name": "gcd", "weight": -1}]}}, "Weight must be"),
-        ({"reasoning_gym": "chain_sum", "config": {"max_terms": 1}, "curriculum": CurriculumSettings()}, "max_terms"),
+        (
+            {"reasoning_gym": "composite", "config": {"datasets": [{"name": "gcd", "weight": -1}]}},
+            "Weight must be",
+        ),
+        (
+            {"reasoning_gym": "chain_sum", "config": {"max_terms": 1}, "curriculum": CurriculumSettings()},
+            "max_terms",
+        ),
         ({"reasoning_gym": "arc_agi_2"}, "no task"),
-        ({"reasoning_gym": "chain_sum", "path": "p.jsonl"}, "must have one of `path`, `reasoning_gym`, `verifiers`"),
+        (
+            {"reasoning_gym": "chain_sum", "path": "p.jsonl"},
+            "must have one of `path`, `reasoning_gym`, `verifiers`",
+        ),
         ({}, "must have one of `path`, `reasoning_gym`, `verifiers`"),
-        ({"reasoning_gym": "chain_sum", "split": "train"}, "rl.prompts.split has no effect with reasoning_gym"),
+        (
+            {"reasoning_gym": "chain_sum", "split": "train"},
+            "rl.prompts.split has no effect with reasoning_gym",
+        ),
         ({"path": "p.jsonl", "level": 1}, "rl.prompts.level has no effect with path"),
     ],
     ids=str,
