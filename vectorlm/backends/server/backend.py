@@ -90,34 +90,20 @@ class VLLMServer:
         threading.Thread(target=self._loop.run_forever, name="server-requests", daemon=True).start()
         self._session = self._wait_for(self._open_session())
         self.progress = 0
-        self._version = -1
+        self.version = -1
         self._num_loads = 0
         self._may_hold_nan = False
         try:
             self._await_health(start_timeout_s)
             settings = self._workers("vectorlm_settings", read=_read_settings)[0]
-            self._max_num_seqs = settings["max_num_seqs"]
+            self.max_num_seqs: int = settings["max_num_seqs"]
             self._require_settings(settings, logprobs_mode, max_model_len)
             self._receiver = EngineReceiver(self._collective_rpc, receiver)
-            self._post("/update_weight_version", {"new_version": str(self._version)})
+            self.receiver = self._receiver.kind
+            self._post("/update_weight_version", {"new_version": str(self.version)})
         except BaseException:
             self.close()
             raise
-
-    @property
-    def receiver(self) -> str:
-        """How the server holds weights: `live` or `packed`."""
-        return self._receiver.kind
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Sequences that the server samples from at a time."""
-        return self._max_num_seqs
-
-    @property
-    def version(self) -> int:
-        """The training step of the weights; -1 for those that the server was started with."""
-        return self._version
 
     def submit(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
         """Send one request; `poll` says whether the server takes it."""
@@ -173,7 +159,7 @@ class VLLMServer:
             self._receiver.empty_kv_cache()
             self._may_hold_nan = False
         self._post("/update_weight_version", {"new_version": str(version)})
-        self._version = version
+        self.version = version
         return load_s
 
     def expect_nan(self) -> None:

@@ -51,9 +51,13 @@ class VLLM:
             # From the start, so that requests in flight follow the first adapter too; it is zero until then.
             self._adapter_request = adapter_request() if engine_args.get("enable_lora") else None
             warm_up(self._engine)
+        self.receiver = self._receiver.kind
+        config = self._engine.vllm_config
+        self.max_num_seqs: int = config.scheduler_config.max_num_seqs
+        self.vocab_size: int = config.model_config.get_vocab_size()
         self._device_sleep = None if on_cpu else CudaSleep(self._engine)
         self.progress = 0
-        self._version = -1
+        self.version = -1
         self._num_loads = 0
         self._asleep: frozenset[str] = frozenset()
         self._may_hold_nan = False
@@ -64,28 +68,6 @@ class VLLM:
         """Of each request that is streamed, the tokens and characters that were told."""
         self._finished: list[RequestOutput] = []
         """Found while the engine was paused; the next `poll` returns them."""
-
-    @property
-    def receiver(self) -> str:
-        """How the engine holds weights: `live` or `packed`."""
-        return self._receiver.kind
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Sequences that the engine samples from at a time."""
-        num_sequences: int = self._engine.vllm_config.scheduler_config.max_num_seqs
-        return num_sequences
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens that the model has."""
-        size: int = self._engine.vllm_config.model_config.get_vocab_size()
-        return size
-
-    @property
-    def version(self) -> int:
-        """The training step of the weights; -1 for the checkpoint's."""
-        return self._version
 
     def submit(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
         """Add one request, whose text is decoded when it has ended."""
@@ -145,8 +127,8 @@ class VLLM:
         elif recompute or self._may_hold_nan:
             self._engine.reset_prefix_cache(reset_running_requests=True)
         self._empty_kv_cache()
-        self._spans.close(self._engine, self._version)
-        self._version = version
+        self._spans.close(self._engine, self.version)
+        self.version = version
         self._num_loads += 1
         return load_s
 
@@ -190,7 +172,7 @@ class VLLM:
             if output.finished:
                 self._texts.fill(output)
                 self._told.pop(output.request_id, None)
-                found.append(finished(output, self._spans.of(output, self._version)))
+                found.append(finished(output, self._spans.of(output, self.version)))
             elif output.request_id in self._told:
                 found.append(self._part_of(output))
         self._may_hold_nan |= any(
@@ -204,7 +186,7 @@ class VLLM:
         self._told[output.request_id] = len(whole.token_ids), len(whole.text)
         token_ids = tuple(whole.token_ids[num_tokens:])
         logprobs = _sampled_logprobs(token_ids, whole.logprobs and whole.logprobs[num_tokens:])
-        versions = (self._version,) * len(token_ids)
+        versions = (self.version,) * len(token_ids)
         part = Completion((), token_ids, logprobs, versions, whole.text[num_characters:], None)
         return RequestOutput(output.request_id, [part], is_part=True)
 
