@@ -6,7 +6,6 @@ import hmac
 import os
 import pickle
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -44,7 +43,6 @@ class Collectives:
         self._count, self._pid = 0, os.getpid()
         self._posted: list[str] = []
         self._is_closed = False
-        self._tickets: Counter[str] = Counter()
         self._store: Any = None
         self._group: Any = None
         if topology.world_size > 1:
@@ -127,16 +125,12 @@ class Collectives:
             first += piece.size
 
     def ticket(self, name: str) -> int:
-        """Draw the next number of the series `name`, from 0; all ranks draw from one series."""
-        if self._store is None:
-            self._tickets[name] += 1
-            return self._tickets[name] - 1
+        """Draw the next number of the series `name`, from 0; several ranks draw from one series."""
         return self._store.add(f"ticket/{name}", 1) - 1
 
     def forget_tickets(self, name: str) -> None:
         """Drop the series `name`, from which no rank draws any more."""
-        self._tickets.pop(name, None)
-        if self._store is not None and self._topology.is_main:
+        if self._topology.is_main:
             self._store.delete_key(f"ticket/{name}")
 
     def show_life(self) -> None:
