@@ -44,17 +44,14 @@ def sampler_environment(
         and kept.get("OMP_NUM_THREADS") == "1"
     ):
         del kept["OMP_NUM_THREADS"]
-    defaults = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        **on_loopback(),
-        **bounded_spin(trainer),
-    }
+    defaults = vllm_variables(trainer, on_cpu=not topology.is_cuda)
     of_engine = ranks_per_engine or topology.local_world_size
     if topology.is_cuda:
         own = range(topology.local_rank, topology.local_rank + of_engine) if devices is None else devices
         places = list(dict.fromkeys([*own, *range(topology.local_world_size)]))
-        kept["CUDA_VISIBLE_DEVICES"] = _devices(kept.get("CUDA_VISIBLE_DEVICES"), places)
+        visible = kept.get("CUDA_VISIBLE_DEVICES")
+        names = range(max(places) + 1) if visible is None else visible.split(",")
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(str(names[place]) for place in places)
         # FlashInfer compiles at the first start, for minutes and with nvcc, and dense models in 16 bits gain nothing.
         defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         if dtype in ("float32", "float"):
@@ -65,11 +62,7 @@ def sampler_environment(
         if devices is not None:
             num_cores = len(devices)
             kept[CORES_VARIABLE] = ",".join(map(str, devices))
-        defaults |= {
-            "OMP_NUM_THREADS": str(max(1, num_cores // num_workers)),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "TORCHDYNAMO_DISABLE": "1",
-        }
+        defaults["OMP_NUM_THREADS"] = str(max(1, num_cores // num_workers))
     library = str(Path(vectorlm.__file__).parent.parent)
     path = os.pathsep.join([library, kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else [library])
     forced = {
@@ -84,7 +77,13 @@ def sampler_environment(
     return {**defaults, **kept, **forced}
 
 
-def _devices(visible: str | None, places: Sequence[int]) -> str:
-    """Return the devices at `places` among those that the trainer sees."""
-    names = None if visible is None else visible.split(",")
-    return ",".join(str(place) if names is None else names[place] for place in places)
+def vllm_variables(environment: Mapping[str, str], on_cpu: bool) -> dict[str, str]:
+    """Return what vLLM starts with in sampler and server alike, unless the user has set something else."""
+    of_cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"} if on_cpu else {}
+    return {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        **on_loopback(),
+        **bounded_spin(environment),
+        **of_cpu,
+    }

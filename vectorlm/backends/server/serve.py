@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from typing import Any
 
 from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES
+from vectorlm.engine.environment import vllm_variables
 from vectorlm.errors import ConfigError
-from vectorlm.ranks.placement import LOOPBACK, bounded_spin, on_loopback
+from vectorlm.ranks.placement import LOOPBACK
 
 PORT = 8000
 
@@ -71,14 +72,7 @@ def server_environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the server's variables; what the user has set wins, but for the endpoints that updates need."""
     import torch
 
-    defaults = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        **on_loopback(),
-        **bounded_spin(given),
-    }
-    if not torch.cuda.is_available():
-        defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+    defaults = vllm_variables(given, on_cpu=not torch.cuda.is_available())
     return {**defaults, **given, "VLLM_SERVER_DEV_MODE": "1"}
 
 
