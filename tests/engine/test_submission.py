@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from vectorlm import FakeEngine
 from vectorlm.engine.handle import BatchHandle
+from vectorlm.engine.messages import Generate
 from vectorlm.errors import EngineError
 from vectorlm.ranks.collectives import Collectives
 from vectorlm.ranks.engine_ranks import EngineRanks
@@ -129,15 +130,11 @@ class Recording:
 
 def test_a_handle_that_nobody_holds_takes_its_requests_back():
     topology, channel = Topology(), Recording()
-    collectives = Collectives(topology, 10.0)
     handle = BatchHandle(
         "a",
-        [[2, 3]],
-        None,
+        Generate([[2, 3]], None, False),
         places=range(1),
-        as_request_outputs=False,
-        engine_ranks=EngineRanks(topology, collectives),
-        collectives=collectives,
+        engine_ranks=EngineRanks(topology, Collectives(topology, 10.0)),
         channel=channel,
         max_num_seqs=8,
         silence_s=10.0,

@@ -180,11 +180,11 @@ class SamplingEngine:
             EngineError: The engine is closed, could not be built (the text says why), or died.
         """
         require_own_process(self._pid)
-        if self._closed or self._start_error is not None:
-            if self._start_error is None:
-                raise EngineError("the engine is closed.")
+        if self._start_error is not None:
             # Each cell of a notebook raises it again, and would add its own frames.
             raise self._start_error.with_traceback(None)
+        if self._closed:
+            raise EngineError("the engine is closed.")
         if self._ready is None:
             require_equal(self._collectives.all_gather_object("start the engine", self._same))
             try:
@@ -430,7 +430,7 @@ class SamplingEngine:
         self.engine_ranks.check_same_args(place, (encoded, repr(error)), f"{len(asked)} prompts{first}")
         if error is not None:
             raise error
-        return [self._begin(token_ids, params, as_request_outputs) for token_ids, params in encoded]
+        return [self._begin(messages.Generate(*each, as_request_outputs)) for each in encoded]
 
     def _submit_sharded(
         self, local_prompts: Sequence[Prompt], params: Any, as_request_outputs: bool = False
@@ -445,12 +445,12 @@ class SamplingEngine:
 
         of_ranks = self.engine_ranks.on_all_ranks("sample sharded", mine)
         first = sum(len(token_ids) for token_ids, _ in of_ranks[: self._topology.rank])
-        return self._begin(
+        everything = messages.Generate(
             [each for token_ids, _ in of_ranks for each in token_ids],
             [each for _, params in of_ranks for each in params],
             as_request_outputs,
-            range(first, first + len(of_ranks[self._topology.rank][0])),
         )
+        return self._begin(everything, range(first, first + len(of_ranks[self._topology.rank][0])))
 
     def _look(
         self, place: str, look: Callable[[], Any], until: Callable[[], bool], wait_s: float
@@ -485,17 +485,12 @@ class SamplingEngine:
     def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         return encoding.encode_all(prompts, lambda: self.tokenizer)
 
-    def _begin(
-        self, prompts: list[list[int]], params: Any, as_request_outputs: bool, places: range | None = None
-    ) -> BatchHandle:
+    def _begin(self, command: messages.Generate, places: range | None = None) -> BatchHandle:
         return BatchHandle(
             self.next_name(),
-            prompts,
-            params,
-            places=range(len(prompts)) if places is None else places,
-            as_request_outputs=as_request_outputs,
+            command,
+            places=range(len(command.prompts)) if places is None else places,
             engine_ranks=self.engine_ranks,
-            collectives=self._collectives,
             channel=self._channel,
             max_num_seqs=self.wait_until_ready().max_num_seqs,
             silence_s=self._settings.timeout_s,

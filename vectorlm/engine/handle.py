@@ -18,7 +18,6 @@ from vectorlm.types import Completion
 if TYPE_CHECKING:
     import numpy as np
 
-    from vectorlm.ranks.collectives import Collectives
     from vectorlm.ranks.engine_ranks import EngineRanks
 
     Answers = dict[int, np.ndarray]
@@ -97,13 +96,10 @@ class BatchHandle:
     def __init__(
         self,
         name: str,
-        prompts: Sequence[Sequence[int]],
-        sampling_params: Any,
+        command: messages.Generate,
         *,
         places: range,
-        as_request_outputs: bool,
         engine_ranks: EngineRanks,
-        collectives: Collectives,
         channel: messages.Channel | None,
         max_num_seqs: int,
         silence_s: float,
@@ -111,21 +107,21 @@ class BatchHandle:
         """Queue the same prompts on every rank; the result holds those at `places`, without a gap."""
         self._name = name
         self._places = places
-        self._as_request_outputs = as_request_outputs
+        self._as_request_outputs = command.as_request_outputs
         self._engine_ranks = engine_ranks
-        self._collectives = collectives
+        self._collectives = collectives = engine_ranks.collectives
         self._channel = channel
-        num_engines = len(engine_ranks.ranks)
+        num_prompts, num_engines = len(command.prompts), len(engine_ranks.ranks)
         # An engine starts with 1/num_engines of the prompts at most; beyond its capacity the faster one takes more.
-        capacity = len(prompts) if num_engines == 1 else min(max_num_seqs, -(-len(prompts) // num_engines))
+        capacity = num_prompts if num_engines == 1 else min(max_num_seqs, -(-num_prompts // num_engines))
         self._chunk_size = capacity if num_engines == 1 else max(1, capacity // CHUNKS_IN_FLIGHT)
         self._queue: WorkQueue | None = None
         self._failure: Exception | None = None
         self._result: tuple[Answers, Exception | None] | None = None
-        if not prompts:
+        if not num_prompts:
             self._result = ({}, None)
         elif channel is not None:
-            chunks = _split(messages.Generate(prompts, sampling_params, as_request_outputs), self._chunk_size)
+            chunks = _split(command, self._chunk_size)
             # A lone engine need not ask what others have drawn.
             draw = itertools.count().__next__ if num_engines == 1 else lambda: collectives.ticket(name)
             self._queue, self._failure = capture(

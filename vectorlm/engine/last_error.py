@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import traceback
 from pathlib import Path
-from types import FrameType
 
 _PACKAGE = str(Path(__file__).parent.parent)
 
@@ -24,13 +24,8 @@ def let_go_of_last_error() -> None:
     gc.collect()
     for frame, _ in traceback.walk_tb(trace):
         if frame.f_code.co_filename.startswith(_PACKAGE):
-            _empty(frame)
-
-
-def _empty(frame: FrameType) -> None:
-    try:
-        frame.clear()
-    except RuntimeError:
-        return  # It is running.
-    # Python 3.11 and 3.12 keep a copy of the locals once they are read (IPython does); reading again updates it.
-    _ = frame.f_locals
+            with contextlib.suppress(RuntimeError):  # It is running.
+                frame.clear()
+                # Python 3.11 and 3.12 keep a copy of the locals once they are read (IPython does); reading again
+                # updates it.
+                _ = frame.f_locals
