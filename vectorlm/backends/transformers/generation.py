@@ -188,36 +188,29 @@ class Batch:
         self._cache = None
 
 
+@dataclass(eq=False)
 class _SampleEach(LogitsProcessor):
     """Samples each sequence's next token by its own processors and seed, and allows no other token.
 
     transformers' own sampling draws a whole batch from one random state, with one set of parameters.
     """
 
-    def __init__(
-        self,
-        sequences: Sequence[SequenceState],
-        processors: Sequence[LogitsProcessorList],
-        width: int,
-        version: int,
-        raw_logprobs: bool,
-    ) -> None:
-        self._sequences = sequences
-        self._processors = processors
-        self._width = width
-        self._version = version
-        self._raw_logprobs = raw_logprobs
+    sequences: Sequence[SequenceState]
+    processors: Sequence[LogitsProcessorList]
+    width: int
+    version: int
+    raw_logprobs: bool
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         raw = scores.float()
         shaped = self._shape(input_ids, raw)
         tokens = self._sample(shaped)
         logprobs = (
-            (raw if self._raw_logprobs else shaped).log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+            (raw if self.raw_logprobs else shaped).log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
         )
-        for sequence, token, logprob in zip(self._sequences, tokens.tolist(), logprobs, strict=True):
+        for sequence, token, logprob in zip(self.sequences, tokens.tolist(), logprobs, strict=True):
             if not sequence.has_ended:
-                sequence.append(token, logprob, self._version)
+                sequence.append(token, logprob, self.version)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
     def _shape(self, input_ids: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
@@ -226,12 +219,12 @@ class _SampleEach(LogitsProcessor):
         Of greedy ones they are the logits after penalties: in vLLM, temperature 0 divides and cuts nothing.
         """
         shaped = []
-        for index, (sequence, processors) in enumerate(zip(self._sequences, self._processors, strict=True)):
+        for index, (sequence, processors) in enumerate(zip(self.sequences, self.processors, strict=True)):
             row = raw[index : index + 1]
             if not sequence.has_ended:
-                sequence.rewind(input_ids.shape[1] - self._width)
+                sequence.rewind(input_ids.shape[1] - self.width)
                 # Without the padding: a penalty would count it as tokens of the prompt.
-                start = self._width - len(sequence.prompt_token_ids)
+                start = self.width - len(sequence.prompt_token_ids)
                 row = processors(input_ids[index : index + 1, start:], row)  # type: ignore[arg-type]
             shaped.append(row)
         return torch.cat(shaped)
@@ -239,21 +232,21 @@ class _SampleEach(LogitsProcessor):
     def _sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the next token of each sequence, int64 [B]."""
         likeliest = logits.argmax(-1)
-        is_greedy = [each.has_ended or each.parameters.temperature < GREEDY_BELOW for each in self._sequences]
+        is_greedy = [each.has_ended or each.parameters.temperature < GREEDY_BELOW for each in self.sequences]
         if all(is_greedy):
             return likeliest
         # One number per sequence instead of noise for the whole vocabulary. In double: in single precision the sum
         # over 150,000 tokens would shift the last ones by a part in a thousand.
-        uniforms = torch.tensor([[each.uniform()] for each in self._sequences], dtype=torch.float64)
+        uniforms = torch.tensor([[each.uniform()] for each in self.sequences], dtype=torch.float64)
         sums = logits.double().softmax(-1).cumsum(-1)
         drawn = torch.searchsorted(sums, uniforms.to(logits.device) * sums[:, -1:], right=True)[:, 0]
         drawn = drawn.clamp(max=logits.shape[1] - 1)
         return torch.where(torch.tensor(is_greedy, device=logits.device), likeliest, drawn)
 
 
+@dataclass(eq=False)
 class _HasEnded(StoppingCriteria):
-    def __init__(self, sequences: Sequence[SequenceState]) -> None:
-        self._sequences = sequences
+    sequences: Sequence[SequenceState]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.tensor([each.has_ended for each in self._sequences], device=input_ids.device)
+        return torch.tensor([each.has_ended for each in self.sequences], device=input_ids.device)
