@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,24 +47,22 @@ def what_is_published_are_the_weights(subject: TrainerUnderTest) -> None:
     """Every byte of every slot, in the slot's dtype."""
     for dtype in ("float32", "bfloat16"):
         whole = subject.whole()
-        with _SharedArena(subject, dtype) as line:
-            subject.trainer.publish(line.layout, False)
+        with _shared_arena(subject, dtype) as (arena, layout):
+            subject.trainer.publish(layout, False)
             _meet(subject)
-            for slot in line.layout.slots:
+            for slot in layout.slots:
                 expected = whole[slot.name].detach().to("cpu", dtype_of(dtype))
-                assert torch.equal(line.arena.view(slot), expected), f"{slot.name} in {dtype}"
+                assert torch.equal(arena.view(slot), expected), f"{slot.name} in {dtype}"
 
 
 def checksums_of_the_ranks_add_up(subject: TrainerUnderTest) -> None:
     """To the checksum of what was written; without `with_checksums` there are none."""
-    with _SharedArena(subject, "float32") as line:
-        assert list(subject.trainer.publish(line.layout, False)) == []
-        mine = list(subject.trainer.publish(line.layout, True))
+    with _shared_arena(subject, "float32") as (arena, layout):
+        assert list(subject.trainer.publish(layout, False)) == []
+        mine = list(subject.trainer.publish(layout, True))
         _meet(subject)
         totals = [sum(parts) % 2**64 for parts in zip(*gather(subject.topology, mine), strict=True)]
-        assert totals == [
-            checksum(line.arena.view(slot), word_bytes=slot.word_bytes) for slot in line.layout.slots
-        ]
+        assert totals == [checksum(arena.view(slot), word_bytes=slot.word_bytes) for slot in layout.slots]
 
 
 def a_step_makes_the_next_version_and_other_weights(subject: TrainerUnderTest) -> None:
@@ -80,31 +79,25 @@ def a_step_makes_the_next_version_and_other_weights(subject: TrainerUnderTest) -
 def publishing_changes_nothing(subject: TrainerUnderTest) -> None:
     """The version and the weights stay."""
     version, before = subject.trainer.version, {k: v.clone() for k, v in subject.whole().items()}
-    with _SharedArena(subject, "bfloat16") as line:
-        subject.trainer.publish(line.layout, True)
+    with _shared_arena(subject, "bfloat16") as (_, layout):
+        subject.trainer.publish(layout, True)
         _meet(subject)
     assert subject.trainer.version == version
     after = subject.whole()
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-class _SharedArena:
-    """An arena for the subject's tensors that every rank maps."""
-
-    def __init__(self, subject: TrainerUnderTest, dtype: str) -> None:
-        end, slots = plain_slots(tuple(subject.trainer.manifest()), lambda name: dtype)
-        self._subject = subject
-        self.arena = Arena.create(end) if subject.topology.is_main else None
-        path = gather(subject.topology, None if self.arena is None else self.arena.path)[0]
-        self.layout = Layout(path, end, slots)
-        if self.arena is None:
-            self.arena = Arena.open(path, end)
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _meet(self._subject)
+@contextmanager
+def _shared_arena(subject: TrainerUnderTest, dtype: str) -> Iterator[tuple[Arena, Layout]]:
+    """Make an arena for the subject's tensors, which every rank maps."""
+    end, slots = plain_slots(tuple(subject.trainer.manifest()), lambda name: dtype)
+    arena = Arena.create(end) if subject.topology.is_main else None
+    path = gather(subject.topology, None if arena is None else arena.path)[0]
+    shared = Arena.open(path, end) if arena is None else arena
+    try:
+        yield shared, Layout(path, end, slots)
+    finally:
+        _meet(subject)
 
 
 def _meet(subject: TrainerUnderTest) -> None:

@@ -140,7 +140,8 @@ def an_engine_that_sleeps_samples_nothing(subject: EngineUnderTest) -> None:
         subject.engine.sample_sharded(PROMPTS, GREEDY)
     with raises(EngineError):
         subject.engine.submit(PROMPTS, GREEDY).result()
-    _wake(subject)
+    subject.engine.wake_up()
+    subject.engine.update(subject.models()[0], subject.next_step)
 
 
 def weights_that_slept_hold_nothing_until_an_update(subject: EngineUnderTest) -> None:
@@ -204,11 +205,6 @@ def a_closed_engine_says_so(subject: EngineUnderTest) -> None:
     ):
         with raises(EngineError, saying="closed"):
             call()
-
-
-def _wake(subject: EngineUnderTest) -> None:
-    subject.engine.wake_up()
-    subject.engine.update(subject.models()[0], subject.next_step)
 
 
 class _Miscounted:
