@@ -162,13 +162,13 @@ def begin(path: Path, names: str | None = None) -> Path:
         name = path.with_name(replaced.name[1:].removesuffix(".replaced"))
         if not name.exists():
             os.replace(replaced, name)
+    work = unfinished(path)
     for ending in ("unfinished", "retired", "replaced"):
         for leftover in path.parent.glob(f".{names}.{ending}"):
-            shutil.rmtree(leftover, ignore_errors=True)
-    if unfinished(path).exists():
-        shutil.rmtree(unfinished(path))  # It says why the folder stays: the file system may be read-only.
-    unfinished(path).mkdir(parents=True)
-    return unfinished(path)
+            # Its own folder says why it stays: the file system may be read-only.
+            shutil.rmtree(leftover, ignore_errors=leftover != work)
+    work.mkdir(parents=True)
+    return work
 
 
 def finish(path: Path) -> None:

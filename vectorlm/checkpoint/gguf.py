@@ -45,7 +45,7 @@ def convert_gguf(file: Path, path: Path) -> None:
     model.tie_weights()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     with folder.naming(path, "export"):
-        work = folder.begin(path, path.name)
+        work = folder.begin(path)
         model.save_pretrained(work)
         tokenizer.save_pretrained(work)
         folder.finish(path)

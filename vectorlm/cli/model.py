@@ -54,7 +54,7 @@ def _make(name: str, path: Path) -> None:
         raise ConfigError(
             f"{name!r} is neither a .gguf file nor a name on the Hugging Face Hub, such as {SMALL}."
         )
-    work = folder.begin(path, path.name)
+    work = folder.begin(path)
     try:
         fetch(name, work)
     except ConfigError as error:
