@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vectorlm.errors import CheckpointError, ConfigError
+from vectorlm.ranks.engine_ranks import gather
 from vectorlm.ranks.topology import Topology
 
 HELD_PATIENCE_S = 3.0
@@ -272,24 +273,19 @@ def require_shared(path: str | Path, topology: Topology) -> None:
     """
     if topology.num_nodes == 1:
         return
-    # The rest of this file is for `vectorlm check` too, which does without torch.
-    import torch.distributed as dist
-
-    names: list[Any] = [f".seen-by-all-{uuid.uuid4().hex}"]
-    marker = None
+    marker = Path(path, f".seen-by-all-{uuid.uuid4().hex}")
     if topology.is_main:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        marker = Path(path, names[0])
+        marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
     try:
-        dist.broadcast_object_list(names)
+        # Nobody looks before it is there: a network file system may remember for a while what it did not find.
+        name = gather(topology, marker.name)[0]
         deadline = time.monotonic() + PATIENCE_S
-        while not (sees := Path(path, names[0]).exists()) and time.monotonic() < deadline:
+        while not (sees := Path(path, name).exists()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        seen: list[Any] = [None] * topology.world_size
-        dist.all_gather_object(seen, sees)
+        seen = gather(topology, sees)
     finally:
-        if marker is not None:
+        if topology.is_main:
             marker.unlink()
     blind = sorted({rank // topology.local_world_size for rank, sees in enumerate(seen) if not sees})
     if blind:
