@@ -134,7 +134,7 @@ def swap_of(topology, transport, engines_per_node=1, lora_mode="merged", **engin
     engine_ranks = EngineRanks(topology, Collectives(topology, 60.0), engines_per_node)
     engine = Engine(**engine_args) if engine_ranks.owns_an_engine else None
     settings = EngineSettings(lora_mode=lora_mode, transport=transport, timeout_s=60.0)
-    return HotSwap(topology, engine_ranks, engine, settings), engine
+    return HotSwap(engine_ranks, engine, settings), engine
 
 
 def move(model, reference, seed):

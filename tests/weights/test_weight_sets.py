@@ -66,7 +66,7 @@ class Engine:
 def swap_of(topology, lora_mode):
     engine_ranks = EngineRanks(topology, Collectives(topology, 60.0))
     engine = Engine() if engine_ranks.owns_an_engine else None
-    swap = HotSwap(topology, engine_ranks, engine, EngineSettings(lora_mode=lora_mode, timeout_s=60.0))
+    swap = HotSwap(engine_ranks, engine, EngineSettings(lora_mode=lora_mode, timeout_s=60.0))
     return swap, engine
 
 

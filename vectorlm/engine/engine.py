@@ -118,7 +118,7 @@ class SamplingEngine:
         self.local = None if self._channel is None else LocalRequests(self._channel, settings.timeout_s)
         """What a thread of this rank asks the engine with that the rank owns; None where it owns none."""
         # Nothing here may point back to the engine: dropped by a notebook cell, it must end at once.
-        self._swap = HotSwap(topology, self.engine_ranks, self._channel, settings)
+        self._swap = HotSwap(self.engine_ranks, self._channel, settings)
         # The same on all ranks, which compare it before the engine starts.
         same = arguments.same_on_ranks(settings, engine_args)
         self._same = comparable({**same, "data_parallel_size": data_parallel_size, "channel": channel})

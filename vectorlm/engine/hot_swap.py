@@ -22,12 +22,9 @@ if TYPE_CHECKING:
     from vectorlm.engine.settings import EngineSettings
     from vectorlm.engine.transport import Transport
     from vectorlm.ranks.engine_ranks import EngineRanks
-    from vectorlm.ranks.topology import Topology
     from vectorlm.weights.arena import MappedArenas
     from vectorlm.weights.exports import Export
     from vectorlm.weights.plan import Layout
-
-LORA_WEIGHT_SETS = "vectorlm.lora.sources:lora_weight_sets"
 
 
 @dataclass(frozen=True)
@@ -63,13 +60,12 @@ class HotSwap:
 
     def __init__(
         self,
-        topology: Topology,
         engine_ranks: EngineRanks,
         channel: messages.Channel | None,
         settings: EngineSettings,
     ) -> None:
         """Start with engines that hold their checkpoint; `channel` leads to this rank's engine, if it owns one."""
-        self._topology = topology
+        self._topology = engine_ranks.topology
         self._engine_ranks = engine_ranks
         self._channel = channel
         self._settings, self._verify = settings, settings.verify_updates
@@ -233,12 +229,7 @@ class HotSwap:
         return is_as_sent
 
     def _inspect(self, weight_sets: Sequence[WeightSet]) -> Mapping[str, Inspection]:
-        """Look at the weights on all ranks before any is written; return what this rank's are.
-
-        Raises:
-            RankMismatch: Ranks hold different numbers where they should hold the same.
-            NonFiniteWeights: A tensor holds a number that is not finite.
-        """
+        """Look at the weights on all ranks before any is written; raise what is wrong, return what this rank's are."""
         if not (self._verify or self._settings.check_finite):
             return {}
 
@@ -252,11 +243,10 @@ class HotSwap:
         return dict(zip(names, by_rank[self._topology.rank], strict=True))
 
     def _inspection(self, weight_set: WeightSet, check_finite: bool) -> Inspection:
-        inspect = getattr(weight_set.source, "inspect", None)
+        inspect: Callable[..., Inspection] | None = getattr(weight_set.source, "inspect", None)
         if inspect is None:
             return Inspection({}, ())
-        found: Inspection = inspect(self._layouts[weight_set.name], self._verify, check_finite)
-        return found
+        return inspect(self._layouts[weight_set.name], self._verify, check_finite)
 
     def _weight_sets(self, model: Any) -> Sequence[WeightSet]:
         """Wrap `model` in the sources that send it; they check that this rank can send its shards."""
@@ -265,11 +255,9 @@ class HotSwap:
         if isinstance(model, WeightSource):
             return [WeightSet(BASE, model)]
         if adapter_prefixes(model):
-            lora_weight_sets = load_plugin(LORA_WEIGHT_SETS)
-            sets: list[WeightSet] = lora_weight_sets(
-                model, self._topology, self._arenas, self._settings.lora_mode
-            )
-            return sets
+            # By its name: the core imports no other room.
+            make: Callable[..., list[WeightSet]] = load_plugin("vectorlm.lora.sources:lora_weight_sets")
+            return make(model, self._topology, self._arenas, self._settings.lora_mode)
         return [WeightSet(BASE, ModuleSource(model, self._topology, self._arenas))]
 
     def _fits(self, weight_set: WeightSet) -> bool:
@@ -352,9 +340,8 @@ class HotSwap:
 
         def look() -> None:
             for _, layout in unseen:
-                places = self._arenas.slots_of(layout)
                 finite = FiniteCheck()
-                for name, place in places.items():
+                for name, place in self._arenas.slots_of(layout).items():
                     finite.look_at(name, place, place.dtype)
                 if wrong := finite.wrong():
                     raise NonFiniteWeights(
