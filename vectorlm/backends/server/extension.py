@@ -6,21 +6,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from vectorlm.backends.server.wire import arguments_from_wire, result_to_wire
 from vectorlm.backends.vllm.extension import WeightExtension
-from vectorlm.backends.vllm.pack import keep_plain_weights
-from vectorlm.backends.vllm.shim import let_seeded_requests_wait
+from vectorlm.backends.vllm.shim import adapt_to_cpu
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.weights.plan import Layout
 
 ARENA_PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 # vLLM imports this module in each worker before it loads the model, and offers no other place to be early.
-if not torch.cuda.is_available():
-    keep_plain_weights()
-    let_seeded_requests_wait()
+adapt_to_cpu()
 
 
 class ServerExtension(WeightExtension):

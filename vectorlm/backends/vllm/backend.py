@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from vectorlm.backends.vllm.pack import keep_plain_weights
 from vectorlm.backends.vllm.shim import (
     CudaSleep,
+    adapt_to_cpu,
     build_engine,
     finish_steps,
-    let_seeded_requests_wait,
     make_sampling_params,
     naming_the_model,
     warm_up,
@@ -38,9 +37,7 @@ class VLLM:
         import torch
 
         on_cpu = not torch.cuda.is_available()
-        if on_cpu:
-            keep_plain_weights()
-            let_seeded_requests_wait()
+        adapt_to_cpu()
         with naming_the_model(model):
             self._engine = build_engine(model, engine_args, on_cpu)
             self._workers = Workers(self._engine.vllm_config.parallel_config.world_size)

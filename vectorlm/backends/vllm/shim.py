@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from vectorlm.backends.vllm import CPU_KV_CACHE_BYTES
+from vectorlm.backends.vllm.pack import keep_plain_weights
 from vectorlm.encoding import has_tokenizer
 from vectorlm.engine.settings import DEVICE_SHARE
 from vectorlm.errors import EngineError, VectorLMError
@@ -43,6 +44,15 @@ def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> An
     # vLLM's own sizes for sampling offline: on CUDA, four to eight times those of an engine that is only embedded.
     context = UsageContext.ENGINE_CONTEXT if on_cpu else UsageContext.LLM_CLASS
     return LLMEngine.from_engine_args(EngineArgs(**settings), context)
+
+
+def adapt_to_cpu() -> None:
+    """Change what vLLM does in this process if there is no CUDA device; call before it builds anything."""
+    import torch
+
+    if not torch.cuda.is_available():
+        keep_plain_weights()
+        let_seeded_requests_wait()
 
 
 def let_seeded_requests_wait() -> None:

@@ -78,15 +78,10 @@ def start_worker() -> None:
     is called from. A worker on CPU must keep its plain weights from the start, and every worker must end with the
     sampler although it may be spinning in a reduction when the sampler is killed.
     """
-    import torch
-
-    from vectorlm.backends.vllm.pack import keep_plain_weights
-    from vectorlm.backends.vllm.shim import let_seeded_requests_wait
+    from vectorlm.backends.vllm.shim import adapt_to_cpu
 
     follow_parent(os.getppid(), before_exit=lambda: remove_reduction_buffers([os.getpid()]))
-    if not torch.cuda.is_available():
-        keep_plain_weights()
-        let_seeded_requests_wait()
+    adapt_to_cpu()
 
 
 def shorten_socket_paths(folder: str) -> None:
