@@ -81,7 +81,7 @@ def save_files(folder):
 
 def check_rl(config):
     """Raise `ConfigError` with every problem of the section ``rl``, whatever else the config lacks."""
-    raise_problems(list(rl_problems(config, config.rl, {}, {})))
+    raise_problems(list(rl_problems(config, config.rl)))
 
 
 def config_of(files, output, algorithm="grpo", overrides=()):

@@ -53,7 +53,7 @@ def here(models, tmp_path, monkeypatch):
 def refusal(*overrides):
     config = load_config("my.yaml", overrides)
     with pytest.raises(ConfigError) as caught:
-        raise_problems([*setting_problems(config, 1), *rl_problems(config, config.rl, {}, {})])
+        raise_problems([*setting_problems(config, 1), *rl_problems(config, config.rl)])
     return str(caught.value)
 
 

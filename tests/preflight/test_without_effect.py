@@ -16,7 +16,7 @@ def check(write_config):
 
     def run(*overrides):
         config = load_config(path, overrides)
-        raise_problems([*setting_problems(config, 1), *rl_problems(config, config.rl, {}, {})])
+        raise_problems([*setting_problems(config, 1), *rl_problems(config, config.rl)])
 
     return run
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from vectorlm.errors import ConfigError, RolloutError
+from vectorlm.preflight.environments import require_environment
 from vectorlm.rollouts.environment import (
     Player,
     Reply,
     kind_of,
     make_environment,
-    require_environment,
     to_reply,
 )
 from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment

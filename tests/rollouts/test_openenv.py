@@ -9,7 +9,7 @@ import pytest
 from websockets.sync.server import serve
 
 from vectorlm.errors import RolloutError
-from vectorlm.rollouts.environment import require_environment
+from vectorlm.preflight.environments import require_environment
 from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment
 from vectorlm.rollouts.openenv import OpenEnv
 from vectorlm.types import PromptRecord

@@ -18,6 +18,7 @@ from vectorlm.data.tasks import Tasks
 from vectorlm.encoding import has_chat_template
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.packages import is_installed
+from vectorlm.preflight.environments import environment_problems
 from vectorlm.preflight.files import file_problems, package_problems
 from vectorlm.preflight.local_model import description_of, own_length, resolve_model, vocab_size
 from vectorlm.preflight.resume import Resumption, find_resumption
@@ -93,7 +94,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         from vectorlm.preflight.rl import longest_sequence, rl_problems
         from vectorlm.preflight.teacher import check_teacher
 
-        problems += rl_problems(config, rl, shown, held_out)
+        problems += [*rl_problems(config, rl), *environment_problems(rl, shown, held_out)]
         raise_problems(problems)
         max_tokens = longest_sequence(config) - 1
         check_teacher(config)

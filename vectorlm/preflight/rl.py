@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,15 @@ from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.config.schema import Config, RLSettings
 from vectorlm.config.setting import all_settings, refuse, settings_of, to_plain, value_at
-from vectorlm.errors import ConfigError
 from vectorlm.hyperparameters import ClipCovSettings, OnlineDPOSettings, PassAtKSettings, WhiteningSettings
 from vectorlm.lora.options import moving_references
-from vectorlm.plugin import load_plugin
 from vectorlm.preflight.teacher import teacher_problems
 from vectorlm.rewards.registry import short_name
 from vectorlm.rl.correction import correction_of
 from vectorlm.rl.prompts import SCORE
 from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, CriticSettings
-from vectorlm.rollouts.environment import AGENT, require_environment
 from vectorlm.train.grammar import KINDS
 from vectorlm.train.optimizer_step import BY_LOSS
-from vectorlm.types import PromptRecord
 
 # Parameters that change which tokens can be drawn, or how likely they are, and that the trainer does not follow; with
 # the values that change nothing.
@@ -40,16 +35,8 @@ _RESHAPING: dict[str, tuple[Any, ...]] = {
 _SET_ELSEWHERE = {"n": "rl.group_size", "seed": "train_parameters.seed"}
 
 
-def rl_problems(
-    config: Config,
-    rl: RLSettings,
-    prompts: Mapping[str, Sequence[PromptRecord]],
-    held_out: Mapping[str, Sequence[PromptRecord]],
-) -> Iterator[str]:
-    """Find what is wrong with the section ``rl``; loads the algorithm and the environments that it names.
-
-    The prompts are those of each source, whose columns environments ask for.
-    """
+def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
+    """Find what is wrong with the section ``rl``; loads the algorithm that it names."""
     spec = get_algorithm(rl.algorithm)
     yield from _group_problems(config, rl, spec)
     yield from _sampling_problems(config, rl, spec)
@@ -63,20 +50,6 @@ def rl_problems(
     yield from _hyperparameter_problems(config, rl, spec)
     yield from _kl_problems(config, rl, spec)
     yield from _length_problems(config, rl, spec)
-    # Costs more than a minute: it is first called after models are loaded.
-    columns: dict[str, set[str] | None] = {}
-    for source in dict.fromkeys((*rl.by_source, *held_out)):
-        if (environment := rl.collect.environment_of(source)) is None:
-            continue
-        common = columns.setdefault(environment, None)
-        for record in chain(prompts.get(source, ()), held_out.get(source, ())):
-            common = set(record.columns) if common is None else common & record.columns.keys()
-        columns[environment] = common
-    for environment, common in columns.items():
-        try:
-            require_environment(load_plugin(environment.removeprefix(AGENT)), environment, common)
-        except ConfigError as error:
-            yield str(error)
 
 
 def longest_sequence(config: Config) -> int:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vectorlm.encoding import is_messages
 from vectorlm.errors import ConfigError
-from vectorlm.rollouts.tools import call_tool, message_of, parse_calls, schemas_of
+from vectorlm.rollouts.tools import call_tool, message_of, parse_calls
 from vectorlm.types import MAX_REWARD
 
 AGENT = "openai:"
 """How ``rl.environment`` begins where it names an agent, which asks over HTTP."""
-CALLED: dict[str, dict[str, tuple[str, ...]]] = {
-    "step": {"reset": ("row",), "step": ("message",), "close": ()},
-    "respond": {"respond": ("text",), "close": ()},
-    "trl": {"close": (), "get_reward": ()},
-}
-"""By the form of an environment, the methods that are called, and what with; TRL's `reset` gets the columns by name."""
 Message = Mapping[str, Any]
 """A chat message: ``{"role", "content"}``, and ``tool_calls`` where the policy called tools."""
 
@@ -157,55 +151,6 @@ def _parameters(function: Callable[..., Any]) -> set[Any]:
     # What is called is the wrapper of a decorated function.
     parameters = inspect.signature(function, follow_wrapped=False).parameters
     return {*parameters, *(each.kind for each in parameters.values())}
-
-
-def require_environment(make: Any, where: str, columns: Collection[str] | None = None) -> None:
-    """Raise `ConfigError` for what cannot be an environment, or an agent; what a function makes is not checked.
-
-    A class has methods that can be called, and tools that can be described; `columns` are those that all its prompts
-    have, and fill the parameters of the class or function.
-    """
-    from vectorlm.settings import nearest
-
-    if not callable(make):
-        raise ConfigError(
-            f"the environment {where!r} is a {type(make).__name__}: it must be a class or a function."
-        )
-    if where.startswith(AGENT):
-        _require_call(make, ("url", "key", "row"), where)
-        return
-    for name, each in inspect.signature(make).parameters.items():
-        is_open = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        if columns is not None and each.default is each.empty and not is_open and name not in columns:
-            fix = nearest(name, columns) or "Give it a default, or add the column."
-            if name == "prompt":
-                fix = "Let reset(row) read it."
-            has = f"all its prompts have are {', '.join(sorted(columns)) or 'none'}"
-            raise ConfigError(
-                f"the environment {where!r} asks for {name!r}, and the columns that {has}. {fix}"
-            )
-    if not isinstance(make, type):
-        return
-    kind = kind_of(make, where)
-    for name, arguments in CALLED[kind].items():
-        method = inspect.getattr_static(make, name, None)
-        if inspect.isfunction(method):
-            _require_call(method, ("self", *arguments), f"{where}.{name}")
-    # What an object makes of itself is not seen here.
-    if kind == "trl" or isinstance(getattr(make, "tools", None), list | tuple):
-        schemas_of(tools_of(make, kind), where)
-
-
-def _require_call(function: Any, arguments: Sequence[str], where: str) -> None:
-    try:
-        inspect.signature(function, follow_wrapped=False).bind(*arguments)
-    except ValueError:
-        return  # It says nothing of its parameters.
-    except TypeError as error:
-        how = ", ".join(arguments)
-        raise ConfigError(
-            f"{where!r} cannot be called with ({how}): {error}. Give it these parameters."
-        ) from error
 
 
 def trl_tools(environment: Any) -> list[Callable[..., Any]]:

@@ -1,0 +1,94 @@
+"""Whether environments and agents can be called with what the prompts have; loads them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from vectorlm.config.schema import RLSettings
+from vectorlm.errors import ConfigError
+from vectorlm.plugin import load_plugin
+from vectorlm.rollouts.environment import AGENT, kind_of, tools_of
+from vectorlm.rollouts.tools import schemas_of
+from vectorlm.settings import nearest
+from vectorlm.types import PromptRecord
+
+CALLED: dict[str, dict[str, tuple[str, ...]]] = {
+    "step": {"reset": ("row",), "step": ("message",), "close": ()},
+    "respond": {"respond": ("text",), "close": ()},
+    "trl": {"close": (), "get_reward": ()},
+}
+"""By the form of an environment, the methods that are called, and what with; TRL's `reset` gets the columns by name."""
+
+
+def environment_problems(
+    rl: RLSettings,
+    prompts: Mapping[str, Sequence[PromptRecord]],
+    held_out: Mapping[str, Sequence[PromptRecord]],
+) -> Iterator[str]:
+    """Yield what is wrong with each environment or agent; the prompts are those of each source."""
+    # Costs more than a minute: it is first called after models are loaded.
+    columns: dict[str, set[str] | None] = {}
+    for source in dict.fromkeys((*rl.by_source, *held_out)):
+        if (environment := rl.collect.environment_of(source)) is None:
+            continue
+        common = columns.setdefault(environment, None)
+        # An agent gets whole rows.
+        is_agent = environment.startswith(AGENT)
+        for record in () if is_agent else chain(prompts.get(source, ()), held_out.get(source, ())):
+            common = set(record.columns) if common is None else common & record.columns.keys()
+        columns[environment] = common
+    for environment, common in columns.items():
+        try:
+            require_environment(load_plugin(environment.removeprefix(AGENT)), environment, common)
+        except ConfigError as error:
+            yield str(error)
+
+
+def require_environment(make: Any, where: str, columns: Collection[str] | None = None) -> None:
+    """Raise `ConfigError` for what cannot be an environment, or an agent; what a function makes is not checked.
+
+    A class has methods that can be called, and tools that can be described; `columns` are those that all its prompts
+    have, and fill the parameters of the class or function.
+    """
+    if not callable(make):
+        raise ConfigError(
+            f"the environment {where!r} is a {type(make).__name__}: it must be a class or a function."
+        )
+    if where.startswith(AGENT):
+        _require_call(make, ("url", "key", "row"), where)
+        return
+    for name, each in inspect.signature(make).parameters.items():
+        is_open = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        if columns is not None and each.default is each.empty and not is_open and name not in columns:
+            fix = nearest(name, columns) or "Give it a default, or add the column."
+            if name == "prompt":
+                fix = "Let reset(row) read it."
+            has = f"all its prompts have are {', '.join(sorted(columns)) or 'none'}"
+            raise ConfigError(
+                f"the environment {where!r} asks for {name!r}, and the columns that {has}. {fix}"
+            )
+    if not isinstance(make, type):
+        return
+    kind = kind_of(make, where)
+    for name, arguments in CALLED[kind].items():
+        method = inspect.getattr_static(make, name, None)
+        if inspect.isfunction(method):
+            _require_call(method, ("self", *arguments), f"{where}.{name}")
+    # What an object makes of itself is not seen here.
+    if kind == "trl" or isinstance(getattr(make, "tools", None), list | tuple):
+        schemas_of(tools_of(make, kind), where)
+
+
+def _require_call(function: Any, arguments: Sequence[str], where: str) -> None:
+    try:
+        inspect.signature(function, follow_wrapped=False).bind(*arguments)
+    except ValueError:
+        return  # It says nothing of its parameters.
+    except TypeError as error:
+        how = ", ".join(arguments)
+        raise ConfigError(
+            f"{where!r} cannot be called with ({how}): {error}. Give it these parameters."
+        ) from error
