@@ -27,27 +27,21 @@ class Source(Protocol):
     @property
     def group_size(self) -> int:
         """Return G."""
-        ...
 
     def collect(self, step: int, timer: Timer) -> list[RolloutGroup]:
         """Return the scored rollouts of `step`, while the engine holds the weights of that step."""
-        ...
 
     def metrics(self, step: int) -> dict[str, float]:
         """Describe what is still in flight while the ranks train on the rollouts of `step`."""
-        ...
 
     def oldest_version(self, step: int) -> int | None:
         """Return the first version whose tokens `step` trains on; None where it trains on all."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
-        ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state` returned."""
-        ...
 
 
 class RolloutLog(Protocol):
@@ -56,7 +50,6 @@ class RolloutLog(Protocol):
     @property
     def records(self) -> Sequence[Mapping[str, Any]]:
         """The rollouts of the last step, on rank 0."""
-        ...
 
     def write(self, step: int, groups: Sequence[RolloutGroup], batch: TrainBatch | None) -> None:
         """Keep the rollouts of `step`; `batch` is None where nothing can be learned from them."""

@@ -52,16 +52,13 @@ class Levelled(Protocol):
     @property
     def level(self) -> int | None:
         """Return the level of these."""
-        ...
 
     @property
     def num_levels(self) -> int:
         """Return how many levels there are."""
-        ...
 
     def at_level(self, level: int) -> Sequence[PromptRecord]:
         """Return the prompts of a level; each has the column ``level``."""
-        ...
 
 
 class Curriculum:

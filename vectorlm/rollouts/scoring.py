@@ -26,7 +26,6 @@ class Scorer(Protocol):
 
         `results` are what some functions have returned for each group already.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
