@@ -26,7 +26,7 @@ class InFlight:
 
 
 class Echo:
-    """Keeps `Groups` with a script, and keeps what the engine was asked; tokens are letters.
+    """Stands in for a `GroupQueue` by a script, and keeps what the engine was asked; tokens are letters.
 
     `choose` gets the groups in flight at each poll and says which of them finish, all by default.
     """

@@ -8,7 +8,6 @@ import itertools
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -23,32 +22,11 @@ FIRST_ROOM = 64
 MOST = ("in_flight", "asking", "room")
 
 
-class Groups(Protocol):
-    """Samples groups; its calls are collective, with the same result on all ranks."""
-
-    def submit(self, tasks: Sequence[Task]) -> Sequence[int]:
-        """Begin groups and return their numbers."""
-        ...
-
-    def poll(self, timeout_s: float, at_least: int = 1) -> Mapping[int, SampledGroup]:
-        """Return what has finished by its number; wait `timeout_s` at most, for `at_least` groups.
-
-        Raises:
-            VectorLMError: What a rollout raised.
-        """
-        ...
-
-    def cancel(self, numbers: Sequence[int]) -> None:
-        """Forget groups in flight."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Describe what was in flight since the last call."""
-        ...
-
-
 class GroupQueue:
-    """Keeps `Groups` with an actor beside each engine; the actors draw from one queue."""
+    """Samples groups with an actor beside each engine; the actors draw from one queue.
+
+    Its calls are collective, with the same result on all ranks.
+    """
 
     def __init__(self, engine: SamplingEngine, sampler: GroupSampler) -> None:
         """Start this rank's actor, if it owns an engine; called on all ranks."""
@@ -76,7 +54,7 @@ class GroupQueue:
             )
 
     def submit(self, tasks: Sequence[Task]) -> Sequence[int]:
-        """Begin groups."""
+        """Begin groups and return their numbers."""
         numbers = range(self._num_submitted, self._num_submitted + len(tasks))
         self._num_submitted += len(tasks)
         self._open |= set(numbers)
@@ -87,7 +65,13 @@ class GroupQueue:
         return numbers
 
     def poll(self, timeout_s: float, at_least: int = 1) -> dict[int, SampledGroup]:
-        """Return what has finished on any rank; the ranks meet every `WAIT_S`."""
+        """Return what has finished on any rank by its number; wait `timeout_s` at most, for `at_least` groups.
+
+        The ranks meet every `WAIT_S`.
+
+        Raises:
+            VectorLMError: What a rollout raised.
+        """
         deadline_s = time.monotonic() + timeout_s
         here: dict[int, Outcome] = {}
 

@@ -16,25 +16,9 @@ from vectorlm.engine.local_requests import Hear
 from vectorlm.errors import RolloutError
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.settings import CollectSettings
-from vectorlm.rollouts.environment import Message, Reply
+from vectorlm.rollouts.hosted import HostedEnvironment
 from vectorlm.types import Completion, Prompt, PromptRecord, RewardResult
 from vectorlm.workers import together
-
-
-class Playing(Protocol):
-    """The environment of one rollout."""
-
-    async def reset(self) -> Any:
-        """Return what the policy is asked first."""
-        ...
-
-    async def step(self, text: str) -> tuple[Message, Reply]:
-        """Return the policy's turn as a message, and the reply to it."""
-        ...
-
-    async def close(self) -> float | None:
-        """Let go of everything; return a reward for the whole rollout, if there is one."""
-        ...
 
 
 class Ask(Protocol):
@@ -42,7 +26,7 @@ class Ask(Protocol):
 
     def __call__(
         self, prompt: Prompt, params: dict[str, Any], hear: Hear | None = None, /
-    ) -> Awaitable[Sequence[Completion]]:
+    ) -> Coroutine[Any, Any, Sequence[Completion]]:
         """Return them."""
 
 
@@ -83,7 +67,7 @@ class GroupSampler:
     """Longest prompt and completion together, in tokens."""
     tokenizer: Any = None
     """What turns an environment's replies into tokens."""
-    open_environment: Callable[[PromptRecord], Playing | None] | None = None
+    open_environment: Callable[[PromptRecord], HostedEnvironment | None] | None = None
     """Opens the environment of each rollout; None, or what it returns for a prompt, for single turns."""
     run_agent: Callable[[PromptRecord, Ask, Callable[[int], int]], Coroutine[Any, Any, Rollout]] | None = None
     """Makes each rollout by requests of its own, whose seeds it draws by their number; instead of an environment."""
@@ -131,7 +115,7 @@ class GroupSampler:
         params = {**self._params, "n": size, "seed": self._draw_seed(task.position)}
         return [Rollout.begun(record, each) for each in await ask(asked(record), params)]
 
-    async def _play(self, task: Task, index: int, environment: Playing, ask: Ask) -> Rollout:
+    async def _play(self, task: Task, index: int, environment: HostedEnvironment, ask: Ask) -> Rollout:
         """Return one rollout with an environment, which is closed in any case."""
         try:
             rollout = await self._turns(task, index, environment, ask)
@@ -142,7 +126,7 @@ class GroupSampler:
             raise
         return rollout.rewarded(await environment.close())
 
-    async def _turns(self, task: Task, index: int, environment: Playing, ask: Ask) -> Rollout:
+    async def _turns(self, task: Task, index: int, environment: HostedEnvironment, ask: Ask) -> Rollout:
         prompt = await environment.reset()
         seed = self._seed_of_turn(task.position, index, 0)
         (completion,) = await ask(prompt, {**self._params, "n": 1, "seed": seed})

@@ -200,7 +200,7 @@ class Session:
         self._num_requests += 1
         if before is not None:
             before.is_read = True
-        sampled = asyncio.run_coroutine_threadsafe(_sample(self._ask, prompt, asked, hear), self._loop)
+        sampled = asyncio.run_coroutine_threadsafe(self._ask(prompt, asked, hear), self._loop)
         self._in_flight.add(sampled)
         try:
             completions = await asyncio.wrap_future(sampled)
@@ -244,12 +244,6 @@ class Session:
             limit for limit in (given.pop("max_tokens", None), params.get("max_tokens")) if limit is not None
         ]
         return {**params, "max_tokens": min(limits, default=None), **given}
-
-
-async def _sample(
-    ask: Ask, prompt: Sequence[int], params: dict[str, Any], hear: Hear | None
-) -> Sequence[Completion]:
-    return await (ask(prompt, params) if hear is None else ask(prompt, params, hear))
 
 
 def _row(leaf: Turn, record: PromptRecord, trained: set[Turn]) -> Rollout:

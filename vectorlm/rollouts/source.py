@@ -9,7 +9,7 @@ from vectorlm.rl.prompts import Curriculum, PromptMixture, PromptOrder
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.settings import AsyncSettings
 from vectorlm.rollouts.cohort import Cohort, PendingGroup
-from vectorlm.rollouts.queue import Groups
+from vectorlm.rollouts.queue import GroupQueue
 from vectorlm.rollouts.sampler import Task
 from vectorlm.rollouts.scoring import GroupScorer
 from vectorlm.train.recorder import Timer
@@ -32,7 +32,7 @@ class RolloutSource:
 
     def __init__(
         self,
-        groups: Groups,
+        groups: GroupQueue,
         scorer: GroupScorer,
         prompts: PromptOrder[PromptRecord] | PromptMixture,
         *,
