@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -33,36 +34,32 @@ class EnvironmentHost:
         self.make = make if isinstance(make, str) else cloudpickle.dumps(make)
         self.where = make if isinstance(make, str) else getattr(make, "__name__", str(make))
         self.keys = itertools.count()
-        self._description: asyncio.Task[tuple[list[Any], bool]] | None = None
+        self._description: Future[tuple[list[Any], bool]] | None = None
         self._stack = AsyncExitStack()
         self._shared: asyncio.Task[Worker] | None = None
 
     async def describe(self, record: PromptRecord) -> tuple[list[Any], bool]:
         """Return the schemas of the environment's tools, and whether it is asynchronous; a worker finds out once."""
         if self._description is None:
-            self._description = asyncio.create_task(self._describe(record))
-        return await asyncio.shield(self._description)
+            self._description = self.workers.submit(self._describe(record))
+        return await asyncio.shield(asyncio.wrap_future(self._description))
 
     async def shared(self) -> Worker:
         """Return the worker of all asynchronous environments; called on the event loop of the workers."""
         if self._shared is None:
-            # The pool ends it.
+            # The one that has described it, and so imported the user's file, if it is free; the pool ends it.
             self._shared = asyncio.create_task(self._stack.enter_async_context(self.workers.worker()))
         worker = await asyncio.shield(self._shared)
         worker.is_shared = True
         return worker
 
     async def _describe(self, record: PromptRecord) -> tuple[list[Any], bool]:
-        async def ask() -> Any:
-            async with self.workers.worker() as worker:
-                found = await worker.ask(f"{__name__}:describe", self.make, self.where, record.columns)
-                if found[0]:
-                    # It imported torch for the schemas.
-                    self.workers.end(worker, "it is too large to keep")
-                return found
-
-        found: tuple[list[Any], bool] = await asyncio.wrap_future(self.workers.submit(ask()))
-        return found
+        async with self.workers.worker() as worker:
+            tools, is_shared = await worker.ask(f"{__name__}:describe", self.make, self.where, record.columns)
+            if tools:
+                # It imported torch for the schemas.
+                self.workers.end(worker, "it is too large to keep")
+            return tools, is_shared
 
 
 class HostedEnvironment:
