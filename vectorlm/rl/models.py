@@ -13,7 +13,7 @@ from torch import nn
 
 from vectorlm.algorithms.logprobs import align
 from vectorlm.errors import ConfigError
-from vectorlm.rl.teacher import ServerTeacher, Teacher
+from vectorlm.rl.teacher import ServerTeacher, Teacher, beside
 from vectorlm.train.attention import PACKED
 from vectorlm.train.language_model import LanguageModel, inner_model, require_packed
 from vectorlm.train.load import load_pretrained
@@ -41,25 +41,14 @@ class Reference:
         """
         self._policy, self.model, self._first_adapters = policy, model, first_adapters
         # Of all tokens: the reference has another support than the policy.
-        self._frozen = policy.untruncated()
-        if model is not None:
-            self._frozen = LanguageModel(
-                model,
-                policy.temperature,
-                packs=policy.packs,
-                device=policy.device,
-                context=policy.context,
-            )
+        self._frozen = policy.untruncated() if model is None else beside(policy, model)
+        self.why_padded = self._frozen.why_padded
+        """Why its rows are padded; None where they are not."""
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         """Return float32 [B, T] as `LanguageModel.logprobs` does, without gradient."""
         with torch.no_grad(), self._with_first_adapters():
             return self._frozen.logprobs(rows)
-
-    @property
-    def why_padded(self) -> str | None:
-        """Why its rows are padded; None where they are not."""
-        return self._frozen.why_padded
 
     @torch.no_grad()
     def sync(self) -> None:

@@ -23,20 +23,22 @@ ScoreTokens = Callable[[Sequence[Sequence[int]]], list[list[float]]]
 """From rows of token ids to the log-probability of each token."""
 
 
+def beside(policy: LanguageModel, model: nn.Module) -> LanguageModel:
+    """Return what computes a frozen model's rows as the policy's are: of all tokens, at the policy's temperature."""
+    return LanguageModel(
+        model, policy.temperature, packs=policy.packs, device=policy.device, context=policy.context
+    )
+
+
 class Teacher:
     """A frozen model that is sharded like the policy, at the policy's temperature."""
 
     def __init__(self, policy: LanguageModel, model: nn.Module) -> None:
         """Take a sharded model with as many logits as the policy."""
         self.model: nn.Module | None = model
-        self._frozen = LanguageModel(
-            model, policy.temperature, packs=policy.packs, device=policy.device, context=policy.context
-        )
-
-    @property
-    def why_padded(self) -> str | None:
+        self._frozen = beside(policy, model)
+        self.why_padded = self._frozen.why_padded
         """Why its rows are padded; None where they are not."""
-        return self._frozen.why_padded
 
     def logprobs(self, batch: RolloutBatch, all_rows: AllRows) -> torch.Tensor:
         """Return the log-probability of each token that the policy chose, float32 [B, T] on the CPU."""
