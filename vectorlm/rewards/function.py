@@ -59,16 +59,12 @@ class RewardFunction:
         """
         if self._pool is None:
             return run_reward(self._reward, items, self._timeout_s, self._stops_at_error)
-        return self._pool.submit(self.score_async(items)).result()
-
-    async def score_async(self, items: Sequence[Scorable]) -> list[RewardResult]:
-        """Do the same on the pool's event loop."""
-        return await self._score(items, shares=False) if items else []
+        return self._pool.submit(self._score(items, shares=False)).result() if items else []
 
     async def score_alone(self, items: Sequence[Scorable]) -> list[RewardResult] | None:
-        """Do the same for one group among many; None for a function of lists, which may compare groups.
+        """Do the same for one group among many, on the pool's event loop; None for a function of lists.
 
-        Coroutines run in one worker, together with those of other groups.
+        Such a function may compare groups. Coroutines run in one worker, together with those of other groups.
         """
         self._kind = self._kind or await self._ask_kind()
         return None if self._kind == "lists" else await self._score(items, shares=self._kind == "together")

@@ -238,7 +238,8 @@ async def _run_together(
             return replace(result, logged={**result.logged, **logged})
         except (Exception, SystemExit) as error:
             # A TimeoutError may also come from the function itself, or from a server that it asked.
-            return _late(timeout_s) if limit.expired() else _raised(error)
+            text = f"no answer within {timeout_s:g} s" if limit.expired() else raised_at(error)
+            return RewardResult(math.nan, text)
 
     return await asyncio.gather(*map(one, items))
 
@@ -248,7 +249,7 @@ def _attempt(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except (Exception, SystemExit) as error:  # What a model has written may call exit().
-        return _raised(error)
+        return RewardResult(math.nan, raised_at(error))
 
 
 def _to_result(value: Any) -> RewardResult:
@@ -273,11 +274,3 @@ def _to_result(value: Any) -> RewardResult:
         rule = "must be finite in float32, or None where a completion cannot be scored"
         return RewardResult(math.nan, f"it returned {reward}, and rewards {rule}")
     return RewardResult(reward)
-
-
-def _raised(error: BaseException) -> RewardResult:
-    return RewardResult(math.nan, raised_at(error))
-
-
-def _late(timeout_s: float | None) -> RewardResult:
-    return RewardResult(math.nan, f"no answer within {timeout_s:g} s")

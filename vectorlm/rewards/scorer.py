@@ -170,7 +170,9 @@ class RewardScorer:
         """
         if not names:
             return {}
-        first, last = _blocks(sizes, self.topology.world_size)[self.topology.rank]
+        # Not by the prompts: two groups may have one, which is one object on the rank that sampled them, else two.
+        ends, rank = [0, *accumulate(sizes)], self.topology.rank
+        first, last = (ends[len(sizes) * each // self.topology.world_size] for each in (rank, rank + 1))
         here = rollouts[first:last]
 
         def score(name: str) -> list[RewardResult]:
@@ -197,12 +199,3 @@ class RewardScorer:
             name: RewardFunction(each, self.pool, timeout_s=self.timeout_s, stops_at_error=stops)
             for name, each in self.functions.items()
         }
-
-
-def _blocks(sizes: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Cut groups of these sizes into `count` blocks of about equal size, and return the rollouts of each."""
-    # Not by the prompts: two groups may have one, which is one object on the rank that sampled them and two on others.
-    ends = [0, *accumulate(sizes)]
-    return [
-        (ends[len(sizes) * rank // count], ends[len(sizes) * (rank + 1) // count]) for rank in range(count)
-    ]

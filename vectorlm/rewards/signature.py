@@ -1,4 +1,4 @@
-"""What a reward function asks for: one completion or lists, which other arguments, and which it cannot do without."""
+"""Which arguments a reward function takes, and which of them are required."""
 
 from __future__ import annotations
 
