@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from vectorlm.algorithms.batch import LossInputs, RolloutBatch
@@ -35,7 +33,6 @@ from vectorlm.algorithms.policy_loss import (
 )
 from vectorlm.algorithms.preference import copg_loss, online_dpo_loss
 from vectorlm.algorithms.reduce import masked_mean, masked_sum
-from vectorlm.algorithms.spec import AdvantageFunction
 from vectorlm.algorithms.turns import scaled_as_groups, turn_advantages
 from vectorlm.hyperparameters import (
     AlgorithmSettings,
@@ -54,11 +51,6 @@ from vectorlm.hyperparameters import (
     SurrogateSettings,
     VESPOSettings,
 )
-
-
-def _of_completions(advantages: Callable[[RolloutBatch], torch.Tensor]) -> AdvantageFunction:
-    """Turn a function that returns a value per completion [P, K] into an advantage function."""
-    return lambda batch, hparams: batch.spread(advantages(batch))
 
 
 def gae(batch: RolloutBatch, hparams: PPOSettings) -> torch.Tensor:
@@ -140,8 +132,14 @@ def reward(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Tensor:
     return batch.spread(torch.where(batch.valid, batch.rewards, 0.0))
 
 
-zero = _of_completions(lambda batch: torch.zeros_like(batch.rewards))
-one = _of_completions(lambda batch: batch.valid.to(batch.rewards.dtype))
+def zero(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Tensor:
+    """Return 0 for every token."""
+    return batch.spread(torch.zeros_like(batch.rewards))
+
+
+def one(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Tensor:
+    """Return 1 for the tokens of valid completions."""
+    return batch.spread(batch.valid.to(batch.rewards.dtype))
 
 
 def _rows(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
