@@ -40,6 +40,7 @@ VERIFIERS = "openai:vectorlm.rollouts.verifiers:play"
 """What plays the tasks of verifiers."""
 
 WITH_ENVIRONMENT = ReadIf("rl.environment", also=("rl.sources",))
+WITH_REWARDS = ReadIf("rl.rewards", also=("rl.sources",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,14 +129,12 @@ class RewardSettings:
     step_reward: Annotated[Literal["min", "mean", "last"], ReadIf("rl.reward_models")] = "min"
     """What a model that scores steps gives a completion: of the probabilities that they are right the least, the mean,
     or the last."""
-    reward_timeout_s: Annotated[PositiveFloat | None, ReadIf("rl.rewards", also=("rl.sources",))] = 300.0
+    reward_timeout_s: Annotated[PositiveFloat | None, WITH_REWARDS] = 300.0
     """Longest call of a reward function, in seconds; null waits without limit."""
-    reward_workers: Annotated[
-        NonNegativeInt | Literal["auto"], ReadIf("rl.rewards", also=("rl.sources",))
-    ] = "auto"
+    reward_workers: Annotated[NonNegativeInt | Literal["auto"], WITH_REWARDS] = "auto"
     """Processes that run reward functions, for each rank; by default its share of the cores, from 2 to 8. 0 runs them
     in the ranks themselves, where nothing ends a call that hangs: for a debugger."""
-    on_reward_error: Annotated[Literal["stop", "skip"], ReadIf("rl.rewards", also=("rl.sources",))] = "stop"
+    on_reward_error: Annotated[Literal["stop", "skip"], WITH_REWARDS] = "stop"
     """Whether a failing reward function ends the run, or its completion is left out."""
 
 

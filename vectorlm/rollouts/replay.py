@@ -18,6 +18,7 @@ from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
 
 Group = list[Rollout]
+RULE = "every line must be as a run with rl.rollout.save_tokens: True writes it."
 
 
 def record_of(rollout: Rollout) -> dict[str, Any]:
@@ -43,8 +44,7 @@ def read_rollouts(path: str | Path) -> list[Group]:
         raise DatasetError(f"rl.rollout.path={str(path)!r} is not a file: name the rollouts.jsonl of a run.")
     groups: list[Group] = []
     place: tuple[int, int] | None = None
-    rule = "every line must be as a run with rl.rollout.save_tokens: True writes it."
-    for here, rollout in read_rows(path, _placed_rollout_of, rule):
+    for here, rollout in read_rows(path, _placed_rollout_of, RULE):
         if here != place:
             groups.append([])
             place = here
@@ -75,9 +75,8 @@ class RecordedGroups:
             DatasetError: The run was without ``rl.rollout.save_tokens``.
         """
         self._max_lag = max_lag
-        rule = "every line must be as a run with rl.rollout.save_tokens: True writes it."
         places: dict[tuple[int, int], list[tuple[Rollout, Mapping[str, Any]]]] = {}
-        for (place, rollout), row in read_rows(path, lambda row: (_placed_rollout_of(row), row), rule):
+        for (place, rollout), row in read_rows(path, lambda row: (_placed_rollout_of(row), row), RULE):
             if place[0] <= last_step:
                 places.setdefault(place, []).append((replace(rollout, is_replayed=False), row))
         self._groups: dict[int, list[RolloutGroup]] = {}
