@@ -42,7 +42,6 @@ from vectorlm.rollouts.logger import RolloutLogger
 from vectorlm.rollouts.playing import Environments
 from vectorlm.rollouts.queue import GroupQueue
 from vectorlm.rollouts.replay import read_rollouts, replay_order
-from vectorlm.rollouts.sampler import GroupSampler
 from vectorlm.rollouts.scoring import GroupScorer
 from vectorlm.rollouts.source import RolloutSource
 from vectorlm.run import Run, open_run
@@ -252,15 +251,7 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Environ
     if rl.rollout.path is not None:
         replay = replay_order(read_rollouts(rl.rollout.path), rl.collect.group_size, seed)
     scorer = _scorer(run, rl)
-    sampler = GroupSampler(
-        settings=rl.collect,
-        seed=seed,
-        max_model_len=environments.max_model_len,
-        tokenizer=environments.tokenizer,
-        **environments.for_sampler(rl.collect.sampling),
-        needs_greedy=spec.needs_greedy,
-        score=scorer.score_group,
-    )
+    sampler = environments.sampler(rl.collect, seed, needs_greedy=spec.needs_greedy, score=scorer.score_group)
     prompts = run.checked.prompts
     curricula = {
         name: Curriculum(tasks, each.curriculum)

@@ -81,7 +81,7 @@ def sample(tmp_path, name, group_size=3, timeout_s=20.0, code=AGENTS, answer=lam
             host = AgentHost(
                 f"{tmp_path}/agents.py:{name}", gateway, pool, sampling=settings.sampling, timeout_s=timeout_s
             )
-            sampler = GroupSampler(settings=settings, seed=5, max_model_len=4000, run_agent=host.rollout)
+            sampler = GroupSampler(settings=settings, seed=5, max_model_len=4000, agents={"": host.rollout})
             found = await sampler.sample(Task(7, record), engine.ask)
             assert not gateway._sessions
             return found.rollouts

@@ -46,15 +46,15 @@ class AgentRollouts:
         settings = CollectSettings(
             prompts=("",), prompts_per_step=1, group_size=group_size, sampling_params=sampling_params or {}
         )
-        run_agent = None
+        agents = {}
         if engine.local is not None:
             pool = self._stack.enter_context(WorkerPool(num_workers))
             gateway = self._stack.enter_context(Gateway(copy.deepcopy(engine.tokenizer), max_model_len))
             host = AgentHost(agent, gateway, pool, sampling=settings.sampling, timeout_s=timeout_s)
-            run_agent = host.rollout
+            agents[""] = host.rollout
         self._queue = GroupQueue(
             engine,
-            GroupSampler(settings=settings, seed=seed, max_model_len=max_model_len, run_agent=run_agent),
+            GroupSampler(settings=settings, seed=seed, max_model_len=max_model_len, agents=agents),
         )
         self._stack.callback(self._queue.close)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -15,7 +15,7 @@ from vectorlm.rl.settings import CollectSettings
 from vectorlm.rollouts.environment import AGENT
 from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment
 from vectorlm.rollouts.queue import GroupQueue
-from vectorlm.rollouts.sampler import GroupSampler, Task
+from vectorlm.rollouts.sampler import Agent, GroupSampler, Results, Task
 from vectorlm.types import PromptRecord
 from vectorlm.workers import WorkerPool
 
@@ -44,46 +44,52 @@ class Environments:
         self.names, self.engine, self.stack = names, engine, stack
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self._timeout_s = timeout_s
-        self._agents = {source: name for source, name in names.items() if name.startswith(AGENT)}
+        self._agents: dict[str, str] = {}
         self._hosts: dict[str, EnvironmentHost] = {}
         if not names or engine.local is None:
             return
         self._pool = stack.enter_context(WorkerPool(MAX_ENVIRONMENTS, log_path))
-        hosted = {source: name for source, name in names.items() if source not in self._agents}
-        self._hosts = {
-            source: EnvironmentHost(name, self._pool, timeout_s) for source, name in hosted.items()
-        }
+        for source, name in names.items():
+            if name.startswith(AGENT):
+                self._agents[source] = name.removeprefix(AGENT)
+            else:
+                self._hosts[source] = EnvironmentHost(name, self._pool, timeout_s)
         if self._agents:
             from vectorlm.rollouts.gateway import Gateway
 
             self._gateway = stack.enter_context(Gateway(copy.deepcopy(tokenizer), max_model_len))
 
-    def for_sampler(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `GroupSampler` that have them played, with these sampling parameters."""
-        if not self.names or self.engine.local is None:
-            return {}
-        if not self._agents:
-            return {"open_environment": self._open}
-        from vectorlm.rollouts.agent import AgentHost
+    def sampler(
+        self,
+        settings: CollectSettings,
+        seed: int,
+        *,
+        needs_greedy: bool = False,
+        score: Callable[[Sequence[Rollout]], Awaitable[Results]] | None = None,
+    ) -> GroupSampler:
+        """Return what samples groups, and has these environments played."""
+        agents: dict[str, Agent] = {}
+        for source, name in self._agents.items():
+            from vectorlm.rollouts.agent import AgentHost
 
-        agents = {
-            source: AgentHost(
-                name.removeprefix(AGENT),
-                self._gateway,
-                self._pool,
-                sampling=sampling,
-                timeout_s=self._timeout_s,
+            host = AgentHost(
+                name, self._gateway, self._pool, sampling=settings.sampling, timeout_s=self._timeout_s
             )
-            for source, name in self._agents.items()
-        }
-        return {
-            "open_environment": self._open,
-            "run_agent": lambda record, *rest: agents[record.source].rollout(record, *rest),
-            "agent_sources": agents,
-        }
+            agents[source] = host.rollout
+        return GroupSampler(
+            settings=settings,
+            seed=seed,
+            max_model_len=self.max_model_len,
+            tokenizer=self.tokenizer,
+            open_environment=self._open if self._hosts else None,
+            agents=agents,
+            needs_greedy=needs_greedy,
+            score=score,
+        )
 
     def _open(self, record: PromptRecord) -> HostedEnvironment | None:
-        return HostedEnvironment(self._hosts[record.source], record) if record.source in self._hosts else None
+        host = self._hosts.get(record.source)
+        return None if host is None else HostedEnvironment(host, record)
 
     def player(
         self, settings: CollectSettings, sampling_params: Mapping[str, Any], seed: int
@@ -97,14 +103,7 @@ class Environments:
 
         @cache
         def queue() -> GroupQueue:
-            sampler = GroupSampler(
-                settings=settings,
-                seed=sampling_params.get("seed", seed),
-                max_model_len=self.max_model_len,
-                tokenizer=self.tokenizer,
-                **self.for_sampler(settings.sampling),
-            )
-            made = GroupQueue(self.engine, sampler)
+            made = GroupQueue(self.engine, self.sampler(settings, sampling_params.get("seed", seed)))
             self.stack.callback(made.close)
             return made
 

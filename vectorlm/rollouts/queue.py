@@ -41,7 +41,7 @@ class GroupQueue:
             # What waits for an environment takes no room, so slow ones are made up for by more rollouts.
             asked, size = sampler.settings.rollouts_per_engine, sampler.settings.group_size
             room = Room(max_num_seqs * size if asked == "auto" else asked)
-            if asked == "auto" and (sampler.open_environment or sampler.run_agent):
+            if asked == "auto" and (sampler.open_environment or sampler.agents):
                 # By its rate. Single turns repeat bit for bit, so nothing of theirs may depend on the machine's speed.
                 room = Room(max(min(max_num_seqs, FIRST_ROOM), size), max_num_seqs * size)
             self._actor = Actor(

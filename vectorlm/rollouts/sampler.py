@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -30,6 +30,8 @@ class Ask(Protocol):
         """Return them."""
 
 
+Agent = Callable[[PromptRecord, Ask, Callable[[int], int]], Coroutine[Any, Any, Rollout]]
+"""Makes a rollout of a prompt by requests of its own, whose seeds it draws by their number."""
 Results = Mapping[str, Sequence[RewardResult]]
 """What reward functions, by name, returned for some rollouts."""
 
@@ -69,10 +71,8 @@ class GroupSampler:
     """What turns an environment's replies into tokens."""
     open_environment: Callable[[PromptRecord], HostedEnvironment | None] | None = None
     """Opens the environment of each rollout; None, or what it returns for a prompt, for single turns."""
-    run_agent: Callable[[PromptRecord, Ask, Callable[[int], int]], Coroutine[Any, Any, Rollout]] | None = None
-    """Makes each rollout by requests of its own, whose seeds it draws by their number; instead of an environment."""
-    agent_sources: Collection[str] | None = None
-    """The sources whose prompts the agent takes; None for all."""
+    agents: Mapping[str, Agent] = field(default_factory=dict)
+    """What makes the rollouts of prompts of some sources, instead of an environment."""
     needs_greedy: bool = False
     """Sample a greedy completion of each prompt too."""
     score: Callable[[Sequence[Rollout]], Awaitable[Results]] | None = None
@@ -106,10 +106,9 @@ class GroupSampler:
             return await together(
                 self._play(task, index, environment, ask) for index, environment in enumerate(playing)
             )
-        has_agent = self.agent_sources is None or record.source in self.agent_sources
-        if self.run_agent is not None and has_agent:
+        if (agent := self.agents.get(record.source)) is not None:
             return await together(
-                self.run_agent(record, ask, functools.partial(self._seed_of_turn, task.position, index))
+                agent(record, ask, functools.partial(self._seed_of_turn, task.position, index))
                 for index in range(size)
             )
         params = {**self._params, "n": size, "seed": self._draw_seed(task.position)}
