@@ -97,17 +97,11 @@ class Evaluator:
             metrics |= {f"eval/logged/{name}": value for name, value in measured.items()}
         for name, of_source in further.items():
             of_further[name] = self._score(answers, of_source)
-            if (found := grade(of_further[name])).num_questions:
-                metrics |= {f"eval/accuracy/{name}": found.accuracy, f"eval/reward/{name}": found.mean}
+            metrics |= _graded(name, of_further[name])
         if self._rewards:
             rewards = self._score(answers, self._rewards)
             for source in filter(None, self._rewards):
-                found = grade([rewards[place] for place in self._places[source]])
-                if found.num_questions:
-                    metrics |= {
-                        f"eval/accuracy/{source}": found.accuracy,
-                        f"eval/reward/{source}": found.mean,
-                    }
+                metrics |= _graded(source, [rewards[place] for place in self._places[source]])
             if (found := grade(rewards, self._at_k)).num_questions:
                 metrics |= {"eval/accuracy": found.accuracy, "eval/reward": found.mean}
                 metrics |= {f"eval/pass_at_{k}": value for k, value in found.pass_at.items()}
@@ -197,3 +191,9 @@ class Evaluator:
             space = "" if isinstance(record.prompt, str) else " "
             lines.append(f"  {mark}{shown_prompt(record.prompt)}{space}{options[0].text}")
         return "\n".join(lines)
+
+
+def _graded(name: str, results: Results) -> dict[str, float]:
+    found = grade(results)
+    has_any = found.num_questions > 0
+    return {f"eval/accuracy/{name}": found.accuracy, f"eval/reward/{name}": found.mean} if has_any else {}

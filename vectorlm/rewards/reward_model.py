@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 
 from vectorlm.algorithms.batch import RolloutBatch
-from vectorlm.encoding import encode, is_messages, render_chat
+from vectorlm.encoding import encode, render_chat
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
+from vectorlm.rewards.function import chat_of
 from vectorlm.rl.micro_batch import map_rows
 from vectorlm.rl.models import LoadSharded, disable_dropout
 from vectorlm.rl.rollout import Rollout
@@ -130,8 +131,7 @@ class RewardModel:
     def _token_ids(self, rollout: Rollout) -> list[int]:
         prompt: Any = rollout.prompt_record.prompt
         is_text = isinstance(prompt, str)
-        if is_messages(prompt):
-            chat = [*prompt, {"role": "assistant", "content": rollout.text}]
+        if (chat := chat_of(prompt, rollout.text)) is not None:
             text = str(render_chat(self._tokenizer, chat, tokenize=False))
         else:
             text = (prompt if is_text else str(self._tokenizer.decode(list(prompt)))) + rollout.text
