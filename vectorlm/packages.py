@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -38,29 +38,25 @@ def versions_of_rank() -> dict[str, str]:
 
 
 @cache
-def fields_of(path: str, name: str, package: str = "vllm") -> Mapping[str, str]:
-    """Return the annotations of a class in a package's source, by the names of its public fields."""
-    source = _source(path, package)
-    classes = (each for each in ast.parse(source).body if isinstance(each, ast.ClassDef))
-    body = next((each.body for each in classes if each.name == name), [])
-    found = [each for each in body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
-    names = {each.target.id: ast.unparse(each.annotation) for each in found}  # type: ignore[union-attr]
-    return {name: annotation for name, annotation in names.items() if not name.startswith("_")}
+def fields_of(path: str, name: str, package: str = "vllm") -> frozenset[str]:
+    """Return the public fields of a class in a package's source, by name."""
+    found = [each.target for each in _body_of(path, name, package) if isinstance(each, ast.AnnAssign)]
+    names = {each.id for each in found if isinstance(each, ast.Name)}
+    return frozenset(each for each in names if not each.startswith("_"))
 
 
 @cache
 def arguments_of(path: str, name: str, package: str) -> frozenset[str]:
     """Return the arguments with which a class in a package's source is made, by name."""
-    classes = (each for each in ast.parse(_source(path, package)).body if isinstance(each, ast.ClassDef))
-    body = next((each.body for each in classes if each.name == name), [])
+    body = _body_of(path, name, package)
     inits = [each for each in body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
     return frozenset(each.arg for init in inits for each in (*init.args.args[1:], *init.args.kwonlyargs))
 
 
-@cache
-def _source(path: str, package: str = "vllm") -> str:
-    """Return a file of an installed package, empty where there is none; finding a package does not import it."""
+def _body_of(path: str, name: str, package: str) -> list[ast.stmt]:
+    """Return a class of an installed package, empty where there is none; finding a package does not import it."""
     found = find_spec(package)
     folders = [] if found is None else found.submodule_search_locations or []
     files = [file for file in (Path(folder) / path for folder in folders) if file.is_file()]
-    return files[0].read_text(encoding="utf-8") if files else ""
+    tree = ast.parse(files[0].read_text(encoding="utf-8") if files else "")
+    return next((each.body for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name), [])
