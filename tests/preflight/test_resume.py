@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from rank_processes import on_ranks
+from sft_runs import train
 
 from vectorlm.checkpoint.folder import held
 from vectorlm.cli import main
@@ -169,14 +171,10 @@ def test_a_finished_run_says_so_at_once(path):
     assert not found(path, "train_parameters.epochs=3").is_finished
 
 
-def test_a_folder_in_use_is_one_line(path):
-    with held(Path("runs/tiny")):
-        ended = run_script(path)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(
-        "ConfigError: train_parameters.output_dir='runs/tiny' is in use by another run."
-    )
-    assert ended.stderr.count("\n") == 1
+def test_a_folder_in_use_is_refused_before_a_model_is_loaded(path):
+    in_use = r"train_parameters\.output_dir='runs/tiny' is in use by another run\."
+    with held(Path("runs/tiny")), pytest.raises(AssertionError, match=in_use):
+        on_ranks(1, train, load_config(path, [WITH]))
 
 
 def test_what_ranks_must_have_alike_are_settings_files_and_versions(path):

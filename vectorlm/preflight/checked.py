@@ -17,7 +17,6 @@ from vectorlm.data.summary import Summary
 from vectorlm.data.tasks import Tasks
 from vectorlm.encoding import has_chat_template
 from vectorlm.errors import ConfigError, DatasetError
-from vectorlm.packages import is_installed
 from vectorlm.preflight.environments import environment_problems
 from vectorlm.preflight.files import file_problems, package_problems
 from vectorlm.preflight.local_model import description_of, own_length, resolve_model, vocab_size
@@ -173,7 +172,7 @@ def _data_notes(config: Config, world_size: int) -> Iterator[str]:
     data, train = config.text, config.train_parameters
     loop, num_shares = train.loop, world_size // train.model.context_parallel
     rows_per_step = num_shares * data.train_bs * loop.gradient_accumulation_steps
-    for name in dict.fromkeys((data.train_ds, *data.held_out.values())) if is_installed("datasets") else ():
+    for name in dict.fromkeys((data.train_ds, *data.held_out.values())):
         if not Path(name, "state.json").is_file():
             continue  # The library that would say so takes a second to import.
         try:

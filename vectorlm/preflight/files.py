@@ -10,7 +10,6 @@ from pathlib import Path
 from shutil import which
 from urllib.parse import urlsplit
 
-from vectorlm.checkpoint.folder import is_held
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
 from vectorlm.data.summary import VALUE_COLUMNS
@@ -49,10 +48,6 @@ def file_problems(config: Config) -> Iterator[str]:
     if train.model.compile and not (has_gpu() or which(os.environ.get("CXX", "g++"))):
         rule = "needs a C++ compiler on CPU, and none is found here"
         yield refuse(config, "train_parameters.compile", rule, "Install g++, or set it to false.")
-    # Costs more than a minute: several nodes start their ranks first.
-    if is_held(Path(train.output_dir)):
-        fix = "Wait for its end, or name another folder."
-        yield refuse(config, "train_parameters.output_dir", "is in use by another run", fix)
     # Costs more than a minute: the first evaluation writes it.
     if train.sampler is not None and train.samples_path.is_dir():
         path = "train_parameters.sampler.output_jsonl_path"
@@ -95,11 +90,6 @@ def _dataset_problem(folder: Path, examples: str) -> tuple[str, str] | None:
 
 def package_problems(config: Config) -> Iterator[str]:
     """Find packages that the run would miss, and trackers that it could not open."""
-    if config.rl is None and not is_installed("datasets"):
-        yield (
-            "fine-tuning (the section 'dataset') needs the package datasets, which is not installed. "
-            "Run `pip install datasets`."
-        )
     # All of these cost more than a minute: tasks are read and trackers opened after models are loaded.
     sampler = config.train_parameters.sampler
     if sampler is not None and sampler.evaluation.tasks and not is_installed("lm_eval"):
