@@ -65,8 +65,6 @@ class Fingerprint:
             )
         )
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 def _state(tensor: torch.Tensor) -> tuple[int, ...]:
     local = getattr(tensor, "_local_tensor", tensor)
