@@ -92,21 +92,18 @@ def _read_tree(tree: Entry) -> Config:
     problems: list[str] = []
     config = _read_section(Config, tree, "", problems)
     raise_problems(problems)
-    return _with_sampler(replace(config, origins=_origins(tree)))
+    config = replace(config, origins=_origins(tree))
+    train = config.train_parameters
+    if config.rl is not None and train.sampler is None:
+        # Reinforcement learning cannot do without one.
+        config = replace(config, train_parameters=replace(train, sampler=SamplerSettings()))
+    return config
 
 
 def save_config(config: Config, path: str | PathLike[str]) -> None:
     """Write every setting, defaults included, so that `load_config` reads an equal config back."""
     text = yaml.dump(to_plain(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
     Path(path).write_text(text, encoding="utf-8")
-
-
-def _with_sampler(config: Config) -> Config:
-    """Give reinforcement learning, which cannot do without one, a sampler with the defaults."""
-    train = config.train_parameters
-    if config.rl is None or train.sampler is not None:
-        return config
-    return replace(config, train_parameters=replace(train, sampler=SamplerSettings()))
 
 
 def _read_file(path: str) -> Entry:
