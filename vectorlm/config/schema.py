@@ -205,6 +205,12 @@ class Config:
         """What ends each step that a reward model scores; None where none scores steps."""
         return None if self.reward_model is None else self.reward_model.step_separator
 
+    def rows_per_step(self, world_size: int) -> int:
+        """Return the rows of an optimizer step of supervised fine-tuning, over all ranks and micro-batches."""
+        train = self.train_parameters
+        num_shares = world_size // train.model.context_parallel
+        return num_shares * self.text.train_bs * train.loop.gradient_accumulation_steps
+
     @property
     def overlap(self) -> AsyncSettings | None:
         """How sampling and training overlap; None where they take turns."""

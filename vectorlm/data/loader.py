@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from vectorlm.data.source import load_saved
-from vectorlm.data.summary import PREFERENCE_COLUMNS
+from vectorlm.data.summary import PREFERENCE_COLUMNS, steps_per_epoch
 from vectorlm.errors import DatasetError
 from vectorlm.ranks.topology import Topology
 from vectorlm.types import Batch
@@ -141,7 +141,7 @@ class StepLoader:
 
     def __len__(self) -> int:
         """Return the number of optimizer steps per epoch."""
-        return -(-self.num_examples // self.global_batch_size)
+        return steps_per_epoch(self.num_examples, self.global_batch_size)
 
     @property
     def num_examples(self) -> int:

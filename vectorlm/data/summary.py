@@ -24,6 +24,11 @@ Rows = dict[str, tuple[int, str]]
 """For each reason the number of rows, and the name of the first."""
 
 
+def steps_per_epoch(num_rows: int, rows_per_step: int) -> int:
+    """Return the optimizer steps of an epoch, whose last may be short."""
+    return -(-num_rows // rows_per_step)
+
+
 @dataclass
 class Summary:
     """Counts rows as they come in, are skipped, are cut and go out."""

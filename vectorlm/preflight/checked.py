@@ -13,7 +13,7 @@ from vectorlm.config.setting import refuse
 from vectorlm.config.value import raise_problems
 from vectorlm.data.prompts import check_lengths, read_prompts
 from vectorlm.data.source import load_saved
-from vectorlm.data.summary import Summary
+from vectorlm.data.summary import Summary, steps_per_epoch
 from vectorlm.data.tasks import Tasks
 from vectorlm.encoding import has_chat_template
 from vectorlm.errors import ConfigError, DatasetError
@@ -98,19 +98,20 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         max_tokens = longest_sequence(config) - 1
         check_teacher(config)
     raise_problems(problems)
+    notes = list(config.notes)
     if rl is None:
-        config = replace(config, notes=(*config.notes, *_data_notes(config, world_size)))
+        notes += _data_notes(config, world_size)
         if sampler is not None:
             limit = own_length(description_of(Path(config.model)) or {})
             max_tokens = (sampler.engine.engine_args.get("max_model_len") or limit or math.inf) - 1
-    notes = (*_prompt_notes(config, prompts, held_out), *_generation_notes(config, max_tokens))
+    notes += [*_prompt_notes(config, prompts, held_out), *_generation_notes(config, max_tokens)]
     # Silent: half an answer is a wrong one.
     if evaluation_prompts and sampler is not None and "max_tokens" not in sampler.engine.sampling_params:
-        notes += (
+        notes.append(
             "train_parameters.sampler.sampling_params: answers to held-out prompts end after 16 tokens, vLLM's "
-            "default. Write max_tokens for another length",
+            "default. Write max_tokens for another length"
         )
-    config = replace(config, notes=(*config.notes, *notes))
+    config = replace(config, notes=tuple(notes))
     # Costs more than a minute: the prompt may be one of the last, and models are loaded first. The tokenizer is loaded
     # (which imports torch) where it matters: no text has more tokens than bytes, but for those put around it.
     is_long = any(
@@ -170,8 +171,6 @@ def _prompt_notes(
 def _data_notes(config: Config, world_size: int) -> Iterator[str]:
     """Say what the run will see of its datasets, in the words of preprocessing."""
     data, train = config.text, config.train_parameters
-    loop, num_shares = train.loop, world_size // train.model.context_parallel
-    rows_per_step = num_shares * data.train_bs * loop.gradient_accumulation_steps
     for name in dict.fromkeys((data.train_ds, *data.held_out.values())):
         if not Path(name, "state.json").is_file():
             continue  # The library that would say so takes a second to import.
@@ -182,8 +181,8 @@ def _data_notes(config: Config, world_size: int) -> Iterator[str]:
         summary = Summary.of(dataset, train.max_seq_len, data.ignore_index)
         yield f"{name}: {summary.head()}"
         if name == data.train_ds:
-            per_epoch = -(-len(dataset) // rows_per_step)
-            yield f"{name}: {loop.epochs * per_epoch:,} optimizer steps, {per_epoch:,} an epoch"
+            per_epoch = steps_per_epoch(len(dataset), config.rows_per_step(world_size))
+            yield f"{name}: {train.loop.epochs * per_epoch:,} optimizer steps, {per_epoch:,} an epoch"
         yield from (f"{name}: {note}" for note in summary.notes())
 
 

@@ -84,8 +84,7 @@ def identity_of(config: Config, world_size: int, num_examples: int | None = None
             contents["rl.sft.dataset"] = _fingerprint(Path(rl.sft.dataset))
     elif text is not None:
         contents |= {"dataset.train_ds": _fingerprint(Path(text.train_ds))}
-        num_data_shares = world_size // train.model.context_parallel
-        fixed["global batch"] = num_data_shares * text.train_bs * train.loop.gradient_accumulation_steps
+        fixed["global batch"] = config.rows_per_step(world_size)
         fixed["rows of dataset.train_ds"] = num_examples
         for section in ("reward_model", "preference"):
             if getattr(config, section) is not None:

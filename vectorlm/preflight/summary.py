@@ -81,7 +81,7 @@ def _text_rows(config: Config, world_size: int) -> dict[str, str]:
         **({} if config.reward_model is None else {"loss": "of a reward model"}),
         **({} if config.preference is None else {"loss": config.preference.loss}),
         "evaluation": f"on {held_out} every {_count(train.loop.logging_steps, 'optimizer step')}",
-        "global batch": f"{_count(num_ranks * data.train_bs * num, 'sequence')} of up to {train.max_seq_len} tokens "
+        "global batch": f"{_count(config.rows_per_step(world_size), 'sequence')} of up to {train.max_seq_len} tokens "
         f"({_count(num_ranks, 'rank')} x train_bs {data.train_bs} x accumulation {num})",
     }
     if num > 1:
