@@ -131,28 +131,32 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
         CheckpointError: The source cannot be read, or the folder cannot be written.
         ConfigError: The base model is missing, or its adapters cannot be merged.
     """
-    from transformers.utils.logging import disable_progress_bar
-
     from vectorlm.checkpoint.export import export_model
     from vectorlm.report.card import card_of, step_of
     from vectorlm.weights.plan import dtype_of
 
-    disable_progress_bar()
-    is_adapter = source.is_adapter
-    model, tokenizer = load_source(source)
-    if merges:
-        from vectorlm.run import merge_of_run
-
-        model, is_adapter = merge_of_run(model, source.run), False
+    model, tokenizer = load_source(source, merges=merges)
     if dtype is not None:
         model = model.to(dtype_of(dtype))
     step = step_of(source.path) if source.step is None else source.step
-    card = card_of(source.run, step, is_adapter=is_adapter)
+    card = card_of(source.run, step, is_adapter=source.is_adapter and not merges)
     export_model(model, tokenizer, path, card)
 
 
-def load_source(source: Source) -> tuple[Any, Any]:
-    """Load the model with its weights, and its tokenizer."""
+def load_source(source: Source, *, merges: bool = False) -> tuple[Any, Any]:
+    """Load the model with its weights, and its tokenizer; `merges` has adapters merged into their base."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model, tokenizer = _load(source)
+    if merges and source.is_adapter:
+        from vectorlm.run import merge_of_run
+
+        model = merge_of_run(model, source.run)
+    return model, tokenizer
+
+
+def _load(source: Source) -> tuple[Any, Any]:
     from vectorlm.checkpoint.state import load_weights
     from vectorlm.lora.load import add_lora
     from vectorlm.train.load import load_model, load_scorer, load_tokenizer

@@ -12,6 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vectorlm.checkpoint.folder import folder_of, steps_in
+from vectorlm.cli.export import find_source, load_source
+from vectorlm.config.load import load_config
 from vectorlm.errors import ConfigError
 from vectorlm.report.runs import read_lines
 
@@ -89,8 +92,6 @@ def _differences(run: Path, other: Path) -> Iterator[str]:
 def _replay(run: Path, step: int) -> int:
     """Make the steps from the checkpoint before `step` again, in a folder of their own, and compare the last."""
     from vectorlm.algorithms.registry import get_algorithm
-    from vectorlm.checkpoint.folder import folder_of, steps_in
-    from vectorlm.config.load import load_config
     from vectorlm.preflight.checked import preflight
     from vectorlm.ranks.launcher import launch
     from vectorlm.train.settings import EvaluationSettings
@@ -163,31 +164,13 @@ def _is_as_logged(
         print(
             f"  {name:16}  {f'{before}, as logged' if before == now else f'{before} was logged, and is {now}'}"
         )
-    known = _weights_of(run, step, is_last=step == max(logged))
-    if known is None:
+    kept = run / "final-model"
+    if step != max(logged) or not kept.is_dir():
+        kept = folder_of(run / "checkpoints", step)
+    if not kept.is_dir():
         print(f"  weights           not compared: {run} has no checkpoint of step {step}")
         return is_same
-    from vectorlm.train.load import load_model
-
-    found = load_model(str(model)).state_dict()
+    known, found = (load_source(find_source(each))[0].state_dict() for each in (kept, model))
     unlike = [name for name, tensor in known.items() if not tensor.equal(found[name].to(tensor.dtype))]
     print(f"  weights           {f'{len(unlike)} of {len(known)} tensors differ' if unlike else 'as logged'}")
     return is_same and not unlike
-
-
-def _weights_of(run: Path, step: int, is_last: bool) -> Mapping[str, Any] | None:
-    """Return the weights that the run had after `step`; None where it has kept none."""
-    from vectorlm.checkpoint.folder import folder_of
-    from vectorlm.checkpoint.state import load_weights
-    from vectorlm.train.load import load_model
-
-    if is_last and (run / "final-model").is_dir():
-        return load_model(str(run / "final-model")).state_dict()
-    checkpoint = folder_of(run / "checkpoints", step)
-    if not checkpoint.is_dir():
-        return None
-    from vectorlm.config.load import load_config
-
-    model = load_model(load_config(run / "config.yaml").model)
-    load_weights(checkpoint, model)
-    return model.state_dict()

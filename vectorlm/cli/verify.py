@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from vectorlm.cli.export import find_source, load_source
 
@@ -25,20 +24,9 @@ def run(args: argparse.Namespace) -> int:
     """Compare the server's weights with the checkpoint's, and print how it was proven that they are the same."""
     source = find_source(Path(args.checkpoint))
     url = args.address if "://" in args.address else f"http://{args.address}"
-
-    def load() -> Any:
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()
-        model, _ = load_source(source)
-        if not source.is_adapter:
-            return model
-        from vectorlm.run import merge_of_run
-
-        return merge_of_run(model, source.run)
-
     # This imports torch, which a wrong path is told without.
     from vectorlm.verify import verify_server
 
-    print(f"{url} and {source.path}: {verify_server(url, load)}.")
+    proof = verify_server(url, lambda: load_source(source, merges=True)[0])
+    print(f"{url} and {source.path}: {proof}.")
     return 0
