@@ -234,4 +234,7 @@ def _open_sinks(
             progress.say(f"  from here on {change}")
         if first_step >= num_steps:
             progress.say(f"  all {num_steps} steps are done: the weights of step {first_step} are exported")
-    return run.stack.enter_context(FanOut(sinks)), progress.say
+    for sink in sinks:
+        # Each gets the error of a run that fails, and the others are closed if one cannot be.
+        run.stack.enter_context(sink)
+    return FanOut(sinks), progress.say

@@ -6,9 +6,8 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 from tqdm import tqdm
@@ -147,23 +146,12 @@ class ProgressSink:
 
 
 class FanOut:
-    """Write to several sinks as if they were one, and close them all even when one of them fails."""
+    """Write to several sinks as if they were one."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    def __init__(self, sinks: Sequence[MetricSink]) -> None:
         self._sinks = tuple(sinks)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write to every sink, in order."""
         for sink in self._sinks:
             sink.write(step, values)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with ExitStack() as stack:
-            for sink in self._sinks:
-                # Each sink gets the error, so that a remote run is marked as failed.
-                stack.push(lambda *_, sink=sink: sink.__exit__(kind, error, trace))
