@@ -168,15 +168,11 @@ def save_tiny_model(path: Path, tokenizer: Any) -> None:
     tokenizer.save_pretrained(path)
 
 
-def _every_reward_answers(project: ProjectUnderTest, texts: Sequence[str]) -> None:
-    for name, scored in project.score(lambda columns: texts).items():
-        for item, result in scored:
-            assert result.error is None, f"{name}: {item.failure(result.error or '')}"
-
-
 def rewards_survive_any_completion(project: ProjectUnderTest) -> None:
     """No reward raises or is late for an empty, a strange or a huge completion."""
-    _every_reward_answers(project, STRANGE)
+    for name, scored in project.score(lambda columns: STRANGE).items():
+        for item, result in scored:
+            assert result.error is None, f"{name}: {item.failure(result.error or '')}"
 
 
 def rewards_are_deterministic(project: ProjectUnderTest) -> None:

@@ -104,11 +104,10 @@ def _exam_of(config: Config, reads_prompts: bool) -> Exam:
             "some, or --prompts, and --reward if the config has no reward either."
         )
     settings, held_out = sampler.engine, sampler.evaluation
-    exam = Exam(sampling_params=settings.sampling_params, timeout_s=settings.timeout_s)
+    exam = Exam(sampling_params=settings.sampling_params, timeout_s=settings.timeout_s, at_k=held_out.at_k)
     if settings.inference == "vllm":
         dtype = config.train_parameters.engine_dtype(has_gpu())
         exam = replace(exam, engine_args={"dtype": dtype, **settings.engine_args})
-    exam = replace(exam, at_k=held_out.at_k)
     if rl is not None and (environment := rl.collect.environment_of("")) is not None:
         train = config.train_parameters
         exam = replace(

@@ -58,13 +58,10 @@ class ProfileSink:
         self._num_steps += step > 0
         self._stop(step)
         if self._first <= step < self._last and self._num_bytes < MAX_BYTES:
-            self._start()
+            from torch.profiler import profile, supported_activities
 
-    def _start(self) -> None:
-        from torch.profiler import profile, supported_activities
-
-        self._profiler = profile(activities=supported_activities())
-        self._profiler.start()
+            self._profiler = profile(activities=supported_activities())
+            self._profiler.start()
 
     def _stop(self, step: int) -> None:
         if self._profiler is None:
