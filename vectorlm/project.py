@@ -128,7 +128,6 @@ class ProjectUnderTest:
         scored: dict[str, Scored] = {}
         with WorkerPool(1) as pool:
             for source in self.rl.by_source.values():
-                assert source.prompts is not None
                 records = islice(read_prompts(source.prompts, is_held_out=False), NUM_PROMPTS)
                 items = [
                     Scorable(text, each.prompt, (), each.columns, chat_of(each.prompt, text))

@@ -71,11 +71,11 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
     max_tokens = math.inf
     # These cost more than a minute: they are needed after models are loaded.
     sources = {} if rl is None else rl.by_source
-    prompts = {name: _read(config, _place(name), each.prompts, problems) for name, each in sources.items()}
+    prompts = {name: _read(config, name, each.prompts, problems) for name, each in sources.items()}
     questions = {"": None if sampler is None else sampler.evaluation.prompts}
     questions |= {name: each.held_out for name, each in sources.items() if name}
     held_out = {
-        name: _read(config, _place(name, is_held_out=True), each, problems, is_held_out=True)
+        name: _read(config, name, each, problems, is_held_out=True)
         for name, each in questions.items()
         if each is not None
     }
@@ -188,14 +188,13 @@ def _data_notes(config: Config, world_size: int) -> Iterator[str]:
 
 def _read(
     config: Config,
-    path: str,
-    source: str | Sequence[str] | PromptSettings | None,
+    name: str,
+    source: str | Sequence[str] | PromptSettings,
     problems: list[str],
     *,
     is_held_out: bool = False,
 ) -> Sequence[PromptRecord]:
-    if source is None:
-        return []
+    path = _place(name, is_held_out)
     try:
         return read_prompts(source, path, is_held_out=is_held_out)
     except DatasetError as error:
