@@ -104,13 +104,8 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         if sampler is not None:
             limit = own_length(description_of(Path(config.model)) or {})
             max_tokens = (sampler.engine.engine_args.get("max_model_len") or limit or math.inf) - 1
-    notes += [*_prompt_notes(config, prompts, held_out), *_generation_notes(config, max_tokens)]
-    # Silent: half an answer is a wrong one.
-    if evaluation_prompts and sampler is not None and "max_tokens" not in sampler.engine.sampling_params:
-        notes.append(
-            "train_parameters.sampler.sampling_params: answers to held-out prompts end after 16 tokens, vLLM's "
-            "default. Write max_tokens for another length"
-        )
+    notes += _prompt_notes(config, prompts, held_out)
+    notes += _generation_notes(config, max_tokens, bool(evaluation_prompts))
     config = replace(config, notes=tuple(notes))
     # Costs more than a minute: the prompt may be one of the last, and models are loaded first. The tokenizer is loaded
     # (which imports torch) where it matters: no text has more tokens than bytes, but for those put around it.
@@ -130,7 +125,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
     return CheckedConfig(config, prompts, evaluation_prompts, find_resumption(config, world_size))
 
 
-def _generation_notes(config: Config, max_tokens: float) -> Iterator[str]:
+def _generation_notes(config: Config, max_tokens: float, is_evaluated: bool) -> Iterator[str]:
     """Say where answers are sampled in another way than the settings, or the model's publisher, may lead to expect."""
     advice = description_of(Path(config.model), "generation_config.json") or {}
     for path, parameters in config.sampling_params.items():
@@ -145,6 +140,13 @@ def _generation_notes(config: Config, max_tokens: float) -> Iterator[str]:
         if left and parameters.get("temperature") != 0:
             listed = ", ".join(f"{name} {value}" for name, value in left.items())
             yield f"{path}: {listed} of the model's generation_config.json are not used; write them here to use them"
+    sampler = config.train_parameters.sampler
+    # Silent: half an answer is a wrong one.
+    if is_evaluated and sampler is not None and "max_tokens" not in sampler.engine.sampling_params:
+        yield (
+            "train_parameters.sampler.sampling_params: answers to held-out prompts end after 16 tokens, vLLM's "
+            "default. Write max_tokens for another length"
+        )
 
 
 def _prompt_notes(
