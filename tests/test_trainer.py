@@ -1,6 +1,5 @@
 import math
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -14,21 +13,21 @@ from vectorlm.errors import DatasetError, NonFiniteLoss
 from vectorlm.ranks.topology import Topology
 from vectorlm.train import settings
 
+LIMITS = APART, ONCE = 0, settings.GATHER_ONCE_BYTES
 SPLITS = {
-    1: [("FULL_SHARD", 1, 1), ("FULL_SHARD", 4, 1)],
+    1: [(ONCE, "FULL_SHARD", 1, 1), (ONCE, "FULL_SHARD", 4, 1)],
     2: [
-        ("FULL_SHARD", 1, 1),
-        ("FULL_SHARD", 4, 1),
-        ("SHARD_GRAD_OP", 2, 1),
-        ("NO_SHARD", 4, 1),
-        ("HYBRID_SHARD", 2, 1),
-        ("FULL_SHARD", 2, 2),
+        (APART, "FULL_SHARD", 4, 1),
+        (ONCE, "FULL_SHARD", 4, 1),
+        (APART, "SHARD_GRAD_OP", 2, 1),
+        (APART, "NO_SHARD", 4, 1),
+        (ONCE, "NO_SHARD", 4, 1),
+        (APART, "HYBRID_SHARD", 2, 1),
+        (ONCE, "FULL_SHARD", 2, 2),
     ],
-    4: [("FULL_SHARD", 2, 2)],
+    4: [(APART, "FULL_SHARD", 2, 2), (ONCE, "FULL_SHARD", 2, 2)],
 }
-"""By ranks: strategy, micro-batches, and ranks that share a pass."""
-
-LIMITS = (0, settings.GATHER_ONCE_BYTES)
+"""By ranks: up to which size a model is gathered once, strategy, micro-batches, and ranks that share a pass."""
 
 
 def sum_loss(model, row):
@@ -71,9 +70,8 @@ def reference(folder):
 
 def train_every_split(topology, folder):
     found = {}
-    for limit, split in product(LIMITS, SPLITS[topology.world_size]):
-        settings.GATHER_ONCE_BYTES = limit
-        strategy, num_micro_batches, size = split
+    for split in SPLITS[topology.world_size]:
+        settings.GATHER_ONCE_BYTES, strategy, num_micro_batches, size = split
         training = build_loop(
             replace(topology, context_parallel=size),
             folder,
@@ -81,7 +79,7 @@ def train_every_split(topology, folder):
             num_micro_batches=num_micro_batches,
         )
         training.run()
-        found[limit, *split] = list(training.recorder.sink), whole_weights(training.optimizer_step.model)
+        found[split] = list(training.recorder.sink), whole_weights(training.optimizer_step.model)
     return found
 
 
@@ -89,7 +87,7 @@ def train_every_split(topology, folder):
 def test_every_split_of_the_global_batch_trains_like_one_plain_process(world_size, folder, reference):
     losses, norms, evals, expected = reference
     for found in on_ranks(world_size, train_every_split, folder):
-        assert list(found) == [(limit, *split) for limit, split in product(LIMITS, SPLITS[world_size])]
+        assert list(found) == SPLITS[world_size]
         for split, (lines, weights) in found.items():
             assert [line["step"] for line in lines] == list(range(NUM_STEPS + 1)), split
             assert [line["train/loss"] for line in lines[1:]] == pytest.approx(losses, rel=1e-5), split
