@@ -18,6 +18,7 @@ from sft_runs import (
     CONFIG,
     ROOT,
     SAMPLER,
+    are_equal,
     assert_last_answers_are_those_of,
     lines,
     make_config,
@@ -120,8 +121,7 @@ def test_the_same_command_again_goes_on_and_other_settings_are_refused(inputs, w
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000004", "step-00000006"]
     (checkpoints / "step-00000006").rename(checkpoints / ".step-00000006.unfinished")
     on_ranks(2, train, config)
-    found, expected = weights_of(output), weights_of(whole)
-    assert all((found[name] == expected[name]).all() for name in expected)
+    assert are_equal(weights_of(output), weights_of(whole))
     assert lines(output / "metrics.jsonl")[:5] == lines(whole / "metrics.jsonl")[:5]
     assert losses_of(output) == losses_of(whole)
     other = make_config(inputs, output, checkpointing_enabled=True, seed=4)
@@ -147,9 +147,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
         # Round-off: another order of the sums.
         found, wanted = ({name: each.get(name, 0.0) for name in kept} for each in (line, expected))
         assert found == pytest.approx(wanted, rel=1e-5)
-    weights = weights_of(tmp_path / "cut")
-    for name, expected in weights_of(whole).items():
-        torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weights_of(tmp_path / "cut"), weights_of(whole), rtol=1e-4, atol=1e-5)
 
 
 def test_a_finished_run_trains_longer_and_with_another_learning_rate(inputs, whole, tmp_path):
@@ -217,8 +215,7 @@ def test_two_nodes_train_as_one_and_go_on_from_a_checkpoint_in_the_folder_that_t
     weights = weights_of(output)
     shutil.rmtree(output / "checkpoints" / "step-00000006")
     on_ranks(2, train, config, num_nodes=2)
-    again = weights_of(output)
-    assert all((again[name] == weights[name]).all() for name in weights)
+    assert are_equal(weights_of(output), weights)
 
 
 def test_adapters_are_trained_and_saved_alone(inputs, tmp_path):

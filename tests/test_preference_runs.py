@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from metrics_page import METRICS
 from rank_processes import on_ranks, save_tiny_llama
-from sft_runs import SAMPLER, assert_last_answers_are_those_of, lines, train, weights_of
+from sft_runs import SAMPLER, are_equal, assert_last_answers_are_those_of, lines, train, weights_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from vectorlm.cli import main
@@ -170,8 +170,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(finished, inputs, tm
     shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000015")
     on_ranks(1, train, config_of(inputs, tmp_path / "run", section))
-    expected, found = weights_of(whole), weights_of(tmp_path / "run")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert are_equal(weights_of(tmp_path / "run"), weights_of(whole))
     last = [lines(output / "metrics.jsonl")[-1] for output in (whole, tmp_path / "run")]
     same = [name for name in last[0] if name.startswith(("train/loss", "eval/"))]
     assert [last[0][name] for name in same] == [last[1][name] for name in same]

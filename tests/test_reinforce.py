@@ -22,7 +22,7 @@ from rl_runs import (
     numbers,
     save_files,
 )
-from safetensors.torch import load_file
+from sft_runs import are_equal, weights_of
 
 from vectorlm.cli import main
 from vectorlm.errors import ConfigError
@@ -143,8 +143,7 @@ def test_a_ppo_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_where_it_ende
     first, second = ppo, tmp_path / "cut"
     cut_after_step_2(first, second)
     forked(reinforce, config_of(files, second, "ppo", PPO))
-    mine, theirs = (load_file(each / "final-model" / "model.safetensors") for each in (first, second))
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert are_equal(weights_of(first), weights_of(second))
     assert lines(first / "rollouts.jsonl") == lines(second / "rollouts.jsonl")
     assert numbers(first) == numbers(second)
     assert all(
@@ -285,11 +284,11 @@ def test_an_agent_is_trained_on_bit_for_bit_as_an_environment(files, tmp_path):
         where = [f"rl.environment={prefix}{files}/two_ways.py:{name}"]
         where.append(f"train_parameters.sampler.engine.data_parallel_size={num_engines}")
         forked(reinforce, config_of(files, output, overrides=overrides + where))
-        found.append((lines(output / "rollouts.jsonl"), load_file(output / "final-model/model.safetensors")))
+        found.append((lines(output / "rollouts.jsonl"), weights_of(output)))
     (played, weights), (asked, weights_too) = found
     assert max(row["num_turns"] for row in played) > 1
     assert asked == played
-    assert all(torch.equal(weights_too[name], tensor) for name, tensor in weights.items())
+    assert are_equal(weights_too, weights)
 
 
 @pytest.mark.slow

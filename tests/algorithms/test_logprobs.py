@@ -69,8 +69,7 @@ def test_hidden_states_and_a_head_give_the_same_as_logits():
         grads = [
             torch.autograd.grad(x.sum(), [hidden, head.weight], retain_graph=True) for x in (mine, plain)
         ]
-        for a, b in zip(*grads, strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(*grads)
 
 
 def test_half_precision_logits_are_summed_in_float32():
