@@ -54,11 +54,3 @@ def test_text_of_a_tool_between_turns_changes_nothing():
     for mine, expected in zip(wide, plain, strict=True):
         assert torch.equal(mine[:, place], expected)
         assert mine[:, [1, 2, 4]].eq(0).all()
-
-
-def test_lambda_one_is_the_reward_to_go_less_the_value():
-    values, rewards, _, _ = random_batch()
-    advantages, returns = gae_advantages(rewards, values, torch.ones_like(values), 1.0, 1.0)
-    to_go = rewards.flip(1).cumsum(1).flip(1)
-    torch.testing.assert_close(returns, to_go)
-    torch.testing.assert_close(advantages, to_go - values.detach())

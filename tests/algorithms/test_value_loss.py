@@ -28,11 +28,6 @@ def test_equals_a_slow_loop():
             assert found[b, t].item() == pytest.approx(0.5 * max((v - r) ** 2, (clipped - r) ** 2), rel=1e-12)
 
 
-def test_clipping_never_makes_it_smaller():
-    values, old, returns, _ = random_batch()
-    assert (value_loss(values, old, returns, 0.1) >= value_loss(values, old, returns, None)).all()
-
-
 def test_gradient():
     values, old, returns, _ = random_batch()
     assert torch.autograd.gradcheck(lambda v: value_loss(v, old, returns, 0.2), (values,))

@@ -120,15 +120,6 @@ def test_levels_are_those_of_the_curriculum_and_of_equal_size():
             "max_terms",
         ),
         ({"reasoning_gym": "arc_agi_2"}, "no task"),
-        (
-            {"reasoning_gym": "chain_sum", "path": "p.jsonl"},
-            "must have one of `path`, `reasoning_gym`, `verifiers`",
-        ),
-        ({}, "must have one of `path`, `reasoning_gym`, `verifiers`"),
-        (
-            {"reasoning_gym": "chain_sum", "split": "train"},
-            "rl.prompts.split has no effect with reasoning_gym",
-        ),
         ({"path": "p.jsonl", "level": 1}, "rl.prompts.level has no effect with path"),
     ],
     ids=str,

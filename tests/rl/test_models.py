@@ -189,13 +189,6 @@ def test_without_dropout_two_passes_agree(folder):
     assert model.training, "activation checkpointing needs training mode"
 
 
-def test_the_temperature_divides_the_logits(folder):
-    model = disable_dropout(load_model(folder))
-    logits = model(IDS, attention_mask=ATTENTION).logits
-    expected = torch.log_softmax(logits[0, 1] / 0.5, -1)[IDS[0, 2]]
-    torch.testing.assert_close(LanguageModel(model, 0.5).logprobs(ROWS)[0, 2], expected)
-
-
 @pytest.mark.parametrize("packs", [True, False])
 def test_no_logits_are_made_before_the_first_token_that_matters(folder, packs):
     model = disable_dropout(load_model(folder))

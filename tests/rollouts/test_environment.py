@@ -15,7 +15,6 @@ from vectorlm.preflight.environments import require_environment
 from vectorlm.rollouts.environment import (
     Player,
     Reply,
-    kind_of,
     make_environment,
     to_reply,
 )
@@ -139,31 +138,6 @@ def test_messages_may_be_calls_alone_or_parts_as_those_of_prompts():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}]}
     assert to_reply(Reply([call, parts], done=None)) == Reply([call, parts])
-
-
-def test_what_has_no_step_is_refused_by_name():
-    class Silent:
-        def reset(self, row):
-            pass
-
-    with pytest.raises(ConfigError, match=r"the environment 'env.py:Silent' has no method `step`"):
-        kind_of(Silent, "env.py:Silent")
-
-
-def test_a_misspelt_step_is_no_tool():
-    class Misspelt:
-        def reset(self, row):
-            pass
-
-        def stepp(self, message: dict) -> Reply:
-            """Answer.
-
-            Args:
-                message: What the policy said.
-            """
-
-    with pytest.raises(ConfigError, match=r"no method `step`. Did you mean 'stepp'\?"):
-        kind_of(Misspelt, "env.py:Misspelt")
 
 
 def play(kind, turns, timeout_s=20.0, tools=False):
@@ -344,11 +318,18 @@ class Untyped:
         """Add."""
 
 
-class Listed:
-    tools = ("add",)
+class Misspelt:
+    """What could be a tool beside this `reset` is none."""
 
-    def step(self, message):
+    def reset(self, row):
         pass
+
+    def stepp(self, message: dict) -> Reply:
+        """Answer.
+
+        Args:
+            message: What the policy said.
+        """
 
 
 def supplied(method):
@@ -390,9 +371,9 @@ class Responds:
     ("make", "message"),
     [
         (3, "is a int: it must be a class or a function"),
-        (type("Silent", (), {}), "has no method `step`"),
+        (type("Silent", (), {}), "the environment 'env.py:X' has no method `step`"),
+        (Misspelt, r"no method `step`. Did you mean 'stepp'\?"),
         (Untyped, r"the tool 'add' .* missing a type hint .*test_environment.py:\d+"),
-        (Listed, "has the tool 'add', a str"),
         (type("Steps", (), {"step": lambda self: None}), r"X.step' cannot be called with \(self, message\)"),
         (type("Many", (), {"step": lambda self, message, info: None}), "missing a required argument: 'info'"),
         (
