@@ -1,8 +1,16 @@
-"""Batches of rollouts made from a mask, for the tests of what reads them."""
+"""Rollouts of one token, and batches made from a mask, for the tests of what reads them."""
 
 import torch
 
 from vectorlm.algorithms.batch import RolloutBatch, place_rewards
+from vectorlm.rl.rollout import Rollout
+from vectorlm.types import PromptRecord
+
+
+def rollout_of(prompt, text="text", finish_reason="stop", **more):
+    """Return a rollout of one token, after a prompt or the record of one."""
+    record = prompt if isinstance(prompt, PromptRecord) else PromptRecord(prompt)
+    return Rollout(record, (1,), (3,), (True,), (-1.0,), (0,), text, finish_reason, **more)
 
 
 def batch_of(mask, rewards=None, sampler_logprobs=None):

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches import rollout_of
 from rank_processes import on_ranks
 from sft_runs import lines
 from tiny_runs import build_loop
@@ -13,7 +14,6 @@ from vectorlm.errors import DatasetError, RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.evaluation import Evaluator
 from vectorlm.rewards.function import RewardFunction, score_answers
-from vectorlm.rl.rollout import Rollout
 from vectorlm.train.device_turn import DeviceTurn
 from vectorlm.train.load import load_model
 from vectorlm.types import PromptRecord, RewardResult
@@ -159,17 +159,15 @@ def test_further_rewards_and_what_most_answers_say_are_logged(folder, tmp_path):
 
 def test_a_reward_is_shown_the_chat_of_an_evaluation():
     chat = [{"role": "user", "content": "2 + 2?"}]
-    answer = Rollout(PromptRecord(chat), (1,), (2,), (True,), (0.0,), (0,), "4", "stop")
     reward = RewardFunction(
         lambda text, messages: float(messages == [*chat, {"role": "assistant", "content": text}])
     )
-    assert score_answers(reward, [[answer]], "sampler.reward") == [[RewardResult(1.0)]]
+    assert score_answers(reward, [[rollout_of(chat, "4")]], "sampler.reward") == [[RewardResult(1.0)]]
 
 
 def test_an_environment_says_by_its_metric_acc_or_by_a_sum_of_one_what_is_right():
     def played(*rewards, **measured):
-        rollout = Rollout(PromptRecord("q"), (1,), (2,), (True,), (0.0,), (0,), "4", "stop")
-        return replace(rollout, turn_rewards=rewards, measured=measured)
+        return rollout_of("q", turn_rewards=rewards, measured=measured)
 
     answers = [played(*[0.1] * 10), played(0.5), played(0.5, acc=1.0), played(1.0, acc=0.0), played(1.25)]
     (results,) = score_answers(None, [answers], "")

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from batches import rollout_of
 from datasets import Dataset
 from metrics_page import METRICS
 from rank_processes import on_ranks, save_tiny_llama
@@ -17,10 +18,8 @@ from vectorlm.errors import ConfigError
 from vectorlm.preflight.checked import preflight
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.reward_model import RewardModel
-from vectorlm.rl.rollout import Rollout
 from vectorlm.train.pairs import Steps
 from vectorlm.train.shard import load_sharded
-from vectorlm.types import PromptRecord
 
 CONFIG = """
 model: {inputs}/model
@@ -209,22 +208,10 @@ def test_transformers_and_a_reward_of_a_run_read_the_reward_model(finished, inpu
     assert last["eval/chosen_reward"] == pytest.approx(chosen.mean().item(), abs=1e-5)
     assert last["eval/pair_margin"] == pytest.approx((chosen - rejected).mean().item(), abs=1e-5)
     words = ["".join(chr(95 + token) for token in each[0][:-1]) for each in texts]
-    rollouts = [
-        Rollout(
-            PromptRecord(word[:3]),
-            (2,),
-            (3,),
-            (True,),
-            (0.0,),
-            (0,),
-            word[3:],
-            "stop",
-        )
-        for word in words
-    ]
     reward = RewardModel(
         str(output / "final-model"), lambda load: load(False), Topology(), max_tokens=64, max_length=16
     )
+    rollouts = [rollout_of(word[:3], word[3:]) for word in words]
     assert reward(rollouts) == pytest.approx(chosen.tolist(), abs=1e-5)
     card = (output / "final-model" / "README.md").read_text()
     assert "text-classification" in card
@@ -240,12 +227,7 @@ def rewards_of_steps(topology, path, texts, rule):
         max_length=16,
         step_reward=rule,
     )
-    return model(
-        [
-            Rollout(PromptRecord(text[:3]), (2,), (3,), (True,), (0.0,), (0,), text[3:], "stop")
-            for text in texts
-        ]
-    )
+    return model([rollout_of(text[:3], text[3:]) for text in texts])
 
 
 def test_a_reward_of_a_run_combines_what_transformers_reads_at_the_end_of_each_step(finished, inputs):

@@ -9,22 +9,19 @@ import time
 from dataclasses import replace
 
 import pytest
+from batches import rollout_of
 from rank_processes import on_ranks
 
 from vectorlm.errors import RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.scorer import RewardScorer
 from vectorlm.rl.metrics import rollout_metrics
-from vectorlm.rl.rollout import Rollout
 from vectorlm.types import PromptRecord
 from vectorlm.workers import WorkerPool
 
 
 def rollouts(*texts):
-    return [
-        Rollout(PromptRecord(f"ask {text}", {"wanted": 2}), (2,), (3,), (True,), (0.0,), (0,), text, "stop")
-        for text in texts
-    ]
+    return [rollout_of(PromptRecord(f"ask {text}", {"wanted": 2}), text) for text in texts]
 
 
 def length(text, wanted):
@@ -132,10 +129,9 @@ def test_a_completion_that_no_function_scores_has_no_reward():
 
 
 def compare_on_rank(topology):
-    prompt_record, other = PromptRecord("one"), PromptRecord("two")
     groups = [
-        [Rollout(asked, (2,), (3,), (True,), (0.0,), (0,), text, "stop") for text in texts]
-        for asked, texts in ((prompt_record, "abc"), (other, "dd"))
+        [rollout_of(record, text) for text in texts]
+        for record, texts in ((PromptRecord("one"), "abc"), (PromptRecord("two"), "dd"))
     ]
 
     def rank(completions, prompts):

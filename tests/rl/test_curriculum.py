@@ -4,12 +4,13 @@ import random
 
 import pytest
 import torch
+from batches import rollout_of
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_groups import Echo, make_source
 
 from vectorlm.rl.prompts import Curriculum, PromptMixture, PromptOrder
-from vectorlm.rl.rollout import Rollout, RolloutGroup
+from vectorlm.rl.rollout import RolloutGroup
 from vectorlm.settings import CurriculumSettings
 from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
@@ -40,8 +41,9 @@ def records(name, count):
 
 
 def group_of(record, score, **more):
-    rollout = Rollout(record, (1,), (2,), (True,), (0.0,), (0,), "x", "stop", **more)
-    return RolloutGroup([rollout], torch.tensor([score]), {"reasoning_gym": torch.tensor([score])})
+    return RolloutGroup(
+        [rollout_of(record, **more)], torch.tensor([score]), {"reasoning_gym": torch.tensor([score])}
+    )
 
 
 def level_after(curriculum, scores, position, level=None):

@@ -8,13 +8,13 @@ from decimal import Decimal
 import pyarrow as pa
 import pytest
 import torch
-from batches import batch_of
+from batches import batch_of, rollout_of
 from pyarrow import parquet
 
 from vectorlm.data.prompts import read_prompts
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.metrics import count_log_ratios, mismatch_metrics
-from vectorlm.rl.rollout import Rollout, RolloutGroup
+from vectorlm.rl.rollout import RolloutGroup
 from vectorlm.rollouts.logger import RolloutLogger
 from vectorlm.types import PromptRecord
 
@@ -71,7 +71,7 @@ def test_a_low_effective_sample_size_is_said_once_until_it_has_recovered(tmp_pat
 
 def test_a_rollout_keeps_the_columns_of_its_question_and_of_long_ones_the_beginning(tmp_path):
     columns = {"target": 24, "numbers": [4, 6], "proof": "x" * 5000, **{f"more{n}": n for n in range(50)}}
-    rollout = Rollout(PromptRecord("ab", columns), (1, 2), (3,), (True,), (-1.0,), (0,), "c", "stop")
+    rollout = rollout_of(PromptRecord("ab", columns))
     group = RolloutGroup([rollout], torch.tensor([0.5]), {"mine": torch.tensor([0.5])})
     RolloutLogger(tmp_path, show_every=0, say=lambda text: None).write(1, [group], None)
     (line,) = map(json.loads, (tmp_path / "rollouts.jsonl").read_text().splitlines())
@@ -91,9 +91,7 @@ def test_a_rollout_keeps_the_columns_of_its_question_and_of_long_ones_the_beginn
     ],
 )
 def test_a_step_that_teaches_nothing_is_said_with_its_causes(tmp_path, rewards, reason, causes):
-    rollouts = [
-        Rollout(PromptRecord("ab"), (1, 2), (3,), (True,), (-1.0,), (0,), "c", reason) for _ in rewards
-    ]
+    rollouts = [rollout_of("ab", finish_reason=reason) for _ in rewards]
     group, said = RolloutGroup(rollouts, torch.tensor(rewards), {"mine": torch.tensor(rewards)}), []
     RolloutLogger(tmp_path, show_every=0, say=said.append).write(3, [group], None)
     assert said == [f"step 3: nothing to learn from 2 completions ({causes}); the weights stay as they are"]
@@ -107,9 +105,7 @@ def test_that_all_completions_are_cut_is_said_once_until_one_ends(tmp_path):
     for step, reasons in enumerate(
         [["length", "stop"], ["length"] * 2, ["length"] * 2, ["stop"] * 2, ["length"]]
     ):
-        rollouts = [
-            Rollout(PromptRecord("ab"), (1,), (3,), (True,), (-1.0,), (0,), "c", each) for each in reasons
-        ]
+        rollouts = [rollout_of("ab", finish_reason=each) for each in reasons]
         rewards = torch.ones(len(reasons))
         logger.write(step, [RolloutGroup(rollouts, rewards, {})], batch)
     assert [text.split(":")[1] for text in said] == [" step 1", " step 4"]
@@ -133,8 +129,7 @@ def test_columns_of_any_type_are_written_as_json(tmp_path, saves_tokens):
     row = {"prompt": "ab", **{name: value for name, (value, _) in ANY.items()}}
     parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
     (record,) = read_prompts(tmp_path / "rows.parquet")
-    rollout = Rollout(record, (1, 2), (3,), (True,), (-1.0,), (0,), "c", "stop")
-    group = RolloutGroup([rollout], torch.tensor([math.nan]), {"mine": torch.tensor([math.nan])})
+    group = RolloutGroup([rollout_of(record)], torch.tensor([math.nan]), {"mine": torch.tensor([math.nan])})
     logger = RolloutLogger(tmp_path, show_every=0, saves_tokens=saves_tokens, say=lambda text: None)
     logger.write(1, [group], None)
     line = json.loads((tmp_path / "rollouts.jsonl").read_text(), parse_constant=pytest.fail)
@@ -144,10 +139,9 @@ def test_columns_of_any_type_are_written_as_json(tmp_path, saves_tokens):
 
 def test_the_table_keeps_the_end_of_a_prompt_and_the_beginning_of_a_completion(tmp_path):
     prompt, text = "State\nthe answer. " * 9 + "2 + 2 = ?", "It is\n4. " + "x" * 90
-    rollout = Rollout(PromptRecord(prompt, {}), (1,), (3,), (True,), (-1.0,), (0,), text, "stop")
     said = []
     logger = RolloutLogger(tmp_path, show_every=1, say=said.append)
-    logger.write(1, [RolloutGroup([rollout], torch.tensor([0.5]), {})], None)
+    logger.write(1, [RolloutGroup([rollout_of(prompt, text)], torch.tensor([0.5]), {})], None)
     row = said[-1].splitlines()[-1]
     assert "answer. 2 + 2 = ?  It is\\n4. xxx" in row
     assert len(row) == len("  reward  ") + 60 + 2 + 60

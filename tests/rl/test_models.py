@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
+from batches import rollout_of
 from peft import PeftModel
 from rank_processes import on_ranks, save_adapters
 from safetensors.torch import load_file, save_file
@@ -17,20 +19,20 @@ from vectorlm.algorithms import Support
 from vectorlm.checkpoint.export import export_model
 from vectorlm.errors import ConfigError
 from vectorlm.lora.folder import STARTING, continue_lora, options_of, start_alone
+from vectorlm.lora.load import add_lora
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.reward_model import RewardModel
 from vectorlm.rl.models import Critic, Reference, disable_dropout, load_critic
-from vectorlm.rl.rollout import Rollout
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.packing import Rows
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded, shard_model
-from vectorlm.types import PromptRecord
 from vectorlm.weights.plan import reshard
 
 TEXTS = [("abc", "de"), ("a", "bcdefgh"), ("xyz", "")]
+CHAT = [{"role": "user", "content": "ab"}]
 IDS, ATTENTION = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
 
 
@@ -54,28 +56,11 @@ def judge(folder, tmp_path_factory):
     return path
 
 
-def rollouts():
-    return [
-        Rollout(PromptRecord(prompt), (2,), (3,), (True,), (0.0,), (0,), text, "stop")
-        for prompt, text in TEXTS
-    ]
-
-
-def score(topology, judge, max_tokens=24):
-    def load(load):
-        return load_sharded(load, topology)
-
-    model = RewardModel(str(judge), load, topology, max_tokens=max_tokens, max_length=12)
-    return [model(rollouts()), model(rollouts()), model([])]
-
-
-def score_chat(topology, judge):
-    def load(load):
-        return load_sharded(load, topology)
-
+def score(topology, judge, *batches):
+    """Return the scores of each batch of rollouts."""
+    load = partial(load_sharded, topology=topology)
     model = RewardModel(str(judge), load, topology, max_tokens=24, max_length=12)
-    chat = PromptRecord([{"role": "user", "content": "ab"}])
-    return model([Rollout(chat, (2,), (3,), (True,), (0.0,), (0,), "cd", "stop")])
+    return [model(rollouts) for rollouts in batches]
 
 
 def test_a_chat_gets_the_special_tokens_of_its_template_and_no_others(judge, tmp_path):
@@ -88,18 +73,8 @@ def test_a_chat_gets_the_special_tokens_of_its_template_and_no_others(judge, tmp
     tokenizer.save_pretrained(tmp_path / "judge")
     plain = AutoModelForSequenceClassification.from_pretrained(judge).eval()
     ids = torch.tensor([tokenizer("</s>abcd", add_special_tokens=False)["input_ids"]])
-    ((found,),) = on_ranks(1, score_chat, tmp_path / "judge")
-    assert found == pytest.approx(plain(ids).logits.item(), abs=1e-5)
-
-
-def score_chats(topology, judge):
-    def load(load):
-        return load_sharded(load, topology)
-
-    model = RewardModel(str(judge), load, topology, max_tokens=24, max_length=12)
-    chat = PromptRecord([{"role": "user", "content": "ab"}])
-    texts = ("c", "defg")
-    return model([Rollout(chat, (2,), (3,), (True,), (0.0,), (0,), text, "stop") for text in texts])
+    ((found,),) = on_ranks(1, score, tmp_path / "judge", [rollout_of(CHAT, "cd")])
+    assert found == pytest.approx([plain(ids).logits.item()], abs=1e-5)
 
 
 @pytest.mark.parametrize("saved_padding", [None, "eos"])
@@ -117,7 +92,8 @@ def test_a_score_is_read_where_the_models_own_config_reads_it(judge, tmp_path, s
         ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
         assert ids[0, -1] == tokenizer.eos_token_id
         expected.append(model(ids).logits.item())
-    for found in on_ranks(2, score_chats, tmp_path / "judge"):
+    rollouts = [rollout_of(CHAT, text) for text in ("c", "defg")]
+    for (found,) in on_ranks(2, score, tmp_path / "judge", rollouts):
         assert found == pytest.approx(expected, abs=1e-5)
 
 
@@ -128,8 +104,9 @@ def test_a_reward_model_reads_prompt_and_completion_as_one_text(judge):
     for prompt, text in TEXTS:
         ids = torch.tensor([tokenizer(prompt + text)["input_ids"]])
         expected.append(plain(ids).logits.item())
+    rollouts = [rollout_of(*each) for each in TEXTS]
     for world_size in (1, 2):
-        for first, again, nothing in on_ranks(world_size, score, judge):
+        for first, again, nothing in on_ranks(world_size, score, judge, rollouts, rollouts, []):
             assert first == pytest.approx(expected, abs=1e-5)
             assert again == first
             assert nothing == []
@@ -224,8 +201,6 @@ def test_a_synced_reference_is_the_policy(folder):
 
 
 def test_with_adapters_the_reference_is_the_base(folder):
-    from vectorlm.lora.load import add_lora
-
     base = disable_dropout(load_model(folder))
     expected = LanguageModel(base, 1.0).logprobs(ROWS).detach()
     model = disable_dropout(add_lora(load_model(folder), {"r": 4, "target_modules": ["q_proj"]}))
@@ -242,8 +217,6 @@ def test_with_adapters_the_reference_is_the_base(folder):
 
 def test_the_reference_of_a_truncated_policy_is_of_all_tokens(folder):
     """Its own support would leave out tokens that the policy draws."""
-    from vectorlm.lora.load import add_lora
-
     support = Support(top_k=5)
     base = disable_dropout(load_model(folder))
     expected = LanguageModel(base).logprobs(ROWS).detach()
@@ -308,8 +281,6 @@ def test_the_reference_of_continued_adapters_is_what_they_were(folder, adapters,
 
 
 def adapters_after_a_reference_pass(topology, folder, strategy):
-    from vectorlm.lora.load import add_lora
-
     model = disable_dropout(add_lora(load_model(folder), {"r": 4, "target_modules": ["q_proj"]}))
     shard_model(model, topology, ModelSettings(sharding_strategy=strategy))
     OptimizerStep(model, torch.optim.AdamW(model.parameters()), None, 1.0, topology)

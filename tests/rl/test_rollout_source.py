@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from batches import rollout_of
 from scripted_groups import Echo, make_source
 
 from vectorlm.algorithms.registry import get_algorithm
@@ -12,7 +13,7 @@ from vectorlm.errors import RolloutError
 from vectorlm.rl.batch import make_batch
 from vectorlm.rl.metrics import rollout_metrics
 from vectorlm.rl.prompts import PromptOrder
-from vectorlm.rl.rollout import Rollout, kept_groups
+from vectorlm.rl.rollout import kept_groups
 from vectorlm.rollouts.environment import Reply
 from vectorlm.rollouts.replay import replay_order
 from vectorlm.train.recorder import Timer
@@ -20,8 +21,7 @@ from vectorlm.types import PromptRecord
 
 
 def stored_rollout(index, text, name=None):
-    record = PromptRecord(name or f"old{index}", {"index": index})
-    return Rollout(record, (1,), (2,), (True,), (-1.0,), (0,), text, "stop", is_replayed=True)
+    return rollout_of(PromptRecord(name or f"old{index}", {"index": index}), text, is_replayed=True)
 
 
 def prompts_of(groups):
