@@ -9,9 +9,9 @@ from vectorlm.algorithms.logprobs import token_values
 BETAS = (0.0, 0.3, 0.5, 1.0)
 
 
-def two_policies(count=4, size=7):
+def two_policies(count=4):
     generator = torch.Generator().manual_seed(0)
-    policy, teacher = 2 * torch.randn(2, count, size, generator=generator, dtype=torch.float64)
+    policy, teacher = 2 * torch.randn(2, count, 7, generator=generator, dtype=torch.float64)
     return policy.requires_grad_(), torch.log_softmax(teacher, -1)
 
 

@@ -9,8 +9,8 @@ from random_batch import random_batch
 from vectorlm.algorithms import copg_loss, leave_one_out_advantages, proximal_rloo_loss
 
 
-def groups(seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def groups():
+    generator = torch.Generator().manual_seed(0)
     policy, reference, rewards = (
         torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(3)
     )

@@ -49,7 +49,7 @@ def test_a_dataset_without_a_label_that_counts_is_refused(labels):
     make_loader(Dataset.from_list([*rows, {"input_ids": [1] * 20, "labels": [5] * 20}]))
 
 
-def ids_per_step(dataset, epoch, world_size, micro_batch_size, num_micro_batches, start_step=0):
+def ids_per_step(dataset, epoch, world_size, micro_batch_size, num_micro_batches):
     """The set of ids that all ranks together see at each step, fillers left out."""
     ranks = [
         make_loader(
@@ -58,7 +58,7 @@ def ids_per_step(dataset, epoch, world_size, micro_batch_size, num_micro_batches
             world_size=world_size,
             micro_batch_size=micro_batch_size,
             num_micro_batches=num_micro_batches,
-        ).steps(epoch, start_step)
+        ).steps(epoch)
         for rank in range(world_size)
     ]
     seen = []

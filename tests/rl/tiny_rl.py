@@ -37,9 +37,9 @@ from vectorlm.types import PromptRecord
 NUM_GROUPS, GROUP_SIZE = 5, 4
 
 
-def random_groups(seed=0):
+def random_groups():
     """Return groups of rollouts of 2 to 9 tokens over the tiny Llama's vocabulary, some with a tool's tokens."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def draw(low, high, count=1):
         return torch.randint(low, high, (count,), generator=generator).tolist()
@@ -60,8 +60,8 @@ def random_groups(seed=0):
     return groups
 
 
-def random_rewards(seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def random_rewards():
+    generator = torch.Generator().manual_seed(0)
     rewards = torch.rand(NUM_GROUPS, GROUP_SIZE, generator=generator)
     rewards[1, 2] = torch.nan
     return rewards

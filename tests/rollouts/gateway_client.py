@@ -1,11 +1,9 @@
 """A gateway before a scripted engine, for tests."""
 
 import asyncio
-import contextlib
 
 from letters import Letters
 
-from vectorlm.rollouts.gateway import Gateway
 from vectorlm.rollouts.session import Session
 from vectorlm.types import Completion
 
@@ -44,12 +42,6 @@ class Scripted:
         return Completion(
             tuple(prompt), tuple(map(ord, said)), logprobs, (self.version,) * count, said, "stop"
         )
-
-
-@contextlib.contextmanager
-def serving(max_model_len=4000):
-    with Gateway(Letters(), max_model_len) as gateway:
-        yield gateway
 
 
 def session_of(gateway, engine, sampling=None, **more):

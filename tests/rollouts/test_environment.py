@@ -140,7 +140,7 @@ def test_messages_may_be_calls_alone_or_parts_as_those_of_prompts():
     assert to_reply(Reply([call, parts], done=None)) == Reply([call, parts])
 
 
-def play(kind, turns, timeout_s=20.0, tools=False):
+def play(kind, turns, timeout_s=20.0):
     """Play in a worker; return what was asked first, the replies, and the reward of the end."""
     record = PromptRecord(ASKED, {"number": 3})
 

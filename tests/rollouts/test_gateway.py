@@ -8,10 +8,12 @@ import sys
 
 import httpx
 import pytest
-from gateway_client import Scripted, serving, session_of
+from gateway_client import Scripted, session_of
+from letters import Letters
 
 from vectorlm.errors import EngineError, RolloutError
 from vectorlm.rollouts import gateway as gateways
+from vectorlm.rollouts.gateway import Gateway
 from vectorlm.types import PromptRecord
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -29,7 +31,7 @@ def with_session(work, engine=None, **more):
     engine = engine or Scripted(lambda text, index: " yes ")
 
     async def run():
-        with serving() as gateway:
+        with Gateway(Letters(), 4000) as gateway:
             session = session_of(gateway, engine, **more)
             async with http(gateway, session) as client:
                 return await work(gateway, session, client)
@@ -366,7 +368,7 @@ def test_a_session_that_has_ended_answers_no_more():
 
 
 def test_it_listens_on_loopback_alone():
-    with serving() as gateway:
+    with Gateway(Letters(), 4000) as gateway:
         port = gateway._socket.getsockname()
     assert port[0] == "127.0.0.1"
 
@@ -435,7 +437,7 @@ def test_200_sessions_beside_20_broken_clients(monkeypatch):
     ]
 
     async def run():
-        with serving() as gateway:
+        with Gateway(Letters(), 4000) as gateway:
             waits = session_of(gateway, slow)
             strange = [broken(gateway, waits, kind) for kind in kinds * 2]
             strange_work = asyncio.gather(*strange)
