@@ -14,3 +14,8 @@ def random_batch():
     mask = torch.rand(5, 7, generator=generator) < 0.7
     mask[-1] = False
     return policy.requires_grad_(), old, advantages, mask
+
+
+def places(*tensors):
+    """Yield the numbers of tensors of one shape, place by place."""
+    return zip(*(tensor.flatten().tolist() for tensor in tensors), strict=True)

@@ -1,7 +1,9 @@
 """Tokens chosen by covariance: against a slow loop, and how many."""
 
+import statistics
+
 import torch
-from random_batch import random_batch
+from random_batch import places, random_batch
 
 from vectorlm.algorithms.covariance import covariances, drawn_between, highest
 
@@ -9,13 +11,9 @@ from vectorlm.algorithms.covariance import covariances, drawn_between, highest
 def test_covariances_equal_a_slow_loop():
     policy, _, advantages, mask = random_batch()
     found = covariances(policy.detach(), advantages, mask)
-    places = mask.nonzero().tolist()
-    mean_p = sum(policy[b, t].item() for b, t in places) / len(places)
-    mean_a = sum(advantages[b, t].item() for b, t in places) / len(places)
-    for b in range(len(policy)):
-        for t in range(policy.shape[1]):
-            expected = (policy[b, t].item() - mean_p) * (advantages[b, t].item() - mean_a)
-            assert abs(found[b, t].item() - (expected if mask[b, t] else 0.0)) < 1e-12
+    mean_p, mean_a = (statistics.fmean(each[mask].tolist()) for each in (policy, advantages))
+    for mine, p, a, is_inside in places(found, policy, advantages, mask):
+        assert abs(mine - (p - mean_p) * (a - mean_a) * is_inside) < 1e-12
     # The mean over tokens is the covariance of the two.
     inside = torch.stack([policy.detach()[mask], advantages[mask]])
     torch.testing.assert_close(found[mask].mean(), torch.cov(inside, correction=0)[0, 1])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from random_batch import random_batch
+from random_batch import places, random_batch
 
 from vectorlm.algorithms import (
     binary_divergence,
@@ -49,10 +49,8 @@ SLOW = {
 def test_equals_a_slow_loop(name):
     policy, old, advantages, _ = random_batch()
     found = LOSSES[name](policy, old, advantages)
-    for b in range(len(policy)):
-        for t in range(policy.shape[1]):
-            expected = SLOW[name](policy[b, t].item(), old[b, t].item(), advantages[b, t].item())
-            assert found[b, t].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    for mine, *numbers in places(found, policy, old, advantages):
+        assert mine == pytest.approx(SLOW[name](*numbers), rel=1e-12, abs=1e-12)
 
 
 def test_hand_worked_clipping():
@@ -195,17 +193,19 @@ def test_dppo_equals_a_slow_loop(kind, bound):
     policy, old, advantages, _ = random_batch()
     found = dppo_policy_loss(policy, old, advantages, bound, kind)
     found.sum().backward()
+    distances = binary_divergence(policy, old, kind)
     num_blocked = 0
-    for b in range(len(policy)):
-        for t in range(policy.shape[1]):
-            p, q, a = math.exp(policy[b, t].item()), math.exp(old[b, t].item()), advantages[b, t].item()
-            far = slow_divergence(p, q, kind)
-            assert binary_divergence(policy, old, kind)[b, t].item() == pytest.approx(far, abs=1e-12)
-            is_blocked = far > bound and ((a > 0 and p > q) or (a < 0 and p < q))
-            num_blocked += is_blocked
-            weight = 0.0 if is_blocked else min(p / q, 20.0)
-            assert found[b, t].item() == pytest.approx(-weight * a * policy[b, t].item(), abs=1e-12)
-            assert policy.grad[b, t].item() == pytest.approx(-weight * a, abs=1e-12)
+    for log_p, log_q, a, distance, loss, gradient in places(
+        policy, old, advantages, distances, found, policy.grad
+    ):
+        p, q = math.exp(log_p), math.exp(log_q)
+        far = slow_divergence(p, q, kind)
+        assert distance == pytest.approx(far, abs=1e-12)
+        is_blocked = far > bound and ((a > 0 and p > q) or (a < 0 and p < q))
+        num_blocked += is_blocked
+        weight = 0.0 if is_blocked else min(p / q, 20.0)
+        assert loss == pytest.approx(-weight * a * log_p, abs=1e-12)
+        assert gradient == pytest.approx(-weight * a, abs=1e-12)
     assert 3 < num_blocked < 30
 
 
@@ -249,8 +249,6 @@ def test_vespo_fades_on_both_sides_and_stays_finite():
 def test_kl_cov_penalises_marked_tokens_alone():
     policy, old, advantages, mask = random_batch()
     found = kl_cov_loss(policy, old, advantages, mask, 0.7)
-    for b in range(len(policy)):
-        for t in range(policy.shape[1]):
-            gap = (policy[b, t] - old[b, t]).item()
-            expected = -math.exp(gap) * advantages[b, t].item() + (0.7 * abs(gap) if mask[b, t] else 0.0)
-            assert found[b, t].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    for mine, p, q, a, is_marked in places(found, policy, old, advantages, mask):
+        expected = -math.exp(p - q) * a + 0.7 * abs(p - q) * is_marked
+        assert mine == pytest.approx(expected, rel=1e-12, abs=1e-12)

@@ -34,12 +34,18 @@ def vowels(text):
     return None if text.isupper() else float(sum(letter in "aeiou" for letter in text))
 
 
-def scorer(topology=None, **more):
-    topology = topology or Topology()
-    functions = {"length": length, "vowels": vowels}
+def scorer_of(functions, topology=None, weights=None, **more):
     return RewardScorer(
-        functions=functions, weights={"length": 1.0, "vowels": 0.5}, topology=topology, **more
+        functions=functions,
+        weights=weights or dict.fromkeys(functions, 1.0),
+        topology=topology or Topology(),
+        **more,
     )
+
+
+def scorer(topology=None, **more):
+    weights = {"length": 1.0, "vowels": 0.5}
+    return scorer_of({"length": length, "vowels": vowels}, topology, weights, **more)
 
 
 def groups_of(*texts):
@@ -88,12 +94,7 @@ def test_or_its_completion_is_skipped_and_counted():
 
 @pytest.mark.parametrize("answer", [1.0, ["much", "a", 1.0]])
 def test_a_call_for_several_completions_that_fails_is_one_error(answer):
-    quiet = RewardScorer(
-        functions={"all": lambda completions: answer},
-        weights={"all": 1.0},
-        topology=Topology(),
-        on_error="skip",
-    )
+    quiet = scorer_of({"all": lambda completions: answer}, on_error="skip")
     first, second = quiet.score([*groups_of("a", "b"), rollouts("c")])[:2]
     assert first.rewards.isnan()
     assert second.rewards.isnan()
@@ -110,9 +111,7 @@ def test_what_functions_log_is_the_rollouts_and_its_numbers_are_metrics():
         log("size", list(map(len, completions)))
         return [1.0] * len(completions)
 
-    functions = {"alone": alone, "lists": lists}
-    logging = RewardScorer(functions=functions, weights=dict.fromkeys(functions, 1.0), topology=Topology())
-    first, second = logging.score(groups_of("a", "bcd"))
+    first, second = scorer_of({"alone": alone, "lists": lists}).score(groups_of("a", "bcd"))
     assert first.logged == ({"turns": 1.0, "word": "a", "size": 1.0},)
     assert second.logged == ({"turns": 1.0, "word": "bcd", "size": 3.0},)
     metrics = rollout_metrics([first, second], step=0)
@@ -123,8 +122,7 @@ def test_what_functions_log_is_the_rollouts_and_its_numbers_are_metrics():
 
 
 def test_a_completion_that_no_function_scores_has_no_reward():
-    quiet = RewardScorer(functions={"none": lambda text: None}, weights={"none": 1.0}, topology=Topology())
-    (group,) = quiet.score(groups_of("a"))
+    (group,) = scorer_of({"none": lambda text: None}).score(groups_of("a"))
     assert group.rewards.isnan().tolist() == [True]
 
 
@@ -137,8 +135,7 @@ def compare_on_rank(topology):
     def rank(completions, prompts):
         return [float(sum(other == prompt for other in prompts)) for prompt in prompts]
 
-    found = RewardScorer(functions={"rank": rank}, weights={"rank": 1.0}, topology=topology).score(groups)
-    return [group.rewards.tolist() for group in found]
+    return [group.rewards.tolist() for group in scorer_of({"rank": rank}, topology).score(groups)]
 
 
 def test_a_function_of_a_batch_sees_whole_groups_on_any_number_of_ranks():
@@ -156,12 +153,8 @@ def score_on_rank(topology):
     def noting(model):
         return [float(len(each.text)) for each in model]
 
-    here = RewardScorer(
-        functions={"length": noted},
-        weights={"length": 1.0, "model": 10.0},
-        models={"model": noting},
-        topology=topology,
-    )
+    weights = {"length": 1.0, "model": 10.0}
+    here = scorer_of({"length": noted}, topology, weights, models={"model": noting})
     try:
         scorer(topology).score(groups_of("a", "bad"))
         error = None
@@ -176,12 +169,11 @@ def test_a_group_whose_reward_fails_ends_the_run_before_the_others_end():
     def refuses(text):
         raise ArithmeticError("no")
 
-    options = {"functions": {"refuses": refuses}, "weights": {"refuses": 1.0}, "topology": Topology()}
     with (
         WorkerPool(1) as pool,
         pytest.raises(RewardError, match="the reward 'refuses' failed: ArithmeticError: no"),
     ):
-        asyncio.run(RewardScorer(pool=pool, **options).score_group(rollouts("ab")))
+        asyncio.run(scorer_of({"refuses": refuses}, pool=pool).score_group(rollouts("ab")))
 
 
 def score_early_on_rank(topology):
@@ -203,9 +195,7 @@ def score_early_on_rank(topology):
     weights = {"compared": 0.25, "judged": 1.0, "counted": 0.5}
     groups, greedy = [rollouts("aeb", "XYZ"), rollouts("bad", "ee")], rollouts("e", "dd")
     with WorkerPool(2) as pool:
-        mine = RewardScorer(
-            functions=functions, weights=weights, topology=topology, pool=pool, on_error="skip"
-        )
+        mine = scorer_of(functions, topology, weights, pool=pool, on_error="skip")
         ended = [
             asyncio.run(mine.score_group([*group, last])) for group, last in zip(groups, greedy, strict=True)
         ]
@@ -253,9 +243,8 @@ def fail_on_the_last_rank(topology):
     found = []
     with WorkerPool(2) as pool:
         for reward in (hang, leave):
-            options = {"functions": {"mine": reward}, "weights": {"mine": 1.0}, "topology": topology}
             for on_error in ("skip", "stop"):
-                scorer = RewardScorer(**options, pool=pool, timeout_s=0.5, on_error=on_error)
+                scorer = scorer_of({"mine": reward}, topology, pool=pool, timeout_s=0.5, on_error=on_error)
                 start = time.monotonic()
                 try:
                     said = rewards_of(scorer.score(groups_of("a", "b", "bad", "d")))
