@@ -105,25 +105,20 @@ def test_an_evaluation_samples_with_the_models_weights_scores_first_answers_and_
     ]
 
 
-def test_answers_that_the_context_cuts_off_before_max_tokens_are_counted(folder):
+def test_answers_that_the_context_cuts_off_before_max_tokens_are_counted(folder, tmp_path):
     model = load_model(folder)
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    said = []
+    said, path = [], tmp_path / "samples.jsonl"
     turn = turn_of(folder, model)
     for max_tokens in (4, 5):
         evaluator = Evaluator(
-            turn, [PromptRecord("abc")], samples_path=None, max_tokens=max_tokens, say=said.append
+            turn, [PromptRecord("abc")], samples_path=path, max_tokens=max_tokens, say=said.append
         )
-        evaluator._lines = StringLines()
         evaluator.evaluate(1)
+        assert [line["finish_reasons"] for line in lines(path)] == [["length"]]
     cut = "  1 answers met the engine's max_model_len before max_tokens, and were cut off there"
     assert [text.split("\n")[1] == cut for text in said] == [False, True]
-
-
-class StringLines:
-    def write(self, step, lines):
-        assert [line["finish_reasons"] for line in lines] == [["length"]]
 
 
 def test_further_rewards_and_what_most_answers_say_are_logged(folder, tmp_path):
