@@ -102,8 +102,8 @@ def advantages_of_all(topology, folder):
     for algorithm in algorithm_names():
         if get_algorithm(algorithm).chooses:
             continue  # it chooses among the completions that are not truncated
-        rows = [random_rows(algorithm, drop_truncated) for drop_truncated in (False, True)]
-        batches = [build(topology, folder, algorithm).prepare(each) for each in rows]
+        run = build(topology, folder, algorithm)
+        batches = [run.prepare(random_rows(algorithm, drop_truncated)) for drop_truncated in (False, True)]
         found[algorithm] = [(batch.advantages, batch.rows.mask) for batch in batches]
     return found
 

@@ -132,8 +132,9 @@ def test_every_preset_goes_with_every_policy_gradient(algorithm, preset):
 
 
 def train(topology, folder, algorithm, preset, max_tokens, drift):
-    """Make four optimizer steps on completions of a sampler that is `drift` away; 0 is the trainer itself."""
-    run = build(topology, folder, algorithm, max_tokens_per_micro_batch=max_tokens, correction=preset)
+    """Make two optimizer steps on completions of a sampler that is `drift` away; 0 is the trainer itself."""
+    more = {"max_tokens_per_micro_batch": max_tokens, "num_epochs": 1}
+    run = build(topology, folder, algorithm, correction=preset, **more)
     plain = replace(run, settings=replace(run.settings, correction=NO_CORRECTION))
     rows = random_rows(algorithm)
     old = plain.prepare(rows).old_logprobs

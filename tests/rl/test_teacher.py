@@ -122,7 +122,7 @@ def test_distributions_take_as_many_bytes_for_each_logit_as_the_memory_plan_says
 
 
 def train(topology, folder, algorithm, kind, max_tokens, packs=True, adapters=None):
-    """Make four optimizer steps beside the algorithm's own loss, in chunks of three tokens where rows are many."""
+    """Make two optimizer steps beside the algorithm's own loss, in chunks of three tokens where rows are many."""
     if max_tokens < 2000:
         vectorlm.train.language_model.chunk_tokens = lambda vocab_size: 3
     run = build(
@@ -131,6 +131,7 @@ def train(topology, folder, algorithm, kind, max_tokens, packs=True, adapters=No
         algorithm,
         teacher=settings(folder, kind, *((0.5,) if kind == "full" else ())),
         max_tokens_per_micro_batch=max_tokens,
+        num_epochs=1,
         packs=packs,
         adapters=adapters,
     )
