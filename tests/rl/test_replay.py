@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
 
 from vectorlm.errors import DatasetError
-from vectorlm.rl.rollout import Rollout
-from vectorlm.rollouts.replay import read_rollouts, record_of, replay_order
+from vectorlm.rl.rollout import Rollout, RolloutGroup
+from vectorlm.rollouts.logger import RolloutLogger
+from vectorlm.rollouts.replay import read_rollouts, replay_order
 from vectorlm.types import PromptRecord
 
 
@@ -24,26 +26,17 @@ def rollout(index, group):
     )
 
 
-def write(path, groups, step=1):
-    with path.open("w") as file:
-        for number, group in enumerate(groups):
-            for each in group:
-                line = {
-                    "train_step": step,
-                    "group": number,
-                    "prompt": each.prompt_record.prompt,
-                    "completion": each.text,
-                    "finish_reason": each.finish_reason,
-                    "num_turns": each.num_turns,
-                    **record_of(each),
-                }
-                file.write(json.dumps(line) + "\n")
-    return path
+def write(folder, *steps):
+    """Write the groups of each step as a run does; return the file."""
+    logger = RolloutLogger(folder, show_every=0, saves_tokens=True, say=lambda text: None)
+    for step, groups in enumerate(steps):
+        logger.write(step, [RolloutGroup(group, torch.zeros(len(group)), {}) for group in groups], None)
+    return folder / "rollouts.jsonl"
 
 
 def test_rollouts_come_back_as_they_were(tmp_path):
     groups = [[rollout(index, group) for index in range(3)] for group in range(4)]
-    found = read_rollouts(write(tmp_path / "rollouts.jsonl", groups))
+    found = read_rollouts(write(tmp_path, groups))
     assert [[each.text for each in group] for group in found] == [
         [each.text for each in group] for group in groups
     ]
@@ -61,10 +54,7 @@ def test_rollouts_come_back_as_they_were(tmp_path):
 
 
 def test_groups_of_two_steps_with_one_number_are_two(tmp_path):
-    first = write(tmp_path / "a", [[rollout(0, 0)]], step=1).read_text()
-    second = write(tmp_path / "b", [[rollout(1, 0)]], step=2).read_text()
-    (tmp_path / "both").write_text(first + second)
-    assert len(read_rollouts(tmp_path / "both")) == 2
+    assert len(read_rollouts(write(tmp_path, [[rollout(0, 0)]], [[rollout(1, 0)]]))) == 2
 
 
 @pytest.mark.parametrize(
@@ -85,7 +75,7 @@ def test_files_that_hold_no_rollouts(tmp_path, text, words):
 
 
 def test_a_line_whose_lists_differ_in_length_is_refused(tmp_path):
-    path = write(tmp_path / "rollouts.jsonl", [[rollout(0, 0)]])
+    path = write(tmp_path, [[rollout(0, 0)]])
     row = json.loads(path.read_text())
     row["sampler_logprobs"] = [-0.1]
     path.write_text(json.dumps(row))
