@@ -195,11 +195,6 @@ def test_a_row_whose_columns_do_not_belong_together_is_refused_by_its_place(row,
         next(make_loader(dataset, shuffle=False).steps(0))
 
 
-def test_a_saved_dataset_is_loaded(tmp_path):
-    make_dataset(5).save_to_disk(tmp_path / "rows")
-    assert load_dataset(tmp_path / "rows")["id"][:] == [f"row {index}" for index in range(5)]
-
-
 def test_what_is_no_dataset_is_refused(tmp_path):
     Dataset.from_dict({"input_ids": []}).save_to_disk(tmp_path / "empty")
     for folder in (tmp_path, tmp_path / "empty", tmp_path / "nowhere"):
