@@ -179,10 +179,7 @@ def test_ranks_and_micro_batches_change_nothing_with_weights_and_rejections(fold
         ("vespo", "geometric"),
     ]
     (wide,) = on_ranks(1, train_all, folder, 2000, 0.7, pairs)
-    others = [
-        *on_ranks(1, train_all, folder, 60, 0.7, pairs),
-        *on_ranks(2, train_all, folder, 60, 0.7, pairs),
-    ]
+    others = on_ranks(2, train_all, folder, 60, 0.7, pairs)
     (uncorrected,) = on_ranks(1, train_all, folder, 2000, 0.7, [(name, "off") for name, _ in pairs])
     for pair in pairs:
         for other in others:
