@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import cloudpickle
 import psutil
 import pytest
 
@@ -19,6 +20,8 @@ from vectorlm.workers import WorkerPool
 from vectorlm.workers.pool import MAX_DEATHS
 from vectorlm.workers.supervisor import MAX_LOG_BYTES
 
+# A worker need not import this file, and pytest with it.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 MARK = "VECTORLM_TEST_WORKERS"
 
 

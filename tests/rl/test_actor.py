@@ -4,10 +4,12 @@ import asyncio
 import functools
 import os
 import re
+import sys
 import threading
 import time
 from dataclasses import replace
 
+import cloudpickle
 import pytest
 from letters import Letters
 from rank_processes import on_ranks
@@ -22,6 +24,9 @@ from vectorlm.rollouts.queue import GroupQueue
 from vectorlm.rollouts.sampler import GroupSampler, Task
 from vectorlm.types import PromptRecord, RewardResult
 from vectorlm.workers import WorkerPool
+
+# A worker need not import this file, and torch with it.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def sampler_of(group_size=2, open_environment=None, **settings):

@@ -4,8 +4,10 @@ import asyncio
 import functools
 import math
 import os
+import sys
 import time
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,8 @@ from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment
 from vectorlm.types import PromptRecord
 from vectorlm.workers import WorkerPool, together
 
+# A worker need not import this file, and torch with it.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ASKED = [{"role": "user", "content": "Guess."}]
 
 
