@@ -306,6 +306,9 @@ def test_a_veto_drops_the_row_that_holds_the_token():
     assert rejection_mask(old, sampler, mask, veto=1.5).tolist() == [[True, False, True], [False] * 3], (
         "what is outside the mask vetoes nothing, whatever the bound"
     )
+    # Its own bound passes.
+    old, sampler, mask = rows([1.0, 2.0], [0.5, 2.0])
+    assert rejection_mask(old, sampler, mask, veto=1.0).tolist() == [[True, True], [False, False]]
 
 
 def test_metrics_by_hand():
@@ -370,43 +373,28 @@ def test_the_correlation_is_of_probabilities():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("function", "arguments", "words"),
     [
-        ({"level": "word"}, "level='word' is not known"),
-        ({"mode": "drop"}, "mode='drop' is not known"),
-        ({"low": 1.5}, "must be bounds around 1"),
-        ({"high": 0.5}, "must be bounds around 1"),
-        ({"low": -0.5}, "must be bounds around 1"),
+        (importance_weights, {"level": "word"}, "level='word' is not known"),
+        (importance_weights, {"mode": "drop"}, "mode='drop' is not known"),
+        (importance_weights, {"low": 1.5}, "must be bounds around 1"),
+        (importance_weights, {"high": 0.5}, "must be bounds around 1"),
+        (importance_weights, {"low": -0.5}, "must be bounds around 1"),
+        (rejection_mask, {"divergence": "k4", "bound": 1.0}, "divergence='k4' is not known"),
+        (rejection_mask, {"divergence": "k3", "bound": 1.0, "level": "row"}, "level='row' is not known"),
+        (rejection_mask, {"divergence": "k3"}, "bound=None must be at least 0"),
+        (rejection_mask, {"divergence": "k3", "bound": -1.0}, "bound=-1.0 must be at least 0"),
     ],
 )
-def test_wrong_arguments_of_weights(arguments, words):
+def test_wrong_arguments(function, arguments, words):
     with pytest.raises(ValueError, match=words):
-        importance_weights(OLD, SAMPLER, MASK, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"divergence": "k4", "bound": 1.0}, "divergence='k4' is not known"),
-        ({"divergence": "k3", "bound": 1.0, "level": "row"}, "level='row' is not known"),
-        ({"divergence": "k3"}, "bound=None must be at least 0"),
-        ({"divergence": "k3", "bound": -1.0}, "bound=-1.0 must be at least 0"),
-    ],
-)
-def test_wrong_arguments_of_gates(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        rejection_mask(OLD, SAMPLER, MASK, **arguments)
+        function(OLD, SAMPLER, MASK, **arguments)
 
 
 def test_the_sum_that_rejects_a_row_is_its_own():
     old, sampler, mask = rows([1.0, 1.0], [4.0, 4.0])
     kept = rejection_mask(old, sampler, mask, divergence="k2", level="sum", bound=1.0)
     assert kept.tolist() == [[True, True], [False, False]]
-
-
-def test_a_veto_lets_its_own_bound_pass():
-    old, sampler, mask = rows([1.0, 2.0], [0.5, 2.0])
-    assert rejection_mask(old, sampler, mask, veto=1.0).tolist() == [[True, True], [False, False]]
 
 
 def test_two_tokens_have_a_correlation_and_the_default_band_is_from_a_half_to_two():
