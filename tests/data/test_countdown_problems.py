@@ -29,7 +29,7 @@ def test_a_problem_reads_as_prompt_and_completion():
     ],
 )
 def test_every_reference_solution_earns_the_full_reward(rules):
-    training, evaluation = generate_problems(200, 20, rules=rules, seed=3)
+    training, evaluation = generate_problems(60, 20, rules=rules, seed=3)
     for problem in training + evaluation:
         assert countdown_reward(problem.completion, numbers=problem.numbers, target=problem.target) == 1.0
         assert len(problem.numbers) == rules.num_numbers
