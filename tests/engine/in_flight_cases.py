@@ -3,6 +3,7 @@
 import time
 
 import torch
+from swap_cases import reference_logprobs
 from transformers import AutoModelForCausalLM
 
 LONG = {"temperature": 1.0, "max_tokens": 400, "ignore_eos": True, "logprobs": 0, "n": 2}
@@ -21,11 +22,6 @@ def another(folder, seed):
     return model
 
 
-def logprobs_of(logits, tokens):
-    rows = logits.double().log_softmax(-1)
-    return rows.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-
-
 @torch.no_grad()
 def with_both_caches(old, new, completion, num_old):
     """Return the new weights' log-probabilities of what follows the old weights' tokens, on the old weights' cache."""
@@ -34,14 +30,8 @@ def with_both_caches(old, new, completion, num_old):
     read = [*completion.prompt_token_ids, *tokens[: num_old - 1]]
     cache = old(torch.tensor([read]), use_cache=True).past_key_values
     logits = new(torch.tensor([tokens[num_old - 1 :]]), past_key_values=cache).logits[0, :-1]
-    return logprobs_of(logits, tokens[num_old:])
-
-
-@torch.no_grad()
-def alone(model, completion, first=0):
-    ids = [*completion.prompt_token_ids, *completion.token_ids]
-    start = len(completion.prompt_token_ids) + first
-    return logprobs_of(model(torch.tensor([ids])).logits[0, start - 1 : -1], ids[start:])
+    rows = logits.double().log_softmax(-1)
+    return rows.gather(-1, torch.tensor(tokens[num_old:])[:, None])[:, 0]
 
 
 def update_on_the_way(engine, old, new, in_flight, prompts=([2, 3, 4], PROMPT)):
@@ -74,8 +64,11 @@ def check_tokens_against_their_caches(engine, folder, in_flight):
     completions, counts, report = update_on_the_way(engine, old, new, in_flight)
     for completion, count in zip(completions, counts, strict=True):
         found = torch.tensor(completion.sampler_logprobs, dtype=torch.float64)
-        torch.testing.assert_close(found[:count], alone(old, completion)[:count], rtol=0, atol=1e-5)
-        kept, recomputed = with_both_caches(old, new, completion, count), alone(new, completion, count)
+        torch.testing.assert_close(
+            found[:count], reference_logprobs(old, completion)[:count], rtol=0, atol=1e-5
+        )
+        kept = with_both_caches(old, new, completion, count)
+        recomputed = reference_logprobs(new, completion)[count:]
         right, wrong = (kept, recomputed) if in_flight == "keep" else (recomputed, kept)
         torch.testing.assert_close(found[count:], right, rtol=0, atol=1e-5)
         assert (found[count:] - wrong).abs().max() > 1e-3, "both caches say the same: nothing is shown"
