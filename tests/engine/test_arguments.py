@@ -5,8 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from rank_processes import on_ranks, save_tiny_llama
-from tiny_engine import TINY_ENGINE
+from rank_processes import on_ranks
 from transformers import AutoTokenizer
 
 import vectorlm
@@ -80,18 +79,31 @@ def test_engines_with_other_arguments_are_refused_on_every_rank():
         )
 
 
-def start_with_an_own_version(topology):
-    from vectorlm.engine import arguments
-
-    known = arguments.versions_of_rank()
-    arguments.versions_of_rank = lambda: {**known, "torch": f"2.{topology.rank}"}
+def refusal(topology, prompt, params=None):
     with vectorlm.FakeEngine(say_a, topology=topology) as engine, pytest.raises(RankMismatch) as caught:
-        engine.sample(["a"])
+        engine.sample([prompt], params)
     return str(caught.value)
 
 
-def test_engines_of_other_versions_are_refused():
-    assert "torch='2.1' instead of '2.0'" in on_ranks(2, start_with_an_own_version)[0]
+def part_ways(topology):
+    """Return the errors of a long array, of a temperature and of a version that are this rank's own."""
+    from vectorlm.engine import arguments
+
+    # Its printed form is shortened in the middle.
+    array = np.arange(3000)
+    array[1500] += topology.rank
+    texts = [refusal(topology, array), refusal(topology, "a" * 100, {"temperature": 0.5 + topology.rank})]
+    own_version = arguments.versions_of_rank() | {"torch": f"2.{topology.rank}"}
+    arguments.versions_of_rank = lambda: own_version
+    return [*texts, refusal(topology, "a")]
+
+
+def test_what_differs_between_ranks_is_shown_with_both_values():
+    for of_array, of_temperature, of_version in on_ranks(2, part_ways):
+        assert "rank 1 differs from rank 0" in of_array
+        assert "'temperature': 1.5" in of_temperature
+        assert "'temperature': 0.5" in of_temperature
+        assert "torch='2.1' instead of '2.0'" in of_version
 
 
 def test_an_unknown_argument_is_refused_before_vllm_starts(folder):
@@ -124,14 +136,14 @@ def test_settings_and_keywords_make_the_same_engine():
     assert merge(merged, {}, vectorlm.SamplingEngine.__init__) == merged
 
 
-def test_an_engine_shows_what_it_is_and_a_second_one_is_warned_of(tmp_path):
-    folder = save_tiny_llama(tmp_path / "model", hidden_size=64)
-    with vectorlm.SamplingEngine(folder, **TINY_ENGINE) as first:
-        pid = first._channel.pid
-        assert repr(first) == f"<SamplingEngine of '{folder}' with vllm: version -1, sampler process {pid}>"
-        with pytest.warns(UserWarning, match=rf"another engine .* is open, with {folder}: .* its close\(\)"):
-            vectorlm.SamplingEngine(folder, **TINY_ENGINE).close()
-    assert repr(first) == f"<SamplingEngine of '{folder}' with vllm: closed>"
+def test_an_engine_shows_what_it_is_and_a_second_one_is_warned_of():
+    scripted = {"inference": "vectorlm.backends.scripted:Scripted", "answers": ["a"]}
+    with vectorlm.SamplingEngine("model", **scripted) as first:
+        what = f"SamplingEngine of 'model' with {scripted['inference']}"
+        assert repr(first) == f"<{what}: version -1, sampler process {first._channel.pid}>"
+        with pytest.warns(UserWarning, match=r"another engine .* is open, with model: .* its close\(\)"):
+            vectorlm.SamplingEngine("model", **scripted).close()
+    assert repr(first) == f"<{what}: closed>"
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        vectorlm.SamplingEngine(folder, **TINY_ENGINE).close()
+        vectorlm.SamplingEngine("model", **scripted).close()

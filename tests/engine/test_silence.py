@@ -123,37 +123,6 @@ def test_prompts_may_have_types_of_a_script_and_other_arguments_are_refused_by_n
         assert engine.sample(["a"])[0][0].text == "a"
 
 
-def compare_long_arrays(topology):
-    """Sample prompts that differ in the middle, where their printed form is shortened."""
-    prompt = np.arange(3000)
-    prompt[1500] += topology.rank
-    with vectorlm.FakeEngine(lambda prompt, version: "a", topology=topology) as engine:
-        try:
-            engine.sample([prompt])
-        except vectorlm.errors.RankMismatch as error:
-            return str(error)
-
-
-def test_long_arrays_are_compared_whole():
-    for text in on_ranks(2, compare_long_arrays):
-        assert "rank 1 differs from rank 0" in text
-
-
-def sample_at_temperatures(topology):
-    """Sample with a temperature of the rank's own."""
-    with vectorlm.FakeEngine(lambda prompt, version: "a", topology=topology) as engine:
-        try:
-            engine.sample(["a" * 100], {"temperature": 0.5 + topology.rank, "seed": 1})
-        except vectorlm.errors.RankMismatch as error:
-            return str(error)
-
-
-def test_a_sampling_parameter_that_differs_is_shown_with_both_values():
-    for text in on_ranks(2, sample_at_temperatures):
-        assert "'temperature': 1.5" in text
-        assert "'temperature': 0.5" in text
-
-
 STOPPED = """
 import sys, time
 import vectorlm
