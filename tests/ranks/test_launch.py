@@ -288,7 +288,14 @@ elif sys.argv[2] == "import":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGHUP,
+        pytest.param(signal.SIGQUIT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_to_all_processes_ends_the_run_by_name_and_leaves_nothing(tmp_path, number):
     """A terminal that closes sends SIGHUP to all, `srun` passes SIGUSR1 on; the lock of a rank has a name."""
     (tmp_path / "scratch").mkdir()

@@ -58,7 +58,13 @@ def checks_of(kind):
     return [check for check in CHECKS if not (kind.startswith("scripted") and check in MODEL_CHECKS)]
 
 
-CASES = [(kind, check) for kind in ENGINES for check in checks_of(kind)]
+# Each of the others has its backend or its channel.
+SLOW = {"transformers_process": pytest.mark.slow}
+CASES = [
+    pytest.param(kind, check, marks=SLOW.get(kind, ()), id=f"{kind}-{check.__name__}")
+    for kind in ENGINES
+    for check in checks_of(kind)
+]
 
 
 TINY_LLAMA = {"tied": True, "hidden_size": 64}
@@ -73,7 +79,7 @@ def subject_of(folder):
         )
 
 
-@pytest.mark.parametrize(("kind", "check"), CASES, ids=[f"{kind}-{check.__name__}" for kind, check in CASES])
+@pytest.mark.parametrize(("kind", "check"), CASES)
 def test_an_engine_keeps_the_contract(kind, check, subject_of):
     check(subject_of(kind))
 
