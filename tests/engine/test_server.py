@@ -1,4 +1,4 @@
-"""A vLLM server that runs by itself, updated and asked over HTTP on loopback."""
+"""A vLLM server that runs by itself, asked for scores, updated and sampled from over HTTP on loopback."""
 
 import json
 import os
@@ -7,24 +7,31 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+import torch
 from in_flight_cases import another, check_tokens_against_their_caches
 from rank_processes import save_tiny_llama
-from rl_runs import config_of, lines, save_files
+from rl_runs import config_of, is_documented, lines, save_files
 from server_process import TOKEN, running_server, status_of
 from transformers import AutoModelForCausalLM
 
 from vectorlm import SamplingEngine
 from vectorlm.backends.server.backend import VLLMServer
 from vectorlm.backends.server.extension import ServerExtension
+from vectorlm.backends.server.scoring import ScoringServer
 from vectorlm.backends.server.serve import Guard, server_command, server_environment
 from vectorlm.backends.server.wire import arguments_from_wire, result_from_wire, result_to_wire, to_wire
 from vectorlm.cli import main
 from vectorlm.errors import ConfigError, EngineDied, EngineError, WeightMismatch
+from vectorlm.preflight.teacher import check_teacher
 from vectorlm.rl_run import reinforce
 from vectorlm.testing import EngineUnderTest, run_checks
+from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.load import load_model
+from vectorlm.train.packing import Rows
 from vectorlm.weights.plan import Layout, Piece, Slot, TensorSpec
 from vectorlm.weights.record import Copy, LoadPlan, View
 
+ROWS = [[2, 3, 4, 5], [6, 7], [8, 9, 10]]
 SERVER = ["--dtype", "float32", "--max-model-len", "1024"]
 
 
@@ -48,6 +55,80 @@ def engine_of(server, folder, topology=None, **arguments):
 def engine(server, folder):
     with engine_of(server, folder) as engine:
         yield engine
+
+
+@pytest.fixture
+def teacher(server, monkeypatch):
+    """The address of the server, which takes no weights from whoever asks it for scores."""
+    monkeypatch.setenv("VECTORLM_TEACHER_TOKEN", TOKEN)
+    return server[1]
+
+
+# While it holds the weights of `folder`.
+@pytest.mark.slow
+def test_a_server_scores_as_the_trainer_does(teacher, folder):
+    found = ScoringServer(teacher).logprobs(ROWS)
+    ids = torch.zeros(3, 4, dtype=torch.int64)
+    for index, row in enumerate(ROWS):
+        ids[index, : len(row)] = torch.tensor(row)
+    attention = (torch.arange(4) < torch.tensor([[4], [2], [3]])).long()
+    rows = Rows(ids, attention, attention.bool() & (torch.arange(4) > 0), (0, 1, 2))
+    expected = LanguageModel(load_model(folder)).logprobs(rows)
+    for index, row in enumerate(found):
+        # Two kernels in float32.
+        torch.testing.assert_close(torch.tensor(row), expected[index, : len(row)].detach(), atol=1e-4, rtol=0)
+
+
+def distilling(url, folder):
+    return [
+        f"model={folder}",
+        f"rl.teacher={{server: '{url}'}}",
+        "rl.rewards={}",
+        "rl.group_size=2",
+    ]
+
+
+@pytest.mark.slow
+def test_a_server_with_another_tokenizer_or_no_room_is_refused(teacher, folder, tmp_path):
+    files = save_files(tmp_path)
+    config = config_of(files, tmp_path / "ok", "on_policy_distillation", distilling(teacher, folder))
+    check_teacher(config)
+    other = save_tiny_llama(tmp_path / "other", hidden_size=64)
+    path = other / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["z"] = vocabulary["z"], vocabulary["a"]
+    path.write_text(json.dumps(tokenizer))
+    more = [*distilling(teacher, folder), f"model={other}"]
+    with pytest.raises(
+        ConfigError, match=r"has another tokenizer than the policy: in the text of all tokens"
+    ):
+        check_teacher(config_of(files, tmp_path / "other_run", "on_policy_distillation", more))
+    more = [
+        *distilling(teacher, folder),
+        "train_parameters.max_seq_len=1024",
+        "rl.max_tokens_per_micro_batch=2048",
+    ]
+    with pytest.raises(ConfigError, match="has room for 1024 tokens, and must have room for one more"):
+        check_teacher(config_of(files, tmp_path / "long", "on_policy_distillation", more))
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_a_server(teacher, folder, tmp_path):
+    """Its student is another model of the same tokenizer, and comes nearer."""
+    files = save_files(tmp_path)
+    more = [*distilling(teacher, folder)[1:], "rl.max_steps=12", "train_parameters.optimizer.lr=3.0e-3"]
+    torch.manual_seed(5)
+    student = load_model(files / "model")
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    student.save_pretrained(files / "model")
+    reinforce(config_of(files, tmp_path / "run", "on_policy_distillation", more))
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")[1:]
+    assert [name for line in metrics for name in line if name != "step" and not is_documented(name)] == []
+    divergences = [line["teacher/kl"] for line in metrics]
+    assert sum(divergences[-3:]) < 0.7 * sum(divergences[:3])
 
 
 @pytest.mark.slow

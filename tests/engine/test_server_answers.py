@@ -1,4 +1,7 @@
-"""A server that answers nonsense, or nothing, is an error that says so, within the deadline."""
+"""A server that answers nonsense, or nothing, is an error that says so, within the deadline.
+
+One that samples, and one that scores tokens for distillation.
+"""
 
 import json
 import threading
@@ -12,8 +15,9 @@ from rank_processes import on_ranks
 from vectorlm import SamplingEngine
 from vectorlm.backends.server import backend as server_backend
 from vectorlm.backends.server.backend import VLLMServer
+from vectorlm.backends.server.scoring import ROWS_PER_REQUEST, ScoringServer
 from vectorlm.engine.arguments import with_deadlines
-from vectorlm.errors import EngineDied, EngineError, EngineTimeout
+from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout
 
 TOKEN = "a token for this test"
 SETTINGS = {"max_num_seqs": 4, "max_model_len": 64, "logprobs_mode": "processed_logprobs"}
@@ -21,6 +25,7 @@ PATIENCE_S = 1.0
 RESTS_S = 0.3
 FATAL_PROMPT = [2, 61]
 """From this prompt on, the server is mute."""
+ROWS = [[2, 3, 4, 5], [6, 7], [8, 9, 10]]
 CHOICE = {
     "index": 0,
     "token_ids": [5, 6],
@@ -47,9 +52,18 @@ class Answers(BaseHTTPRequestHandler):
         elif self.path == "/collective_rpc":
             is_ask = asked["method"] == "vectorlm_ask"
             text = json.dumps({"results": [{"answer": "live"} if is_ask else SETTINGS]})
+        elif self.path == "/v1/completions":
+            self.server.asked.append((asked["prompt"], self.headers.get("Authorization")))
+            choices = [self.score(index, row) for index, row in enumerate(asked["prompt"])]
+            text = json.dumps({"choices": choices[::-1]})
         else:
             text = json.dumps({"success": True, "tokens": [2, 3]})
         self.answer(text)
+
+    def score(self, index, row):
+        """Score each token by its place in its row."""
+        scores = [{str(token): {"logprob": self.server.factor * place}} for place, token in enumerate(row)]
+        return {"index": index, "prompt_logprobs": [None, *scores[1:]]}
 
     def answer(self, text):
         text = self.server.odd.get(self.path, text)
@@ -80,7 +94,7 @@ class HangsUp(Answers):
 @pytest.fixture
 def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    server.daemon_threads, server.odd = True, {}
+    server.daemon_threads, server.odd, server.asked, server.factor = True, {}, [], -1
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -251,3 +265,52 @@ def test_a_server_that_freezes_is_an_error_on_every_rank_in_time(server):
     for text, seconds in on_ranks(2, sample_until_it_freezes, url):
         assert f"said nothing for {PATIENCE_S:g} s while generating" in text
         assert seconds < 8 * PATIENCE_S
+
+
+def scorer(server, timeout_s=10.0):
+    return ScoringServer(f"http://127.0.0.1:{server.server_address[1]}/", timeout_s)
+
+
+def test_rows_are_asked_for_in_parts_and_come_back_in_their_order(server, monkeypatch):
+    monkeypatch.setenv("VECTORLM_TEACHER_TOKEN", "a secret")
+    rows = [[7] * (2 + index % 3) for index in range(2 * ROWS_PER_REQUEST + 5)]
+    assert scorer(server).logprobs(rows) == [[0.0, *(-float(n) for n in range(1, len(row)))] for row in rows]
+    assert sorted(len(rows) for rows, _ in server.asked) == [5, ROWS_PER_REQUEST, ROWS_PER_REQUEST]
+    assert {token for _, token in server.asked} == {"Bearer a secret"}
+    assert scorer(server).logprobs([]) == []
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "[]",
+        '{"choices": []}',
+        '{"choices": [{"index": 0}, {"index": 1}, {"index": 2}]}',
+        "{broken",
+        json.dumps(
+            {"choices": [{"index": n, "prompt_logprobs": [None, {"1": {"logprob": -1}}]} for n in range(3)]}
+        ),
+    ],
+)
+def test_nonsense_in_place_of_scores_is_an_error_with_what_was_said(server, odd):
+    server.odd["/v1/completions"] = odd
+    with pytest.raises(EngineError, match="no answer of a vLLM server") as caught:
+        scorer(server).logprobs(ROWS)
+    assert odd[:20] in str(caught.value)
+
+
+def test_a_scoring_server_that_stays_mute_is_an_error_in_time(server):
+    server.odd["/v1/completions"] = None
+    with pytest.raises(EngineTimeout, match=r"said nothing to /v1/completions for 0.5 s"):
+        scorer(server, 0.5).logprobs(ROWS)
+
+
+def test_logits_are_told_from_log_probabilities(server):
+    server.factor = 1
+    with pytest.raises(ConfigError, match="gives the token 5 a log-probability of 3, and none is above 0"):
+        scorer(server).logprobs(ROWS)
+
+
+def test_no_scoring_server_is_an_error_with_the_address():
+    with pytest.raises(EngineDied, match=r"the server at http://127.0.0.1:9 does not answer"):
+        ScoringServer("http://127.0.0.1:9").logprobs(ROWS)
