@@ -1,13 +1,12 @@
-"""HFEngine where the contract does not look: its own limits, and vLLM as its reference."""
+"""HFEngine where the contract does not look: its own limits; test_vllm_sampling.py has vLLM as its reference."""
 
 import pytest
 import torch
 from families import WITH_BUFFERS, save_family
 from interrupt import interrupt
-from tiny_engine import TINY_ENGINE
+from swap_cases import reference_logprobs
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-import vectorlm
 from vectorlm.backends.transformers import HFEngine, generation
 from vectorlm.backends.transformers.backend import Transformers
 from vectorlm.errors import EngineError
@@ -30,38 +29,6 @@ def engine(folder):
 
 def tokens(answers):
     return [[completion.token_ids for completion in each] for each in answers]
-
-
-@pytest.mark.slow
-def test_whatever_is_deterministic_is_as_vllm_has_it(engine, folder):
-    """Greedy decoding shows penalty, limits, end tokens and texts; vLLM is the reference for all of them."""
-    free = engine.sample(PROMPTS, GREEDY)
-    stops = [free[0][0].text[6:10], free[1][0].text[8:11]]
-    cases = [
-        GREEDY,
-        {**GREEDY, "ignore_eos": False, "max_tokens": 60},
-        {**GREEDY, "repetition_penalty": 1.4, "top_k": 3, "top_p": 0.5, "min_p": 0.2},
-        {**GREEDY, "stop": stops},
-        {**GREEDY, "stop": stops, "include_stop_str_in_output": True, "min_tokens": 9},
-        {**GREEDY, "stop_token_ids": [free[0][0].token_ids[3], free[1][0].token_ids[5]]},
-        {
-            **GREEDY,
-            "stop_token_ids": [free[0][0].token_ids[3]],
-            "min_tokens": 7,
-            "include_stop_str_in_output": True,
-        },
-        {**GREEDY, "skip_special_tokens": False, "max_tokens": None},
-    ]
-    with vectorlm.SamplingEngine(str(folder), **TINY_ENGINE) as vllm_engine:
-        for case in cases:
-            ours, theirs = engine.sample(PROMPTS, case), vllm_engine.sample(PROMPTS, case)
-            for (mine,), (reference,) in zip(ours, theirs, strict=True):
-                assert mine.token_ids == reference.token_ids, case
-                assert mine.text == reference.text, case
-                assert mine.finish_reason == reference.finish_reason, case
-                assert mine.prompt_token_ids == reference.prompt_token_ids
-                # Two fp32 paths through three layers.
-                assert mine.sampler_logprobs == pytest.approx(reference.sampler_logprobs, abs=1e-4), case
 
 
 def test_slices_and_batches_change_nothing(engine, folder, monkeypatch):
@@ -102,13 +69,8 @@ def test_learned_positions_do_not_count_the_padding(tmp_path):
     model = GPT2LMHeadModel(config).eval()
     model.save_pretrained(tmp_path)
     with HFEngine(tmp_path) as engine:
-        for prompt, (completion,) in zip(
-            [[2], [5, 6, 7, 8]], engine.sample([[2], [5, 6, 7, 8]], GREEDY), strict=True
-        ):
-            ids = torch.tensor([[*prompt, *completion.token_ids]])
-            with torch.no_grad():
-                logprobs = model(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-            expected = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+        for (completion,) in engine.sample([[2], [5, 6, 7, 8]], GREEDY):
+            expected = reference_logprobs(model, completion).tolist()
             assert completion.sampler_logprobs == pytest.approx(expected, abs=1e-4)
         with pytest.raises(EngineError, match="has no tokenizer: prompts must be token ids"):
             engine.sample("abc")
@@ -152,10 +114,7 @@ def test_log_probabilities_of_the_model_itself_come_by_name(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with HFEngine(folder, logprobs_mode="raw_logprobs") as raw:
         (completion,) = raw.sample([[2, 3]], {**SAMPLED, "n": 1, "temperature": 0.5, "top_k": 4})[0]
-    ids = torch.tensor([[2, 3, *completion.token_ids]])
-    with torch.no_grad():
-        logprobs = model(ids).logits[0].log_softmax(-1)[1:-1]
-    expected = logprobs.gather(1, ids[0, 2:, None])[:, 0].tolist()
+    expected = reference_logprobs(model, completion).tolist()
     assert completion.sampler_logprobs == pytest.approx(expected, abs=1e-4)
     with pytest.raises(EngineError, match="it must be one of processed_logprobs, raw_logprobs"):
         HFEngine(folder, logprobs_mode="raw_logits")
@@ -201,10 +160,7 @@ def test_buffers_that_a_model_computes_with_are_sent(tmp_path):
         before = engine.sample([[5, 6, 7]], GREEDY)
         engine.update(model, 0)
         ((completion,),) = engine.sample([[5, 6, 7]], GREEDY)
-    ids = torch.tensor([[5, 6, 7, *completion.token_ids]])
-    with torch.no_grad():
-        logprobs = model(ids).logits[0].log_softmax(-1)[2:-1]
-    expected = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist()
+    expected = reference_logprobs(model, completion).tolist()
     assert completion.sampler_logprobs == pytest.approx(expected, abs=1e-4)
     assert completion.sampler_logprobs != pytest.approx(before[0][0].sampler_logprobs, abs=1e-2)
 

@@ -1,15 +1,50 @@
-"""vLLM's log-probabilities of truncated sampling are the trainer's, which finds the support by itself."""
+"""What vLLM samples is what HFEngine samples, and its log-probabilities of cut distributions are the trainer's."""
 
 import pytest
 import torch
 from swap_cases import PROMPTS
 from transformers import AutoModelForCausalLM
 
+from vectorlm import HFEngine
 from vectorlm.algorithms import Support
 from vectorlm.algorithms.logprobs import token_values
 
 TINY_LLAMA = {"hidden_size": 64}
+# Two fp32 paths through three layers.
 FP32_GAP = 1e-4
+WRITTEN = ["abcabc", [5, 6, 7, 8, 9, 5, 6], [10]]
+GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "logprobs": 0}
+
+
+@pytest.mark.slow
+def test_what_is_deterministic_is_the_same_of_the_transformers_engine(engine, folder):
+    """Greedy decoding shows penalty, limits, end tokens and texts, before any update."""
+    with HFEngine(folder) as transformers_engine:
+        free = transformers_engine.sample(WRITTEN, GREEDY)
+        stops = [free[0][0].text[6:10], free[1][0].text[8:11]]
+        cases = [
+            GREEDY,
+            {**GREEDY, "ignore_eos": False, "max_tokens": 60},
+            {**GREEDY, "repetition_penalty": 1.4, "top_k": 3, "top_p": 0.5, "min_p": 0.2},
+            {**GREEDY, "stop": stops},
+            {**GREEDY, "stop": stops, "include_stop_str_in_output": True, "min_tokens": 9},
+            {**GREEDY, "stop_token_ids": [free[0][0].token_ids[3], free[1][0].token_ids[5]]},
+            {
+                **GREEDY,
+                "stop_token_ids": [free[0][0].token_ids[3]],
+                "min_tokens": 7,
+                "include_stop_str_in_output": True,
+            },
+            {**GREEDY, "skip_special_tokens": False, "max_tokens": None},
+        ]
+        for case in cases:
+            ours, theirs = transformers_engine.sample(WRITTEN, case), engine.sample(WRITTEN, case)
+            for (mine,), (reference,) in zip(ours, theirs, strict=True):
+                assert mine.token_ids == reference.token_ids, case
+                assert mine.text == reference.text, case
+                assert mine.finish_reason == reference.finish_reason, case
+                assert mine.prompt_token_ids == reference.prompt_token_ids
+                assert mine.sampler_logprobs == pytest.approx(reference.sampler_logprobs, abs=FP32_GAP), case
 
 
 @pytest.fixture(scope="module")
