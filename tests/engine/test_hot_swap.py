@@ -1,18 +1,50 @@
+"""After each update vLLM is the trainer, whatever brings the weights and whatever they are.
+
+tests/weights/test_transports.py holds the transports to their rules without vLLM. Other receivers and heads are in
+test_families.py and test_engine.py, two engines that pull in test_several_ranks.py, adapters in test_lora_swap.py.
+"""
+
+from functools import partial
+
 import pytest
+import torch
 from families import WITH_BUFFERS, save_family
 from rank_processes import forked, save_tiny_llama
-from swap_cases import consecutive_samples_differ, swap_and_compare
+from swap_cases import compare, consecutive_samples_differ, perturb, swap_and_compare
+from tiny_engine import TINY_ENGINE
+from transformers import AutoModelForCausalLM
+
+from vectorlm import HFEngine, SamplingEngine
+from vectorlm.errors import ConfigError
 
 # Two fp32 paths through three layers differ by a few 1e-6; a stale tensor shows as 1e-2 and more.
 FP32_GAP = 1e-4
 # bf16 keeps 8 bits: with logits of a few units, 0.1 is round-off, and a stale tensor shows as 1 and more.
 BF16_GAP = 0.15
 
+TINY_LLAMA = {"tied": True, "hidden_size": 64, "num_key_value_heads": 2}
 
-# Other receivers, heads and transports: test_families.py, test_engine.py and test_transport_engines.py.
-def test_after_each_update_the_engine_is_the_trainer(tmp_path):
-    folder = save_tiny_llama(tmp_path / "model", hidden_size=64)
-    for rank, seen, versions in forked(swap_and_compare, str(folder), "packed"):
+
+@pytest.mark.parametrize(
+    ("llama", "engine_args"),
+    [
+        ({"hidden_size": 64}, {"receiver": "packed"}),
+        pytest.param(
+            TINY_LLAMA,
+            {"receiver": "live", "transport": "bucketed", "bucket_bytes": 1 << 14},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            TINY_LLAMA,
+            {"receiver": "live", "transport": "pull", "tensor_parallel_size": 2},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["packed", "bucketed", "pull, two workers"],
+)
+def test_after_each_update_the_engine_is_the_trainer(tmp_path, llama, engine_args):
+    folder = save_tiny_llama(tmp_path / "model", **llama)
+    for rank, seen, versions in forked(partial(swap_and_compare, **engine_args), str(folder)):
         assert versions == [0, 1, 2]
         for equal, gap, _ in seen:
             assert all(equal), f"rank {rank}: greedy completions differ"
@@ -44,3 +76,31 @@ def test_a_bf16_engine_follows_an_fp32_trainer(tmp_path):
     for _, seen, _ in forked(swap_and_compare, str(folder), "packed", 2, "bfloat16"):
         assert all(gap < BF16_GAP for _, gap, _ in seen)
         assert consecutive_samples_differ(seen)
+
+
+@pytest.mark.slow
+def test_one_process_may_pull_too_and_its_weights_may_move(folder):
+    model, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+    with SamplingEngine(str(folder), transport="pull", **TINY_ENGINE) as engine:
+        for step in range(3):
+            perturb(model, reference, seed=step)
+            if step == 1:
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
+            assert engine.update(model, step).transport == "pull"
+            equal, gap, _ = compare(engine, reference)
+            assert all(equal)
+            assert gap < FP32_GAP
+
+
+def test_an_engine_that_cannot_pull_says_so_and_an_unknown_transport_is_refused_at_once(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with (
+        SamplingEngine(str(folder), inference="transformers", channel="inline", transport="pull") as engine,
+        pytest.raises(ConfigError, match="transport='pull' cannot be used: the engine does not offer it"),
+    ):
+        engine.update(model, 0)
+    with HFEngine(str(folder)) as engine:
+        assert engine.update(model, 0).transport == "push"
+    with pytest.raises(ValueError, match="transport='pul' is not known: it must be one of auto, push"):
+        SamplingEngine(str(folder), transport="pul")

@@ -11,6 +11,7 @@ FP32_GAP = 1e-4
 CASES = [
     (2, False, "packed", WITH_LORA),
     (2, True, "live", {}),
+    (2, True, "live", WITH_LORA | {"transport": "pull"}),
     (1, False, "live", WITH_LORA | {"tensor_parallel_size": 2}),
 ]
 
@@ -19,11 +20,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("world_size", "tied", "receiver", "engine_args"),
     CASES,
-    ids=[
-        f"{world_size} ranks, {'tied' if tied else 'untied'}, {receiver}, {'adapter' if args else 'merged'}, "
-        f"{args.get('tensor_parallel_size', 1)} workers"
-        for world_size, tied, receiver, args in CASES
-    ],
+    ids=["adapter, packed", "merged", "adapter, pulled", "adapter, two workers"],
 )
 def test_after_each_update_the_engine_is_the_peft_model(tmp_path, world_size, tied, receiver, engine_args):
     folder = save_tiny_llama(tmp_path / "model", tied=tied, hidden_size=64)
