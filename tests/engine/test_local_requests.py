@@ -77,10 +77,8 @@ def test_a_request_that_is_taken_back_keeps_nothing_busy():
 
 @pytest.mark.parametrize("channel", ["process", "inline"])
 def test_what_is_sampled_is_told_before_the_answer(channel):
-    streaming = str(Path(__file__).with_name("streaming_backend.py"))
-    with scripted(
-        inference=f"{streaming}:Streaming", channel=channel, num_steps=4, answers=["streamed"]
-    ) as engine:
+    streaming = f"{Path(__file__).parent}/odd_backends.py:Streaming"
+    with scripted(inference=streaming, channel=channel, num_steps=4, answers=["streamed"]) as engine:
         engine.wait_until_ready()
         parts = []
         future = engine.local.ask([1], {"max_tokens": 20, "n": 1}, parts.append)

@@ -165,7 +165,7 @@ def ask_in_vain(topology, channel, waits):
         with vectorlm.SamplingEngine(
             "scripted",
             topology=topology,
-            inference=f"{Path(__file__).parent}/stuck_backend.py:NeverAnswers",
+            inference=f"{Path(__file__).parent}/odd_backends.py:NeverAnswers",
             channel=channel,
             answers="{0}".format,
             timeout_s=PATIENCE_S,

@@ -1,7 +1,12 @@
 """A token's version is the weights that sampled it: judged by its log-probability under every version."""
 
+import itertools
+import time
+
 import pytest
-from version_cases import check_labels
+import torch
+from swap_cases import reference_logprobs
+from transformers import AutoModelForCausalLM
 
 from vectorlm import HFEngine
 
@@ -9,6 +14,74 @@ TINY_LLAMA = {"hidden_size": 64, "max_length": 256}
 # Too few slots for a group, and too little memory for two long completions, so that vLLM preempts some.
 ENGINE_ARGS = {"max_model_len": 256, "max_num_seqs": 3, "kv_cache_memory_bytes": 384 << 10}
 WAYS = ("keep", "recompute")
+NUM_MODELS = 5
+PROMPTS = [[2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [12]]
+
+
+def models_apart(folder, with_layers):
+    """Return models whose log-probabilities of a token lie apart.
+
+    Without `with_layers` they share all layers below the head, so that a KV cache of any of them is right for all.
+    """
+    models = []
+    for seed in range(NUM_MODELS):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            model.lm_head.weight.normal_(std=0.3, generator=generator)
+            for parameter in model.model.layers.parameters() if with_layers else ():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        models.append(model)
+    return models
+
+
+def wrong_labels(completion, models, first_step):
+    """Count the tokens whose log-probability is not of the version on their label; step s is of model s modulo 5."""
+    found = torch.tensor(completion.sampler_logprobs, dtype=torch.float64)
+    by_model = torch.stack([reference_logprobs(model, completion) for model in models])
+    said = torch.tensor([(version - first_step) % NUM_MODELS for version in completion.versions])
+    near = (by_model - found).abs() < 1e-4
+    assert (near.sum(0) == 1).double().mean() > 0.95, "the models lie too near each other: nothing is shown"
+    return int((~near[said, torch.arange(len(said))]).sum())
+
+
+def check_labels(engine, folder, in_flight, *, pause_s=0.05, n=8, max_tokens=200, rounds=4):
+    """Update again and again while groups of completions of many lengths are sampled, and look at every token."""
+    models = models_apart(folder, with_layers=in_flight != "keep")
+    first_step = engine.version + 1
+    step = first_step - 1
+    groups, ended_apart = [], 0
+    for number in itertools.count():
+        if number >= rounds and (ended_apart > 3 or number == 4 * rounds):
+            break  # on a busy machine few updates may have met a group
+        params = {
+            "n": n,
+            "max_tokens": max_tokens,
+            "temperature": 1.0,
+            "seed": number,
+            "ignore_eos": True,
+            # One token in fifty ends a completion, so that siblings end far apart.
+            "stop_token_ids": [number + 14],
+            "logprobs": 0,
+        }
+        step += 1
+        engine.update(models[(step - first_step) % NUM_MODELS], step)
+        handle = engine.submit(PROMPTS, params)
+        doomed = engine.submit([[20, 21]], params)
+        while not handle.done():
+            time.sleep(pause_s)
+            step += 1
+            engine.update(models[(step - first_step) % NUM_MODELS], step, in_flight=in_flight)
+            doomed.cancel()
+        groups += handle.result()
+        ended_apart += sum(len({each.versions[-1] for each in group}) > 1 for group in handle.result())
+    completions = [each for group in groups for each in group]
+    assert all(len(each.versions) == len(each.token_ids) for each in completions)
+    wrong = sum(wrong_labels(each, models, first_step) for each in completions)
+    total = sum(len(each.token_ids) for each in completions)
+    assert wrong == 0, f"{wrong} of {total} tokens carry a version that did not sample them"
+    assert sum(len(set(each.versions)) > 1 for each in completions) > 3, "no update met a completion"
+    assert ended_apart > 3, "no group ended under several versions"
 
 
 @pytest.mark.slow

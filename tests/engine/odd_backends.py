@@ -1,5 +1,6 @@
-"""A scripted backend that tells a letter in each step."""
+"""Scripted backends for a sampler process to import: one tells a letter in each step, the other never answers."""
 
+import time
 from typing import ClassVar
 
 from vectorlm.backends.scripted import Scripted
@@ -22,3 +23,11 @@ class Streaming(Scripted):
             part = Completion((), (1,), (), (self.version,), self.left[name].pop(0), None)
             outputs.append(RequestOutput(name, [part], is_part=True))
         return outputs
+
+
+class NeverAnswers(Scripted):
+    """Polls for ever."""
+
+    def poll(self):
+        time.sleep(0.01)
+        return []
