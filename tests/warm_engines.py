@@ -1,6 +1,7 @@
 """Sampler processes forked from one that has imported vLLM: a fresh interpreter takes five seconds for that.
 
-Only where a sampler would get the variables that this one got; the files that watch or kill samplers start fresh ones.
+Only where a sampler would get the variables that this one got; files that look for theirs by `sampler_pid` start fresh
+ones.
 """
 
 import contextlib

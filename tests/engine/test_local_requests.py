@@ -8,21 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from child_processes import sampler_pid
 
 import vectorlm
 from vectorlm.errors import EngineDied, EngineError
 
 
 def scripted(**script):
-    script = {"answers": "{0} at {1}".format, **script}
-    options = {
-        "inference": "vectorlm.backends.scripted:Scripted",
-        "channel": "process",
-        "start_timeout_s": 120,
-        **script,
-    }
-    return vectorlm.SamplingEngine("scripted", **options)
+    inference = "vectorlm.backends.scripted:Scripted"
+    options = {"inference": inference, "answers": "{0} at {1}".format, "start_timeout_s": 120}
+    return vectorlm.SamplingEngine("scripted", **options | script)
 
 
 def ask(engine, text):
@@ -94,7 +88,7 @@ def test_a_dead_engine_fails_what_was_asked_and_what_is_asked_later():
         engine.wait_until_ready()
         before = ask(engine, "a")
         engine.local.flush()
-        os.kill(sampler_pid(), signal.SIGKILL)
+        os.kill(engine._channel.pid, signal.SIGKILL)
         with pytest.raises(EngineDied):
             text_of(before)
         hear = Hear()
