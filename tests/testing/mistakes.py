@@ -34,26 +34,14 @@ class VersionsOfTheCheckpoint(_ChangesAnswers):
         return replace(each, versions=(-1,) * len(each.versions))
 
 
-class VersionsTooShort(_ChangesAnswers):
-    def change(self, each):
-        return replace(each, versions=each.versions[:1])
-
-
-class IdsOfAnotherPrompt(_ChangesAnswers):
-    def change(self, each):
-        return replace(each, prompt_token_ids=(*each.prompt_token_ids[:-1], 11))
-
-
 class StopAndLengthSwapped(_ChangesAnswers):
     def change(self, each):
         return replace(each, finish_reason={"stop": "length", "length": "stop"}[each.finish_reason])
 
 
 class LastTokenDropped(_ChangesAnswers):
-    num_kept = -1
-
     def change(self, each):
-        kept = slice(None, self.num_kept if len(each.token_ids) > 1 else None)
+        kept = slice(None, -1 if len(each.token_ids) > 1 else None)
         return replace(
             each,
             token_ids=each.token_ids[kept],
@@ -62,33 +50,9 @@ class LastTokenDropped(_ChangesAnswers):
         )
 
 
-class OneTokenOnly(LastTokenDropped):
-    num_kept = 1
-
-
 class ProbabilityInsteadOfLogprob(_ChangesAnswers):
     def change(self, each):
         return replace(each, sampler_logprobs=(0.5,) * len(each.sampler_logprobs))
-
-
-class NegativeToken(_ChangesAnswers):
-    def change(self, each):
-        return replace(each, token_ids=(-5, *each.token_ids[1:]))
-
-
-class TokenBeyondTheVocabulary(_ChangesAnswers):
-    def change(self, each):
-        return replace(each, token_ids=(48, *each.token_ids[1:]))
-
-
-class UnknownFinishReason(_ChangesAnswers):
-    def change(self, each):
-        return replace(each, finish_reason="eos")
-
-
-class LogprobsTooShort(_ChangesAnswers):
-    def change(self, each):
-        return replace(each, sampler_logprobs=each.sampler_logprobs[:-1])
 
 
 class LogprobsUnasked(_ChangesAnswers):
@@ -154,20 +118,10 @@ class AnswersTwice(Transformers):
         return outputs + outputs[-1:]
 
 
-class OtherNames(Transformers):
-    def poll(self):
-        return [replace(output, name=f"request {output.name}") for output in super().poll()]
-
-
 class SeedIgnored(Transformers):
     def submit(self, name, prompt, sampling_params):
         given = {**sampling_params, "seed": None} if "seed" in sampling_params else sampling_params
         super().submit(name, prompt, given)
-
-
-class LimitIgnored(Transformers):
-    def submit(self, name, prompt, sampling_params):
-        super().submit(name, prompt, {**sampling_params, "max_tokens": 10})
 
 
 class LimitIsNotReached(Transformers):
