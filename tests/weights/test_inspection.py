@@ -4,6 +4,7 @@ import pytest
 import torch
 from rank_processes import on_ranks
 from test_weight_sets import ADAPTER_BYTES, BASE_BYTES, Two, adapted, swap_of
+from torch.distributed.fsdp import fully_shard
 
 from vectorlm.errors import NonFiniteWeights, RankMismatch
 from vectorlm.ranks.topology import Topology
@@ -35,7 +36,7 @@ MODELS = {
 }
 
 
-def part_ways(topology, kind, num_nodes):
+def part_ways(topology, kind):
     """Update with the same weights, with other ones on the last rank, and with the same ones again."""
     make, lora_mode, name = MODELS[kind]
     torch.manual_seed(3)
@@ -64,12 +65,21 @@ def _last(name):
     return name.rpartition(".")[2]
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2])
+def part_ways_in_all(topology):
+    return {kind: part_ways(topology, kind) for kind in MODELS}
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one node", "two nodes"])
+def refusals(request):
+    """What two ranks raised, by the kind of the model."""
+    return on_ranks(2, part_ways_in_all, num_nodes=request.param)
+
+
 @pytest.mark.parametrize("kind", MODELS)
-def test_ranks_that_hold_different_numbers_are_named_with_the_tensor(kind, num_nodes):
-    for text in on_ranks(2, part_ways, kind, num_nodes, num_nodes=num_nodes):
-        assert text.startswith("ranks 0 and 1 hold different numbers in 1 tensors")
-        assert f"{_last(MODELS[kind][2])}" in text
+def test_ranks_that_hold_different_numbers_are_named_with_the_tensor(refusals, kind):
+    for texts in refusals:
+        assert texts[kind].startswith("ranks 0 and 1 hold different numbers in 1 tensors")
+        assert f"{_last(MODELS[kind][2])}" in texts[kind]
 
 
 def differ_where_they_may(topology):
@@ -79,13 +89,7 @@ def differ_where_they_may(topology):
     return swap.update(model, 0, "refuse").version
 
 
-def test_buffers_that_no_checkpoint_holds_may_differ():
-    assert on_ranks(2, differ_where_they_may) == [0, 0]
-
-
 def spoil_a_shard(topology):
-    from torch.distributed.fsdp import fully_shard
-
     swap, engine = swap_of(topology, "merged")
     model = fully_shard(Two())
     swap.update(model, 0, "refuse")
@@ -96,8 +100,36 @@ def spoil_a_shard(topology):
     return engine and engine.begun
 
 
-def test_a_number_that_is_not_finite_is_refused_on_all_ranks_before_the_engine_pauses():
-    assert on_ranks(2, spoil_a_shard) == [1, None]
+def change_a_shard(topology):
+    swap, _ = swap_of(topology, "merged")
+    model = fully_shard(Two())
+    swap.update(model, 0, "refuse")
+    if topology.rank == 1:
+        model.second.weight.detach().to_local()[0, 0] += 1
+    again = swap.update(model, 0, "refuse").skipped
+    return again, swap.update(model, 0, "refuse").skipped
+
+
+def meet(topology):
+    return [call(topology) for call in (differ_where_they_may, spoil_a_shard, change_a_shard)]
+
+
+@pytest.fixture(scope="module")
+def met():
+    """What the three functions returned, by rank."""
+    return list(zip(*on_ranks(2, meet), strict=True))
+
+
+def test_buffers_that_no_checkpoint_holds_may_differ(met):
+    assert met[0] == (0, 0)
+
+
+def test_a_number_that_is_not_finite_is_refused_on_all_ranks_before_the_engine_pauses(met):
+    assert met[1] == (1, None)
+
+
+def test_under_one_step_weights_that_changed_on_one_rank_are_sent_by_all(met):
+    assert met[2] == ((False, True),) * 2
 
 
 @pytest.mark.parametrize("lora_mode", ["adapter", "merged"])
@@ -161,23 +193,6 @@ def test_under_one_step_a_model_is_sent_again_with_other_adapters_or_another_sca
     assert report.num_bytes == BASE_BYTES + ADAPTER_BYTES
     assert swap.update(model, 5, "refuse").skipped
     assert engine.loaded[-1] == (5, ("base", "adapter"))
-
-
-def change_a_shard(topology):
-    from torch.distributed.fsdp import fully_shard
-
-    swap, _ = swap_of(topology, "merged")
-    model = fully_shard(Two())
-    swap.update(model, 0, "refuse")
-    if topology.rank == 1:
-        model.second.weight.detach().to_local()[0, 0] += 1
-    again = swap.update(model, 0, "refuse").skipped
-    return again, swap.update(model, 0, "refuse").skipped
-
-
-@pytest.mark.filterwarnings("ignore:the weights have changed")
-def test_under_one_step_weights_that_changed_on_one_rank_are_sent_by_all():
-    assert on_ranks(2, change_a_shard) == [(False, True)] * 2
 
 
 def test_a_buffer_may_hold_infinities():
