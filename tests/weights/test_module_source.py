@@ -1,4 +1,5 @@
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -40,18 +41,38 @@ def publish(topology, folder, mesh_shape, path, num_bytes, dtype):
     return source.publish(layout, True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "mesh_shape", [(2,), (2, 1), (1, 2), None], ids=["shards", "replicas", "both", "plain"]
-)
-def test_two_ranks_fill_the_arena_exactly_whatever_the_sharding(tmp_path, mesh_shape, dtype):
+MESHES = {"shards": (2,), "replicas": (2, 1), "both": (1, 2), "plain": None}
+DTYPES = ("float32", "bfloat16")
+
+
+def publish_all(topology, folder, paths, num_bytes):
+    return [
+        publish(topology, folder, mesh_shape, path, num_bytes, dtype)
+        for (mesh_shape, dtype), path in zip(product(MESHES.values(), DTYPES), paths, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """The model, and by mesh and dtype the arena that two ranks filled and their checksums."""
     # 47 rows do not divide by two, so the last shard is a short one.
-    folder = save_tiny_llama(tmp_path / "model", vocab_size=47)
+    folder = save_tiny_llama(tmp_path_factory.mktemp("published") / "model", vocab_size=47)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    layout = layout_for(model, "", dtype)
-    arena = Arena.create(layout.num_bytes)
-    sums = on_ranks(2, publish, str(folder), mesh_shape, arena.path, layout.num_bytes, dtype)
-    for slot, tensor, parts in zip(layout.slots, model.parameters(), zip(*sums, strict=True), strict=True):
+    num_bytes = layout_for(model, "").num_bytes
+    cases = list(product(MESHES, DTYPES))
+    arenas = [Arena.create(num_bytes) for _ in cases]
+    sums = on_ranks(2, publish_all, str(folder), [arena.path for arena in arenas], num_bytes)
+    by_case = zip(cases, arenas, zip(*sums, strict=True), strict=True)
+    return model, {case: (arena, parts) for case, arena, parts in by_case}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_ranks_fill_the_arena_exactly_whatever_the_sharding(published, mesh, dtype):
+    model, found = published
+    arena, sums = found[mesh, dtype]
+    slots = layout_for(model, "", dtype).slots
+    for slot, tensor, parts in zip(slots, model.parameters(), zip(*sums, strict=True), strict=True):
         expected = tensor.detach().to(getattr(torch, dtype))
         assert torch.equal(arena.view(slot), expected), slot.name
         assert sum(parts) % 2**64 == checksum(expected), slot.name

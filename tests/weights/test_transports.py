@@ -85,13 +85,8 @@ def follow_all(topology, transport):
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_same_bits_arrive(transport, world_size):
-    if world_size == 1:
-        assert set(map(len, follow_all(Topology(), transport).values())) == {0}
-        return
-    for wrong in on_ranks(2, follow_all, transport):
-        assert wrong == {name: [] for name, (size, _) in CASES.items() if size == 2}
+def test_the_same_bits_arrive_from_one_rank(transport):
+    assert set(map(len, follow_all(Topology(), transport).values())) == {0}
 
 
 def follow_merged(topology, transport):
@@ -118,8 +113,14 @@ def follow_merged(topology, transport):
     return wrong
 
 
-def test_merged_adapters_arrive(transport):
-    assert on_ranks(2, follow_merged, transport) == [[], []]
+def follow_on_two_ranks(topology):
+    """Return by transport what was wrong in each case, and with merged adapters."""
+    return {each: (follow_all(topology, each), follow_merged(topology, each)) for each in TRANSPORTS}
+
+
+def test_the_same_bits_and_merged_adapters_arrive_from_two_ranks():
+    right = {name: [] for name, (size, _) in CASES.items() if size == 2}, []
+    assert on_ranks(2, follow_on_two_ranks) == [dict.fromkeys(TRANSPORTS, right)] * 2
 
 
 def num_shared_maps():
@@ -254,8 +255,12 @@ def train(topology, pulled):
     return [each.full_tensor().detach() for each in model.parameters()]
 
 
+def train_both_ways(topology):
+    return [train(topology, pulled) for pulled in (True, False)]
+
+
 def test_training_goes_on_as_if_nothing_had_been_exported():
-    (pulled, _), (alone, _) = (on_ranks(2, train, pulled) for pulled in (True, False))
+    (pulled, alone), _ = on_ranks(2, train_both_ways)
     assert all(map(torch.equal, pulled, alone))
 
 
