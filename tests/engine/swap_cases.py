@@ -19,6 +19,8 @@ from vectorlm.weights.plan import persistent_buffers
 
 PROMPTS = [[2, 3, 4], [5, 6, 7, 8, 9], [10]]
 NUM_TOKENS = 10
+# Two fp32 paths through three layers differ by a few 1e-6; a stale tensor shows as 1e-2 and more.
+FP32_GAP = 1e-4
 GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 0}
 SAMPLED = {"temperature": 1.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 0, "seed": 7, "n": 2}
 

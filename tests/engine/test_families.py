@@ -5,7 +5,7 @@ import transformers
 from families import FAMILIES, Family, save_family
 from family_runs import ALWAYS, PAGE, RUNS, Result, page, read_results, record
 from rank_processes import forked
-from swap_cases import compare, perturb, publishing
+from swap_cases import FP32_GAP, compare, perturb, publishing
 from tiny_engine import TINY_ENGINE
 
 from vectorlm import SamplingEngine
@@ -13,8 +13,6 @@ from vectorlm.errors import ChecksumMismatch, EngineError
 from vectorlm.train.load import load_model
 from vectorlm.train.shard import transformer_blocks
 
-# Two fp32 paths differ by a few 1e-6; a stale tensor shows as 1e-2 and more.
-FP32_GAP = 1e-4
 NUM_UPDATES = 2
 
 

@@ -10,15 +10,13 @@ import pytest
 import torch
 from families import WITH_BUFFERS, save_family
 from rank_processes import forked, save_tiny_llama
-from swap_cases import compare, consecutive_samples_differ, perturb, swap_and_compare
+from swap_cases import FP32_GAP, compare, consecutive_samples_differ, perturb, swap_and_compare
 from tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM
 
 from vectorlm import HFEngine, SamplingEngine
 from vectorlm.errors import ConfigError
 
-# Two fp32 paths through three layers differ by a few 1e-6; a stale tensor shows as 1e-2 and more.
-FP32_GAP = 1e-4
 # bf16 keeps 8 bits: with logits of a few units, 0.1 is round-off, and a stale tensor shows as 1 and more.
 BF16_GAP = 0.15
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lora_cases import OPTIONS, WITH_LORA, adapted, gap, move
 from peft import LoraConfig
-from swap_cases import GREEDY, reference_greedy
+from swap_cases import FP32_GAP, GREEDY, reference_greedy
 from transformers import AutoModelForCausalLM
 
 from vectorlm import SamplingEngine
@@ -13,8 +13,6 @@ from vectorlm.errors import ConfigError, WeightMismatch
 from vectorlm.weights.checksum import checksum
 from vectorlm.weights.plan import trainer_tensors
 
-# Two fp32 paths through three layers differ by a few 1e-6; a stale adapter shows as 1e-2 and more.
-FP32_GAP = 1e-4
 NUM_SWAPS = 200
 LONG_PROMPT = list(range(2, 46)) * 4
 

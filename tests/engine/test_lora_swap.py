@@ -5,9 +5,8 @@ from itertools import pairwise
 import pytest
 from lora_cases import WITH_LORA, swap_and_compare
 from rank_processes import forked, save_tiny_llama
+from swap_cases import FP32_GAP
 
-# Two fp32 paths through three layers differ by a few 1e-6; a stale adapter shows as 1e-2 and more.
-FP32_GAP = 1e-4
 CASES = [
     (2, False, "packed", WITH_LORA),
     (2, True, "live", {}),

@@ -15,12 +15,6 @@ def test_what_is_not_named_has_vllms_default():
         assert getattr(ours, name) == getattr(theirs, name), name
 
 
-def test_an_engine_leaves_most_of_a_cuda_device_to_the_trainer():
-    shim = pytest.importorskip("vectorlm.backends.vllm.shim")
-    assert shim.default_arguments("model", on_cpu=False)["gpu_memory_utilization"] == 0.35
-    assert "gpu_memory_utilization" not in shim.default_arguments("model", on_cpu=True)
-
-
 WRONG_TYPES = [
     {"seed": 1e5},
     {"seed": True},

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from child_processes import sampler_pid, worker_pids
-from swap_cases import compare, consecutive_samples_differ, perturb, publishing
+from swap_cases import FP32_GAP, compare, consecutive_samples_differ, perturb, publishing
 from transformers import AutoModelForCausalLM
 from watched_run import GONE_WITHIN_S, shared_memory_of_nobody
 
@@ -18,8 +18,6 @@ from vectorlm.engine.arguments import parallel_sizes, share_of_engine
 from vectorlm.errors import ChecksumMismatch, EngineDied, EngineError
 from vectorlm.weights.model_size import read_model_size
 
-# Two fp32 paths through three layers differ by a few 1e-6; a stale tensor shows as 1e-2 and more.
-FP32_GAP = 1e-4
 EIGHT_HEADS = SimpleNamespace(num_heads=8, num_parameters=0)
 
 

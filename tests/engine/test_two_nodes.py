@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_processes import save_tiny_llama
-from swap_cases import GREEDY, counting_chunks, perturb, reference_greedy, reference_logprobs
+from swap_cases import FP32_GAP, GREEDY, counting_chunks, perturb, reference_greedy, reference_logprobs
 from tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM
 from two_nodes import TwoNodes
@@ -19,8 +19,6 @@ from vectorlm.errors import WeightMismatch
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import shard_model
 
-# Two fp32 paths through three layers differ by a few 1e-6; a stale tensor shows as 1e-2 and more.
-FP32_GAP = 1e-4
 BATCH = [[2 + index % 20, 3 + index % 7] for index in range(41)]
 
 

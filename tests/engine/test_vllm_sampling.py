@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from swap_cases import PROMPTS
+from swap_cases import FP32_GAP, PROMPTS
 from transformers import AutoModelForCausalLM
 
 from vectorlm import HFEngine
@@ -10,8 +10,6 @@ from vectorlm.algorithms import Support
 from vectorlm.algorithms.logprobs import token_values
 
 TINY_LLAMA = {"hidden_size": 64}
-# Two fp32 paths through three layers.
-FP32_GAP = 1e-4
 WRITTEN = ["abcabc", [5, 6, 7, 8, 9, 5, 6], [10]]
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "logprobs": 0}
 

@@ -70,9 +70,11 @@ def test_an_engine_on_cuda_samples_from_as_many_sequences_as_vllm_s_own_class(
     assert step_sizes(num_bytes) == (tokens, sequences), "what the memory plan expects"
 
 
-def test_flashinfer_is_not_tuned_at_the_start_on_cuda(tmp_path):
-    assert default_arguments(str(tmp_path), on_cpu=False)["enable_flashinfer_autotune"] is False
-    assert "enable_flashinfer_autotune" not in default_arguments(str(tmp_path), on_cpu=True)
+def test_on_cuda_an_engine_leaves_most_of_its_device_to_the_trainer_and_does_not_tune_flashinfer(tmp_path):
+    on_cuda, on_cpu = (default_arguments(str(tmp_path), on_cpu=is_cpu) for is_cpu in (False, True))
+    special = {"gpu_memory_utilization": 0.35, "enable_flashinfer_autotune": False}
+    assert special.items() <= on_cuda.items()
+    assert not special.keys() & on_cpu.keys()
 
 
 @pytest.mark.slow  # vLLM under another platform needs a process of its own: 20 s.

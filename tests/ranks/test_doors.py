@@ -44,13 +44,6 @@ def outside_address():
         return probe.getsockname()[0]
 
 
-def test_a_run_on_one_machine_listens_on_the_loopback_interface_alone():
-    engine = {"inference": "vectorlm.backends.scripted:Scripted", "answers": "{0}".format}
-    found = vectorlm.launch(listen, engine, world_size=2)[0]
-    assert {address for address, _ in found} <= set(LOOPBACK), found
-    assert found, "two ranks without a port: nothing was looked at"
-
-
 def knock(address):
     """Return what strangers meet at the ports of this run, at an address of another interface."""
     topology = vectorlm.Topology.from_environment()
@@ -131,8 +124,10 @@ def be_visited(path):
 
 
 def meet(address, path):
-    """Return what strangers find who look at the folder, knock at the ports, and write a pickle."""
-    return modes_of_the_meeting(), knock(address) if address else None, be_visited(path)
+    """Return what strangers find who look at the folder and the ports, knock at these, and write a pickle."""
+    modes = modes_of_the_meeting()
+    ports = listen({"inference": "vectorlm.backends.scripted:Scripted", "answers": "{0}".format})
+    return modes, ports, knock(address) if address else None, be_visited(path)
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +142,14 @@ def test_the_ranks_meet_in_a_folder_that_only_their_user_can_open(met):
     assert met[0][0][0] == [0o700, 0o700]
 
 
+def test_a_run_on_one_machine_listens_on_the_loopback_interface_alone(met):
+    found = met[0][0][1]
+    assert {address for address, _ in found} <= set(LOOPBACK), found
+    assert found, "two ranks without a port: nothing was looked at"
+
+
 def test_a_stranger_from_another_machine_is_refused(met):
-    answers = met[0][0][1]
+    answers = met[0][0][2]
     if answers is None:
         pytest.skip("this machine has the loopback interface alone")
     assert answers

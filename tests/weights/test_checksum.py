@@ -40,14 +40,6 @@ def test_every_single_bit_of_a_word_counts(row):
         assert checksum(changed) != checksum(whole), bit
 
 
-def test_a_changed_sign_counts_in_every_row():
-    whole = torch.randn(64, 8, dtype=torch.bfloat16)
-    for row in range(64):
-        changed = whole.clone()
-        changed[row, 5] *= -1
-        assert checksum(changed) != checksum(whole), row
-
-
 def test_exchanged_rows_change_the_sum():
     whole = torch.arange(8.0).view(2, 4)
     assert checksum(whole.flip(0)) != checksum(whole)
