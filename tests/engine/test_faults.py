@@ -65,16 +65,9 @@ def test_an_interrupt_ends_everything(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_script_killed_without_a_launcher_leaves_nothing(folder, tmp_path):
-    run = Run(folder, "wait", 0, tmp_path)
-    run.wait_until_sampling_works()
-    run.process.kill()
-    run.outcome(timeout_s=GONE_WITHIN_S)
-
-
-@pytest.mark.slow
-def test_a_launcher_killed_outright_takes_everything_with_it(folder, tmp_path):
-    run = Run(folder, "wait", 2, tmp_path)
+@pytest.mark.parametrize("world_size", [0, 2], ids=["no launcher", "two ranks"])
+def test_a_script_killed_outright_takes_everything_with_it(folder, tmp_path, world_size):
+    run = Run(folder, "wait", world_size, tmp_path)
     run.wait_until_sampling_works()
     run.process.kill()
     run.outcome(timeout_s=GONE_WITHIN_S)

@@ -85,7 +85,6 @@ def texts_of(tokenizer, prompt, completions, flags):
 
 
 @hypothesis.given(IDS, IDS, strategies.sampled_from(["stop", "length"]), FLAGS)
-@hypothesis.settings(suppress_health_check=list(hypothesis.HealthCheck))
 def test_any_tokens_decode_to_vllm_s_own_text(tokenizer, prompt, token_ids, finish_reason, flags):
     prompt, token_ids = ([each % len(tokenizer) for each in ids] for ids in (prompt or [0], token_ids))
     expected = text_of_vllm(tokenizer, prompt, token_ids, finish_reason, flags)
@@ -93,7 +92,6 @@ def test_any_tokens_decode_to_vllm_s_own_text(tokenizer, prompt, token_ids, fini
 
 
 @hypothesis.given(strategies.text("aeth cs,é日🙂 \n", min_size=1), strategies.text("aeth cs,é日🙂 \n"))
-@hypothesis.settings(suppress_health_check=list(hypothesis.HealthCheck))
 def test_texts_decode_to_vllm_s_own_text(tokenizer, prompt, text):
     prompt, token_ids = (tokenizer(each, add_special_tokens=False).input_ids for each in (prompt, text))
     prompt = prompt or [0]

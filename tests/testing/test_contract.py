@@ -1,56 +1,34 @@
 """One suite for every backend on every channel; tests/engine/test_server.py holds the server to it."""
 
 import contextlib
-import functools
+from functools import cache, partial
 
 import pytest
 from rank_processes import on_ranks
 from tiny_engine import TINY_ENGINE
 
-import vectorlm
+from vectorlm import FakeEngine, HFEngine, SamplingEngine
 from vectorlm.testing import CHECKS, MODEL_CHECKS, EngineUnderTest, run_checks
 
 SCRIPT = "step {1}: {0}".format
 """Takes a prompt and a version; unlike a function of this file, it can be sent to a sampler process."""
 
 
-def vllm_process(path, topology=None):
-    return vectorlm.SamplingEngine(
-        str(path),
-        topology=topology,
-        **TINY_ENGINE,
-    )
-
-
-def transformers_process(path, topology=None):
-    return vectorlm.SamplingEngine(str(path), topology=topology, inference="transformers", timeout_s=240)
-
-
-def transformers_inline(path, topology=None):
-    return vectorlm.HFEngine(path, topology=topology)
-
-
-def scripted_process(path, topology=None):
-    return vectorlm.SamplingEngine(
-        str(path),
-        topology=topology,
-        inference="vectorlm.backends.scripted:Scripted",
-        answers=SCRIPT,
-        # Slow enough that many requests are still in flight while a check looks at them.
-        num_steps=3,
-        step_s=0.02,
-        max_num_seqs=4,
-    )
-
-
-def scripted_inline(path, topology=None):
-    # Three steps a batch: one that is finished at once could not show how it is waited for.
-    return vectorlm.FakeEngine(SCRIPT, topology=topology, num_steps=3)
-
-
+SCRIPTED = {
+    "inference": "vectorlm.backends.scripted:Scripted",
+    "answers": SCRIPT,
+    # Slow enough that many requests are still in flight while a check looks at them.
+    "num_steps": 3,
+    "step_s": 0.02,
+    "max_num_seqs": 4,
+}
 ENGINES = {
-    make.__name__: make
-    for make in (vllm_process, transformers_process, transformers_inline, scripted_process, scripted_inline)
+    "vllm_process": partial(SamplingEngine, **TINY_ENGINE),
+    "transformers_process": partial(SamplingEngine, inference="transformers", timeout_s=240),
+    "transformers_inline": HFEngine,
+    "scripted_process": partial(SamplingEngine, **SCRIPTED),
+    # Three steps a batch: one that is finished at once could not show how it is waited for.
+    "scripted_inline": lambda path, topology=None: FakeEngine(SCRIPT, topology=topology, num_steps=3),
 }
 
 
@@ -74,9 +52,7 @@ TINY_LLAMA = {"tied": True, "hidden_size": 64}
 def subject_of(folder):
     """Start each engine once, when the first of its checks comes."""
     with contextlib.ExitStack() as stack:
-        yield functools.cache(
-            lambda kind: EngineUnderTest(stack.enter_context(ENGINES[kind](folder)), folder)
-        )
+        yield cache(lambda kind: EngineUnderTest(stack.enter_context(ENGINES[kind](folder)), folder))
 
 
 @pytest.mark.parametrize(("kind", "check"), CASES)
@@ -85,7 +61,7 @@ def test_an_engine_keeps_the_contract(kind, check, subject_of):
 
 
 def keep_the_contract(topology, kind, path):
-    with ENGINES[kind](path, topology) as engine:
+    with ENGINES[kind](path, topology=topology) as engine:
         run_checks(EngineUnderTest(engine, path, topology=topology), checks_of(kind))
 
 

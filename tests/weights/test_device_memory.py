@@ -111,7 +111,6 @@ ENDS = ("close", "again", "missing rows", "refused")
 
 
 @hypothesis.given(strategies.lists(strategies.sampled_from(ENDS), max_size=6))
-@hypothesis.settings(suppress_health_check=list(hypothesis.HealthCheck))
 def test_all_that_was_opened_is_closed_in_every_order_of_ends(install, ends):
     """A receiver opens what ranks export again and again, and some of it cannot be opened."""
     whole = torch.randn(16, 4)

@@ -25,17 +25,6 @@ def test_the_pieces_of_the_parameters_are_the_tensors_of_the_checkpoint(family, 
     assert all(torch.equal(found[name], saved[name]) for name in saved)
 
 
-def test_experts_are_one_parameter_and_many_tensors(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(save_family(FAMILIES["Mixtral"], tmp_path))
-    pieces = {spec.name: spec.pieces for spec in manifest_of(model)}
-    assert pieces["model.embed_tokens.weight"] == ()
-    down = pieces["model.layers.1.mlp.experts.down_proj"]
-    assert [each.name for each in down] == [
-        f"model.layers.1.block_sparse_moe.experts.{expert}.w2.weight" for expert in range(4)
-    ]
-    assert [each.offset for each in down] == [0, 64 * 96, 2 * 64 * 96, 3 * 64 * 96]
-
-
 def test_a_plain_module_has_the_names_that_it_has():
     assert checkpoint_pieces(torch.nn.Linear(2, 3), {"weight": (3, 2), "bias": (3,)}) == {}
 
