@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from watched_run import WatchedRun
 
 import vectorlm
 from vectorlm.errors import HandoffTimeout, LaunchError, RankFailed
@@ -25,9 +24,6 @@ from vectorlm.ranks.process_group import process_group
 
 def exchange():
     """Meet, share and reduce; return what this rank saw."""
-    import torch
-    import torch.distributed as dist
-
     topology = vectorlm.Topology.from_environment()
     collectives = Collectives(topology, 30.0)
     notes = [collectives.all_gather_object("note", (topology.rank, turn)) for turn in range(5)]
@@ -66,7 +62,6 @@ def fail_on_rank_1(how):
 
 def leave_rank_0_alone(how):
     """Let rank 0 wait in a collective for a rank that never comes."""
-    import torch.distributed as dist
 
     if vectorlm.Topology.from_environment().rank == 1:
         if how == "stop":
@@ -169,9 +164,6 @@ def test_a_killed_rank_is_noticed_although_what_it_started_keeps_its_pipes_open(
 
 def fork_and_go_on():
     """Let rank 0 fork; return who is back, and what the forks left in the run's folder."""
-    import torch
-    import torch.distributed as dist
-
     rank = vectorlm.Topology.from_environment().rank
     for how in ("return", "exit", "raise") if rank == 0 else ():
         if (child := os.fork()) == 0:
@@ -240,105 +232,7 @@ def test_a_rank_that_misses_a_collective_is_named_and_where_it_was(how, where):
         vectorlm.launch(leave_rank_0_alone, how, world_size=2, timeout_s=3.0)
 
 
-ORPHAN = """
-import os, shutil, signal, sys, tempfile, vectorlm
-
-def lose_the_launcher():
-    launcher = os.getppid()
-    os.kill(launcher, signal.SIGKILL)
-    while os.getppid() == launcher:
-        pass
-    if sys.argv[1] == "removed":
-        shutil.rmtree(tempfile.gettempdir())
-    raise ValueError("alone")
-
-if __name__ == "__main__":
-    vectorlm.launch(lose_the_launcher)
-"""
-
-
-@pytest.mark.parametrize("folder", ["there", "removed"])
-def test_a_rank_that_raises_after_its_launcher_was_killed_leaves_no_note_of_it(tmp_path, folder):
-    """Another rank may have removed the folder of the notes already."""
-    (tmp_path / "scratch").mkdir()
-    (tmp_path / "orphan.py").write_text(ORPHAN)
-    run = WatchedRun([str(tmp_path / "orphan.py"), folder], tmp_path / "scratch")
-    code, error = run.outcome(timeout_s=60)
-    assert code == -signal.SIGKILL
-    assert error == ""
-
-
-INTERRUPTED = """
-import multiprocessing, pathlib, signal, sys, time, vectorlm
-
-def work():
-    lock = multiprocessing.get_context('spawn').RLock()
-    pathlib.Path(sys.argv[1]).touch()
-    time.sleep(60)
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        vectorlm.launch(work)
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
-elif sys.argv[2] == "import":
-    pathlib.Path(sys.argv[1]).touch()
-    time.sleep(0.5)
-"""
-
-
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGHUP,
-        pytest.param(signal.SIGQUIT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
-    ],
-)
-def test_a_signal_to_all_processes_ends_the_run_by_name_and_leaves_nothing(tmp_path, number):
-    """A terminal that closes sends SIGHUP to all, `srun` passes SIGUSR1 on; the lock of a rank has a name."""
-    (tmp_path / "scratch").mkdir()
-    (tmp_path / "script.py").write_text(INTERRUPTED)
-    # Under nohup, or in the background of a shell, the tests themselves ignore it, and so would the run.
-    before = signal.signal(number, signal.SIG_DFL)
-    try:
-        run = WatchedRun([str(tmp_path / "script.py"), str(tmp_path / "now"), "work"], tmp_path / "scratch")
-    finally:
-        signal.signal(number, before)
-    while run.process.poll() is None and not (tmp_path / "now").exists():
-        time.sleep(0.01)
-    os.killpg(run.process.pid, number)
-    code, error = run.outcome(timeout_s=60)
-    assert code == 1
-    assert f"ended by {number.name}" in error
-
-
-@pytest.mark.parametrize("when", ["import", "work"])
-def test_ranks_are_silent_at_ctrl_c_whatever_they_do(tmp_path, when):
-    (tmp_path / "script.py").write_text(INTERRUPTED)
-    command = [sys.executable, tmp_path / "script.py", tmp_path / "now", when]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as run:
-        while run.poll() is None and not (tmp_path / "now").exists():
-            time.sleep(0.01)
-        os.killpg(run.pid, signal.SIGINT)
-        assert run.communicate(timeout=60)[1] == "interrupted\n"
-
-
-def test_a_script_without_its_guard_is_told_so_once(tmp_path):
-    script = tmp_path / "unguarded.py"
-    script.write_text("import vectorlm\nvectorlm.launch(print, world_size=2)\n")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 1
-    assert done.stderr.endswith(
-        "LaunchError: the script calls launch() while it is imported, and every rank imports it. Put the call, and "
-        'whatever else must run once, under `if __name__ == "__main__":`.\n'
-    )
-
-
 def test_a_lone_process_may_go_on_after_an_error():
-    import torch.distributed as dist
 
     with pytest.raises(KeyError), process_group(vectorlm.Topology()):
         raise KeyError
@@ -388,7 +282,6 @@ def as_torchrun(monkeypatch):
 
 
 def test_a_process_that_is_a_rank_already_runs_the_function_itself(as_torchrun):
-    import torch.distributed as dist
 
     assert vectorlm.launch(lambda: (os.getpid(), dist.get_world_size())) == [(os.getpid(), 1)]
     assert not dist.is_initialized()
