@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from peft import LoraConfig, get_peft_model
-from swap_cases import GREEDY, PROMPTS, SAMPLED, reference_logprobs
+from swap_cases import compare
 from tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM
 
@@ -41,16 +41,6 @@ def move(models, seed):
                     each.add_(distribute_tensor(step, each.device_mesh, each.placements) if sharded else step)
 
 
-def gap(engine, reference):
-    """Return the largest log-prob gap over greedy and sampled tokens, and the sampled tokens."""
-    sampled = engine.sample(PROMPTS, SAMPLED)
-    largest = 0.0
-    for completion in [each for answers in [*engine.sample(PROMPTS, GREEDY), *sampled] for each in answers]:
-        ours = torch.tensor(completion.sampler_logprobs, dtype=torch.float64)
-        largest = max(largest, (ours - reference_logprobs(reference, completion)).abs().max().item())
-    return largest, [[list(each.token_ids) for each in answers] for answers in sampled]
-
-
 def swap_and_compare(folder, engine_args, options=OPTIONS, num_updates=3):
     """Run on every rank: FSDP2 PEFT model, engine, updates; return the gaps, tokens and report of each update."""
     import torch.distributed as dist
@@ -66,5 +56,6 @@ def swap_and_compare(folder, engine_args, options=OPTIONS, num_updates=3):
         for step in range(num_updates):
             move([model, reference], seed=step)
             report = engine.update(model, step)
-            seen.append((*gap(engine, reference), report.num_bytes))
+            _, gap, tokens = compare(engine, reference)
+            seen.append((gap, tokens, report.num_bytes))
     return seen

@@ -94,7 +94,7 @@ def reference_logprobs(reference, completion):
     return logprobs[0, start - 1 : -1].gather(1, tokens[0, start:, None])[:, 0]
 
 
-def compare(engine, reference, check_greedy=True):
+def compare(engine, reference):
     """Return whether greedy tokens are equal, and the largest log-prob gap over greedy and sampled tokens."""
     greedy = engine.sample(PROMPTS, GREEDY)
     sampled = engine.sample(PROMPTS, SAMPLED)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from lora_cases import OPTIONS, WITH_LORA, adapted, gap, move
+from lora_cases import OPTIONS, WITH_LORA, adapted, move
 from peft import LoraConfig
-from swap_cases import FP32_GAP, GREEDY, reference_greedy
+from swap_cases import FP32_GAP, GREEDY, compare, reference_greedy
 from transformers import AutoModelForCausalLM
 
 from vectorlm import SamplingEngine
@@ -54,10 +54,10 @@ def test_after_many_swaps_the_base_weights_are_bit_identical_and_the_adapter_is_
                     parameter.add_(0.001 * (step % 7 - 3))
         report = engine.update(model, step)
         assert report.num_bytes < whole / 5, "the base crossed again"
-    assert gap(engine, model)[0] < FP32_GAP
+    assert compare(engine, model)[1] < FP32_GAP
     prove_base(engine, model)
     with model.disable_adapter():
-        assert gap(engine, model)[0] < FP32_GAP
+        assert compare(engine, model)[1] < FP32_GAP
 
 
 def test_the_prefix_cache_never_serves_blocks_of_the_adapter_before(engine, model, next_step):
@@ -77,7 +77,7 @@ def test_a_base_that_was_written_to_crosses_again(engine, model, next_step):
     with torch.no_grad():
         model.base_model.model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
     assert engine.update(model, next_step + 1).num_bytes == whole
-    assert gap(engine, model)[0] < FP32_GAP
+    assert compare(engine, model)[1] < FP32_GAP
 
 
 OTHERS = {
@@ -95,21 +95,21 @@ def test_the_next_model_may_have_other_adapters_and_nothing_of_the_old_ones_stay
     other = adapted(folder, options)
     move([other], seed=3)
     engine.update(other, next_step + 1)
-    assert gap(engine, other)[0] < FP32_GAP
+    assert compare(engine, other)[1] < FP32_GAP
 
 
 def test_a_model_without_active_adapters_is_sampled_from_as_it_is(engine, folder, model, next_step):
     engine.update(model, next_step)
     with model.disable_adapter():
         engine.update(model, next_step + 1)
-        assert gap(engine, model)[0] < FP32_GAP
+        assert compare(engine, model)[1] < FP32_GAP
     engine.update(model, next_step + 2)
-    assert gap(engine, model)[0] < FP32_GAP
+    assert compare(engine, model)[1] < FP32_GAP
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         plain.model.norm.weight.mul_(2.0)
     engine.update(plain, next_step + 3)
-    assert gap(engine, plain)[0] < FP32_GAP
+    assert compare(engine, plain)[1] < FP32_GAP
 
 
 def test_what_vllms_layers_cannot_compute_is_refused_and_the_engine_goes_on(engine, folder, model, next_step):
@@ -128,7 +128,7 @@ def test_what_vllms_layers_cannot_compute_is_refused_and_the_engine_goes_on(engi
         engine.update(model, next_step + 1)
     model.base_model.set_adapter("default")
     assert engine.version == next_step
-    assert gap(engine, model)[0] < FP32_GAP
+    assert compare(engine, model)[1] < FP32_GAP
 
 
 @pytest.mark.parametrize(

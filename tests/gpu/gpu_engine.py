@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from gpu_bench import GIB, Bench, big_trainer, logprobs, used_bytes
 from gpu_transfers import swap
-from lora_cases import WITH_LORA, adapted, gap, move
+from lora_cases import WITH_LORA, adapted, move
 from swap_cases import compare, perturb, publishing, swap_and_compare
 from tiny_engine import TINY_ENGINE
 from torch.distributed.fsdp import fully_shard
@@ -155,12 +155,12 @@ def adapter_on_rank(bench: Bench, folder: str) -> None:
         move([model, reference], seed=1)
         adapters = engine.update(model, 1).num_bytes
         bench.note("bytes of an adapter update over the first", adapters / whole)
-        bench.note("log-prob gap", gap(engine, reference)[0])
+        bench.note("log-prob gap", compare(engine, reference)[1])
         engine.sleep()
         move([model, reference], seed=2)
         engine.update(model, 2)
         engine.wake_up()
-        bench.note("log-prob gap after sleep", gap(engine, reference)[0])
+        bench.note("log-prob gap after sleep", compare(engine, reference)[1])
 
 
 def ranks_2(bench: Bench) -> None:
