@@ -141,3 +141,11 @@ def swap_and_compare(folder, receiver, num_updates=3, dtype="float32", bucket_by
 
 def consecutive_samples_differ(seen):
     return all(before[2] != after[2] for before, after in pairwise(seen))
+
+
+def require_the_trainers_answers(seen):
+    """Demand that each of what `compare` saw is right, and that something has changed."""
+    for equal, gap, _ in seen:
+        assert all(equal), "greedy completions differ"
+        assert gap < FP32_GAP
+    assert consecutive_samples_differ(seen), "the updates changed nothing, so equality proves nothing"

@@ -153,8 +153,7 @@ def test_trained_biases_are_published_as_the_layers_own():
     assert torch.equal(sent_by(merged_source(model, Topology()))[name], plain_merge(model)[name])
 
 
-def test_several_active_adapters_are_merged_together_and_disabled_ones_not_at_all(tmp_path):
-    folder = save_tiny_llama(tmp_path / "model")
+def test_several_active_adapters_are_merged_together_and_disabled_ones_not_at_all(folder):
     model = adapted(folder, OPTIONS["plain"])
     model.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "second"])
@@ -173,8 +172,7 @@ def test_several_active_adapters_are_merged_together_and_disabled_ones_not_at_al
         ]
 
 
-def test_modules_that_replace_others_are_not_sent_while_the_adapter_is_off(tmp_path):
-    folder = save_tiny_llama(tmp_path / "model")
+def test_modules_that_replace_others_are_not_sent_while_the_adapter_is_off(folder):
     base = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
     model = adapted(folder, OPTIONS["modules to save"])
     with model.disable_adapter():
@@ -218,8 +216,8 @@ def test_options_beyond_a_mode_are_refused_by_name_with_the_way_out(tmp_path, mo
         (adapter_source if mode == "adapter" else merged_source)(model, Topology())
 
 
-def test_adapters_merged_into_the_trainers_own_weights_are_refused(tmp_path):
-    model = adapted(save_tiny_llama(tmp_path / "model"), OPTIONS["plain"])
+def test_adapters_merged_into_the_trainers_own_weights_are_refused(folder):
+    model = adapted(folder, OPTIONS["plain"])
     model.merge_adapter()
     for source_of in (adapter_source, merged_source):
         with pytest.raises(WeightMismatch, match=r"q_proj' are merged .* call unmerge_adapter\(\) before"):

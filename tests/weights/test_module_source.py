@@ -99,8 +99,7 @@ def test_the_ranks_of_each_node_fill_its_own_arena(tmp_path):
             assert sum(parts) % 2**64 == checksum(tensor), slot.name
 
 
-def test_shards_that_span_nodes_are_refused_with_the_strategy_that_works(tmp_path):
-    folder = save_tiny_llama(tmp_path / "model")
+def test_shards_that_span_nodes_are_refused_with_the_strategy_that_works(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     arenas = [Arena.create(layout_for(model, "").num_bytes) for _ in range(2)]
     paths = [arena.path for arena in arenas]
@@ -142,18 +141,18 @@ def test_what_an_update_maps_is_closed_with_the_callers_arenas():
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_the_manifest_follows_a_model_that_changes(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path / "a"), dtype=torch.float32)
+def test_the_manifest_follows_a_model_that_changes(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     before = manifest_of(model)
     assert manifest_of(model) is before, "running a model's conversion at each update would take long"
     del model.model.layers[2]
     assert set(before) - set(manifest_of(model)) == {spec for spec in before if "layers.2" in spec.name}
 
 
-def test_wrappers_leave_no_trace_in_the_names(tmp_path):
+def test_wrappers_leave_no_trace_in_the_names(folder):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    model = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path / "a"), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain = manifest_of(model)
     model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
     wrapped = torch.nn.Module()

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from rank_processes import on_ranks, save_tiny_llama
+from rank_processes import on_ranks
 from transformers import AutoModelForCausalLM
 
 from vectorlm.errors import WeightMismatch
@@ -43,8 +43,7 @@ def test_a_head_that_one_side_ties_is_named():
         assert f"the {untied}'s is a tensor of its own: tie both or neither" in naming_advice(theirs, ours)
 
 
-def test_rotary_frequencies_that_were_rounded_are_warned_of(tmp_path):
-    folder = save_tiny_llama(tmp_path / "llama")
+def test_rotary_frequencies_that_were_rounded_are_warned_of(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_rounded_positions(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
@@ -93,5 +92,5 @@ def wrap_by_fsdp1(topology, folder):
         trainer_tensors(FullyShardedDataParallel(model, device_id=torch.device("cpu")))
 
 
-def test_fsdp1_is_refused_by_its_name(tmp_path):
-    on_ranks(1, wrap_by_fsdp1, save_tiny_llama(tmp_path / "model"))
+def test_fsdp1_is_refused_by_its_name(folder):
+    on_ranks(1, wrap_by_fsdp1, folder)
