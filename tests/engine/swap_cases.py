@@ -94,6 +94,16 @@ def reference_logprobs(reference, completion):
     return logprobs[0, start - 1 : -1].gather(1, tokens[0, start:, None])[:, 0]
 
 
+def largest_gap(completions, reference):
+    """Return the largest difference between the engine's log-probabilities and those of transformers."""
+    gaps = []
+    for completion in completions:
+        ours = torch.tensor(completion.sampler_logprobs, dtype=torch.float64)
+        gaps.append((ours - reference_logprobs(reference, completion)).abs().max())
+    # Unlike Python's, torch's maximum is NaN where one of them is.
+    return torch.stack(gaps).max().item()
+
+
 def compare(engine, reference):
     """Return whether greedy tokens are equal, and the largest log-prob gap over greedy and sampled tokens."""
     greedy = engine.sample(PROMPTS, GREEDY)
@@ -102,12 +112,7 @@ def compare(engine, reference):
         list(answers[0].token_ids) == reference_greedy(reference, prompt)
         for answers, prompt in zip(greedy, PROMPTS, strict=True)
     ]
-    gaps = []
-    for completion in [each for answers in [*greedy, *sampled] for each in answers]:
-        ours = torch.tensor(completion.sampler_logprobs, dtype=torch.float64)
-        gaps.append((ours - reference_logprobs(reference, completion)).abs().max())
-    # Unlike Python's, torch's maximum is NaN where one of them is.
-    gap = torch.stack(gaps).max().item()
+    gap = largest_gap([each for answers in [*greedy, *sampled] for each in answers], reference)
     return equal, gap, [[list(each.token_ids) for each in answers] for answers in sampled]
 
 

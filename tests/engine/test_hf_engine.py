@@ -4,7 +4,7 @@ import pytest
 import torch
 from families import WITH_BUFFERS, save_family
 from interrupt import interrupt
-from swap_cases import reference_logprobs
+from swap_cases import FP32_GAP, largest_gap
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from vectorlm.backends.transformers import HFEngine, generation
@@ -69,9 +69,8 @@ def test_learned_positions_do_not_count_the_padding(tmp_path):
     model = GPT2LMHeadModel(config).eval()
     model.save_pretrained(tmp_path)
     with HFEngine(tmp_path) as engine:
-        for (completion,) in engine.sample([[2], [5, 6, 7, 8]], GREEDY):
-            expected = reference_logprobs(model, completion).tolist()
-            assert completion.sampler_logprobs == pytest.approx(expected, abs=1e-4)
+        completions = [completion for (completion,) in engine.sample([[2], [5, 6, 7, 8]], GREEDY)]
+        assert largest_gap(completions, model) < FP32_GAP
         with pytest.raises(EngineError, match="has no tokenizer: prompts must be token ids"):
             engine.sample("abc")
 
@@ -114,8 +113,7 @@ def test_log_probabilities_of_the_model_itself_come_by_name(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with HFEngine(folder, logprobs_mode="raw_logprobs") as raw:
         (completion,) = raw.sample([[2, 3]], {**SAMPLED, "n": 1, "temperature": 0.5, "top_k": 4})[0]
-    expected = reference_logprobs(model, completion).tolist()
-    assert completion.sampler_logprobs == pytest.approx(expected, abs=1e-4)
+    assert largest_gap([completion], model) < FP32_GAP
     with pytest.raises(EngineError, match="it must be one of processed_logprobs, raw_logprobs"):
         HFEngine(folder, logprobs_mode="raw_logits")
 
@@ -160,8 +158,7 @@ def test_buffers_that_a_model_computes_with_are_sent(tmp_path):
         before = engine.sample([[5, 6, 7]], GREEDY)
         engine.update(model, 0)
         ((completion,),) = engine.sample([[5, 6, 7]], GREEDY)
-    expected = reference_logprobs(model, completion).tolist()
-    assert completion.sampler_logprobs == pytest.approx(expected, abs=1e-4)
+    assert largest_gap([completion], model) < FP32_GAP
     assert completion.sampler_logprobs != pytest.approx(before[0][0].sampler_logprobs, abs=1e-2)
 
 

@@ -15,7 +15,7 @@ import torch
 from in_flight_cases import LONG, OTHER, PROMPT, another, check_tokens_against_their_caches
 from interrupt import interrupt
 from rank_processes import on_ranks
-from swap_cases import GREEDY, reference_logprobs
+from swap_cases import GREEDY, largest_gap
 from torch.distributed.distributed_c10d import _get_default_store
 
 from vectorlm import FakeEngine
@@ -193,9 +193,7 @@ def test_a_new_request_finds_no_blocks_of_old_weights(engine, folder):
     assert not handle.done()
     handle.result()
     ((again,),) = engine.sample([PROMPT], {**LONG, "n": 1, "seed": 2, "max_tokens": 8})
-    for completion in (late, again):
-        found = torch.tensor(completion.sampler_logprobs, dtype=torch.float64)
-        torch.testing.assert_close(found, reference_logprobs(new, completion), rtol=0, atol=1e-5)
+    assert largest_gap([late, again], new) < 1e-5
 
 
 def test_several_updates_leave_their_versions_in_order(engine, folder):

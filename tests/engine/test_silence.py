@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,9 @@ from vectorlm.errors import EngineDied, EngineError, EngineTimeout
 from vectorlm.weights.module_source import ModuleSource
 
 ENDLESS = {"answers": "{0}".format, "num_steps": 10**9, "step_s": 0.02}
+STUCK = {"inference": f"{Path(__file__).parent}/odd_backends.py:NeverAnswers", "answers": "{0}".format}
 # Well above the second between two signs of life, for machines that are busy.
 PATIENCE_S = 4.0
-START_S = {"start_timeout_s": 120}
 
 
 class Count(int):
@@ -29,13 +30,8 @@ class Count(int):
 
 
 def scripted(topology, **script):
-    return vectorlm.SamplingEngine(
-        "scripted",
-        topology=topology,
-        inference="vectorlm.backends.scripted:Scripted",
-        **START_S,
-        **script,
-    )
+    options = {"inference": "vectorlm.backends.scripted:Scripted", "start_timeout_s": 120}
+    return vectorlm.SamplingEngine("scripted", topology=topology, **options | script)
 
 
 def poll(engine, handle):
@@ -55,30 +51,39 @@ def ask(engine, handle):
 WAITS = {"poll": poll, "drain": drain, "result": ask}
 
 
-def freeze(topology):
-    """Freeze the engine with a request in flight; return each wait's error and the seconds that it took."""
+def wait_in_vain(topology, waits, freezes=False, **script):
+    """Wait for an engine that is frozen, or never answers; return the errors and the seconds that they took."""
     seen = []
-    for wait in WAITS.values():
-        with scripted(topology, timeout_s=PATIENCE_S, **ENDLESS) as engine:
+    for wait in waits:
+        with scripted(topology, timeout_s=PATIENCE_S, **script) as engine:
             handle = engine.submit([[2, 3]])
             assert engine.poll() == []
-            if topology.is_main:
+            if freezes and topology.is_main:
                 os.kill(sampler_pid(), signal.SIGSTOP)
             start = time.monotonic()
-            try:
-                wait(engine, handle)
-            except EngineTimeout as error:
-                seen.append((str(error), time.monotonic() - start))
+            with pytest.raises(EngineTimeout) as caught:
+                WAITS[wait](engine, handle)
+            seen.append((str(caught.value), time.monotonic() - start))
     return seen
 
 
 @pytest.mark.slow
 def test_every_wait_for_a_frozen_engine_ends_at_the_deadline():
-    for seen in on_ranks(2, freeze):
+    for seen in on_ranks(2, partial(wait_in_vain, freezes=True, **ENDLESS), list(WAITS)):
         assert len(seen) == len(WAITS)
         for text, seconds in seen:
             assert f"said nothing for {PATIENCE_S:g} s" in text
             assert PATIENCE_S / 2 < seconds < 3 * PATIENCE_S
+
+
+@pytest.mark.slow
+# A process that is frozen ends every wait, above; what differs here is that it shows life.
+@pytest.mark.parametrize(("channel", "waits"), [("inline", list(WAITS)), ("process", ["result"])])
+def test_a_backend_that_never_answers_ends_every_wait(channel, waits):
+    for seen in on_ranks(2, partial(wait_in_vain, channel=channel, **STUCK), waits):
+        for text, seconds in seen:
+            assert f"nothing for {PATIENCE_S:g} s while" in text
+            assert seconds < 2 * PATIENCE_S
 
 
 class KilledMeanwhile:
@@ -156,37 +161,6 @@ def test_ctrl_z_and_fg_do_not_count_as_the_engines_silence():
     os.kill(process.pid, signal.SIGCONT)
     assert process.stdout.read() == "went on\n"
     assert process.wait() == 0
-
-
-def ask_in_vain(topology, channel, waits):
-    """Return the errors of ways to wait for a backend that never answers, and the seconds of each."""
-    seen = []
-    for wait in waits:
-        with vectorlm.SamplingEngine(
-            "scripted",
-            topology=topology,
-            inference=f"{Path(__file__).parent}/odd_backends.py:NeverAnswers",
-            channel=channel,
-            answers="{0}".format,
-            timeout_s=PATIENCE_S,
-            **START_S,
-        ) as engine:
-            engine.wait_until_ready()
-            start = time.monotonic()
-            with pytest.raises(EngineTimeout) as caught:
-                WAITS[wait](engine, engine.submit([[2, 3]]))
-            seen.append((str(caught.value), time.monotonic() - start))
-    return seen
-
-
-@pytest.mark.slow
-# A process that is frozen ends every wait, above; what differs here is that it shows life.
-@pytest.mark.parametrize(("channel", "waits"), [("inline", list(WAITS)), ("process", ["result"])])
-def test_a_backend_that_never_answers_ends_every_wait(channel, waits):
-    for seen in on_ranks(2, ask_in_vain, channel, waits):
-        for text, seconds in seen:
-            assert f"nothing for {PATIENCE_S:g} s while" in text
-            assert seconds < 2 * PATIENCE_S
 
 
 def fork_and_call(topology):

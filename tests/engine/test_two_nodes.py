@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_processes import save_tiny_llama
-from swap_cases import FP32_GAP, GREEDY, counting_chunks, perturb, reference_greedy, reference_logprobs
+from swap_cases import FP32_GAP, GREEDY, counting_chunks, largest_gap, perturb, reference_greedy
 from tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM
 from two_nodes import TwoNodes
@@ -44,16 +44,7 @@ def swap_on_nodes(folder):
                 list(each.token_ids) == reference_greedy(reference, each.prompt_token_ids)
                 for each in completions
             ]
-            gap = max(
-                (
-                    torch.tensor(each.sampler_logprobs, dtype=torch.float64)
-                    - reference_logprobs(reference, each)
-                )
-                .abs()
-                .max()
-                .item()
-                for each in completions
-            )
+            gap = largest_gap(completions, reference)
             swaps.append(
                 (report.version, all(equal), gap, sum(taken), [each.token_ids for each in completions])
             )
