@@ -1,10 +1,16 @@
-"""On which ports the processes of a run listen."""
+"""On which ports the processes of a run listen, and one on which nobody does."""
 
 import os
 import re
+import socket
 from pathlib import Path
 
 LISTENS = "0A"
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def descendants(root):

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,16 +10,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from open_ports import free_port
 from watched_run import shared_memory_of_nobody
 
 TOKEN = "a token for tests alone"
 START_S = 240
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @contextlib.contextmanager

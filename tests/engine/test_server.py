@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 from in_flight_cases import another, check_tokens_against_their_caches
+from open_ports import descendants, listening
 from rank_processes import save_tiny_llama
 from rl_runs import config_of, is_documented, lines, save_files
 from server_process import TOKEN, running_server, status_of
@@ -159,16 +160,9 @@ def test_no_path_but_the_server_s_health_is_open_without_the_token(server):
 
 @pytest.mark.slow
 def test_a_server_listens_on_loopback_unless_it_is_told_otherwise(server):
-    _, url = server
-    port = int(url.rpartition(":")[2])
-    with open("/proc/net/tcp") as table:
-        rows = [line.split() for line in table][1:]
-    addresses = {
-        row[1].partition(":")[0]
-        for row in rows
-        if row[3] == "0A" and int(row[1].partition(":")[2], 16) == port
-    }
-    assert addresses == {"0100007F"}
+    process, url = server
+    found = listening(descendants(process.pid))
+    assert {address for address, port in found if url.endswith(f":{port}")} == {"0100007F"}
 
 
 @pytest.mark.slow

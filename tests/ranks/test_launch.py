@@ -2,7 +2,6 @@ import fcntl
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from open_ports import free_port
 
 import vectorlm
 from vectorlm.errors import HandoffTimeout, LaunchError, RankFailed
@@ -241,8 +241,7 @@ def test_a_lone_process_may_go_on_after_an_error():
 
 def test_a_rank_that_waits_for_others_to_start_says_so(monkeypatch, capfd):
     monkeypatch.setattr("vectorlm.ranks.wait.AFTER_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     with (

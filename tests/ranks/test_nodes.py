@@ -4,12 +4,12 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from open_ports import free_port
 from two_nodes import TwoNodes
 
 SCRIPT = Path(__file__).with_name("node_script.py")
@@ -47,9 +47,7 @@ def test_a_rank_ends_well_although_something_still_holds_its_group():
         "    kept = dist.group.WORLD\n"
     )
     for _ in range(3):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        ranks = []
+        ranks, port = [], free_port()
         for rank in range(2):
             variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
