@@ -105,8 +105,7 @@ def kill_during_an_update(topology):
     with scripted(topology, answers="{0}".format) as engine:
         engine.wait_until_ready()
         pids = [sampler_pid() if topology.is_main else 0]
-        if topology.world_size > 1:
-            torch.distributed.broadcast_object_list(pids)
+        torch.distributed.broadcast_object_list(pids)
         with pytest.raises(EngineDied) as caught:
             engine.update(KilledMeanwhile(torch.nn.Linear(2, 2), topology, pids[0]), 1)
         return str(caught.value)
