@@ -1,4 +1,7 @@
-"""Text, chat messages and token ids become token ids by one function, as each chat template says."""
+"""Text, chat messages and token ids become token ids by one function, as each chat template says.
+
+Turns of a chat by the templates of five families: what the trainer sees is what the engine saw, token for token.
+"""
 
 import ast
 import enum
@@ -6,59 +9,86 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 import vectorlm
-from vectorlm.encoding import as_list, encode, encode_all, shown_prompt
+from vectorlm.encoding import as_list, encode, encode_all, encode_reply, render_chat, shown_prompt
 from vectorlm.errors import EngineError
 
 USER, SYSTEM = {"role": "user", "content": "2 + 2"}, {"role": "system", "content": "Be brief."}
 THOUGHT = {"role": "assistant", "content": "<think>two twos</think>4"}
-ANSWER = {"role": "assistant", "content": "4"}
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LLAMA_3 = (
-    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
-    "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
-GEMMA = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('there is no system role') }}{% endif %}"
-    "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-    "{{ m.content }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-)
-WITH_BOS = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
-)
-STRIPS_THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-)
+CHATML = """{%- for message in messages %}
+{%- if loop.first and message.role != 'system' %}{{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{% endif %}
+{%- if message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{% endif %}
+{%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+LLAMA = """{{- bos_token }}{%- for message in messages %}
+{%- set role = 'ipython' if message.role == 'tool' else message.role %}
+{{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+GEMMA = """{{- bos_token }}{%- for message in messages %}
+{%- if message.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- if (message.role == 'assistant') != (loop.index0 % 2 == 1) %}{{ raise_exception('order') }}{% endif %}
+{%- set role = 'model' if message.role == 'assistant' else message.role %}
+{{- '<start_of_turn>' + role + '\\n' + message.content | trim + '<end_of_turn>\\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{% endif %}"""
+MISTRAL = """{{- bos_token }}{%- for message in messages %}
+{%- if message.role == 'assistant' %}{{- message.content + eos_token }}
+{%- elif message.role == 'tool' %}{{- '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
+{%- else %}{{- '[INST]' + message.content + '[/INST]' }}{% endif %}{% endfor %}"""
+THINKING = """{%- set ns = namespace(last=0) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+{%- set content = message.content %}
+{%- if message.role == 'assistant' and '</think>' in content and loop.index0 < ns.last %}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}
+{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+ENDS = {
+    "chatml": (CHATML, "<|im_end|>"),
+    "llama": (LLAMA, "<|eot_id|>"),
+    "gemma": (GEMMA, "<end_of_turn>"),
+    "mistral": (MISTRAL, "</s>"),
+    "thinking": (THINKING, "<|im_end|>"),
+}
+SPECIAL = [
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+]
+SPECIAL += ["<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
 
 
 class Letters(enum.StrEnum):
     AB = "ab"
 
 
-def make_tokenizer(template=None):
-    """Return a tokenizer of bytes that writes a BOS before every text, as Llama's and Gemma's do."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytewise = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
-    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytewise.decoder = decoders.ByteLevel()
-    marks = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>"]
-    bytewise.add_special_tokens([*marks, "<|start_header_id|>", "<|end_header_id|>"])
-    bytewise.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", bytewise.token_to_id("<s>"))]
+def tokenizer_of(template=None):
+    """Return a tokenizer that writes a BOS before every text, as Llama's and Gemma's do."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    words = ["the answer is a number\n\nuser assistant model system think response"] * 20
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(words, trainer)
+    bpe.add_special_tokens(SPECIAL)
+    bpe.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bpe.token_to_id("<s>"))]
     )
-    made = PreTrainedTokenizerFast(tokenizer_object=bytewise, bos_token="<s>", eos_token="</s>")
-    made.chat_template = template
-    return made
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 @pytest.mark.parametrize(
@@ -70,28 +100,28 @@ def make_tokenizer(template=None):
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2<|im_end|>\n<|im_start|>assistant\n",
         ),
         (
-            LLAMA_3,
+            LLAMA,
             [USER],
             "<s><|start_header_id|>user<|end_header_id|>\n\n2 + 2<|eot_id|>"
             "<|start_header_id|>assistant<|end_header_id|>\n\n",
         ),
-        (GEMMA, [USER], "<start_of_turn>user\n2 + 2<end_of_turn>\n<start_of_turn>model\n"),
+        (GEMMA, [USER], "<s><start_of_turn>user\n2 + 2<end_of_turn>\n<start_of_turn>model\n"),
         (
-            WITH_BOS,
+            MISTRAL,
             [USER, {"role": "assistant", "content": "4"}, USER],
-            "<s>[INST] 2 + 2 [/INST] 4</s>[INST] 2 + 2 [/INST]",
+            "<s>[INST]2 + 2[/INST]4</s>[INST]2 + 2[/INST]",
         ),
         (
-            STRIPS_THINKING,
+            THINKING,
             [USER, THOUGHT, USER],
             "<|im_start|>user\n2 + 2<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n<|im_start|>user\n2 + 2<|im_end|>\n"
-            "<|im_start|>assistant\n<think>\n",
+            "<|im_start|>assistant\n",
         ),
     ],
-    ids=["ChatML", "Llama 3", "Gemma", "with BOS", "strips thinking"],
+    ids=ENDS,
 )
 def test_messages_become_the_tokens_of_their_template_without_a_second_bos(template, messages, expected):
-    tokenizer = make_tokenizer(template)
+    tokenizer = tokenizer_of(template)
     ids = encode(messages, lambda: tokenizer)
     assert tokenizer.decode(ids) == expected
     assert ids == tokenizer.encode(expected, add_special_tokens=False)
@@ -103,26 +133,29 @@ def test_keys_that_are_null_do_not_reach_the_template():
         "{% for m in messages %}{{ m.role }}{% if m.name is defined %}:{{ m.name }}{% endif %} {{ m.content }}"
         "{% for call in m.tool_calls %} {{ call.name }}{% endfor %}\n{% endfor %}"
     )
-    tokenizer = make_tokenizer(template)
+    tokenizer = tokenizer_of(template)
     from_table = {**USER, "name": None, "tool_calls": None}
     assert encode([from_table], lambda: tokenizer) == encode([USER], lambda: tokenizer)
 
 
 def test_an_answer_that_has_begun_is_left_open():
-    tokenizer = make_tokenizer(CHATML)
-    begun = [USER, {"role": "assistant", "content": "The sum is"}]
-    expected = "<|im_start|>user\n2 + 2<|im_end|>\n<|im_start|>assistant\nThe sum is"
+    tokenizer = tokenizer_of(CHATML)
+    begun = [SYSTEM, USER, {"role": "assistant", "content": "The sum is"}]
+    expected = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2<|im_end|>\n"
+        "<|im_start|>assistant\nThe sum is"
+    )
     assert tokenizer.decode(encode(begun, lambda: tokenizer)) == expected
 
 
 def test_a_template_that_refuses_messages_is_an_error_that_names_the_prompt():
-    tokenizer = make_tokenizer(GEMMA)
-    with pytest.raises(EngineError, match=r"prompt 1 cannot be encoded: .*there is no system role"):
+    tokenizer = tokenizer_of(GEMMA)
+    with pytest.raises(EngineError, match=r"prompt 1 cannot be encoded: .*System role not supported"):
         encode_all([[USER], [SYSTEM, USER]], lambda: tokenizer)
 
 
 def test_text_gets_the_tokenizers_special_tokens_and_ids_need_no_tokenizer():
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer_of()
     ids = tokenizer.encode("ab")
     assert tokenizer.decode(ids) == "<s>ab"
     texts = ["ab", {"prompt": "ab"}, Letters.AB]
@@ -155,9 +188,68 @@ def test_one_place_calls_chat_templates():
 
 
 def test_a_bos_that_the_text_begins_with_is_not_doubled_and_that_is_said():
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer_of()
     plain = encode("ab", lambda: tokenizer)
     with pytest.warns(UserWarning, match="begins with <s>, which is not doubled"):
         assert encode("<s>ab", lambda: tokenizer) == plain
     with pytest.warns(UserWarning, match="not doubled"):
         assert encode("<s><s>ab", lambda: tokenizer) == [plain[0], *plain]
+
+
+TOKENIZERS = {name: (tokenizer_of(template), end) for name, (template, end) in ENDS.items()}
+texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12).filter(
+    lambda text: text == text.strip() and not any(each in text for each in SPECIAL)
+)
+thoughts = st.builds(lambda thought, text: f"<think>\n{thought}\n</think>\n\n{text}", texts, texts)
+
+
+@pytest.mark.parametrize("name", ENDS)
+@given(
+    asked=texts,
+    turns=st.lists(
+        st.tuples(texts | thoughts, st.sampled_from(["user", "tool"]), texts), min_size=1, max_size=4
+    ),
+    wrote_end=st.booleans(),
+)
+def test_the_ids_are_the_engines_and_the_templates_own_where_it_rewrites_nothing(
+    name, asked, turns, wrote_end
+):
+    tokenizer, end = TOKENIZERS[name]
+    messages = [{"role": "user", "content": asked}]
+    ids = seen = encode(messages, lambda: tokenizer)
+    for said, role, answer in turns:
+        role = "user" if name == "gemma" else role
+        written = tokenizer.encode(said + end * wrote_end, add_special_tokens=False)
+        replies = [{"role": role, "content": answer}]
+        between = encode_reply(messages, replies, written, tokenizer)
+        # What the engine is asked next begins with all that it has seen and written.
+        seen = [*seen, *written]
+        ids = [*ids, *written, *between]
+        assert ids[: len(seen)] == seen
+        seen = list(ids)
+        messages = [*messages, {"role": "assistant", "content": said}, *replies]
+    rewrites = name == "thinking" and any("</think>" in said for said, _, _ in turns)
+    if not rewrites:
+        assert ids == encode(messages, lambda: tokenizer)
+    text = render_chat(tokenizer, messages, tokenize=False, add_generation_prompt=True)
+    assert (tokenizer.decode(ids) == text) or rewrites
+
+
+def test_several_replies_and_an_answer_that_had_begun():
+    tokenizer, _ = TOKENIZERS["chatml"]
+    begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Well,"}]
+    replies = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+    written = tokenizer.encode(" yes<|im_end|>", add_special_tokens=False)
+    found = tokenizer.decode(
+        [*encode(begun, lambda: tokenizer), *written, *encode_reply(begun, replies, written, tokenizer)]
+    )
+    whole = [begun[0], {"role": "assistant", "content": "Well, yes"}, *replies]
+    assert found == render_chat(tokenizer, whole, tokenize=False, add_generation_prompt=True)
+
+
+def test_a_template_that_leaves_the_assistant_out_is_refused():
+    tokenizer = tokenizer_of(
+        "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
+    )
+    with pytest.raises(EngineError, match="leaves out what the assistant says"):
+        encode_reply([{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}], [1], tokenizer)
