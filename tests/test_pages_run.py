@@ -4,6 +4,8 @@ import ast
 import json
 import re
 import shlex
+import sys
+from importlib import import_module
 
 import pytest
 import yaml
@@ -28,11 +30,18 @@ def checkout(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     for name in ("configs", "examples", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
-    few = ("--num_eval", "256", "--num_questions", "16")
-    run(folder, "examples/make_countdown.py", "--output_dir", "data/countdown", "--seed", "0", *few)
-    run(folder, "examples/make_chats.py", "--num_chats", "40", "--num_questions", "40")
-    few = ("--set", "dataset_preprocess.split=train[:5%]")
-    run(folder, "-m", "vectorlm", "preprocess", "configs/countdown_reward.yaml", *few)
+    made = {
+        "make_countdown": ["--num_train", "1024", "--num_eval", "256", "--num_questions", "16"],
+        "make_chats": ["--num_chats", "40", "--num_questions", "40"],
+    }
+    # In this process, which has imported what three others would have to.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(ROOT / "examples")
+        for name, few in made.items():
+            patch.setattr(sys, "argv", [name, *few])
+            import_module(name).main()
+        assert main(["preprocess", "configs/countdown_reward.yaml"]) == 0
     return folder
 
 
