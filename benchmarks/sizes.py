@@ -7,6 +7,7 @@ import math
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,12 @@ def device_gib(gigabytes: int) -> float:
     return int(gigabytes * 1e9 / GIB * 10) / 10
 
 
+@cache
+def config_of(folder: Path, settings: tuple[str, ...]) -> Any:
+    """Read the config of a cell: it is the same on any number of devices."""
+    return load_config(ROOT / BASE, [f"model={folder}", *settings])
+
+
 def fits(config: Any, num_devices: int, gigabytes: int) -> bool:
     """Whether a run fits on so many devices."""
     try:
@@ -171,8 +178,7 @@ def fits(config: Any, num_devices: int, gigabytes: int) -> bool:
 def way_of(folder: Path, kind: str, num_devices: int, gigabytes: int) -> str:
     """Return the fastest way in which a model fits."""
     for way in [each for each in WAYS if (kind, each) != ("QLoRA", "CPU offload")]:
-        config = load_config(ROOT / BASE, [f"model={folder}", *overrides(kind, way)])
-        if fits(config, num_devices, gigabytes):
+        if fits(config_of(folder, overrides(kind, way)), num_devices, gigabytes):
             return way
     return NOTHING
 
@@ -192,8 +198,8 @@ def long_settings(name: str, kind: str, most: int, length: int) -> tuple[str, ..
 def longest(folder: Path, name: str, num_devices: int, gigabytes: int, kind: str, most: int) -> int | None:
     """Return the longest sequence that fits."""
     for length in reversed(LENGTHS):
-        settings = long_settings(name, kind, most, length)
-        if fits(load_config(ROOT / BASE, [f"model={folder}", *settings]), num_devices, gigabytes):
+        config = config_of(folder, long_settings(name, kind, most, length))
+        if fits(config, num_devices, gigabytes):
             return length
     return None
 
