@@ -23,6 +23,7 @@ _CONTEXT.set_forkserver_preload(
         "torch",
         "torch.distributed.checkpoint",
         "transformers",
+        "datasets",
         "vectorlm.rl_run",
         "matplotlib.figure",
         "pytest",
