@@ -20,6 +20,7 @@ import vectorlm
 from vectorlm import algorithms
 from vectorlm.cli import build_parser, main
 from vectorlm.config import load_config
+from vectorlm.config.reference import render_reference
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
 from vectorlm.train.load import load_model, load_tokenizer
@@ -59,38 +60,42 @@ def test_the_site_has_every_page_and_the_reference_every_public_name():
         assert sorted(named) == sorted(f"{module.__name__}.{name}" for name in module.__all__)
 
 
-def test_the_tables_are_those_of_the_result_files(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from table import pages_with_tables, with_tables
-
-    for page in pages_with_tables():
-        assert with_tables(text_of(page), page) == text_of(page), f"{page}: run python benchmarks/table.py"
+def test_the_page_of_settings_is_what_the_schema_renders():
+    assert text_of("docs/config.md") == render_reference(), (
+        "run: python -m vectorlm.config.reference > docs/config.md"
+    )
 
 
-def test_every_result_has_a_commit_a_date_and_the_list_of_the_code_that_it_measures(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from table import RESULTS
+@pytest.fixture
+def table(monkeypatch):
+    """The program that writes the tables."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return import_module("table")
 
+
+def test_the_tables_are_those_of_the_result_files(table):
+    for page in table.pages_with_tables():
+        text = text_of(page)
+        assert table.with_tables(text, page) == text, f"{page}: run python benchmarks/table.py"
+
+
+def test_every_result_has_a_commit_a_date_and_the_list_of_the_code_that_it_measures(table):
     files = {path.stem: path for path in (ROOT / "benchmarks/results").glob("*.json")}
-    assert sorted(files) == sorted(RESULTS)
+    assert sorted(files) == sorted(table.RESULTS)
     assert all(json.loads(path.read_text()).keys() >= {"commit", "date"} for path in files.values())
-    assert [path for result in RESULTS.values() for path in result.code if not (ROOT / path).exists()] == []
+    code = [path for result in table.RESULTS.values() for path in result.code]
+    assert [path for path in code if not (ROOT / path).exists()] == []
 
 
-def test_every_table_stands_on_one_page(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from table import REGION, RESULTS, pages_with_tables
-
-    shown = [name for page in pages_with_tables() for _, name, _ in REGION.findall(text_of(page)) if name]
-    assert sorted(shown) == sorted(name for name, result in RESULTS.items() if result.tables)
+def test_every_table_stands_on_one_page(table):
+    pages = table.pages_with_tables()
+    shown = [name for page in pages for _, name, _ in table.REGION.findall(text_of(page)) if name]
+    assert sorted(shown) == sorted(name for name, result in table.RESULTS.items() if result.tables)
 
 
 def test_a_result_is_older_than_its_code_once_more_than_comments_and_docstrings_changed(
-    monkeypatch, tmp_path
+    table, monkeypatch, tmp_path
 ):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import table
-
     def git(*words):
         author = ["-c", "user.name=a", "-c", "user.email=a@b"]
         done = subprocess.run(

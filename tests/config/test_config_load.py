@@ -1,6 +1,4 @@
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -138,11 +136,6 @@ def test_a_number_needs_neither_dot_nor_signed_exponent(write_config, written, v
     assert type(lr) is float
 
 
-def test_prompts_may_be_a_path(write_config):
-    path = write_config(MINIMAL, with_train_line("sampler: {sample_frequency: 1, prompts: p.jsonl}"))
-    assert load_config(path).train_parameters.sampler.evaluation.prompts == "p.jsonl"
-
-
 def test_a_named_samples_file_is_used_as_written(write_config):
     assert load_config(write_config(FULL)).train_parameters.samples_path == Path("data/samples.jsonl")
 
@@ -214,30 +207,28 @@ def test_a_merge_key_is_overridden_by_the_keys_beside_it(write_config):
     assert engine == {"n": 1, "temperature": 0.1, "logit_bias": {50256: -100}, "max_model_len": 512}
 
 
+# Beside those of test_messages.py.
 REFUSED = {
-    "train_parameters.epochs": ["true", "1.0", "'- 3'", "0", "null"],
+    "train_parameters.epochs": ["true", "1.0", "'- 3'", "null"],
     "train_parameters.gradient_accumulation_steps": ["0"],
     "train_parameters.max_seq_len": ["0"],
     "train_parameters.logging_steps": ["0"],
-    "train_parameters.seed": ["-1", "4294967296"],
+    "train_parameters.seed": ["4294967296"],
     "train_parameters.cpu_offload": ["1", "'True'"],
-    "train_parameters.output_dir": ["''", "2024"],
-    "train_parameters.sharding_strategy": ["full_shard", "zzz"],
-    "train_parameters.max_grad_norm": ["0", ".nan", "true"],
+    "train_parameters.output_dir": ["''"],
+    "train_parameters.sharding_strategy": ["zzz"],
+    "train_parameters.max_grad_norm": ["0", "true"],
     "train_parameters.warmup_ratio": ["1.5", "-0.1"],
     "train_parameters.save_frequency": ["0", "1.5", "-2"],
     "train_parameters.optimizer": ["adam"],
     "train_parameters.optimizer.lr": ["-1", ".inf", "'1e-5'"],
-    "train_parameters.optimizer.betas": ["0.9", "[0.9]", "[1, 0]", "[0.9, x]"],
-    "train_parameters.lora_peft_config": ["8"],
-    "train_parameters.sampler": ["true"],
-    "train_parameters.sampler.sample_frequency": ["0"],
+    "train_parameters.optimizer.betas": ["0.9", "[0.9]", "[0.9, x]"],
     "train_parameters.sampler.prompts": ["[]", "5", "[a, 5]", "[a, '']"],
     "train_parameters.sampler.gpu_memory_utilization": ["35"],
     "train_parameters.sampler.vllm_dtype": ["float23"],
     "train_parameters.sampler.receiver": ["pack"],
     "train_parameters.sampler.transport": ["pul"],
-    "train_parameters.sampler.timeout_s": ["0", ".inf"],
+    "train_parameters.sampler.timeout_s": ["0"],
     "train_parameters.sampler.sampling_params": ["[n, 4]"],
     "dataset.train_bs": ["0"],
     "dataset.ignore_index": ["x"],
@@ -319,15 +310,6 @@ def test_a_config_knows_where_its_settings_were_written(write_config):
     config = load_config(write_config(FULL), ["train_parameters.epochs=3"])
     assert config.origins["train_parameters.seed"] == "my.yaml:11"
     assert config.origins["train_parameters.epochs"] == "--set train_parameters.epochs=3"
-
-
-def test_reading_a_config_imports_neither_torch_nor_vllm(write_config):
-    path = write_config()
-    code = f"import sys; from vectorlm.config import load_config; load_config({path!r}); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    modules = done.stdout.split()
-    assert "yaml" in modules
-    assert not {"torch", "vllm", "transformers", "datasets"} & set(modules)
 
 
 def test_anchors_within_anchors_are_refused_before_they_fill_the_memory(write_config):

@@ -5,14 +5,10 @@ from vectorlm.config import load_config
 from vectorlm.errors import ConfigError
 
 
-def test_an_override_wins_over_the_file(write_config):
-    config = load_config(write_config(), ["train_parameters.epochs=5", "model=other"])
-    assert (config.train_parameters.loop.epochs, config.model) == (5, "other")
-
-
-def test_the_last_override_wins(write_config):
-    config = load_config(write_config(), ["train_parameters.epochs=5", "train_parameters.epochs=6"])
-    assert config.train_parameters.loop.epochs == 6
+def test_an_override_wins_over_the_file_and_over_those_before_it(write_config):
+    overrides = ["train_parameters.epochs=5", "model=other", "train_parameters.epochs=6"]
+    config = load_config(write_config(), overrides)
+    assert (config.train_parameters.loop.epochs, config.model) == (6, "other")
 
 
 def test_an_override_is_read_as_yaml(write_config):
