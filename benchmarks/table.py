@@ -301,11 +301,9 @@ def with_tables(text: str, page: str, changed: Collection[str] | None = None) ->
     `changed` names the results that are older than their code; without it each table keeps what the page says of it.
     """
     if changed is None:
-        lines = text.splitlines()
+        marked = [line for line in text.splitlines() if _mark(page) in line]
         changed = [
-            name
-            for name in RESULTS
-            if any(f"`{_command(name, page)}` at " in line and _mark(page) in line for line in lines)
+            name for name in RESULTS if any(f"`{_command(name, page)}` at " in line for line in marked)
         ]
 
     def tables(match: re.Match[str]) -> str:
