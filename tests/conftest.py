@@ -2,6 +2,7 @@
 
 import argparse
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -111,6 +112,20 @@ def write_config(tmp_path, monkeypatch) -> Callable[..., str]:
         return "my.yaml"
 
     return write
+
+
+@pytest.fixture
+def write_complete(write_config):
+    """As `write_config`, beside a model's description, datasets, prompts and a reward."""
+    Path("models/tiny").mkdir(parents=True)
+    described = {"max_position_embeddings": 256, "num_attention_heads": 4}
+    Path("models/tiny/config.json").write_text(json.dumps(described))
+    for split in ("train", "eval"):
+        Path("data", split).mkdir(parents=True)
+        Path("data", split, "dataset_info.json").write_text("{}")
+    Path("p.jsonl").write_text('{"prompt": "a", "answer": 1}\n\n{"prompt": "b"}\n')
+    Path("mine.py").write_text("def score(text, answer=None):\n    return 1.0\n")
+    return write_config
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,4 @@
 import argparse
-import json
 import re
 import shlex
 import subprocess
@@ -13,16 +12,6 @@ from vectorlm.cli import COMMANDS, build_parser, main
 from vectorlm.config import add_config_arguments, config_from_arguments
 
 
-@pytest.fixture
-def complete(write_config):
-    Path("models/tiny").mkdir(parents=True)
-    Path("models/tiny/config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
-    for split in ("train", "eval"):
-        Path("data", split).mkdir(parents=True)
-        Path("data", split, "dataset_info.json").write_text("{}")
-    return write_config
-
-
 def test_output_that_nobody_reads_ends_a_command_without_a_traceback():
     code = "import sys; from vectorlm.cli import exit_code; sys.exit(exit_code(lambda: print('x' * 100_000)))"
     reader = subprocess.Popen(
@@ -33,13 +22,14 @@ def test_output_that_nobody_reads_ends_a_command_without_a_traceback():
     reader.stderr.close()
 
 
-def test_check_says_what_the_run_would_do(complete, capsys, monkeypatch):
+def test_check_says_what_the_run_would_do(write_complete, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     for module in ("files", "summary"):
         monkeypatch.setattr(f"vectorlm.preflight.{module}.has_gpu", lambda: False)
+    Path("models/tiny/config.json").write_text('{"max_position_embeddings": 4096}')
     Path("p.jsonl").write_text('{"prompt": "a", "numbers": [1, 2, 3], "target": 6}\n')
     here = ["--set", "train_parameters.sampler.prompts=p.jsonl"]
-    assert main(["check", complete(FULL), "--world_size", "2", *here]) == 0
+    assert main(["check", write_complete(FULL), "--world_size", "2", *here]) == 0
     assert capsys.readouterr().out == (
         "my.yaml: ok\n"
         "  model          models/tiny with LoRA adapters\n"
@@ -62,11 +52,11 @@ def test_check_says_what_the_run_would_do(complete, capsys, monkeypatch):
     )
 
 
-def test_check_says_how_often_checkpoints_come(complete, capsys):
+def test_check_says_how_often_checkpoints_come(write_complete, capsys):
     for share, text in {"1": "every epoch", "0.25": "every 0.25 of an epoch"}.items():
         more = ["checkpointing_enabled=true", f"save_frequency={share}"]
         arguments = [word for each in more for word in ("--set", f"train_parameters.{each}")]
-        assert main(["check", complete(MINIMAL), *arguments]) == 0
+        assert main(["check", write_complete(MINIMAL), *arguments]) == 0
         assert f"checkpoints   {text}\n" in capsys.readouterr().out
 
 
@@ -75,10 +65,10 @@ def test_without_a_file_the_default_is_named(write_config, capsys):
     assert "'configs/config.yaml': No such file or directory. It is the default" in capsys.readouterr().err
 
 
-def test_check_counts_the_ranks_of_all_nodes(complete, capsys):
-    assert main(["check", complete(MINIMAL), "--world_size", "4", "--nnodes", "2"]) == 0
+def test_check_counts_the_ranks_of_all_nodes(write_complete, capsys):
+    assert main(["check", write_complete(MINIMAL), "--world_size", "4", "--nnodes", "2"]) == 0
     assert "ranks         4 on 2 nodes, FULL_SHARD, float32 (bfloat16 on CUDA)\n" in capsys.readouterr().out
-    assert main(["check", complete(MINIMAL), "--world_size", "3", "--nnodes", "2"]) == 2
+    assert main(["check", write_complete(MINIMAL), "--world_size", "3", "--nnodes", "2"]) == 2
     assert "world_size=3 must be a multiple of nnodes=2" in capsys.readouterr().err
 
 
@@ -93,12 +83,12 @@ def test_a_wrong_config_ends_with_code_2_and_no_traceback(write_config):
     )
 
 
-def test_check_of_a_description_imports_neither_torch_nor_vllm(complete):
+def test_check_of_a_description_imports_neither_torch_nor_vllm(write_complete):
     code = (
         "import sys; from vectorlm.cli import main; code = main(['check', 'my.yaml']); "
         "sys.exit(code or bool({'torch', 'vllm', 'transformers', 'datasets'} & set(sys.modules)))"
     )
-    complete(MINIMAL)
+    write_complete(MINIMAL)
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 

@@ -26,6 +26,11 @@ LORA = f"{TRAIN}.lora_peft_config"
 KEY = re.compile("[^=:]*")
 
 
+@pytest.fixture
+def complete(write_complete):
+    return write_complete()
+
+
 def passes(path, *overrides, world_size=1, num_nodes=1):
     return preflight(load_config(path, overrides), world_size, num_nodes)
 

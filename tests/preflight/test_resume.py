@@ -22,17 +22,13 @@ SAMPLER = "train_parameters.sampler={sample_frequency: 2, prompts: p.jsonl}"
 
 
 @pytest.fixture
-def path(write_config):
+def path(write_complete):
     """A config whose files exist, and whose run has a checkpoint of step 6 by one rank."""
-    Path("models/tiny").mkdir(parents=True)
-    Path("models/tiny/config.json").write_text(json.dumps({"max_position_embeddings": 256}))
     Path("models/tiny/model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
     for split in ("train", "eval"):
-        Path("data", split).mkdir(parents=True)
-        Path("data", split, "dataset_info.json").write_text("{}")
         Path("data", split, "state.json").write_text(json.dumps({"_fingerprint": "abc"}))
     Path("p.jsonl").write_text('{"prompt": "a", "numbers": [1], "target": 1}\n')
-    path = write_config()
+    path = write_complete()
     save(path)
     return path
 
