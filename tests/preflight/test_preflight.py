@@ -23,6 +23,7 @@ from vectorlm.preflight.settings import LORA_CONFIG
 TRAIN = "train_parameters"
 SAMPLER = f"{TRAIN}.sampler={{sample_frequency: 2, prompts: p.jsonl}}"
 LORA = f"{TRAIN}.lora_peft_config"
+RL = "rl={algorithm: grpo, max_steps: 2, prompts: [a], prompts_per_step: 1, rewards: {'mine.py:score': 1}}"
 KEY = re.compile("[^=:]*")
 
 
@@ -172,10 +173,7 @@ def test_a_dtype_of_the_engine_that_is_not_the_trainers_is_said(
 ):
     """Left out, it is the trainer's on CPU."""
     monkeypatch.setattr(summary, "has_gpu", lambda: is_cuda)
-    rl = (
-        "rl={algorithm: grpo, max_steps: 2, prompts: [a], prompts_per_step: 1, rewards: {'mine.py:score': 1}}"
-    )
-    config = load_config(complete, [rl, f"{TRAIN}.epochs=1", f"{TRAIN}.sampler={{{', '.join(overrides)}}}"])
+    config = load_config(complete, [RL, f"{TRAIN}.epochs=1", f"{TRAIN}.sampler={{{', '.join(overrides)}}}"])
     assert said in " ".join(summary.notes_of(config))
     assert bool(said) == ("engine in" in " ".join(summary.notes_of(config)))
 
@@ -200,10 +198,7 @@ def test_a_cut_that_packing_does_not_make_is_said(complete, packing, is_said):
 def test_dropout_of_adapters_that_is_not_used_is_said(complete):
     overrides = [f"{LORA}={{r: 4, lora_dropout: 0.1}}"]
     assert not any("dropout" in note for note in summary.notes_of(load_config(complete, overrides)))
-    rl = (
-        "rl={algorithm: grpo, max_steps: 2, prompts: [a], prompts_per_step: 1, rewards: {'mine.py:score': 1}}"
-    )
-    notes = summary.notes_of(load_config(complete, [*overrides, rl, f"{TRAIN}.epochs=1"]))
+    notes = summary.notes_of(load_config(complete, [*overrides, RL, f"{TRAIN}.epochs=1"]))
     assert any(note.startswith("lora_dropout 0.1: not used") for note in notes)
 
 
@@ -294,14 +289,8 @@ def test_wandb_without_a_key_is_refused_before_a_model_is_loaded(complete, monke
 
 
 def test_reinforcement_learning_needs_a_reward_to_keep_the_best(complete):
-    rl = "rl={algorithm: grpo, max_steps: 2, prompts: p.jsonl, prompts_per_step: 1, rewards: {length: 1}}"
-    keeps = [
-        f"{TRAIN}.checkpointing_enabled=true",
-        f"{TRAIN}.keep_best=true",
-        "dataset=null",
-        f"{TRAIN}.epochs=1",
-    ]
-    config = dataclasses.replace(load_config(complete, [rl, *keeps]), origins={})
+    keeps = [f"{TRAIN}.checkpointing_enabled=true", f"{TRAIN}.keep_best=true", "dataset=null"]
+    config = load_config(complete, [RL, f"{TRAIN}.epochs=1", *keeps])
     found = [line.partition("=")[0] for line in settings.setting_problems(config, 1)]
     assert f"{TRAIN}.keep_best" in found
 
