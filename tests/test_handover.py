@@ -36,18 +36,18 @@ class ScribeEngine:
         return UpdateReport(train_step, train_step == 4, 0, 0.0, 0.0, 0.0, busy=((1.0, 2.0),))
 
 
-def stepped(model):
-    """An optimizer over one small layer, with its state made."""
+def stepped():
+    """One small layer, and an optimizer over it with its state made."""
+    model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return optimizer
+    return model, optimizer
 
 
-def turn_over(engine, *, world_size=1, **settings):
-    model = torch.nn.Linear(2, 2)
-    topology = Topology(world_size=world_size, local_world_size=world_size)
+def turn_over(engine, *, model=None, topology=None, **settings):
+    model, topology = model or torch.nn.Linear(2, 2), topology or Topology()
     return DeviceTurn(engine, model=model, topology=topology, **settings)
 
 
@@ -71,8 +71,7 @@ def test_the_engine_takes_its_kv_cache_back_last_and_sleeps_again(sleep, expecte
 def test_torch_s_cache_is_emptied_before_each_part_of_the_engine_wakes(monkeypatch):
     engine = ScribeEngine()
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: engine.calls.append("empty"))
-    topology = Topology(device="cuda:0")
-    turn = DeviceTurn(engine, model=torch.nn.Linear(2, 2), topology=topology, sleep="all")
+    turn = turn_over(engine, topology=Topology(device="cuda:0"), sleep="all")
     with turn.sampling(3):
         pass
     assert engine.calls[1:-1] == ["empty", "wake weights", "update 3", "empty", "wake kv"]
@@ -91,8 +90,7 @@ def test_what_the_engine_did_is_kept_until_somebody_asks():
 
 
 def test_the_optimizer_is_off_the_device_before_the_engine_wakes_and_back_after_it_sleeps():
-    model = torch.nn.Linear(2, 2)
-    optimizer = stepped(model)
+    model, optimizer = stepped()
     memory = optimizer.state[model.weight]["exp_avg"].untyped_storage()
     sizes = []
 
@@ -101,9 +99,7 @@ def test_the_optimizer_is_off_the_device_before_the_engine_wakes_and_back_after_
             super()._note(name, **flags)
             sizes.append((self.calls[-1], memory.nbytes()))
 
-    turn = DeviceTurn(
-        Watched(), model=model, optimizer=optimizer, sleep="all", offload_optimizer=True, topology=Topology()
-    )
+    turn = turn_over(Watched(), model=model, optimizer=optimizer, sleep="all", offload_optimizer=True)
     with turn.sampling(0):
         pass
     names = ["sleep weights+kv", "wake weights", "update 0", "wake kv", "sleep weights+kv"]
@@ -125,11 +121,8 @@ def test_sampling_inside_sampling_is_out_of_turn():
 
 @pytest.mark.parametrize("offload", [True, False])
 def test_an_optimizer_step_inside_sampling_is_out_of_turn(offload):
-    model = torch.nn.Linear(2, 2)
-    optimizer = stepped(model)
-    turn = DeviceTurn(
-        ScribeEngine(), model=model, optimizer=optimizer, offload_optimizer=offload, topology=Topology()
-    )
+    model, optimizer = stepped()
+    turn = turn_over(ScribeEngine(), model=model, optimizer=optimizer, offload_optimizer=offload)
     with turn.sampling(4), pytest.raises(OutOfTurn, match="inside the sampling of step 4"):
         optimizer.step()
     optimizer.step()
@@ -150,10 +143,9 @@ class Unforeseen(Exception):
 )
 def test_after_an_error_in_the_block_training_can_go_on(world_size, error, sleeps_again):
     engine = ScribeEngine()
-    model = torch.nn.Linear(2, 2)
-    optimizer = stepped(model)
+    model, optimizer = stepped()
     topology = Topology(world_size=world_size, local_world_size=world_size)
-    turn = DeviceTurn(
+    turn = turn_over(
         engine, model=model, optimizer=optimizer, sleep="all", offload_optimizer=True, topology=topology
     )
     before = optimizer.state[model.weight]["exp_avg"].clone()
@@ -171,11 +163,8 @@ def test_after_an_error_in_the_block_training_can_go_on(world_size, error, sleep
 def test_an_error_on_the_way_in_brings_everything_back_and_a_second_one_is_a_note():
     refusal = EngineError("no memory")
     engine = ScribeEngine({"wake weights": refusal})
-    model = torch.nn.Linear(2, 2)
-    optimizer = stepped(model)
-    turn = DeviceTurn(
-        engine, model=model, optimizer=optimizer, sleep="all", offload_optimizer=True, topology=Topology()
-    )
+    model, optimizer = stepped()
+    turn = turn_over(engine, model=model, optimizer=optimizer, sleep="all", offload_optimizer=True)
     engine.failures["sleep weights+kv"] = EngineError("and no sleep")
     with pytest.raises(EngineError, match="no memory") as caught, turn.sampling(1):
         raise AssertionError("the block must not run")
