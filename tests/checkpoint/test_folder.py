@@ -1,4 +1,4 @@
-"""Folders that are complete under their names, whatever was killed meanwhile, and that one run holds."""
+"""Folders that are complete under their names, whatever was killed, that one run holds and all nodes see."""
 
 import errno
 import multiprocessing
@@ -7,6 +7,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from rank_processes import on_ranks
 from torch.distributed import DistStoreError
 from torch.distributed.checkpoint import CheckpointException
 
@@ -200,3 +201,32 @@ def test_what_cannot_be_removed_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(folder.shutil, "rmtree", refuse)
     with pytest.raises(OSError, match="Read-only file system"):
         begin(path)
+
+
+def see(topology, paths):
+    folder.PATIENCE_S = 0.3
+    try:
+        folder.require_shared(paths[topology.node], topology)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_a_folder_that_all_nodes_see_is_made_and_left_empty(tmp_path):
+    path = tmp_path / "runs" / "one"
+    assert on_ranks(2, see, [path, path], num_nodes=2) == [None, None]
+    assert list(path.iterdir()) == []
+
+
+def test_folders_that_only_look_alike_are_an_error_on_every_rank(tmp_path):
+    paths = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    paths[1].mkdir()
+    texts = on_ranks(2, see, paths, num_nodes=2)
+    assert texts[0].startswith(f"node 1 does not see the output_dir {paths[0]} of node 0: ")
+    assert texts[1].startswith("node 1 does not see the output_dir")
+    assert [list(path.iterdir()) for path in paths] == [[], []]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_node_asks_nobody(tmp_path, world_size):
+    assert on_ranks(world_size, see, [tmp_path / "not made"]) == [None] * world_size
+    assert not (tmp_path / "not made").exists()

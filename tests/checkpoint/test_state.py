@@ -8,7 +8,7 @@ from rank_processes import on_ranks
 
 from vectorlm.checkpoint.export import export_model
 from vectorlm.checkpoint.folder import newest
-from vectorlm.checkpoint.state import CheckpointStore, capture_rng, restore_rng
+from vectorlm.checkpoint.state import CheckpointStore, capture_rng, restore_rng, state_of
 from vectorlm.errors import CheckpointError
 from vectorlm.lora.load import add_lora
 from vectorlm.ranks import wait
@@ -30,6 +30,23 @@ def test_restored_generators_draw_the_same_numbers_again():
     assert draw() != first
     restore_rng(state)
     assert draw() == first
+
+
+def first_step(saves):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if saves:
+        state_of(TrainedModel(model, optimizer))
+        assert not optimizer.state
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    assert all(state["step"] == 1 for state in optimizer.state.values())
+    return model.weight.detach()
+
+
+def test_a_run_that_is_saved_before_its_first_step_makes_the_step_of_one_that_was_never_saved():
+    assert torch.equal(first_step(saves=True), first_step(saves=False))
 
 
 def build(topology, folder, lora):
