@@ -1,4 +1,9 @@
-"""Config files that the tests change line by line."""
+"""Config files that the tests change line by line, and what is said against them."""
+
+import pytest
+
+from vectorlm.config import load_config
+from vectorlm.errors import ConfigError
 
 MINIMAL = """\
 model: models/tiny
@@ -105,3 +110,10 @@ rl:
   group_size: 3
   rewards: {countdown: 1.0}
 """
+
+
+def refusal(path, *overrides):
+    """Return the text of the error that refuses a config."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)

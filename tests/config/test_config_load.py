@@ -2,7 +2,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from config_texts import FULL, MINIMAL
+from config_texts import FULL, MINIMAL, refusal
 
 from vectorlm.config import (
     Config,
@@ -14,19 +14,12 @@ from vectorlm.config import (
     load_config,
 )
 from vectorlm.engine.settings import EngineSettings
-from vectorlm.errors import ConfigError
 from vectorlm.train.settings import (
     EvaluationSettings,
     LoopSettings,
     ModelSettings,
     ScheduleSettings,
 )
-
-
-def error_text(path, *overrides):
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides)
-    return str(caught.value)
 
 
 def with_train_line(line):
@@ -162,7 +155,7 @@ def test_an_empty_lora_section_at_the_top_says_nothing(write_config):
 
 def test_lora_at_both_places_is_refused(write_config):
     path = write_config("lora_peft_config: {r: 8}\n" + MINIMAL, with_train_line("lora_peft_config: {r: 4}"))
-    assert error_text(path) == (
+    assert refusal(path) == (
         "'lora_peft_config' (my.yaml:1) and 'train_parameters.lora_peft_config' (my.yaml:9) are the same "
         "setting. Remove one of the two."
     )
@@ -175,7 +168,7 @@ def test_separator_is_the_same_setting_as_seperator(write_config):
 
 def test_separator_in_both_spellings_is_refused(write_config):
     path = write_config(FULL, ("  split: train", "  separator: x\n  split: train"))
-    assert error_text(path) == (
+    assert refusal(path) == (
         "'dataset_preprocess.separator' (my.yaml:70) and 'dataset_preprocess.seperator' (my.yaml:68) are the "
         "same setting. Remove one of the two."
     )
@@ -195,7 +188,7 @@ def test_schedules_are_those_of_transformers(write_config):
     for name in [kind.value for kind in SchedulerType]:
         config = load_config(write_config(), [f"train_parameters.lr_scheduler_type={name}"])
         assert config.train_parameters.schedule.lr_scheduler_type == name
-    assert "must be one of linear, cosine" in error_text(
+    assert "must be one of linear, cosine" in refusal(
         write_config(), "train_parameters.lr_scheduler_type=round"
     )
 
@@ -244,18 +237,18 @@ REFUSED = {
 )
 def test_a_wrong_value_is_refused_with_its_key_and_place(write_config, path, written):
     override = f"{path}={written}"
-    text = error_text(write_config(FULL), override)
+    text = refusal(write_config(FULL), override)
     assert text.startswith(path)
     assert " must be " in text
     assert text.endswith(f" (--set {override})")
 
 
 def test_a_key_that_is_no_text_is_unknown(write_config):
-    assert error_text(write_config(MINIMAL + "7: x\n")).startswith("unknown setting '7' (my.yaml:13)")
+    assert refusal(write_config(MINIMAL + "7: x\n")).startswith("unknown setting '7' (my.yaml:13)")
 
 
 def test_an_empty_file_misses_everything_required(write_config):
-    text = error_text(write_config("# nothing\n"))
+    text = refusal(write_config("# nothing\n"))
     assert "'model'" in text
     assert "'train_parameters'" in text
 
@@ -282,17 +275,17 @@ def test_an_empty_file_misses_everything_required(write_config):
     ],
 )
 def test_a_file_that_is_no_mapping_is_refused(write_config, text, message):
-    assert error_text(write_config(text)) == message
+    assert refusal(write_config(text)) == message
 
 
 def test_a_file_that_is_not_text_is_refused(write_config):
     path = write_config()
     Path(path).write_bytes(b"model: \xff\n")
-    assert error_text(path) == "not valid YAML: invalid start byte (my.yaml:1)."
+    assert refusal(path) == "not valid YAML: invalid start byte (my.yaml:1)."
 
 
 def test_a_missing_file_is_refused():
-    text = error_text("nowhere.yaml")
+    text = refusal("nowhere.yaml")
     assert text == "cannot read the config file 'nowhere.yaml': No such file or directory."
 
 
@@ -315,12 +308,10 @@ def test_a_config_knows_where_its_settings_were_written(write_config):
 def test_anchors_within_anchors_are_refused_before_they_fill_the_memory(write_config):
     levels = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
     path = write_config("a0: &a0 [x, x]\n" + levels)
-    with pytest.raises(ConfigError, match="its anchors stand for more than 20000 values"):
-        load_config(path)
+    assert "its anchors stand for more than 20000 values" in refusal(path)
 
 
 @pytest.mark.parametrize("setting", ["train_parameters.optimizer.lr", "rl.critic.lr"])
 def test_a_wrong_learning_rate_is_answered_with_one_that_trains(write_config, setting):
     rl = "rl={max_steps: 1, prompts: [a], prompts_per_step: 1, rewards: {countdown: 1}}"
-    with pytest.raises(ConfigError, match=r"Use 1\.0e-5, for example"):
-        load_config(write_config(), [rl, f"{setting}=-1"])
+    assert "Use 1.0e-5, for example" in refusal(write_config(), rl, f"{setting}=-1")

@@ -1,8 +1,7 @@
 import pytest
-from config_texts import FULL, MINIMAL
+from config_texts import FULL, MINIMAL, refusal
 
 from vectorlm.config import load_config
-from vectorlm.errors import ConfigError
 
 
 def test_an_override_wins_over_the_file_and_over_those_before_it(write_config):
@@ -81,16 +80,12 @@ def test_an_override_replaces_the_setting_that_its_alias_names(write_config):
     ],
 )
 def test_a_wrong_override_names_itself(write_config, override, message):
-    with pytest.raises(ConfigError) as caught:
-        load_config(write_config(), [override])
-    assert str(caught.value) == message
+    assert refusal(write_config(), override) == message
 
 
 def test_an_override_below_a_broken_section_blames_the_file(write_config):
     path = write_config("wandb_config: {a: 5}\n" + MINIMAL)
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, ["wandb_config.a.b=1"])
-    assert str(caught.value) == "wandb_config.a=5 must be a mapping. (my.yaml:1)"
+    assert refusal(path, "wandb_config.a.b=1") == "wandb_config.a=5 must be a mapping. (my.yaml:1)"
 
 
 @pytest.mark.parametrize("preset", ["off", "'off'", "false"])
@@ -103,5 +98,5 @@ def test_an_off_without_quotes_is_no_false(write_config, preset):
     ]
     config = load_config(write_config(), overrides)
     assert config.rl.correction.preset == "off"
-    with pytest.raises(ConfigError, match=r"update=false must be one of"):
-        load_config(write_config(), [*overrides, "rl.async={max_staleness: 1, update: false}"])
+    stale = "rl.async={max_staleness: 1, update: false}"
+    assert "update=false must be one of" in refusal(write_config(), *overrides, stale)

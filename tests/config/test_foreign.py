@@ -1,27 +1,14 @@
 """Names of other libraries are answered with what they are called here."""
 
 import pytest
-from config_texts import MINIMAL
+from config_texts import RL, refusal
 
-from vectorlm.config import load_config
 from vectorlm.config.foreign import FOREIGN
 from vectorlm.config.setting import all_settings
 from vectorlm.config.value import describe
-from vectorlm.errors import ConfigError
 from vectorlm.packages import fields_of
 
 PLACES = sorted({place for each in FOREIGN.values() for place in each.places})
-RL = MINIMAL[: MINIMAL.index("dataset:")].replace("  epochs: 2\n", "") + (
-    "rl: {algorithm: grpo, max_steps: 2, prompts: [a], prompts_per_step: 1, rewards: {countdown: 1.0}}\n"
-)
-
-
-def refusal(text, *overrides, folder):
-    path = folder / "my.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides)
-    return str(caught.value).replace(f"{folder}/", "")
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -78,23 +65,22 @@ def test_no_name_is_answered_that_means_something_here():
         ),
     ],
 )
-def test_an_unknown_setting_of_trl_is_answered_with_its_name_here(tmp_path, setting, answer):
+def test_an_unknown_setting_of_trl_is_answered_with_its_name_here(write_config, setting, answer):
     name = setting.partition("=")[0]
-    text = refusal(RL, setting, folder=tmp_path)
-    assert text == f"unknown setting '{name}' (--set {setting}). {answer}"
+    assert refusal(write_config(RL), setting) == f"unknown setting '{name}' (--set {setting}). {answer}"
 
 
 @pytest.mark.parametrize(
     ("setting", "choice"),
     [("rl.scale_rewards=true", "group"), ("rl.scale_rewards=false", "none"), ("rl.kl_kind=low_var_kl", "k3")],
 )
-def test_a_value_of_another_library_is_answered_with_its_name_here(tmp_path, setting, choice):
-    assert f"Did you mean '{choice}'?" in refusal(RL, setting, folder=tmp_path)
+def test_a_value_of_another_library_is_answered_with_its_name_here(write_config, setting, choice):
+    assert f"Did you mean '{choice}'?" in refusal(write_config(RL), setting)
 
 
-def test_a_file_of_trls_names_is_answered_line_by_line(tmp_path):
+def test_a_file_of_trls_names_is_answered_line_by_line(write_config):
     lines = ["num_generations: 8", "max_completion_length: 256", "learning_rate: 1.0e-6", "num_iterations: 2"]
-    text = refusal(RL + "\n".join(lines) + "\n", folder=tmp_path)
+    text = refusal(write_config(RL + "\n".join(lines) + "\n"))
     assert text.startswith("4 problems:\n")
     wanted = [
         "rl.group_size",
@@ -107,7 +93,7 @@ def test_a_file_of_trls_names_is_answered_line_by_line(tmp_path):
     ] == [True] * 4
 
 
-def test_names_that_are_right_in_another_section_are_answered_with_that_section(tmp_path):
+def test_names_that_are_right_in_another_section_are_answered_with_that_section(write_config):
     for name in (
         "scale_rewards",
         "top_entropy_quantile",
@@ -116,4 +102,4 @@ def test_names_that_are_right_in_another_section_are_answered_with_that_section(
         "weight_decay",
     ):
         place = next(path for path in all_settings() if path.rpartition(".")[2] == name)
-        assert f"Did you mean '{place}'?" in refusal(RL, f"{name}=1", folder=tmp_path)
+        assert f"Did you mean '{place}'?" in refusal(write_config(RL), f"{name}=1")
