@@ -2,7 +2,6 @@
 
 import importlib.util
 import itertools
-import json
 import re
 import shlex
 from collections import Counter
@@ -11,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pages import ROOT, commands, run
-from rank_processes import forked, save_tiny_llama
+from rank_processes import forked
+from rl_runs import save_files
 
 PAGES = ("trice_one_page", "best_of_n_one_page")
 NUM_QUESTIONS, NUM_ANSWERS, NUM_WEIGHTS = 3, 3, 4
@@ -152,11 +152,7 @@ def wanted_letter(text, wanted, **_columns):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("own")
-    save_tiny_llama(folder / "model", hidden_size=64)
-    rows = [{"prompt": letter * 3, "wanted": letter} for letter in "abcdefgh"]
-    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+    return save_files(tmp_path_factory.mktemp("own"))
 
 
 def learn(name, files):

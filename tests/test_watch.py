@@ -16,11 +16,11 @@ from fcntl import ioctl
 import pytest
 from rank_processes import on_ranks
 from rich.cells import cell_len
+from sft_runs import make_config, train
 
 from vectorlm.checkpoint.folder import held
 from vectorlm.cli import main
 from vectorlm.cli.watch import frame, sparkline
-from vectorlm.config import load_config
 from vectorlm.report.runs import RunFolder
 from vectorlm.report.step_lines import StepLines
 
@@ -166,28 +166,8 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(run):
     assert "Traceback" not in dashboard.text
 
 
-def fine_tune(topology, path):
-    from vectorlm.sft_run import finetune
-
-    finetune(load_config(path), topology)
-
-
-def test_it_shows_a_real_run(tmp_path):
-    from datasets import Dataset
-    from rank_processes import save_tiny_llama
-    from tiny_runs import rows
-
-    save_tiny_llama(tmp_path / "model")
-    for name, number in (("train", 16), ("eval", 4)):
-        Dataset.from_list(rows(number)).save_to_disk(tmp_path / name)
-    config = tmp_path / "my.yaml"
-    config.write_text(
-        f"model: {tmp_path}/model\n"
-        f"train_parameters: {{output_dir: {tmp_path}/out, max_seq_len: 16, epochs: 3, logging_steps: 4, "
-        "optimizer: {lr: 0.01}}\n"
-        f"dataset: {{train_ds: {tmp_path}/train, eval_ds: {tmp_path}/eval, train_bs: 4, eval_bs: 4}}\n"
-    )
-    on_ranks(1, fine_tune, config)
+def test_it_shows_a_real_run(inputs, tmp_path):
+    on_ranks(1, train, make_config(inputs, tmp_path / "out"))
     text = text_of(tmp_path / "out")
     assert "ended" in text.splitlines()[0]
     assert text.splitlines()[1].startswith("step 12 of 12, ")
