@@ -1,5 +1,6 @@
 import os
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -125,6 +126,13 @@ def save_once(topology, folder, path):
     return weights(model)
 
 
+@pytest.fixture(scope="module")
+def saved(folder, tmp_path_factory):
+    """Checkpoints of a step by one rank and by two, each with the weights after the next step."""
+    paths = {world_size: tmp_path_factory.mktemp(f"by-{world_size}") for world_size in (1, 2)}
+    return {each: (path, on_ranks(each, save_once, folder, path)[0]) for each, path in paths.items()}
+
+
 def load_once(topology, folder, path):
     model, optimizer = build(topology, folder, False)
     for group in optimizer.param_groups:
@@ -138,18 +146,17 @@ def load_once(topology, folder, path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
-def test_another_number_of_ranks_loads_the_checkpoint(tmp_path, folder, before, after):
+def test_another_number_of_ranks_loads_the_checkpoint(saved, folder, before, after):
     """Each rank computes the same loss here, so the same step follows on any number of ranks."""
-    expected = on_ranks(before, save_once, folder, tmp_path)[0]
-    for rank, (loop, _, found) in enumerate(on_ranks(after, load_once, folder, tmp_path)):
+    path, expected = saved[before]
+    for rank, (loop, _, found) in enumerate(on_ranks(after, load_once, folder, path)):
         assert loop == {"rank": rank if rank < before else 0}
         for name in expected:
             torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7)
 
 
-def test_of_the_optimizers_arguments_the_learning_rate_alone_comes_from_the_checkpoint(tmp_path, folder):
-    on_ranks(1, save_once, folder, tmp_path)
-    ((_, found, _),) = on_ranks(1, load_once, folder, tmp_path)
+def test_of_the_optimizers_arguments_the_learning_rate_alone_comes_from_the_checkpoint(saved, folder):
+    ((_, found, _),) = on_ranks(1, load_once, folder, saved[1][0])
     assert found == (0.5, 1e-2)
 
 
@@ -179,16 +186,18 @@ NAMED = r"the checkpoint \S+step-00000001 cannot be read (?s:.*)Delete it, and t
         (flip_a_bit, "identity.json", 1),
     ],
 )
-def test_a_checkpoint_that_is_not_as_it_was_written_is_named(tmp_path, folder, spoil, broken, world_size):
-    on_ranks(world_size, save_once, folder, tmp_path)
+def test_a_checkpoint_that_is_not_as_it_was_written_is_named(
+    saved, tmp_path, folder, spoil, broken, world_size
+):
+    shutil.copytree(saved[world_size][0], tmp_path, dirs_exist_ok=True)
     spoil(tmp_path / "step-00000001" / broken)
     with pytest.raises(Exception, match=f"CheckpointError: {NAMED}") as caught:
         on_ranks(world_size, load_once, folder, tmp_path)
     assert broken == "files.json" or f"{broken} is not as it was written" in str(caught.value)
 
 
-def test_a_file_that_has_no_digest_is_named(tmp_path, folder):
-    on_ranks(1, save_once, folder, tmp_path)
+def test_a_file_that_has_no_digest_is_named(saved, tmp_path, folder):
+    shutil.copytree(saved[1][0], tmp_path, dirs_exist_ok=True)
     (tmp_path / "step-00000001/files.json").write_text("{}")
     with pytest.raises(Exception, match=r"rank-0\.pt.* is not as it was written"):
         on_ranks(1, load_once, folder, tmp_path)
