@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaForCausalLM
 
 import vectorlm
-from vectorlm.checkpoint import export, folder
+from vectorlm.checkpoint import export
 from vectorlm.checkpoint.export import export_model
 from vectorlm.errors import CheckpointError
 from vectorlm.lora.load import add_lora
@@ -30,24 +30,28 @@ def change_and_export(topology, model_dir, path):
     return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
 
 
-def fail_while_exporting(topology, model_dir, path):
+def export_fail_and_export(topology, model_dir, path):
+    """Return what the file of weights holds after each of the three."""
+
     def fail(*_):
         raise RuntimeError("disk full")
 
-    export.folder.finish = fail
-    with pytest.raises(RuntimeError, match="disk full"):
-        change_and_export(topology, model_dir, path)
-    export.folder.finish = folder.finish
+    weights = path / "model.safetensors"
+    change_and_export(topology, model_dir, path)
+    held = [weights.read_bytes()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export.folder, "finish", fail)
+        with pytest.raises(RuntimeError, match="disk full"):
+            change_and_export(topology, path, path)
+    held.append(weights.read_bytes())
+    change_and_export(topology, path, path)
+    return [*held, weights.read_bytes()]
 
 
 def test_an_export_that_fails_leaves_the_older_model_whole(tmp_path):
-    model_dir, path = save_tiny_llama(tmp_path / "llama"), tmp_path / "final-model"
-    on_ranks(1, change_and_export, model_dir, path)
-    before = (path / "model.safetensors").read_bytes()
-    on_ranks(1, fail_while_exporting, path, path)
-    assert (path / "model.safetensors").read_bytes() == before
-    on_ranks(1, change_and_export, path, path)
-    assert (path / "model.safetensors").read_bytes() != before
+    model_dir = save_tiny_llama(tmp_path / "llama")
+    ((before, failed, after),) = on_ranks(1, export_fail_and_export, model_dir, tmp_path / "final-model")
+    assert before == failed != after
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["final-model", "llama"]
 
 
