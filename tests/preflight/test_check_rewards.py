@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from config_texts import MINIMAL
+from config_texts import MINIMAL, RL
 from rank_processes import save_tiny_llama
 
 from vectorlm.cli import main
@@ -16,20 +16,7 @@ from vectorlm.preflight.rewards import signature_problems
 from vectorlm.preflight.settings import setting_problems
 from vectorlm.types import PromptRecord
 
-CONFIG = """\
-model: model
-train_parameters:
-  output_dir: runs/mine
-  max_seq_len: 64
-  optimizer: {lr: 1.0e-3}
-rl:
-  algorithm: grpo
-  max_steps: 2
-  prompts: questions.jsonl
-  prompts_per_step: 2
-  group_size: 2
-  rewards: {"rewards.py:reward": 1.0}
-"""
+CONFIG = RL.replace("[abc]", "questions.jsonl").replace("countdown: 1.0", '"rewards.py:reward": 1.0')
 ROWS = [{"prompt": "1 + 1", "answer": "2"}, {"prompt": "2 + 2", "answer": "4"}]
 
 
