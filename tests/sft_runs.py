@@ -30,6 +30,18 @@ train_parameters:
   save_frequency: 0.5
 dataset: {{train_bs: 2, eval_bs: 4, train_ds: {inputs}/train, eval_ds: {inputs}/eval}}
 """
+WITH_CHECKPOINTS = """
+model: {inputs}/model
+train_parameters:
+  output_dir: {output}
+  max_seq_len: 16
+  seed: 3
+  optimizer: {{lr: 0.02}}
+  checkpointing_enabled: True
+  save_frequency: 2
+  logging_steps: 1
+dataset: {{train_bs: 4, eval_bs: 4, train_ds: {inputs}/train, eval_ds: {inputs}/eval}}
+"""
 
 
 def make_config(inputs, output, text=CONFIG, **changes):

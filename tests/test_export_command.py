@@ -11,24 +11,11 @@ import pytest
 import torch
 from rank_processes import on_ranks, save_tiny_llama
 from safetensors.torch import load_file, save_file
-from sft_runs import are_equal, lines, make_config, train
+from sft_runs import WITH_CHECKPOINTS, are_equal, lines, make_config, train
 from transformers import LlamaForCausalLM
 
 from vectorlm.cli import main
 
-TEXT = """
-model: {inputs}/model
-train_parameters:
-  output_dir: {output}
-  max_seq_len: 16
-  seed: 3
-  optimizer: {{lr: 0.02}}
-  checkpointing_enabled: True
-  save_frequency: 2
-  logging_steps: 1
-  keep_best: True
-dataset: {{train_bs: 4, eval_bs: 4, train_ds: {inputs}/train, eval_ds: {inputs}/eval}}
-"""
 LORA = {
     "r": 2,
     "lora_alpha": 32,
@@ -39,7 +26,8 @@ LORA = {
 
 def run_of(inputs, name, lora):
     """Train on two ranks, so that each checkpoint is of two shards."""
-    on_ranks(2, train, make_config(inputs, inputs / name, TEXT, lora_peft_config=lora))
+    config = make_config(inputs, inputs / name, WITH_CHECKPOINTS, keep_best=True, lora_peft_config=lora)
+    on_ranks(2, train, config)
     return inputs / name
 
 
@@ -106,9 +94,9 @@ def test_adapters_of_a_checkpoint_are_exported_alone_or_merged(inputs, adapters,
 
 @pytest.mark.parametrize("merges", [False, True])
 def test_a_run_goes_on_from_adapters(inputs, adapters, tmp_path, capsys, merges):
-    text = TEXT.replace("{inputs}/model", str(adapters / "final-model"))
+    text = WITH_CHECKPOINTS.replace("{inputs}/model", str(adapters / "final-model"))
     run = tmp_path / "more"
-    config = make_config(inputs, run, text, save_frequency=9, keep_best=False, merge_adapters=merges)
+    config = make_config(inputs, run, text, save_frequency=9, merge_adapters=merges)
     on_ranks(2, train, config)
     before, after = (lines(each / "metrics.jsonl") for each in (adapters, run))
     # fp32 round-off, where they are merged.

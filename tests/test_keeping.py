@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rank_processes import on_ranks, save_tiny_llama
-from sft_runs import are_equal, lines, make_config, weights_of
+from sft_runs import WITH_CHECKPOINTS, are_equal, lines, make_config, weights_of
 
 from vectorlm import FakeEngine
 from vectorlm.cli import main
@@ -18,19 +18,6 @@ from vectorlm.rl_run import reinforce
 from vectorlm.sft_run import finetune
 from vectorlm.train.loop import FineTuningLoop
 
-TEXT = """
-model: {inputs}/model
-train_parameters:
-  output_dir: {output}
-  max_seq_len: 16
-  epochs: 2
-  seed: 3
-  optimizer: {{lr: 0.01}}
-  logging_steps: 1
-  checkpointing_enabled: True
-  save_frequency: 2
-dataset: {{train_bs: 4, eval_bs: 4, train_ds: {inputs}/train, eval_ds: {inputs}/eval}}
-"""
 LOSSES = (9.0, 3.0, 1.0, 2.0, 0.5, 2.5, 2.0, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0)
 """What the evaluations of a run are said to give, so that the best one is in the middle."""
 
@@ -40,7 +27,7 @@ TINY_LLAMA = {"dropout": 0.2}
 
 
 def config_of(inputs, output, **changes):
-    return make_config(inputs, output, TEXT, **changes)
+    return make_config(inputs, output, WITH_CHECKPOINTS, **{"epochs": 2, **changes})
 
 
 def train(topology, config, dies_at=None):
