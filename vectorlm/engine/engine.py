@@ -430,7 +430,8 @@ class SamplingEngine:
         self.engine_ranks.check_same_args(place, (encoded, repr(error)), f"{len(asked)} prompts{first}")
         if error is not None:
             raise error
-        return [self._begin(messages.Generate(*each, as_request_outputs)) for each in encoded]
+        commands = [messages.Generate(ids, params, as_request_outputs) for ids, params in encoded]
+        return [self._begin(command) for command in commands]
 
     def _submit_sharded(
         self, local_prompts: Sequence[Prompt], params: Any, as_request_outputs: bool = False
