@@ -194,15 +194,20 @@ def test_a_server_that_falls_silent_later_is_an_error_in_time(server, path):
     backend.close()
 
 
-def test_a_server_that_ends_and_keeps_its_requests_is_named_before_it_has_been_silent_for_long(server):
-    server.odd["/inference/v1/generate"] = None
-    with closing(connect(server, silence_s=4 * PATIENCE_S)) as backend:
-        backend.submit("0-0", [2, 3], {"max_tokens": 2})
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/pause?mode=keep&clear_cache=false"])
+def test_a_server_that_ends_and_keeps_its_requests_is_named_before_it_has_been_silent_for_long(server, path):
+    def end():
         # As uvicorn does once it is told to end: it listens no more, and waits for what is in flight.
         server.shutdown()
         server.server_close()
+
+    server.odd[path] = None
+    with closing(connect(server, silence_s=4 * PATIENCE_S)) as backend:
+        ending = threading.Timer(PATIENCE_S, end)
+        ending.start()
         with pytest.raises(EngineDied, match="does not answer"):
-            wait_for_answer(backend)
+            sample(backend) if "generate" in path else backend.pause()
+        ending.join()
 
 
 def test_a_connection_that_is_lost_while_requests_are_in_flight_is_survived(server, monkeypatch):

@@ -84,6 +84,9 @@ class VLLMServer:
         self._name = uuid.uuid4().hex
         self._finished: queue.SimpleQueue[RequestOutput | EngineError] = queue.SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._asked: set[asyncio.Task[Any]] = set()
+        """Calls other than requests that are waited for."""
+        self._ended: EngineDied | None = None
         self._silence_s = silence_s
         self._hear()
         self._loop = asyncio.new_event_loop()
@@ -198,26 +201,29 @@ class VLLMServer:
         await self._session.close()
 
     async def _probe(self) -> None:
-        """While requests are in flight, ask the engine behind the server something that it answers between steps.
+        """While anything is waited for, ask the server something else; what ends it then is said at once.
 
-        A server that was told to end takes no further connection, and may keep those that it has without a word.
+        A server that was told to end takes no further connection, and may keep those that it has without a word. With
+        requests in flight the question goes to the engine behind the server, which answers between steps.
         """
         num_refused = 0
         while True:
             await asyncio.sleep(min(PROBE_EVERY_S, self._silence_s / 4))
-            if not self._tasks:
-                num_refused = 0
-                continue
             try:
-                await self._call(
-                    "/collective_rpc", {"method": "vectorlm_settings"}, timeout_s=self._silence_s
-                )
+                if self._tasks:
+                    body = {"method": "vectorlm_settings"}
+                    await self._call("/collective_rpc", body, timeout_s=self._silence_s)
+                elif self._asked:
+                    await self._call("/health", method="GET", timeout_s=self._silence_s)
                 num_refused = 0
             except EngineDied as error:
                 # Once may be a connection that both ends let go of at the same time.
                 num_refused += 1
                 if num_refused > 1:
+                    self._ended = error
                     self._finished.put(error)
+                    for each in self._asked:
+                        each.cancel()
                     return
             except EngineError:
                 # Whatever else is wrong, the requests in flight will say so too.
@@ -277,7 +283,22 @@ class VLLMServer:
         self._is_silent = False
 
     def _post(self, path: str, body: Any = None, read: Callable[[Any], Any] = as_it_is) -> Any:
-        return self._wait_for(self._call(path, body, read, timeout_s=self._silence_s))
+        return self._wait_for(self._ask(path, body, read))
+
+    async def _ask(self, path: str, body: Any, read: Callable[[Any], Any]) -> Any:
+        """Return what `_call` does, or raise what `_probe` finds meanwhile."""
+        asked = asyncio.get_running_loop().create_task(
+            self._call(path, body, read, timeout_s=self._silence_s)
+        )
+        self._asked.add(asked)
+        try:
+            return await asked
+        except asyncio.CancelledError:
+            if self._ended is None:
+                raise
+            raise self._ended from None
+        finally:
+            self._asked.discard(asked)
 
     def _wait_for(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
