@@ -42,8 +42,12 @@ class ModuleTrainer:
         self._model, self._optimizer, self._loss = model, optimizer, loss
         self._topology = Topology.from_environment() if topology is None else topology
         self._arenas = MappedArenas()
-        self.version = 0
+        self._version = 0
+
+    @property
+    def version(self) -> int:
         """Optimizer steps that were taken."""
+        return self._version
 
     def manifest(self) -> Sequence[TensorSpec]:
         """List the module's parameters."""
@@ -63,7 +67,7 @@ class ModuleTrainer:
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self.version += 1
+        self._version += 1
         mean = loss.detach()
         if self._topology.world_size > 1:
             dist.all_reduce(mean, dist.ReduceOp.SUM)
