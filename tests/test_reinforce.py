@@ -460,13 +460,14 @@ def test_penalties_are_fine_where_completions_need_not_be_the_policys(files, tmp
     ],
 )
 def test_truncated_completions_are_trained_on_as_they_were_drawn(
-    files, tmp_path, preset, lora, world_size, ratio
+    files, tmp_path, capsys, preset, lora, world_size, ratio
 ):
     overrides = [
         "rl.sampling_params={max_tokens: 8, temperature: 0.9, top_p: 0.9, top_k: 30, min_p: 0.02}",
         "rl.kl_coef=0.05",
         f"rl.correction.preset={preset}",
         f"train_parameters.lora_peft_config={lora}",
+        "rl.rollout.save_tokens=True",
         "rl.max_steps=3",
     ]
     config = config_of(files, tmp_path / "cut", overrides=overrides)
@@ -480,6 +481,8 @@ def test_truncated_completions_are_trained_on_as_they_were_drawn(
     # The reference is of all tokens, of which the policy draws nine in ten at most.
     assert metrics[0]["reference/kl"] > 0.1
     assert "sampler/outside_support" in METRICS
+    assert main(["replay", str(tmp_path / "cut"), "--step", "3"]) == 0
+    assert "  weights           as logged" in capsys.readouterr().out
 
 
 @pytest.mark.slow
