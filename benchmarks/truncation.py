@@ -8,6 +8,7 @@ trainer does that knows nothing of the truncation. Writes results/truncation.jso
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from transformers import AutoModelForCausalLM
 import vectorlm
 from vectorlm.algorithms import Support
 from vectorlm.algorithms.logprobs import token_values
+
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "engine")]
+from swap_cases import scores_of
 
 MODEL = ROOT / "runs/countdown_warmup/final-model"
 QUESTIONS = ROOT / "data/countdown/train.jsonl"
@@ -33,16 +37,9 @@ CUTS: dict[str, dict[str, Any]] = {
 @torch.no_grad()
 def compare(completions: list[Any], model: Any, cuts: dict[str, Any]) -> dict[str, Any]:
     """Return the differences of the engine's log-probabilities and the trainer's."""
-    scores, tokens, theirs = [], [], []
-    for each in completions:
-        ids = torch.tensor([*each.prompt_token_ids, *each.token_ids])
-        start = len(each.prompt_token_ids)
-        scores.append(model(ids[None]).logits[0, start - 1 : -1])
-        tokens.append(ids[start:])
-        theirs.append(torch.tensor(each.sampler_logprobs))
-    targets, sampler = torch.cat(tokens), torch.cat(theirs)
-    ours = token_values(torch.cat(scores), targets, support=Support(**cuts))
-    whole = token_values(torch.cat(scores), targets).logprobs
+    scores, targets, sampler = scores_of(completions, model)
+    ours = token_values(scores, targets, support=Support(**cuts))
+    whole = token_values(scores, targets).logprobs
     gap, unaware = (ours.logprobs - sampler).abs(), (whole - sampler).abs()
     return {
         "tokens": len(targets),

@@ -94,6 +94,18 @@ def reference_logprobs(reference, completion):
     return logprobs[0, start - 1 : -1].gather(1, tokens[0, start:, None])[:, 0]
 
 
+def scores_of(completions, model):
+    """Return a model's logits for the tokens of completions [T, V], the tokens, and the engine's log-probabilities."""
+    scores, tokens, logprobs = [], [], []
+    for each in completions:
+        ids = torch.tensor([*each.prompt_token_ids, *each.token_ids])
+        start = len(each.prompt_token_ids)
+        scores.append(model(ids[None]).logits[0, start - 1 : -1])
+        tokens.append(ids[start:])
+        logprobs.append(torch.tensor(each.sampler_logprobs))
+    return torch.cat(scores), torch.cat(tokens), torch.cat(logprobs)
+
+
 def largest_gap(completions, reference):
     """Return the largest difference between the engine's log-probabilities and those of transformers."""
     gaps = []

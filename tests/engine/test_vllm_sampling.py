@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from swap_cases import FP32_GAP, PROMPTS
+from swap_cases import FP32_GAP, PROMPTS, scores_of
 from transformers import AutoModelForCausalLM
 
 from vectorlm import HFEngine
@@ -57,15 +57,8 @@ def trained(engine, folder):
 
 def values_of(completions, model, temperature, support):
     """Return the engine's log-probabilities of all tokens, and the trainer's values."""
-    scores, tokens, theirs = [], [], []
-    for each in completions:
-        ids = torch.tensor([*each.prompt_token_ids, *each.token_ids])
-        start = len(each.prompt_token_ids)
-        scores.append(model(ids[None]).logits[0, start - 1 : -1])
-        tokens.append(ids[start:])
-        theirs.append(torch.tensor(each.sampler_logprobs))
-    ours = token_values(torch.cat(scores), torch.cat(tokens), temperature, support=support)
-    return torch.cat(theirs), ours
+    scores, tokens, theirs = scores_of(completions, model)
+    return theirs, token_values(scores, tokens, temperature, support=support)
 
 
 @pytest.mark.slow
