@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -204,6 +205,25 @@ def test_a_rank_that_leaves_without_a_word_is_named():
     with pytest.raises(RankFailed, match="rank 1 of 2 ended with exit code 0 and no error"):
         vectorlm.launch(fail_on_rank_1, "leave", world_size=2)
     assert multiprocessing.active_children() == []
+
+
+def run_without_memory(is_begun):
+    def fail(*_):
+        raise MemoryError("for a thread")
+
+    thread = threading.Thread(target=fail, daemon=True)
+    if not is_begun:
+        # Where the interpreter itself has no memory for a new thread, `start` waits for ever.
+        thread._set_ident = fail
+    thread.start()
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_a_rank_ends_with_a_thread_that_has_no_memory(is_begun):
+    """A run whose thread was lost went on waiting for it without an end."""
+    with pytest.raises(RankFailed, match="rank 0 of 1 raised MemoryError: for a thread"):
+        vectorlm.launch(run_without_memory, is_begun, world_size=1)
 
 
 def test_a_rank_that_stays_away_is_named_with_its_last_place():

@@ -1,6 +1,7 @@
 """Reward functions in workers: what hangs, dies or prints without end costs its own completion alone."""
 
 import asyncio
+import errno
 import math
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import cloudpickle
 import psutil
@@ -282,6 +284,16 @@ def test_an_answer_in_between_is_enough(pool):
 
     found = score(reward, pool, *("good", "bad", "good", "good") * (2 * MAX_DEATHS))
     assert sum(each.reward == 1.0 for each in found) == 6 * MAX_DEATHS
+
+
+def test_a_supervisor_that_could_not_start_says_so_and_is_tried_again(monkeypatch):
+    """Whoever asked for a worker heard of a broken pipe."""
+    monkeypatch.setattr(subprocess, "Popen", mock.Mock(side_effect=OSError(errno.ENOMEM, "no memory")))
+    with WorkerPool(1) as pool:
+        with pytest.raises(OSError, match="no memory"):
+            score(len, pool, "a")
+        monkeypatch.undo()
+        assert score(lambda text: 2.0, pool, "a")[0].reward == 2.0
 
 
 def test_a_supervisor_that_is_killed_is_replaced(pool):

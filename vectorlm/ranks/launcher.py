@@ -26,6 +26,7 @@ from vectorlm.errors import LaunchError, RankFailed
 from vectorlm.ranks.placement import LOOPBACK, bounded_spin, without_gc
 from vectorlm.ranks.process_end import (
     absent_ranks,
+    end_with_threads_without_memory,
     first_fault,
     follow_parent,
     how_it_ended,
@@ -116,6 +117,7 @@ def _call_here(fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, t
             )
         if topology.error_file is not None:
             follow_parent(os.getppid())
+            end_with_threads_without_memory(topology.error_file, topology.rank)
         with process_group(topology, timeout_s):
             return _call_without_forks(fn, args)
     except Exception as error:
@@ -306,6 +308,7 @@ def _rank_main(
     tempfile.tempdir = scratch
     topology = Topology.from_environment()
     write_stack_at_end(scratch, topology.rank)
+    end_with_threads_without_memory(_error_file(scratch, topology.rank), topology.rank)
     has_failed = False
     try:
         with without_gc():

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -90,6 +91,35 @@ def write_fault(path: str | Path, rank: int, error: BaseException) -> None:
     partial = Path(f"{path}.partial")
     partial.write_text(json.dumps(note))
     partial.rename(path)
+
+
+def end_with_threads_without_memory(path: str | Path, rank: int) -> None:
+    """End this rank where a thread of it dies for lack of memory: what waits for the thread would wait for ever.
+
+    This includes a thread that was about to begin, on which `threading.Thread.start` waits without a limit.
+    """
+    of_thread, of_beginning = threading.excepthook, sys.unraisablehook
+
+    def end_if_memory(error: BaseException | None) -> None:
+        # A thread that has not begun does not know its own number, which hides the cause.
+        while not isinstance(error, MemoryError):
+            if error is None:
+                return
+            error = error.__context__
+        try:
+            write_fault(path, rank, error)
+        finally:
+            os._exit(1)
+
+    def hear_of_thread(what: threading.ExceptHookArgs) -> None:
+        of_thread(what)
+        end_if_memory(what.exc_value)
+
+    def hear_of_beginning(what: sys.UnraisableHookArgs) -> None:
+        of_beginning(what)
+        end_if_memory(what.exc_value)
+
+    threading.excepthook, sys.unraisablehook = hear_of_thread, hear_of_beginning
 
 
 def write_stack_at_end(folder: str | Path, rank: int) -> None:

@@ -238,8 +238,8 @@ class WorkerPool:
                 return await started
 
     def _start_supervisor(self) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.setblocking(False)
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control.setblocking(False)
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
         with theirs:
             descriptor = theirs.fileno()
@@ -253,7 +253,9 @@ class WorkerPool:
                 # Ctrl-C is for the ranks; the supervisor ends with its rank.
                 start_new_session=True,
             )
-        self._loop.add_reader(self._control, self._hear)
+        # Not before there is one: whoever needs a worker tries again.
+        self._control = control
+        self._loop.add_reader(control, self._hear)
 
     def _hear(self) -> None:
         """Read what the supervisor says; without it, no worker is left."""
