@@ -136,6 +136,20 @@ def test_a_secret_is_not_repeated(complete):
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rl.rewards={\"judge(url='http://user:hunter2@host/v1', model='m')\": 1}",
+        f"{TRAIN}.sampler.further_rewards=[\"judge(url='http://user:hunter2@host/v1', model='m')\"]",
+    ],
+)
+def test_a_password_in_a_key_or_a_list_is_found_and_not_repeated(complete, override):
+    config = load_config(complete, [RL, f"{TRAIN}.epochs=1", override])
+    (found,) = (each for each in settings.setting_problems(config, 1) if "holds a password" in each)
+    assert "user" not in found
+    assert "hunter2" not in found
+
+
 def test_hidden_tokens_must_be_the_same_for_the_data_and_the_loss(complete):
     made = "dataset_preprocess={ignore_index: -1, dataset_format: hf, data_field: text, load_path: a, save_path: b}"
     assert refused(complete, made) == ["dataset_preprocess.ignore_index"]

@@ -320,9 +320,11 @@ def _secret_problems(config: Config) -> Iterator[str]:
                 # Without its origin: an option of the command line holds the secret.
                 yield describe_refusal(f"{path}.{name}", "…", rule, fix)
     for path, value in flat(to_plain(config)):
-        if isinstance(value, str) and PASSWORD.search(value):
+        # Keys too: a reward's name may hold an address.
+        texts = value if isinstance(value, list | tuple) else (value,)
+        if any(PASSWORD.search(str(each)) for each in (path, *texts)):
             rule = "holds a password, and a run saves its config where others may read it"
-            yield describe_refusal(path, "…", rule, "Leave it out of the address.")
+            yield describe_refusal(PASSWORD.sub("://…@", path), "…", rule, "Leave it out of the address.")
 
 
 def _unread_settings(config: Config) -> Iterator[str]:
