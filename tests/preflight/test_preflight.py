@@ -223,6 +223,17 @@ def test_on_cuda_every_worker_of_the_engine_needs_the_device_of_a_rank(complete,
     assert refused(complete, SAMPLER, override, world_size=2) == [override.partition("=")[0]]
 
 
+@pytest.mark.parametrize(("engine_devices", "is_refused"), [(4, False), (2, True), ("null", True)])
+def test_an_engine_with_devices_of_its_own_may_have_a_worker_on_each(
+    complete, monkeypatch, engine_devices, is_refused
+):
+    monkeypatch.setattr(settings, "has_gpu", lambda: True)
+    split = f"rl.async={{max_staleness: 1, placement: split, engine_devices: {engine_devices}}}"
+    size = f"{TRAIN}.sampler.engine.tensor_parallel_size"
+    config = load_config(complete, [RL, f"{TRAIN}.epochs=1", split, f"{size}=4"])
+    assert any(each.startswith(size) for each in settings.setting_problems(config, 1)) == is_refused
+
+
 def test_compiling_on_cpu_needs_a_compiler(complete, monkeypatch):
     monkeypatch.setattr(files, "has_gpu", lambda: False)
     monkeypatch.setattr(files, "which", lambda name: None)

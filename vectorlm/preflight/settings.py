@@ -213,9 +213,12 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
             yield refuse(config, f"{_SAMPLER}.engine.{name}", "is set in another place", fix, value)
     # Silent: the engine would take devices that belong to no rank of this run.
     size = sampler.engine.engine_args.get("tensor_parallel_size", 1)
-    if isinstance(size, int) and size > max(ranks_per_node, 1) and has_gpu():
-        rule = f"must be at most the number of ranks on a node, {ranks_per_node}"
-        fix = "Use fewer, or start more ranks."
+    most, rule = ranks_per_node, f"must be at most the number of ranks on a node, {ranks_per_node}"
+    fix = "Use fewer, or start more ranks."
+    if config.overlap is not None and config.overlap.placement == "split":
+        most = config.overlap.engine_devices or 1
+        rule, fix = f"must be at most rl.async.engine_devices, {most}", "Use fewer, or give it more devices."
+    if isinstance(size, int) and size > max(most, 1) and has_gpu():
         yield refuse(config, f"{_SAMPLER}.engine.tensor_parallel_size", rule, fix)
     # Costs more than a minute: the engine reads them at its first prompt.
     given = config.sampling_params
