@@ -10,6 +10,7 @@ from rank_processes import save_tiny_llama
 from safetensors.torch import load_file, save_file
 
 from vectorlm.errors import ConfigError
+from vectorlm.packages import is_installed
 from vectorlm.train.load import load_model, load_tokenizer
 
 EMPTY = partial(load_model, is_empty=True)
@@ -90,6 +91,16 @@ def test_attention_scores_that_the_model_caps_are_capped(load, tmp_path):
 def test_flash_attention_without_a_cuda_device_is_torch_s_attention(model_dir, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert load_model(model_dir, flash_attention=True).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.skipif(is_installed("flash_attn"), reason="needs a machine without it")
+@pytest.mark.parametrize("load", [load_model, EMPTY])
+def test_flash_attention_without_its_package_names_the_package_and_the_setting(model_dir, monkeypatch, load):
+    monkeypatch.setattr("vectorlm.train.load._attention", lambda *_: "flash_attention_2")
+    with pytest.raises(
+        ConfigError, match=r"use_flash_attention to false, or install the package flash-attn\.$"
+    ):
+        load(model_dir)
 
 
 def test_a_tokenizer_without_a_padding_token_is_saved_as_it_was_read(model_dir, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -138,10 +139,8 @@ def load_pretrained(
     from transformers import AutoConfig
 
     of_config = {name: arguments.pop(name) for name in ("num_labels",) if name in arguments}
-    with _naming(path, "model"):
-        config = AutoConfig.from_pretrained(path, **of_config)
-    with init_empty_weights(include_buffers=False):
-        model = auto.from_config(config, **arguments)
+    with _naming(path, "model"), init_empty_weights(include_buffers=False):
+        model = auto.from_config(AutoConfig.from_pretrained(path, **of_config), **arguments)
     model.tie_weights()
     return model
 
@@ -168,10 +167,13 @@ def _naming(path: str | Path, what: str) -> Iterator[None]:
         # As where memory is short, which no other file would mend.
         raise
     except Exception as error:
-        raise ConfigError(
-            f"the {what} in {str(path)!r} cannot be loaded: {type(error).__name__}: {str(error).strip()} "
-            f"Download or save the {what} again, complete, and with an architecture that transformers knows."
-        ) from error
+        text = f"{type(error).__name__}: {str(error).strip()}"
+        fix = f"Download or save the {what} again, complete, with an architecture that transformers knows."
+        if isinstance(error, ImportError):
+            fix = "Install the package that is missing."
+        if re.search("Flash ?Attention", text):
+            fix = "Set train_parameters.use_flash_attention to false, or install the package flash-attn."
+        raise ConfigError(f"the {what} in {str(path)!r} cannot be loaded: {text} {fix}") from error
 
 
 def _description(path: str | Path) -> dict[str, Any]:
