@@ -277,6 +277,21 @@ def test_an_export_that_fails_leaves_the_weights(tmp_path, monkeypatch):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["llama", "mine"]
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "cause"), [("no/such/folder", "OSError"), (None, "NotADirectoryError")]
+)
+def test_the_weights_are_kept_where_the_tokenizer_is_gone_or_the_folder_cannot_be_made(
+    tmp_path, tokenizer, cause
+):
+    model = load_model(save_tiny_llama(tmp_path / "llama"))
+    (tmp_path / ".mine.unfinished").write_text("in the way")
+    wanted = rf"(?s)\({cause}: .*The weights alone are in .*mine-weights\.safetensors"
+    with pytest.raises(CheckpointError, match=wanted):
+        vectorlm.save_model(model, tmp_path / "mine", tokenizer)
+    kept = load_file(tmp_path / "mine-weights.safetensors")
+    assert all(torch.equal(kept[name], each) for name, each in model.named_parameters())
+
+
 def test_what_cannot_be_saved_is_refused_with_what_to_pass(tmp_path):
     model = load_model(save_tiny_llama(tmp_path / "llama"))
     wrapper = torch.nn.Module()

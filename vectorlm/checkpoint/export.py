@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import errno
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 MAX_SHARD = "5GB"
 """Largest safetensors file; a larger model gets several and an index."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""With these errors of a disk there is no room to write anything else."""
 
 
 def save_model(
@@ -106,19 +110,18 @@ def export_model(
 
     def write() -> None:
         given: Any = tokenizer
-        if isinstance(tokenizer, str | Path | None):
-            given = _tokenizer_of(model, tokenizer)
+        rescued = path.with_name(f"{path.name}-weights.safetensors")
         with folder.naming(path, "export"):
-            # Of this folder alone: other programs may be writing beside it.
-            work = folder.begin(path)
-            rescued = path.with_name(f"{path.name}-weights.safetensors")
             try:
-                write_model(model, weights, given, work, card)
+                if isinstance(tokenizer, str | Path | None):
+                    given = _tokenizer_of(model, tokenizer)
+                # Of this folder alone: other programs may be writing beside it.
+                write_model(model, weights, given, folder.begin(path), card)
                 folder.finish(path)
                 rescued.unlink(missing_ok=True)
             except BaseException as error:
-                shutil.rmtree(work, ignore_errors=True)
-                if isinstance(error, Exception) and not isinstance(error, OSError):
+                shutil.rmtree(folder.unfinished(path), ignore_errors=True)
+                if isinstance(error, Exception) and getattr(error, "errno", None) not in FULL:
                     _rescue(weights, rescued, error)
                 raise
 
@@ -198,7 +201,8 @@ def _rescue(weights: Mapping[str, torch.Tensor], path: Path, error: Exception) -
         save_file({name: each.contiguous() for name, each in weights.items()}, path)
         error.add_note(f"The weights alone are in {path}.")
     except Exception:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _is_main() -> bool:
