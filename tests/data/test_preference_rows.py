@@ -194,7 +194,7 @@ def test_labels_of_steps_are_no_ignore_index():
 def test_a_dataset_without_the_columns_and_settings_without_effect_are_refused():
     with pytest.raises(DatasetError, match=r"no column 'chosen': rows of .*=pairs need it"):
         rows_of([{"text": "ab"}])
-    with pytest.raises(ConfigError, match="packing_type='full' has no effect"):
+    with pytest.raises(ConfigError, match=r"packing_type='full' has no effect: .*\. Leave it out\.$"):
         rows_of([PAIR], packing_type="full")
 
 

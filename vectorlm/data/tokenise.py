@@ -383,7 +383,9 @@ def _require_effect(tokeniser: Tokeniser) -> None:
         "pre_pend": bool(settings.pre_pend) and is_chat,
         "assistant_only_loss": settings.assistant_only_loss and not is_chat,
     }
+    fix = "Leave it out, or choose another data_field."
     if settings.examples != "texts":
+        fix = "Leave it out."
         names = ("data_field", "packing_type", "overlap", "truncate", "seperator")
         unread |= {name: bool(getattr(settings, name)) for name in names}
     if settings.examples == "steps" and settings.ignore_index in (0, 1):
@@ -393,7 +395,7 @@ def _require_effect(tokeniser: Tokeniser) -> None:
     for name in (name for name, is_unread in unread.items() if is_unread):
         raise ConfigError(
             f"dataset_preprocess.{name}={getattr(settings, name)!r} has no effect: the rows hold {what} "
-            f"({', '.join(tokeniser.columns)}). Leave it out, or choose another data_field."
+            f"({', '.join(tokeniser.columns)}). {fix}"
         )
     if is_chat:
         _ = tokeniser.chat
