@@ -200,8 +200,9 @@ class WeightSource(Protocol):
     """Weights that `Engine.update` takes instead of a ``torch.nn.Module``; all ranks call both methods alike.
 
     A source may also have ``inspect(layout, with_checksums, check_finite) -> Inspection``, called before `publish`
-    (`vectorlm.weights.inspection`). Without it nobody can see whether ranks hold different weights, and numbers that
-    are not finite are found only when they have been written: the engine then samples nothing until the next update.
+    (`vectorlm.weights.inspection`). Without it nobody can see whether ranks hold different weights, or weights change
+    under one step, so that each update sends them; and numbers that are not finite are found only when they have been
+    written: the engine then samples nothing until the next update.
     """
 
     def manifest(self) -> Sequence[TensorSpec]:

@@ -174,6 +174,15 @@ def test_what_a_source_of_ones_own_writes_is_looked_at_before_the_engine_loads_i
     assert [version for version, _ in engine.loaded] == [0, 1]
 
 
+@pytest.mark.parametrize("verifies", [True, False])
+def test_under_one_step_a_source_whose_changes_nobody_sees_is_sent_again(verifies):
+    swap, engine = swap_of(Topology(), "merged", verify_updates=verifies)
+    trainer = Written(1.0) if verifies else ModuleTrainer(Two(), None, None, Topology())
+    swap.update(trainer, 5, "refuse")
+    assert not swap.update(trainer, 5, "refuse").skipped
+    assert [version for version, _ in engine.loaded] == [5, 5]
+
+
 def test_under_one_step_a_model_is_sent_again_with_other_adapters_or_another_scaling():
     swap, engine = swap_of(Topology(), "adapter")
     model = adapted()

@@ -210,6 +210,9 @@ class HotSwap:
         sent = self._sent
         if sent is None or sent.train_step != train_step or sent.model() is not model:
             return False
+        if isinstance(model, WeightSource) and not (self._verify and hasattr(model, "inspect")):
+            # Nothing shows whether its weights have changed.
+            return False
         if [each.name for each in sets] != [*sent.fingerprints] or not all(map(self._fits, sets)):
             return False
         if self._verify:
