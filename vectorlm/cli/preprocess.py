@@ -7,7 +7,7 @@ import signal
 import sys
 
 from vectorlm.cli import at_interrupt
-from vectorlm.config.load import add_override_arguments, config_from_arguments
+from vectorlm.config.load import add_override_arguments, load_config
 from vectorlm.errors import ConfigError
 from vectorlm.preflight.local_model import with_download
 
@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tokenise and pack a text dataset, and save it where training will look for it."""
-    config = config_from_arguments(args)
+    # Training alone reads the section 'dataset', which may be incomplete until the datasets are made.
+    config = load_config(args.yaml_path, [*args.overrides, "dataset=null"])
     settings = config.dataset_preprocess
     if settings is None:
         raise ConfigError(
