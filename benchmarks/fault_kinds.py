@@ -146,13 +146,13 @@ def cause(fault: Fault, mode: Mode) -> str:
         case ("raise", target):
             return f"ArithmeticError: a fault in {target}"
         case ("out of memory", target):
-            # Python itself may be out of memory, and say nothing of use; for a thread the kernel has other words. What
-            # rank 0 raises where ranks meet, all of them raise. While libraries are still loaded, nothing may come out:
-            # the dynamic loader ends a process with 127, and C++ with SIGABRT.
+            # Python itself may be out of memory, and say nothing of use; for a thread the kernel has other words. While
+            # libraries are still loaded, nothing may come out: the dynamic loader ends a process with 127, and C++ with
+            # SIGABRT.
             return (
                 "raised Engine(Error|Died)"
                 if target == "sampler"
-                else "rank . of . raised .*(?i:memory|alloc|Resource temporarily unavailable|new thread)"
+                else "rank 0 of . raised .*(?i:memory|alloc|Resource temporarily unavailable|new thread)"
                 "|rank 0 of . (ended with exit code 127|was ended by SIGABRT)"
             )
         case ("full disk", _):

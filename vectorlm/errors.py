@@ -1,13 +1,25 @@
 """The exception tree of the library.
 
 Every error that the library raises on purpose is a `VectorLMError`, and also the built-in exception that it refines, so
-``except ValueError`` keeps working. All of them pickle: the text is the whole state, so they cross process borders
-unchanged.
+``except ValueError`` keeps working. All of them pickle: text and rank are the whole state, so they cross process
+borders unchanged.
 """
+
+from __future__ import annotations
+
+from typing import Self
 
 
 class VectorLMError(Exception):
     """Root of all errors that this library raises on purpose."""
+
+    rank: int | None = None
+    """The rank that it comes from, where all ranks raise the error of one."""
+
+    def of_rank(self, rank: int | None) -> Self:
+        """Note the rank that it comes from, unless one is noted already, and return the error."""
+        self.rank = rank if self.rank is None else self.rank
+        return self
 
 
 class ConfigError(VectorLMError, ValueError):

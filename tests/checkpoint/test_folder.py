@@ -98,10 +98,11 @@ def test_a_checkpoint_that_cannot_be_written_is_named_with_the_first_cause(tmp_p
         r"step-00000004 cannot be written \(OSError: \[Errno 28\] No space left on device\). The one before"
     )
     with (
-        pytest.raises(CheckpointError, match=wanted),
+        pytest.raises(CheckpointError, match=wanted) as raised,
         naming(tmp_path / "checkpoints" / "step-00000004", "write"),
     ):
         raise CheckpointException("ranks", failures)
+    assert raised.value.rank == 0
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
     wanted = r"cannot be written \(No space left on device: RuntimeError: PytorchStreamWriter failed"
     with pytest.raises(CheckpointError, match=wanted), naming(tmp_path / "step-00000004", "write"):

@@ -1,6 +1,7 @@
 """Which of several ranks' errors is the first, and the end of processes whose parent is gone."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from vectorlm.ranks.process_end import first_fault, write_fault
+from vectorlm.errors import EngineError
+from vectorlm.ranks.engine_ranks import capture, results_or_first_error
+from vectorlm.ranks.process_end import absent_ranks, first_fault, write_fault
 
 
 def leave(folder, rank, error):
@@ -25,6 +28,16 @@ def test_a_lost_connection_is_not_the_first_error_where_there_is_another(tmp_pat
     leave(tmp_path, 0, MemoryError("no memory"))
     leave(tmp_path, 2, ValueError("later"))
     assert first_fault(tmp_path)[:2] == (0, "MemoryError: no memory")
+
+
+def test_an_error_that_all_ranks_raise_is_of_the_rank_that_it_came_from(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    posted = pickle.dumps(capture(lambda: {}["lost"]))
+    with pytest.raises(EngineError) as raised:
+        results_or_first_error([pickle.loads(posted)])
+    leave(tmp_path, 1, raised.value)
+    assert first_fault(tmp_path)[0] == 0
+    assert absent_ranks(tmp_path, 2).startswith("\nrank 0 of 2 raised nothing")
 
 
 CHILD = """

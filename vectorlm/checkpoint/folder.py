@@ -118,7 +118,8 @@ def naming(path: Path, doing: Literal["read", "write", "export"]) -> Iterator[No
         if of_others or isinstance(error, KeyboardInterrupt | SystemExit | CheckpointError):
             raise
         # torch's CheckpointException, a BaseException, holds what each rank raised; its own first line says nothing.
-        causes = [cause for _, (cause, _) in sorted(getattr(error, "failures", {}).items())]
+        failures = getattr(error, "failures", {})
+        causes = [cause for _, (cause, _) in sorted(failures.items())]
         cause = causes[0] if causes else error
         text = f"{type(cause).__name__}: {cause}"
         disk = next(each for each in path.absolute().parents if each.exists())
@@ -127,7 +128,8 @@ def naming(path: Path, doing: Literal["read", "write", "export"]) -> Iterator[No
             text = f"No space left on device: {text}"
         what, fix = FAILURES[doing]
         notes = " ".join(["", *getattr(error, "__notes__", ())])
-        raise CheckpointError(f"{what.format(path)} ({text}). {fix}{notes}") from error
+        text = f"{what.format(path)} ({text}). {fix}{notes}"
+        raise CheckpointError(text).of_rank(min(failures, default=None)) from error
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import traceback
 from collections import defaultdict
@@ -103,12 +104,14 @@ def gather(topology: Topology, value: Any) -> list[Any]:
 
 def capture(work: Callable[[], Any]) -> CallResult:
     """Return what `work` returned or raised; an error that is not a `VectorLMError` brings its traceback."""
+    rank = int(os.environ.get("RANK", 0))
     try:
         return work(), None
     except VectorLMError as error:
-        return None, error
+        return None, error.of_rank(rank)
     except Exception as error:
-        return None, EngineError(f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}")
+        text = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
+        return None, EngineError(text).of_rank(rank)
 
 
 def results_or_first_error(call_results: Sequence[CallResult]) -> list[Any]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vectorlm.errors import EngineError
+from vectorlm.errors import EngineError, VectorLMError
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.25
@@ -87,6 +87,8 @@ def write_fault(path: str | Path, rank: int, error: BaseException) -> None:
         return
     trace = "".join(traceback.format_exception(error))
     details = {"py_callstack": trace, "timestamp": str(int(time.time())), "time_s": time.time(), "rank": rank}
+    noted = error.rank if isinstance(error, VectorLMError) else None
+    details["of_rank"] = rank if noted is None else noted
     note = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}
     partial = Path(f"{path}.partial")
     partial.write_text(json.dumps(note))
@@ -153,7 +155,7 @@ def first_fault(folder: str | Path) -> tuple[int, str, str] | None:
         message, details = note["message"], note["extraInfo"]
         if "time_s" in details:
             is_lost = LOST_PEER.search(message) is not None
-            faults.append((is_lost, details["time_s"], details["rank"], message, details["py_callstack"]))
+            faults.append((is_lost, details["time_s"], details["of_rank"], message, details["py_callstack"]))
     return min(faults)[2:] if faults else None
 
 
