@@ -52,6 +52,7 @@ from vectorlm.train.load import load_model
 from vectorlm.train.objective import NextTokens
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.recorder import OnStep
+from vectorlm.types import ENVIRONMENT
 
 if TYPE_CHECKING:
     from vectorlm.engine.engine import SamplingEngine
@@ -296,14 +297,15 @@ def _environments(run: Run, rl: RLSettings) -> Environments:
 def _scorer(run: Run, rl: RLSettings) -> RewardScorer:
     train = run.config.train_parameters
 
-    def weights_with(rewards: Mapping[str, Any]) -> dict[str, float]:
+    def weights_of(source: str, rewards: Mapping[str, Any]) -> dict[str, float]:
         both = {**rewards, **rl.reward.reward_models}
-        return {short_name(name): float(weight) for name, weight in both.items()}
+        of_environment = {} if rl.collect.environment_of(source) is None else {ENVIRONMENT: 1.0}
+        return {short_name(name): float(weight) for name, weight in both.items()} | of_environment
 
     return RewardScorer(
         functions={short_name(name): name for name in rl.all_rewards},
-        weights=weights_with(rl.reward.rewards),
-        of_source={name: weights_with(each.rewards) for name, each in rl.by_source.items() if name},
+        weights=weights_of("", rl.reward.rewards),
+        of_source={name: weights_of(name, each.rewards) for name, each in rl.by_source.items() if name},
         models={
             short_name(path): RewardModel(
                 path,

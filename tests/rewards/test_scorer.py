@@ -16,7 +16,7 @@ from vectorlm.errors import RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.scorer import RewardScorer
 from vectorlm.rl.metrics import rollout_metrics
-from vectorlm.types import PromptRecord
+from vectorlm.types import ENVIRONMENT, PromptRecord
 from vectorlm.workers import WorkerPool
 
 
@@ -64,6 +64,24 @@ def test_a_weighted_sum_of_the_rewards():
     assert math.isnan(second.rewards_by_name["vowels"])
     assert first.errors == second.errors == ()
     assert first.greedy_reward is None
+
+
+def test_what_an_environment_gave_is_added_where_its_weight_counts():
+    played = [replace(each, turn_rewards=(1.0, 0.25)) for each in rollouts("aeb", "XYZ", "bad")]
+    one = scorer_of({"vowels": vowels}, weights={"vowels": 0.5, ENVIRONMENT: 1.0}, on_error="skip")
+    (group,) = one.score([played])
+    assert group.rewards[:2].tolist() == [2.25, 1.25], "a None takes no other reward along"
+    assert group.rewards[2].isnan(), "a function that fails does"
+    assert group.rewards_by_name[ENVIRONMENT].tolist() == [1.25] * 3
+    (alone,) = scorer_of({"length": length}).score([played])
+    assert alone.rewards.tolist() == [1.0] * 3
+    assert list(alone.rewards_by_name) == ["length"]
+
+
+def test_completions_for_which_no_reward_counts_have_0():
+    mixed = [replace(each, prompt_record=PromptRecord("a", {"wanted": 2}, "b")) for each in rollouts("aeb")]
+    (group,) = scorer_of({"length": length}, of_source={"b": {}}).score([mixed])
+    assert group.rewards.tolist() == [0.0]
 
 
 def test_a_greedy_completion_is_scored_beside_its_group():

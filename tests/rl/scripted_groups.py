@@ -14,7 +14,7 @@ from vectorlm.rollouts.environment import Player, make_environment
 from vectorlm.rollouts.sampler import GroupSampler
 from vectorlm.rollouts.scoring import GroupScorer
 from vectorlm.rollouts.source import RolloutSource
-from vectorlm.types import Completion, PromptRecord
+from vectorlm.types import ENVIRONMENT, Completion, PromptRecord
 
 
 class InFlight:
@@ -120,8 +120,9 @@ def make_source(
         open_environment=make and functools.partial(Local, make),
         needs_greedy=needs_greedy,
     )
+    weights = {name: 1.0} | ({} if make is None else {ENVIRONMENT: 1.0})
     scorer = GroupScorer(
-        scorer=RewardScorer(functions={name: reward}, weights={name: 1.0}, topology=Topology()),
+        scorer=RewardScorer(functions={name: reward}, weights=weights, topology=Topology()),
         settings=settings,
         drops_constant_groups=drops_constant_groups,
     )

@@ -311,6 +311,15 @@ def test_rewards_of_turns_reach_the_batch_and_the_tokens_are_the_chats():
     assert placed == ([1.0, second + 0.5] if wanted == 7 else [1.0, second, 0.5])
     assert batch.turns[0, len(begin) :][policy].tolist() == list(range(len(policy)))
     assert make_batch([group], get_algorithm("gmpo")).turns is None
+    mine = make_source(
+        engine,
+        lambda text: None,
+        num_groups=1,
+        make=Guess,
+        prompt=lambda index: [{"role": "user", "content": f"q{index}"}],
+        settings={"max_turns": 3},
+    )
+    assert rewards_of(mine.collect(0, Timer())) == [[1.0 + second] * 2], "a None is left out"
 
 
 def test_an_environment_that_speaks_chat_to_a_text_is_refused():

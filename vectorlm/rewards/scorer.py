@@ -18,7 +18,7 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.function import RewardFunction, shown
 from vectorlm.rewards.runner import Reward
 from vectorlm.rl.rollout import Rollout, RolloutGroup
-from vectorlm.types import RewardResult
+from vectorlm.types import ENVIRONMENT, RewardResult
 from vectorlm.workers import WorkerPool, together
 
 RewardModel = Callable[[Sequence[Rollout]], list[float]]
@@ -32,7 +32,7 @@ class RewardScorer:
     functions: Mapping[str, Reward]
     """By the name that metrics call them; see `vectorlm.rewards.runner` for their forms."""
     weights: Mapping[str, float]
-    """The weight of each function and model in the sum."""
+    """The weight of each function and model in the sum, and of what environments give where `ENVIRONMENT` counts."""
     of_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """The weights of the rewards that count for the prompts of one source; for those of other sources all count."""
     models: Mapping[str, RewardModel] = field(default_factory=dict)
@@ -111,6 +111,7 @@ class RewardScorer:
         returned = {name: both[name] for name in self.functions}
         numbers = {name: [each.reward for each in found] for name, found in returned.items()}
         numbers |= {name: model(rollouts) for name, model in self.models.items()}
+        numbers.setdefault(ENVIRONMENT, [math.fsum(each.turn_rewards) for each in rollouts])
         rewards = {name: torch.tensor(found, dtype=torch.float32) for name, found in numbers.items()}
         owners = [index for index, group in enumerate(groups) for _ in group] + list(range(len(greedy)))
         errors: list[list[str]] = [[] for _ in groups]
@@ -121,17 +122,16 @@ class RewardScorer:
                     if result.is_counted:
                         errors[owners[index]].append(text)
                     has_failed[index] = True
-        total = torch.zeros(len(rollouts))
-        if rewards:
-            # A reward that is NaN is left out of the sum, and a sum of nothing but NaN is NaN.
-            weights = [self._weights(rollout) for rollout in rollouts]
-            weighted = torch.stack(
-                [
-                    torch.tensor([each.get(name, math.nan) for each in weights]) * values
-                    for name, values in rewards.items()
-                ]
-            )
-            total = weighted.nansum(dim=0).masked_fill(weighted.isnan().all(dim=0) | has_failed, math.nan)
+        # A reward that is NaN is left out of the sum, and a sum of nothing but NaN is NaN. Where none counts, it is 0.
+        weights = [self._weights(rollout) for rollout in rollouts]
+        weighted = torch.stack(
+            [
+                torch.tensor([each.get(name, math.nan) for each in weights]) * values
+                for name, values in rewards.items()
+            ]
+        )
+        is_unscored = weighted.isnan().all(dim=0) & torch.tensor(list(map(bool, weights)))
+        total = weighted.nansum(dim=0).masked_fill(is_unscored | has_failed, math.nan)
         greedy_rewards = total[sum(sizes) :] if greedy else [None] * len(groups)
         ends = list(accumulate(sizes))
         return [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -13,7 +12,6 @@ from vectorlm.algorithms.groups import join_equal
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.rollouts.sampler import Results, SampledGroup
-from vectorlm.types import ENVIRONMENT
 
 
 class Scorer(Protocol):
@@ -47,10 +45,6 @@ class GroupScorer:
         scored = self.scorer.score(
             [group.rollouts for group in groups], greedy, [group.results for group in groups]
         )
-        scored = [
-            _with_turn_rewards(group) if self.settings.environment_of(group.source) is not None else group
-            for group in scored
-        ]
         has_penalty = self.settings.overlong_buffer_tokens > 0 or self.settings.missing_end_penalty > 0
         for index, group in enumerate(scored):
             addends = [weight * group.rewards_by_name[name] for name, weight in group.reward_weights.items()]
@@ -79,14 +73,3 @@ class GroupScorer:
             beyond = lengths - (settings.sampling["max_tokens"] - settings.overlong_buffer_tokens)
             found += settings.overlong_penalty * (beyond / settings.overlong_buffer_tokens).clamp(0.0, 1.0)
         return found
-
-
-def _with_turn_rewards(group: RolloutGroup) -> RolloutGroup:
-    """Return the group with what its environments gave as one more reward."""
-    given = torch.tensor([math.fsum(each.turn_rewards) for each in group.rollouts], dtype=torch.float32)
-    return replace(
-        group,
-        rewards=group.rewards + given,
-        rewards_by_name={**group.rewards_by_name, ENVIRONMENT: given},
-        reward_weights={**group.reward_weights, ENVIRONMENT: 1.0},
-    )
