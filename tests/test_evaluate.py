@@ -221,6 +221,16 @@ def test_rewards_of_one_name_are_told_apart_by_their_files(files, tmp_path):
     assert found[other]["accuracy"] == 1.0
 
 
+def test_a_reward_that_is_none_is_left_out_of_the_sum(files, tmp_path):
+    (tmp_path / "two.py").write_text("def one(text):\n    return 1.0\n\ndef none(text):\n    return None\n")
+    rewards = [part for name in ("one", "none") for part in ("--reward", f"{tmp_path / 'two.py'}:{name}")]
+    output = tmp_path / "found.json"
+    assert evaluate(files, *questions(files)[:2], *rewards, "--limit", 2, "--output", output) == 0
+    found = json.loads(output.read_text())["rewards"]
+    assert (found["sum"]["mean"], found["sum"]["num_unscored"]) == (1.0, 0)
+    assert (found["none"]["num_questions"], found["none"]["num_unscored"]) == (0, 2)
+
+
 def test_a_reward_that_fails_ends_the_evaluation_by_its_name(files, capsys):
     rewards = f"{files / 'rewards.py'}:fails"
     assert evaluate(files, "--prompts", files / "questions.jsonl", "--reward", rewards, "--limit", 1) == 1

@@ -183,11 +183,15 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         }
     if len(scored) > 1:
         weights = list(exam.rewards.values())
+
+        def total(found: Sequence[RewardResult]) -> RewardResult:
+            addends = [weight * each.reward for weight, each in zip(weights, found, strict=True)]
+            known = [each for each in addends if not math.isnan(each)]
+            return RewardResult(sum(known) if known else math.nan)
+
+        # As in training, a None is left out.
         scored["sum"] = [
-            [
-                RewardResult(sum(weight * each.reward for weight, each in zip(weights, answer, strict=True)))
-                for answer in zip(*question, strict=True)
-            ]
+            [total(answer) for answer in zip(*question, strict=True)]
             for question in zip(*scored.values(), strict=True)
         ]
     if exam.environment is not None:
