@@ -422,6 +422,7 @@ def test_rewards_teach_flipped_advantages_unteach_and_shuffled_rewards_do_neithe
         ("grpo", ["rl.correction.preset=bypass", "rl.correction.level=token"]),
         ("grpo", ["rl.overlong_buffer_tokens=9"]),
         ("rloo", [f"rl.environment={TOOL}", "rl.overlong_buffer_tokens=4"]),
+        ("grpo", [f"rl.environment={TOOL}", "rl.algorithm=remax"]),
         ("pass_at_k", ["rl.pass_k=4"]),
         ("clip_cov", ["rl.covariance_low=9.0"]),
         ("gmpo", ["rl.top_entropy_quantile=0.2"]),

@@ -84,6 +84,10 @@ def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iter
     if rl.update.num_mini_batches > collect.prompts_per_step:
         rule = f"cannot split {collect.prompts_per_step} prompts: a mini-batch holds whole groups"
         yield refuse(config, "rl.num_mini_batches", rule, "Use fewer, or more prompts.")
+    # Silent: the baseline would be one turn, without what environments say and give.
+    if spec.needs_greedy and any(each.environment is not None for each in rl.by_source.values()):
+        rule = "compares completions with a greedy one of a single turn, and environments and agents make several"
+        yield refuse(config, "rl.algorithm", rule, "Use rloo, for example.")
 
 
 def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
