@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 import vectorlm
-from vectorlm.encoding import as_list, encode, encode_all, encode_reply, render_chat, shown_prompt
+from vectorlm.encoding import as_list, chat_of, encode, encode_all, encode_reply, render_chat, shown_prompt
 from vectorlm.errors import EngineError
 
 USER, SYSTEM = {"role": "user", "content": "2 + 2"}, {"role": "system", "content": "Be brief."}
@@ -146,6 +146,14 @@ def test_an_answer_that_has_begun_is_left_open():
         "<|im_start|>assistant\nThe sum is"
     )
     assert tokenizer.decode(encode(begun, lambda: tokenizer)) == expected
+
+
+@pytest.mark.parametrize("begun", ["So, ", [{"type": "text", "text": "So, "}]])
+def test_a_completion_is_a_message_or_goes_on_with_the_one_that_has_begun(begun):
+    assert chat_of([USER], "4") == [USER, {"role": "assistant", "content": "4"}]
+    prompt = [USER, {"role": "assistant", "content": begun}]
+    assert chat_of(prompt, "4") == [USER, {"role": "assistant", "content": "So, 4"}]
+    assert chat_of("2 + 2", "4") is None
 
 
 def test_a_template_that_refuses_messages_is_an_error_that_names_the_prompt():

@@ -112,6 +112,23 @@ def is_messages(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
+def split_begun(chat: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
+    """Return a chat without the answer that its last message has begun, and what is there of it; "" if none has."""
+    if not chat or chat[-1]["role"] != "assistant":
+        return list(chat), ""
+    content = chat[-1]["content"]
+    parts = [{"text": content}] if isinstance(content, str) else content or ()
+    return list(chat[:-1]), "".join(part.get("text", "") for part in parts)
+
+
+def chat_of(prompt: Any, text: str) -> list[Mapping[str, Any]] | None:
+    """Return the chat that a prompt and a completion are together; None where the prompt is no chat."""
+    if not is_messages(prompt):
+        return None
+    before, begun = split_begun(prompt)
+    return [*before, {"role": "assistant", "content": begun + text}]
+
+
 def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
     """Return the token ids of one prompt; `tokenizer` is called for text and messages alone.
 
@@ -174,7 +191,7 @@ def encode_reply(
         EngineError: The template does not show what an assistant says.
     """
     # An answer that had begun is part of the policy's turn.
-    before = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    before, _ = split_begun(messages)
     chat = [*before, {"role": "assistant", "content": SPOKEN}, *replies]
     require_whole_characters(list(replies))
     text = render_chat(tokenizer, chat, tools=tools, tokenize=False, add_generation_prompt=True)

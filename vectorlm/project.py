@@ -25,12 +25,12 @@ from vectorlm.cli import model as model_command
 from vectorlm.config.load import load_config
 from vectorlm.config.schema import Config, RLSettings
 from vectorlm.data.prompts import read_prompts
-from vectorlm.encoding import load_tokenizer
+from vectorlm.encoding import chat_of, load_tokenizer
 from vectorlm.errors import ConfigError, EngineError, RankFailed
 from vectorlm.preflight.checked import preflight
 from vectorlm.ranks.launcher import launch
 from vectorlm.report.runs import read_lines
-from vectorlm.rewards.function import RewardFunction, chat_of
+from vectorlm.rewards.function import RewardFunction
 from vectorlm.rewards.registry import get_reward
 from vectorlm.rewards.runner import Scorable
 from vectorlm.rewards.signature import RewardSignature

@@ -101,6 +101,10 @@ def test_completions_of_messages_are_messages_and_none_is_not_applicable():
     assert first == 1.0
     assert second != second  # NaN
     assert score(one, items) == RIGHT
+    begun = Scorable("", [*question, {"role": "assistant", "content": "4"}], (1,), {})
+    assert run_reward(reward, [begun])[0].reward == 1.0, (
+        "the completion goes on with what the prompt has begun"
+    )
 
 
 def test_a_column_never_hides_the_completion():

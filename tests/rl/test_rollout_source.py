@@ -322,6 +322,41 @@ def test_rewards_of_turns_reach_the_batch_and_the_tokens_are_the_chats():
     assert rewards_of(mine.collect(0, Timer())) == [[1.0 + second] * 2], "a None is left out"
 
 
+class Mixed:
+    """Replies with a text and then with a message."""
+
+    num = 0
+
+    def step(self, message):
+        self.num += 1
+        return ("=4;", [{"role": "user", "content": "no"}], None)[self.num - 1]
+
+
+def test_a_message_of_the_chat_is_what_one_turn_of_the_assistants_holds():
+    """What the prompt has begun, what the policy wrote, and the text that an environment put between."""
+
+    def said(script):
+        mine = make_source(
+            Echo(script),
+            lambda text: 0.0,
+            num_groups=1,
+            make=lambda: Mixed(),
+            prompt=lambda index: [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": "I say "},
+            ],
+        )
+        (user, *others) = mine.collect(0, Timer())[0].rollouts[0].messages
+        assert user["content"] == "q"
+        return [(each["role"], each["content"]) for each in others]
+
+    found = said(lambda prompt, index: "2+2" if isinstance(prompt[0], dict) else "ok")
+    assert found == [("assistant", "I say 2+2=4;ok"), ("user", "no"), ("assistant", "ok")]
+    # There is no room for a third turn, nor for what the environment says before it.
+    long = "x" * 60
+    assert said(lambda prompt, index: long) == [("assistant", f"I say {long}=4;{long}")]
+
+
 def test_an_environment_that_speaks_chat_to_a_text_is_refused():
     class Speaks:
         def step(self, message):

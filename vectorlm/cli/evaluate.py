@@ -22,7 +22,7 @@ from vectorlm.cli.sample import (
     require_model,
 )
 from vectorlm.config.load import add_set_argument
-from vectorlm.encoding import asked, is_messages
+from vectorlm.encoding import asked, is_messages, split_begun
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
 from vectorlm.report.step_lines import json_text
@@ -95,10 +95,7 @@ def _pair_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     prompt, texts = row["prompt"], [row["completions"][place]["text"] for place in (best, worst)]
     if is_messages(prompt):
-        begun = ""
-        if prompt[-1]["role"] == "assistant":
-            *prompt, last = prompt
-            begun = last["content"]
+        prompt, begun = split_begun(prompt)
         texts = [[{"role": "assistant", "content": begun + text}] for text in texts]
     pair = {"prompt": prompt, "chosen": texts[0], "rejected": texts[1]}
     return {**pair, "score_chosen": scores[best], "score_rejected": scores[worst]}

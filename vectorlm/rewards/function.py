@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import cloudpickle
 import numpy as np
 
-from vectorlm.encoding import is_messages
+from vectorlm.encoding import chat_of
 from vectorlm.errors import RewardError, WorkerLost
 from vectorlm.rewards.runner import Kind, Reward, Scorable, run_reward
 from vectorlm.types import RewardResult
@@ -143,11 +143,6 @@ class _Scoring:
 
 class _Stopped(Exception):
     """A call has failed, and no other is wanted."""
-
-
-def chat_of(prompt: Any, text: str) -> list[Mapping[str, Any]] | None:
-    """Return the chat that a prompt and a completion are together; None where the prompt is no chat."""
-    return [*prompt, {"role": "assistant", "content": text}] if is_messages(prompt) else None
 
 
 def shown(rollout: Rollout) -> Scorable:

@@ -9,10 +9,9 @@ from typing import Any, Literal
 import torch
 
 from vectorlm.algorithms.batch import RolloutBatch
-from vectorlm.encoding import encode, render_chat
+from vectorlm.encoding import chat_of, encode, render_chat
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
-from vectorlm.rewards.function import chat_of
 from vectorlm.rl.micro_batch import map_rows
 from vectorlm.rl.models import LoadSharded, disable_dropout
 from vectorlm.rl.rollout import Rollout

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from vectorlm.encoding import is_messages
+from vectorlm.encoding import chat_of
 from vectorlm.plugin import raised_at, text_of
 from vectorlm.rewards.registry import get_reward
 from vectorlm.rewards.signature import COMPLETIONS, EXTRAS, IDS, LOG, PROMPTS, RESERVED, RewardSignature
@@ -171,7 +171,8 @@ def _run_lists(
     reward: Callable[..., Any], items: Sequence[Scorable], signature: RewardSignature
 ) -> list[RewardResult]:
     def in_list(item: Scorable) -> Any:
-        return [{"role": "assistant", "content": item.text}] if is_messages(item.prompt) else item.text
+        chat = chat_of(item.prompt, item.text)
+        return item.text if chat is None else chat[-1:]
 
     columns = [_columns(item) for item in items]
     names = dict.fromkeys(name for each in columns for name in each)

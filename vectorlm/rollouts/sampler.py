@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from vectorlm.encoding import asked, encode_reply, is_messages
+from vectorlm.encoding import asked, encode_reply, is_messages, split_begun
 from vectorlm.engine.local_requests import Hear
 from vectorlm.errors import RolloutError
 from vectorlm.rl.rollout import Rollout
@@ -131,7 +131,9 @@ class GroupSampler:
         (completion,) = await ask(prompt, {**self._params, "n": 1, "seed": seed})
         rollout = Rollout.begun(task.prompt_record, completion)
         prompt, tools = (prompt["prompt"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
-        chat = list(prompt) if is_messages(prompt) else []
+        is_chat = is_messages(prompt)
+        # What precedes the policy's message, and what it holds so far: what the prompt has begun, replies of text.
+        chat, begun = split_begun(prompt) if is_chat else ([], "")
         # A truncated turn has not finished what it began to write.
         while not rollout.is_truncated:
             message, reply = await environment.step(completion.text)
@@ -142,10 +144,9 @@ class GroupSampler:
                 break
             if isinstance(reply.messages, str):
                 ids, text = self.tokenizer.encode(reply.messages, add_special_tokens=False), reply.messages
-            elif chat:
+            elif is_chat:
                 ids = encode_reply(chat, reply.messages, completion.token_ids, self.tokenizer, tools)
                 text = self.tokenizer.decode(ids)
-                chat += [message, *reply.messages]
             else:
                 raise RolloutError(
                     f"the environment replied with messages to {str(prompt)[:80]!r}, which is no chat: give it a "
@@ -156,11 +157,16 @@ class GroupSampler:
                 # As an agent's: what it would have done next is not known.
                 rollout = replace(rollout, finish_reason="length")
                 break
+            if isinstance(reply.messages, str):
+                begun += completion.text + text
+            else:
+                chat += [{**message, "content": begun + message["content"]}, *reply.messages]
+                begun = ""
             seed = self._seed_of_turn(task.position, index, rollout.num_turns)
             (completion,) = await ask(whole, {**self._params, "n": 1, "seed": seed})
             rollout = rollout.continued(tuple(ids), text, completion)
-        last = {"role": "assistant", "content": completion.text}
-        return replace(rollout, messages=[*chat, last] if chat else None)
+        last = {"role": "assistant", "content": begun + completion.text}
+        return replace(rollout, messages=[*chat, last] if is_chat else None)
 
     @property
     def _params(self) -> dict[str, Any]:

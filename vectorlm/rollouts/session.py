@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vectorlm.encoding import encode, encode_reply, end_tokens
+from vectorlm.encoding import chat_of, encode, encode_reply, end_tokens
 from vectorlm.engine.local_requests import Hear
 from vectorlm.errors import RolloutError
 from vectorlm.rl.rollout import Rollout
@@ -214,7 +214,7 @@ class Session:
                 tuple(ids),
                 text,
                 said(each.text),
-                chat and [*chat, {"role": "assistant", "content": each.text}],
+                chat_of(chat, each.text),
             )
             for each in completions
         ]
