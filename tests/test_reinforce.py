@@ -181,7 +181,7 @@ def test_a_step_that_is_made_again_is_bit_for_bit_what_was_logged(ppo, tmp_path,
         assert main(["replay", str(output), "--step", str(step)]) == 0
         printed = capsys.readouterr().out
         assert printed.count("as logged") == 5 + (weights == "as logged")
-        assert f"  weights           {weights}" in printed
+        assert f"  weights              {weights}" in printed
     rollouts = lines(output / "rollouts.jsonl")
     changed = [each | {"reward": each["reward"] + (each["train_step"] == 4)} for each in rollouts]
     changed[-1]["reward"] += 1.0
@@ -483,7 +483,7 @@ def test_truncated_completions_are_trained_on_as_they_were_drawn(
     assert metrics[0]["reference/kl"] > 0.1
     assert "sampler/outside_support" in METRICS
     assert main(["replay", str(tmp_path / "cut"), "--step", "3"]) == 0
-    assert "  weights           as logged" in capsys.readouterr().out
+    assert "  weights              as logged" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,10 +1,20 @@
-"""``vectorlm replay``: where two runs part; test_reinforce.py makes steps again."""
+"""``vectorlm replay``: where two runs part, and steps of scripted runs; test_reinforce.py makes vLLM's again."""
 
 import json
 
 import pytest
+from rank_processes import save_tiny_llama
+from rl_runs import config_of, lines, save_files
 
+from vectorlm import FakeEngine
 from vectorlm.cli import main
+from vectorlm.ranks import launcher
+from vectorlm.rl_run import reinforce
+
+APART = """
+def first(completions, wanted):
+    return [float(letter in LETTERS and index % 4 == 0) for index, letter in enumerate(wanted)]
+"""
 
 
 def save_run(folder, rows, norms):
@@ -61,3 +71,34 @@ def test_the_first_step_at_which_two_runs_differ_is_named_with_what_differs(
 def test_what_is_missing_is_said_in_one_line(tmp_path, capsys, arguments, text):
     assert main(["replay", str(tmp_path), *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.fixture
+def make_run(tmp_path, monkeypatch):
+    """Make a run of four steps in this process, with an engine that answers by a script; some groups are dropped."""
+    monkeypatch.setattr(launcher, "launch", lambda fn, *args, world_size: [fn(*args)])
+    files = save_files(tmp_path)
+    save_tiny_llama(files / "model", vocab_size=128)
+
+    def make(letters):
+        (tmp_path / "first.py").write_text(APART.replace("LETTERS", repr(letters)))
+        overrides = [
+            f"rl.rewards={{'{tmp_path}/first.py:first': 1.0}}",
+            "rl.dynamic_sampling=True",
+            "rl.max_sampling_rounds=1",
+            "rl.rollout.save_tokens=True",
+            "rl.save_every=4",
+        ]
+        with FakeEngine(lambda prompt, version: f"{prompt}{version}") as engine:
+            reinforce(config_of(files, tmp_path / "run", "reinforce", overrides), engine=engine)
+        metrics = lines(tmp_path / "run" / "metrics.jsonl")
+        return tmp_path / "run", {line["step"]: line["rollout/groups"] for line in metrics if line["step"]}
+
+    return make
+
+
+def test_what_is_compared_leaves_out_the_groups_that_were_dropped(make_run, capsys):
+    run, num_kept = make_run("abcd")
+    assert 0 < num_kept[4] < 4
+    assert main(["replay", str(run), "--step", "4"]) == 0
+    assert "  reward/trained_mean  0.25, as logged" in capsys.readouterr().out

@@ -18,7 +18,8 @@ from vectorlm.config.load import load_config
 from vectorlm.errors import ConfigError
 from vectorlm.report.runs import read_lines
 
-COMPARED = ("policy/loss", "policy/grad_norm", "policy/entropy", "policy/kl", "reward/mean")
+COMPARED = ("policy/loss", "policy/grad_norm", "policy/entropy", "policy/kl", "reward/trained_mean")
+"""Metrics of the groups that a step trained on: the log lacks those that dynamic sampling dropped."""
 OF_ROLLOUTS = {
     "prompts": "prompt",
     "tokens": "token_ids",
@@ -162,15 +163,17 @@ def _is_as_logged(
         before, now = logged[step][-1].get(name), again.get(name)
         is_same &= before == now
         print(
-            f"  {name:16}  {f'{before}, as logged' if before == now else f'{before} was logged, and is {now}'}"
+            f"  {name:19}  {f'{before}, as logged' if before == now else f'{before} was logged, and is {now}'}"
         )
     kept = run / "final-model"
     if step != max(logged) or not kept.is_dir():
         kept = folder_of(run / "checkpoints", step)
     if not kept.is_dir():
-        print(f"  weights           not compared: {run} has no checkpoint of step {step}")
+        print(f"  weights              not compared: {run} has no checkpoint of step {step}")
         return is_same
     known, found = (load_source(find_source(each))[0].state_dict() for each in (kept, model))
     unlike = [name for name, tensor in known.items() if not tensor.equal(found[name].to(tensor.dtype))]
-    print(f"  weights           {f'{len(unlike)} of {len(known)} tensors differ' if unlike else 'as logged'}")
+    print(
+        f"  weights              {f'{len(unlike)} of {len(known)} tensors differ' if unlike else 'as logged'}"
+    )
     return is_same and not unlike
