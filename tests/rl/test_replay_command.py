@@ -102,3 +102,12 @@ def test_what_is_compared_leaves_out_the_groups_that_were_dropped(make_run, caps
     assert 0 < num_kept[4] < 4
     assert main(["replay", str(run), "--step", "4"]) == 0
     assert "  reward/trained_mean  0.25, as logged" in capsys.readouterr().out
+
+
+def test_a_step_that_dropped_all_its_groups_is_made_again_only_on_the_way_to_others(make_run, capsys):
+    # One prompt of eight has rewards that differ.
+    run, num_kept = make_run("a")
+    assert sorted(num_kept.values()) == [0, 0, 1, 1]
+    for step, num in num_kept.items():
+        assert main(["replay", str(run), "--step", str(step)]) == (0 if num else 2)
+        assert (f"step {step} of {run} kept none of its groups" in capsys.readouterr().err) == (num == 0)

@@ -104,6 +104,11 @@ def _replay(run: Path, step: int) -> int:
     train, rl = config.train_parameters, config.rl
     if rl is None or train.sampler is None:
         raise ConfigError(f"{run} is no run of reinforcement learning.")
+    if logged[step][-1].get("rollout/groups") == 0:
+        raise ConfigError(
+            f"step {step} of {run} kept none of its groups and left the weights as they were: there is nothing to "
+            "make again. Choose another step."
+        )
     spec = get_algorithm(rl.algorithm)
     if spec.needs_greedy or spec.needs_parts:
         raise ConfigError(

@@ -89,9 +89,9 @@ class RecordedGroups:
         return len(next(iter(self._groups.values()))[0].rollouts)
 
     def collect(self, step: int, timer: Timer) -> list[RolloutGroup]:
-        """Return the groups that the step after `step` trained on."""
+        """Return the groups that the step after `step` trained on; none if it dropped all of them."""
         with timer.span("time/generate_s"), timer.span("time/score_s"):
-            return self._groups[step + 1]
+            return self._groups.get(step + 1, [])
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return nothing."""
