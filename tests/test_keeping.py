@@ -14,6 +14,7 @@ from vectorlm.cli import main
 from vectorlm.config import load_config
 from vectorlm.errors import CheckpointError, RewardError
 from vectorlm.preflight.resume import find_resumption, say_finished
+from vectorlm.ranks import launcher
 from vectorlm.rl_run import reinforce
 from vectorlm.sft_run import finetune
 from vectorlm.train.loop import FineTuningLoop
@@ -210,3 +211,15 @@ def test_a_best_checkpoint_that_was_deleted_is_named_and_the_last_weights_are_ex
         by_rewards(inputs, output)
     by_rewards(inputs, output, "train_parameters.final_model=last")
     assert are_equal(weights_of(output / "final-model"), exported(output, 4, tmp_path / "of-4"))
+
+
+def test_the_last_step_of_a_run_that_ended_with_its_best_model_is_made_again_as_it_was(
+    inputs, tmp_path, capsys, monkeypatch
+):
+    output = tmp_path / "run"
+    # Without a baseline, the step after the one that is right moves the weights.
+    by_rewards(inputs, output, "rl.algorithm=reinforce", "rl.rollout.save_tokens=True")
+    assert not are_equal(weights_of(output / "final-model"), exported(output, 4, tmp_path / "of-4"))
+    monkeypatch.setattr(launcher, "launch", lambda fn, *args, world_size: [fn(*args)])
+    assert main(["replay", str(output), "--step", "4"]) == 0
+    assert "  weights              as logged" in capsys.readouterr().out

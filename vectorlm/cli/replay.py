@@ -116,6 +116,9 @@ def _replay(run: Path, step: int) -> int:
         )
     masks = rl.async_ is not None and rl.async_.overdue == "mask"
     max_lag = rl.async_.max_staleness if masks and rl.async_ is not None else None
+    kept = folder_of(run / "checkpoints", step)
+    if not kept.is_dir() and step == max(logged) and train.keep.final_model == "last":
+        kept = run / "final-model"
     first = max((each for each in steps_in(run / "checkpoints") if each < step), default=0)
     with tempfile.TemporaryDirectory(prefix="replay-", dir=run) as folder:
         output = Path(folder)
@@ -143,7 +146,7 @@ def _replay(run: Path, step: int) -> int:
         (again,) = _by_step(output / "metrics.jsonl", "step")[step]
         start = f"the checkpoint of step {first}" if first else "the start"
         print(f"{run}: steps {first + 1} to {step} again, from {start}")
-        return int(not _is_as_logged(run, step, logged, again, output / "final-model"))
+        return int(not _is_as_logged(logged[step][-1], again, kept, output / "final-model"))
 
 
 def _on_rank(checked: Any, path: Path, step: int, max_lag: int | None) -> None:
@@ -160,21 +163,16 @@ def _on_rank(checked: Any, path: Path, step: int, max_lag: int | None) -> None:
         )
 
 
-def _is_as_logged(
-    run: Path, step: int, logged: Mapping[int, list[dict[str, Any]]], again: Mapping[str, Any], model: Path
-) -> bool:
+def _is_as_logged(logged: Mapping[str, Any], again: Mapping[str, Any], kept: Path, model: Path) -> bool:
     is_same = True
     for name in COMPARED:
-        before, now = logged[step][-1].get(name), again.get(name)
+        before, now = logged.get(name), again.get(name)
         is_same &= before == now
         print(
             f"  {name:19}  {f'{before}, as logged' if before == now else f'{before} was logged, and is {now}'}"
         )
-    kept = run / "final-model"
-    if step != max(logged) or not kept.is_dir():
-        kept = folder_of(run / "checkpoints", step)
     if not kept.is_dir():
-        print(f"  weights              not compared: {run} has no checkpoint of step {step}")
+        print(f"  weights              not compared: {kept} is not there")
         return is_same
     known, found = (load_source(find_source(each))[0].state_dict() for each in (kept, model))
     unlike = [name for name, tensor in known.items() if not tensor.equal(found[name].to(tensor.dtype))]
