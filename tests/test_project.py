@@ -2,12 +2,20 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from rank_processes import save_tiny_llama
+from sft_runs import lines
 
+from vectorlm import FakeEngine
 from vectorlm.cli import main
-from vectorlm.project import PROJECT_CHECKS, ProjectUnderTest
+from vectorlm.config import load_config, save_config
+from vectorlm.preflight.checked import preflight
+from vectorlm.project import GAP, PROJECT_CHECKS, ProjectUnderTest, two_steps_train
 
+TINY_LLAMA = {"max_length": 256}
+TRAIN, SAMPLER = "train_parameters", "train_parameters.sampler"
 BROKEN = {
     "rewards_survive_any_completion": ("return float(completion.split()[0] == str(answer))", "IndexError"),
     "rewards_are_deterministic": ("return random.random()", "and then"),
@@ -39,6 +47,55 @@ def test_a_broken_reward_is_named(project, name):
     check = {each.__name__: each for each in PROJECT_CHECKS}[name]
     with pytest.raises(AssertionError, match=said):
         check(ProjectUnderTest("config.yaml"))
+
+
+def under_test(*overrides):
+    save_config(load_config("config.yaml", overrides), "mine.yaml")
+    return ProjectUnderTest("mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (1, ["rl.environment=null", "rl.sampling_params.max_tokens=64", "rl.overlong_buffer_tokens=32"]),
+        (1, ["rl.sampling_params.max_tokens=null"]),
+        (1, ["rl.algorithm=online_dpo", "rl.sampling_params={max_tokens: 64, min_tokens: 32}"]),
+        (1, ["rl.num_mini_batches=4", "rl.max_kl=0.1"]),
+        (1, ["rl.algorithm=ppo", "rl.critic.warmup_steps=5"]),
+        (1, [f"{TRAIN}.profile_steps=3"]),
+        (1, [f"{TRAIN}.max_seq_len=-1"]),
+        (2, [f"{TRAIN}.context_parallel=2"]),
+        (1, [f"{TRAIN}.use_flash_attention=true", f"{TRAIN}.use_mp=false", f"{TRAIN}.dtype=bfloat16"]),
+        (1, [f"{SAMPLER}={{inference: transformers}}"]),
+        (1, [f"{SAMPLER}={{inference: server, engine: {{url: 'http://a:1'}}}}", "lora_peft_config={use_dora: true}"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_config_that_is_accepted_is_accepted_for_two_steps_too(project, world_size, overrides):
+    mine = under_test(*overrides)
+    preflight(mine.config, world_size)
+    preflight(load_config("mine.yaml", mine.overrides), 1)
+
+
+def test_two_steps_have_tokens_to_compare_and_no_best_model_to_wait_for(project, tmp_path, monkeypatch):
+    Path("held.jsonl").write_text(Path("prompts.jsonl").read_text().partition("\n")[0])
+    mine = under_test(
+        "rl.algorithm=dapo",
+        "rl.drop_truncated=true",
+        "rl.correction.preset=bypass",
+        f"{TRAIN}.checkpointing_enabled=true",
+        f"{TRAIN}.keep_best=true",
+        f"{TRAIN}.final_model=best",
+        f"{SAMPLER}.prompts=held.jsonl",
+        f"{SAMPLER}.sample_frequency=1",
+    )
+    mine.model = save_tiny_llama(tmp_path / "bytes", vocab_size=128, **TINY_LLAMA)
+    with FakeEngine(lambda prompt, version: "z" * 40) as engine:
+        monkeypatch.setattr(
+            "vectorlm.project.launch", lambda fn, checked, world_size: fn(checked, engine=engine)
+        )
+        two_steps_train(mine)
+    assert all(GAP in row for row in lines(mine.run / "metrics.jsonl") if row["step"])
 
 
 @pytest.mark.slow

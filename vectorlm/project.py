@@ -28,6 +28,7 @@ from vectorlm.data.prompts import read_prompts
 from vectorlm.encoding import chat_of, load_tokenizer
 from vectorlm.errors import ConfigError, EngineError, RankFailed
 from vectorlm.preflight.checked import preflight
+from vectorlm.preflight.local_model import resolve_model
 from vectorlm.ranks.launcher import launch
 from vectorlm.report.runs import read_lines
 from vectorlm.rewards.function import RewardFunction
@@ -40,6 +41,8 @@ from vectorlm.workers import WorkerPool
 __all__ = ["PROJECT_CHECKS", "ProjectUnderTest"]
 
 NUM_PROMPTS, MAX_TOKENS = 8, 16
+MAX_SEQ_LEN = 1 << 16
+"""The tiny model's longest sequence, which fills the engine's KV cache."""
 LOGPROB_TOLERANCE = 1e-3
 """Largest difference between the log-probabilities of engine and trainer, which are both in float32."""
 STRANGE = ("", "\u4f60\u597d \U0001f642 \u202e e\u0301 \x00", "12 " * 50_000)
@@ -86,6 +89,61 @@ class ProjectUnderTest:
         save_tiny_model(self.folder / "model", tokenizer)
         return self.folder / "model"
 
+    @property
+    def overrides(self) -> list[str]:
+        """What makes its run short and small; a config that `preflight` accepts is accepted with them too."""
+        train, collect = self.config.train_parameters, self.rl.collect
+        num_prompts = min(collect.prompts_per_step, NUM_PROMPTS)
+        # vLLM refuses fewer than min_tokens.
+        max_tokens = max(
+            min(collect.sampling["max_tokens"] or MAX_TOKENS, MAX_TOKENS),
+            collect.sampling.get("min_tokens") or 0,
+        )
+        longest = resolve_model(self.config).train_parameters.max_seq_len
+        if longest == -1:
+            # The config's model is not here: a micro-batch must have room for a whole group of such sequences.
+            longest = self.rl.update.max_tokens_per_micro_batch // collect.group_size
+        changes: dict[str, Any] = {
+            "model": str(self.model),
+            "enable_wandb_logging": False,
+            "train_parameters.output_dir": str(self.folder / "run"),
+            # Two short steps, without a profile, which begins after them.
+            "rl.max_steps": 2,
+            "rl.prompts_per_step": num_prompts,
+            "rl.num_mini_batches": min(self.rl.update.num_mini_batches, num_prompts),
+            "rl.sampling_params.max_tokens": max_tokens,
+            "rl.overlong_buffer_tokens": min(collect.overlong_buffer_tokens, max_tokens),
+            "rl.critic.warmup_steps": min(self.rl.critic.warmup_steps, 1),
+            "train_parameters.max_seq_len": min(longest, MAX_SEQ_LEN),
+            "train_parameters.profile_steps": 0,
+            # Without checkpoints there is no best one.
+            "train_parameters.checkpointing_enabled": False,
+            "train_parameters.keep_best": False,
+            # One rank, which computes in float32, as the engine does.
+            "train_parameters.context_parallel": 1,
+            "train_parameters.dtype": "float32",
+            "train_parameters.use_mp": False,
+            "train_parameters.use_flash_attention": False,
+            "train_parameters.quantization": None,
+            # Adapters fit the config's own model, and name its layers.
+            "train_parameters.adapters": None,
+            "train_parameters.merge_adapters": False,
+            "train_parameters.lora_peft_config": None,
+            # A tiny model's answers are alike and cut off: all of them are trained on, and compared with the engine's.
+            "rl.dynamic_sampling": False,
+            "rl.drop_truncated": False,
+            "rl.correction": {},
+        }
+        sampler = train.sampler
+        if sampler is None or sampler.engine.inference in ("vllm", "server"):
+            # Arguments of vLLM or a server fit the config's own model and devices.
+            changes |= {
+                "train_parameters.sampler.inference": "vllm",
+                "train_parameters.sampler.vllm_dtype": "float32",
+                "train_parameters.sampler.engine": {"kv_cache_memory_bytes": 64 << 20},
+            }
+        return [f"{name}={json.dumps(value)}" for name, value in changes.items()]
+
     @functools.cached_property
     def run(self) -> Path:
         """The folder of a run of two steps.
@@ -97,21 +155,7 @@ class ProjectUnderTest:
 
         if (self.folder / "run").exists():
             raise RankFailed("the run of two steps failed before.")
-        changes = {
-            "model": str(self.model),
-            "enable_wandb_logging": False,
-            "train_parameters.output_dir": str(self.folder / "run"),
-            "train_parameters.checkpointing_enabled": False,
-            "train_parameters.dtype": "float32",
-            "train_parameters.sampler.vllm_dtype": "float32",
-            "train_parameters.sampler.engine.kv_cache_memory_bytes": 64 << 20,
-            "rl.max_steps": 2,
-            "rl.prompts_per_step": min(self.rl.collect.prompts_per_step, NUM_PROMPTS),
-            "rl.num_mini_batches": 1,
-            "rl.sampling_params.max_tokens": min(self.rl.collect.sampling["max_tokens"], MAX_TOKENS),
-        }
-        overrides = [f"{name}={json.dumps(value)}" for name, value in changes.items()]
-        launch(reinforce, preflight(load_config(self.config_path, overrides), 1), world_size=1)
+        launch(reinforce, preflight(load_config(self.config_path, self.overrides), 1), world_size=1)
         return self.folder / "run"
 
     @functools.cached_property
@@ -157,7 +201,7 @@ def save_tiny_model(path: Path, tokenizer: Any) -> None:
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
-        max_position_embeddings=1 << 16,
+        max_position_embeddings=MAX_SEQ_LEN,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
