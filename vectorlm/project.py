@@ -105,8 +105,11 @@ class ProjectUnderTest:
             longest = self.rl.update.max_tokens_per_micro_batch // collect.group_size
         changes: dict[str, Any] = {
             "model": str(self.model),
-            "enable_wandb_logging": False,
+            # All that it writes is in the folder.
             "train_parameters.output_dir": str(self.folder / "run"),
+            "train_parameters.sampler.output_jsonl_path": None,
+            "trackers": {},
+            "enable_wandb_logging": False,
             # Two short steps, without a profile, which begins after them.
             "rl.max_steps": 2,
             "rl.prompts_per_step": num_prompts,
