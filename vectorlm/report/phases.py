@@ -31,7 +31,7 @@ PHASES = {
     "evaluate": Phase("evaluation", 4),
     "evaluate/publish": Phase("evaluation: hot swap"),
     "evaluate/sample": Phase("evaluation: sampling"),
-    "evaluate/score": Phase("evaluation: rewards and files"),
+    "evaluate/score": Phase("evaluation: rewards, tasks of the harness, files"),
     "save": Phase("checkpoints", 5),
     "other": Phase("everything else: data, logging, export"),
 }
