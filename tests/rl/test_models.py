@@ -24,7 +24,7 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.reward_model import RewardModel
 from vectorlm.rl.models import Critic, Reference, disable_dropout, load_critic
 from vectorlm.train.language_model import LanguageModel
-from vectorlm.train.load import load_model
+from vectorlm.train.load import STEP_SEPARATOR, load_model
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.packing import Rows
 from vectorlm.train.settings import ModelSettings
@@ -75,6 +75,30 @@ def test_a_chat_gets_the_special_tokens_of_its_template_and_no_others(judge, tmp
     ids = torch.tensor([tokenizer("</s>abcd", add_special_tokens=False)["input_ids"]])
     ((found,),) = on_ranks(1, score, tmp_path / "judge", [rollout_of(CHAT, "cd")])
     assert found == pytest.approx([plain(ids).logits.item()], abs=1e-5)
+
+
+def test_the_chat_with_an_environment_is_read_as_reward_functions_are_shown_it(judge, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    tokenizer.chat_template = (
+        "{% for each in messages %}{{ each['role'][0] }}{{ each['content'] }}{% endfor %}"
+    )
+    shutil.copytree(judge, tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    plain = AutoModelForSequenceClassification.from_pretrained(judge).eval()
+    ids = torch.tensor([tokenizer("uabacufae", add_special_tokens=False)["input_ids"]])
+    turns = [("assistant", "c"), ("user", "f"), ("assistant", "e")]
+    messages = [*CHAT, *({"role": role, "content": content} for role, content in turns)]
+    ((found,),) = on_ranks(1, score, tmp_path / "judge", [rollout_of(CHAT, "cufae", messages=messages)])
+    assert found == pytest.approx([plain(ids).logits.item()], abs=1e-5)
+    plain.config.pad_token_id = tokenizer.eos_token_id
+    plain.save_pretrained(tmp_path / "judge")
+    tokenizer.init_kwargs[STEP_SEPARATOR] = "z"
+    tokenizer.save_pretrained(tmp_path / "judge")
+    messages[-1]["content"] = "ezgz"
+    whole = tokenizer("uabacufezgz", add_special_tokens=False)["input_ids"]
+    ends = [torch.tensor([whole[:end]]) for end in (9, 11)]
+    ((found,),) = on_ranks(1, score, tmp_path / "judge", [rollout_of(CHAT, "cufaezgz", messages=messages)])
+    assert found == pytest.approx([min(plain(ids).logits.sigmoid().item() for ids in ends)], abs=1e-5)
 
 
 @pytest.mark.parametrize("saved_padding", [None, "eos"])

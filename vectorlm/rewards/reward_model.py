@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 
 from vectorlm.algorithms.batch import RolloutBatch
-from vectorlm.encoding import chat_of, encode, render_chat
+from vectorlm.encoding import encode, render_chat
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
+from vectorlm.rewards.function import shown
 from vectorlm.rl.micro_batch import map_rows
 from vectorlm.rl.models import LoadSharded, disable_dropout
 from vectorlm.rl.rollout import Rollout
@@ -115,9 +116,16 @@ class RewardModel:
         return logits[:, :1].expand(input_ids.shape)
 
     def _steps(self, rollout: Rollout) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a prompt and its steps, laid out as in training, and which of them end a step."""
-        steps = [each for each in rollout.text.split(self._separator) if each.strip()] or [rollout.text]
-        ids = encode(rollout.prompt_record.prompt, lambda: self._tokenizer)
+        """Return the tokens of a prompt and its steps, laid out as in training, and which of them end a step.
+
+        With an environment, the prompt is the chat before the last turn.
+        """
+        prompt, answer = rollout.prompt_record.prompt, rollout.text
+        if rollout.messages is not None:
+            *prompt, last = rollout.messages
+            answer = last["content"]
+        steps = [each for each in answer.split(self._separator) if each.strip()] or [answer]
+        ids = encode(prompt, lambda: self._tokenizer)
         ends = [False] * len(ids)
         (separator, *texts) = self._tokenizer([self._separator, *steps], add_special_tokens=False)[
             "input_ids"
@@ -130,7 +138,7 @@ class RewardModel:
     def _token_ids(self, rollout: Rollout) -> list[int]:
         prompt: Any = rollout.prompt_record.prompt
         is_text = isinstance(prompt, str)
-        if (chat := chat_of(prompt, rollout.text)) is not None:
+        if (chat := shown(rollout).messages) is not None:
             text = str(render_chat(self._tokenizer, chat, tokenize=False))
         else:
             text = (prompt if is_text else str(self._tokenizer.decode(list(prompt)))) + rollout.text
