@@ -165,7 +165,8 @@ def test_an_environment_in_a_worker_keeps_its_state_and_tells_its_tools():
     asked, replies, reward = play(Guess, ["5", "3"])
     assert asked[-1]["content"] == "From 1 to 9."
     assert [reply.done for _, reply in replies] == [False, True]
-    asked, replies, reward = play(Counter, ['{"name": "add", "arguments": {"by": 4}}', "7"])
+    # The limit is for what the environment does, and not for the import of torch, which describes its tools.
+    asked, replies, reward = play(Counter, ['{"name": "add", "arguments": {"by": 4}}', "7"], timeout_s=2.0)
     assert [tool["function"]["name"] for tool in asked["tools"]] == ["add"]
     assert replies[0][1].messages[0]["content"] == "7"
     assert reward == 0.7
@@ -310,6 +311,22 @@ def test_an_environment_that_fails_is_named_with_prompt_turn_and_text(method, fa
         RolloutError, match=rf"(?s)'Faulty' failed in {method}: {message}.*Guess.*turn {turn}, after"
     ):
         play(faulty(fault, method, is_async), ["5"], timeout_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda: 1 / 0, rf"ZeroDivisionError: division by zero \({__file__}:\d+\)"),
+        (lambda: time.sleep(5), r"no answer within 1 s"),
+        (leave, "its process ended with exit code 3"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_named_with_the_prompt(fault, message):
+    made = type("Unmade", (Guess,), {"__init__": lambda self: fault()})
+    with pytest.raises(
+        RolloutError, match=rf"(?s)'Unmade' failed in its import or constructor: {message}.*Guess.*turn 0"
+    ):
+        play(made, [], timeout_s=1.0)
 
 
 class Untyped:

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -34,15 +33,18 @@ class EnvironmentHost:
         self.make = make if isinstance(make, str) else cloudpickle.dumps(make)
         self.where = make if isinstance(make, str) else getattr(make, "__name__", str(make))
         self.keys = itertools.count()
-        self._description: Future[tuple[list[Any], bool]] | None = None
+        self._description: asyncio.Task[tuple[list[Any], bool]] | None = None
         self._stack = AsyncExitStack()
         self._shared: asyncio.Task[Worker] | None = None
 
     async def describe(self, record: PromptRecord) -> tuple[list[Any], bool]:
-        """Return the schemas of the environment's tools, and whether it is asynchronous; a worker finds out once."""
+        """Return the schemas of the environment's tools, and whether it is asynchronous; a worker finds out once.
+
+        Called on the event loop of the workers.
+        """
         if self._description is None:
-            self._description = self.workers.submit(self._describe(record))
-        return await asyncio.shield(asyncio.wrap_future(self._description))
+            self._description = asyncio.create_task(self._describe(record))
+        return await asyncio.shield(self._description)
 
     async def shared(self) -> Worker:
         """Return the worker of all asynchronous environments; called on the event loop of the workers."""
@@ -55,10 +57,14 @@ class EnvironmentHost:
 
     async def _describe(self, record: PromptRecord) -> tuple[list[Any], bool]:
         async with self.workers.worker() as worker:
-            tools, is_shared = await worker.ask(f"{__name__}:describe", self.make, self.where, record.columns)
-            if tools:
-                # It imported torch for the schemas.
-                self.workers.end(worker, "it is too large to keep")
+            arguments = self.make, self.where, record.columns
+            work = worker.run(f"{__name__}:describe", *arguments, limit_s=self.timeout_s)
+            has_tools, is_shared = [value async for value in work][-1]
+            if not has_tools:
+                return [], is_shared
+            # It imports torch for the schemas, for which there is no limit.
+            tools = await worker.ask(f"{__name__}:describe_tools", self.where)
+            self.workers.end(worker, "it is too large to keep")
             return tools, is_shared
 
 
@@ -77,7 +83,7 @@ class HostedEnvironment:
         """Return what the policy is asked first: the prompt with what the environment adds, and its tools."""
         record = self._record
         # First: who waits for a second worker must not have one.
-        own_tools, self._is_shared = await self._host.describe(record)
+        own_tools, self._is_shared = await self._call("describe", record)
         tools = [*(tools_of(record.columns) or ()), *own_tools]
         prompt = await self._call("begin", self._host.make, self._host.where, record.prompt, record.columns)
         return {"prompt": prompt, "tools": tools} if tools and is_messages(prompt) else prompt
@@ -109,7 +115,8 @@ class HostedEnvironment:
         except ConfigError:
             raise
         except (WorkerLost, RuntimeError) as error:
-            method = {"begin": "reset", "end": "close"}.get(what, what)
+            methods = {"describe": "its import or constructor", "begin": "reset", "end": "close"}
+            method = methods.get(what, what)
             raise RolloutError(
                 f"the environment {self._host.where!r} failed in {method}: {error} (prompt "
                 f"{str(self._record.prompt)[:80]!r}, turn {self._num_turns}, after {self._written[:80]!r}). Correct "
@@ -117,6 +124,8 @@ class HostedEnvironment:
             ) from error
 
     async def _ask(self, what: str, arguments: tuple[Any, ...]) -> Any:
+        if what == "describe":
+            return await self._host.describe(*arguments)
         if self._worker is None and self._is_shared:
             self._worker = await self._host.shared()
         elif self._worker is None:
@@ -128,18 +137,25 @@ class HostedEnvironment:
 
 # What follows runs in the worker.
 _players: dict[int, Player] = {}
+_tools: list[Callable[..., Any]] = []
 _runner = asyncio.Runner()
 
 
 def describe(make: str | bytes, where: str, columns: Mapping[str, Any]) -> Any:
-    """Yield the schemas of the tools, and whether the environment is asynchronous."""
+    """Yield None once it is imported; then whether the environment has tools, and whether it is asynchronous."""
     made: Any = _loaded(make)
-    tools = []
+    yield None
+    _tools.clear()
     # A shorthand has none, and is not made to look for them.
     if not hasattr(made, "respond"):
         made = environments.make_environment(made, columns)
-        tools = environments.tools_of(made, environments.kind_of(made, where))
-    yield schemas_of(tools, where) if tools else [], environments.is_asynchronous(made)
+        _tools.extend(environments.tools_of(made, environments.kind_of(made, where)))
+    yield bool(_tools), environments.is_asynchronous(made)
+
+
+def describe_tools(where: str) -> Any:
+    """Yield the schemas of the tools of the environment that was described last."""
+    yield schemas_of(_tools, where)
 
 
 def play(key: int, what: str, *arguments: Any) -> Any:
