@@ -30,6 +30,9 @@ def project(tmp_path, folder, monkeypatch):
     assert main(["new", "mine", "--repository", "https://example.org/vectorlm"]) == 0
     monkeypatch.chdir(tmp_path / "mine")
     (tmp_path / "mine/model").symlink_to(folder)
+    # Its files import their neighbours, also where other tests have imported modules of these names.
+    monkeypatch.syspath_prepend(tmp_path / "mine")
+    monkeypatch.delitem(sys.modules, "rewards", raising=False)
     return tmp_path / "mine"
 
 
