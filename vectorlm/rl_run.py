@@ -297,15 +297,17 @@ def _environments(run: Run, rl: RLSettings) -> Environments:
 def _scorer(run: Run, rl: RLSettings) -> RewardScorer:
     train = run.config.train_parameters
 
-    def weights_of(source: str, rewards: Mapping[str, Any]) -> dict[str, float]:
+    def weights_of(rewards: Mapping[str, Any], environment: str | None) -> dict[str, float]:
         both = {**rewards, **rl.reward.reward_models}
-        of_environment = {} if rl.collect.environment_of(source) is None else {ENVIRONMENT: 1.0}
+        of_environment = {} if environment is None else {ENVIRONMENT: 1.0}
         return {short_name(name): float(weight) for name, weight in both.items()} | of_environment
 
     return RewardScorer(
         functions={short_name(name): name for name in rl.all_rewards},
-        weights=weights_of("", rl.reward.rewards),
-        of_source={name: weights_of(name, each.rewards) for name, each in rl.by_source.items() if name},
+        weights=weights_of(rl.reward.rewards, rl.collect.environment_of("")),
+        of_source={
+            name: weights_of(each.rewards, each.environment) for name, each in rl.by_source.items() if name
+        },
         models={
             short_name(path): RewardModel(
                 path,

@@ -172,11 +172,10 @@ def _is_as_logged(logged: Mapping[str, Any], again: Mapping[str, Any], kept: Pat
             f"  {name:19}  {f'{before}, as logged' if before == now else f'{before} was logged, and is {now}'}"
         )
     if not kept.is_dir():
-        print(f"  weights              not compared: {kept} is not there")
+        print(f"  {'weights':19}  not compared: {kept} is not there")
         return is_same
     known, found = (load_source(find_source(each))[0].state_dict() for each in (kept, model))
     unlike = [name for name, tensor in known.items() if not tensor.equal(found[name].to(tensor.dtype))]
-    print(
-        f"  weights              {f'{len(unlike)} of {len(known)} tensors differ' if unlike else 'as logged'}"
-    )
+    text = f"{len(unlike)} of {len(known)} tensors differ" if unlike else "as logged"
+    print(f"  {'weights':19}  {text}")
     return is_same and not unlike
