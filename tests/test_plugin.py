@@ -86,15 +86,40 @@ def test_a_package_that_a_module_needs_is_not_taken_for_the_module(tmp_path, mon
         load_plugin("needs_more:x")
 
 
-def test_a_file_finds_its_neighbours_also_when_it_is_called(tmp_path):
-    """A second neighbour of the same name is not looked for: Python has that module already."""
-    for folder, answer in (("one", 1), ("other", 2)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "my_neighbour.py").write_text(f"ANSWER = {answer}\n")
-        (tmp_path / folder / "late_neighbour.py").write_text("LATE = 3\n")
-        (tmp_path / folder / "mine.py").write_text(
-            "import my_neighbour\n\n"
-            "def score():\n    from late_neighbour import LATE\n    return my_neighbour.ANSWER + LATE\n"
-        )
-    assert load_plugin(f"{tmp_path}/one/mine.py:score")() == 4
-    assert load_plugin(f"{tmp_path}/other/mine.py:score")() == 4
+def write_neighbours(folder, direct, between, late):
+    """Write mine.py, which imports `direct` and, when called, `late`; `direct` imports `between`."""
+    folder.mkdir()
+    (folder / f"{direct}.py").write_text(f"from {between} import ANSWER\n")
+    (folder / f"{between}.py").write_text(f"ANSWER = {len(folder.name)}\n")
+    (folder / f"{late}.py").write_text("LATE = 3\n")
+    (folder / "mine.py").write_text(
+        f"from {direct} import ANSWER\n\ndef score():\n    from {late} import LATE\n    return ANSWER + LATE\n"
+    )
+
+
+@pytest.mark.parametrize("shared", ["direct", "between", "late"])
+def test_a_file_finds_its_own_neighbours_also_when_it_is_called(tmp_path, shared):
+    """Python keeps one module by each name: where that would be another folder's, the file is refused."""
+    names = {each: f"{shared}_{each}" for each in ("direct", "between", "late")}
+    write_neighbours(tmp_path / "one", **names)
+    assert load_plugin(f"{tmp_path}/one/mine.py:score")() == 6
+    others = {each: f"other_{name}" for each, name in names.items()}
+    write_neighbours(tmp_path / "other", **others)
+    assert load_plugin(f"{tmp_path}/other/mine.py:score")() == 8
+    write_neighbours(
+        tmp_path / "third",
+        **{each: f"third_{name}" for each, name in names.items()} | {shared: names[shared]},
+    )
+    with pytest.raises(
+        ConfigError, match=rf"'{names[shared]}' and would get .*one.* in place of .*third.*Rename"
+    ):
+        load_plugin(f"{tmp_path}/third/mine.py:score")
+
+
+def test_what_is_installed_goes_before_a_neighbour(tmp_path):
+    (tmp_path / "time.py").write_text("")
+    (tmp_path / "numpy.py").write_text("")
+    (tmp_path / "mine.py").write_text(
+        "import numpy, time\n\ndef now():\n    return numpy.float64(time.time())\n"
+    )
+    assert load_plugin(f"{tmp_path}/mine.py:now")() > 0

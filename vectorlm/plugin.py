@@ -5,6 +5,7 @@ A run that was begun in Python keeps functions in a file of its own, ``functions
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -92,6 +93,7 @@ def _load_file(where: str, name: str) -> Any:
         # As for a script, so that it finds its neighbours, now and when it is called; behind what is installed.
         if (folder := str(path.resolve().parent)) not in sys.path:
             sys.path.append(folder)
+        _require_own_neighbours(path.resolve())
         sys.modules[key] = module
         try:
             spec.loader.exec_module(module)
@@ -101,6 +103,38 @@ def _load_file(where: str, name: str) -> Any:
         # No other process can import it by this name: a config with an algorithm's own settings goes to all ranks.
         cloudpickle.register_pickle_by_value(module)
     return sys.modules[key]
+
+
+def _require_own_neighbours(path: Path) -> None:
+    """Raise ConfigError if `path`, or a neighbour it imports, gets a module of the user's from another folder.
+
+    Python keeps one module by each name. What is installed goes before neighbours and is not looked at.
+    """
+    files = [path]
+    for file in files:  # It grows.
+        for name in sorted(_imported(file)):
+            beside = (path.parent / f"{name}.py", path.parent / name / "__init__.py")
+            own = [each.resolve() for each in beside if each.is_file()]
+            taken = getattr(sys.modules.get(name), "__file__", None)
+            if own and taken is None and (spec := importlib.util.find_spec(name)) and spec.has_location:
+                taken = spec.origin
+            if not own or taken is None or taken.startswith(LIBRARIES):
+                continue
+            if (found := Path(taken).resolve()) not in own:
+                raise ConfigError(
+                    f"{file} imports {name!r} and would get {found} in place of {own[0]}: Python keeps one module by "
+                    "each name. Rename one of the two."
+                )
+            if found not in files:
+                files.append(found)
+
+
+def _imported(file: Path) -> set[str]:
+    """Return the packages and modules of absolute imports in a file, without what follows a dot."""
+    nodes = list(ast.walk(ast.parse(file.read_bytes(), str(file))))
+    names = [each.name for node in nodes if isinstance(node, ast.Import) for each in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names}
 
 
 def _load_module(where: str, name: str) -> Any:
