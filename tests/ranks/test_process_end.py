@@ -30,6 +30,23 @@ def test_a_lost_connection_is_not_the_first_error_where_there_is_another(tmp_pat
     assert first_fault(tmp_path)[:2] == (0, "MemoryError: no memory")
 
 
+def test_an_error_is_found_beside_a_folder_that_is_removed_meanwhile(tmp_path, monkeypatch):
+    """As a sampler removes its own, once its rank is gone."""
+    for rank in (0, 1):
+        (tmp_path / f"rank-{rank}" / "sampler").mkdir(parents=True)
+    write_fault(tmp_path / "rank-1" / "error.json", 1, ValueError("no"))
+    real = os.scandir
+
+    def removed_first(path):
+        if Path(path).name == "sampler":
+            Path(path).rmdir()
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", removed_first)
+    assert first_fault(tmp_path)[:2] == (1, "ValueError: no")
+    assert not list(tmp_path.glob("*/sampler"))
+
+
 def test_an_error_that_all_ranks_raise_is_of_the_rank_that_it_came_from(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     posted = pickle.dumps(capture(lambda: {}["lost"]))

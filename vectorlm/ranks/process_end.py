@@ -161,4 +161,6 @@ def first_fault(folder: str | Path) -> tuple[int, str, str] | None:
 
 def _error_notes(folder: str | Path) -> list[dict[str, Any]]:
     """Return what the error files below `folder` hold."""
-    return [json.loads(path.read_text())["message"] for path in Path(folder).rglob("error.json")]
+    # Not rglob, which raises where a folder is removed meanwhile: a sampler whose rank is gone removes its own.
+    found = [Path(place, "error.json") for place, _, files in os.walk(folder) if "error.json" in files]
+    return [json.loads(path.read_text())["message"] for path in found]
