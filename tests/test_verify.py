@@ -5,11 +5,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from families import FAMILIES, save_family
+from peft import LoraConfig, get_peft_model
 
+from vectorlm import verify
 from vectorlm.cli import main
+from vectorlm.errors import ConfigError
 
 OTHERS = "the engine does not hold these weights: it computes with parameters that none of them fills: "
 FOUND = {
@@ -64,3 +69,11 @@ def test_wrong_input_is_told_before_a_model_is_loaded(
     Path("model/config.json").write_text("{}")
     assert main(["verify", address, checkpoint]) == code
     assert re.search(text, capsys.readouterr().err)
+
+
+def test_a_model_with_adapters_is_refused(monkeypatch):
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(2, 2)), LoraConfig(target_modules=["0"]))
+    server = SimpleNamespace(max_model_len=lambda: 64, held=lambda manifest: [])
+    monkeypatch.setattr(verify, "ScoringServer", lambda *args, **more: server)
+    with pytest.raises(ConfigError, match=r"return model\.merge_and_unload\(\)"):
+        verify.verify_server("u", lambda: model)

@@ -15,7 +15,7 @@ from vectorlm.errors import ConfigError, WeightMismatch
 from vectorlm.ranks.engine_ranks import results_or_first_error
 from vectorlm.weights.held import Held, require_held, sum_of
 from vectorlm.weights.module_source import manifest_of
-from vectorlm.weights.plan import TensorSpec, trainer_tensors
+from vectorlm.weights.plan import TensorSpec, adapter_prefixes, trainer_tensors
 
 SENT_DTYPES = ("float32", "bfloat16", "float16")
 """What an engine may hold a tensor in."""
@@ -38,12 +38,17 @@ def verify_server(url: str, load: Callable[[], torch.nn.Module]) -> str:
     ``VECTORLM_SERVER_TOKEN`` holds the server's token or API key.
 
     Raises:
+        ConfigError: The model has adapters beside its weights.
         WeightMismatch: The server holds other weights, or another model; the text names the tensors.
         EngineError: The server does not answer.
     """
     server = ScoringServer(url, token_variable=TOKEN_VARIABLE)
     room = server.max_model_len()
     model = load()
+    if adapter_prefixes(model):
+        raise ConfigError(
+            "the model has adapters, which would not be compared: return model.merge_and_unload() instead."
+        )
     manifest, tensors = manifest_of(model), trainer_tensors(model)
     try:
         held = server.held(manifest)

@@ -1,9 +1,11 @@
 """The contract of trainers: ours keeps it, one that breaks a rule is caught, and an engine follows one."""
 
+import copy
 import dataclasses
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from rank_processes import on_ranks
 from swap_cases import compare
 from tiny_engine import TINY_ENGINE
@@ -22,18 +24,21 @@ def loss_of(model, batch):
     return model(input_ids=batch, labels=batch).loss
 
 
-def subject_of(folder, topology, kind=ModuleTrainer):
+def subject_of(folder, topology, kind=ModuleTrainer, adapters=None):
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapters is not None:
+        model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **adapters))
     if topology.world_size > 1:
         fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     names = [spec.name for spec in ModuleTrainer(model, optimizer, loss_of, topology).manifest()]
 
     def whole():
-        state = {name: value for name, value in model.named_parameters() if name in names}
+        merged = model if adapters is None else copy.deepcopy(model).merge_and_unload()
+        state = {name: value for name, value in merged.named_parameters() if name in names}
         return {
             name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in state.items()
         }
@@ -45,9 +50,18 @@ def subject_of(folder, topology, kind=ModuleTrainer):
 TINY_LLAMA = {"tied": True, "hidden_size": 64}
 
 
+@pytest.mark.parametrize(
+    "adapters",
+    [
+        None,
+        {"target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+    ],
+    ids=["module", "LoRA", "LoRA and a norm"],
+)
 @pytest.mark.parametrize("check", TRAINER_CHECKS, ids=lambda check: check.__name__)
-def test_a_module_and_its_optimizer_keep_the_contract(folder, check):
-    subject = subject_of(folder, Topology())
+def test_a_module_and_its_optimizer_keep_the_contract(folder, check, adapters):
+    subject = subject_of(folder, Topology(), adapters=adapters)
     assert isinstance(subject.trainer, Trainer)
     check(subject)
 

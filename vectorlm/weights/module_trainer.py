@@ -8,15 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vectorlm.plugin import load_plugin
 from vectorlm.ranks.topology import Topology
 from vectorlm.weights.arena import MappedArenas
 from vectorlm.weights.inspection import Inspection
 from vectorlm.weights.module_source import ModuleSource, manifest_of
-from vectorlm.weights.plan import Layout, TensorSpec
+from vectorlm.weights.plan import Layout, TensorSpec, adapter_prefixes
 
 
 class ModuleTrainer:
     """A `vectorlm.contracts.Trainer` around any module, plain or sharded by FSDP2; the pattern for other trainers.
+
+    A PEFT model's adapters are sent merged into its weights.
 
     >>> trainer = ModuleTrainer(model, optimizer, lambda model, batch: model(**batch).loss)  # doctest: +SKIP
     >>> for batch in batches:
@@ -55,11 +58,11 @@ class ModuleTrainer:
 
     def inspect(self, layout: Layout, with_checksums: bool, check_finite: bool) -> Inspection:
         """Look at the module's parameters before they are sent."""
-        return ModuleSource(self._model, self._topology).inspect(layout, with_checksums, check_finite)
+        return self._source().inspect(layout, with_checksums, check_finite)
 
     def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
         """Write this rank's shards; no tensor is gathered."""
-        return ModuleSource(self._model, self._topology, self._arenas).publish(layout, with_checksums)
+        return self._source().publish(layout, with_checksums)
 
     def step(self, batch: Any) -> Mapping[str, float]:
         """Take one step of the optimizer; return the mean ``loss`` over ranks."""
@@ -72,3 +75,10 @@ class ModuleTrainer:
         if self._topology.world_size > 1:
             dist.all_reduce(mean, dist.ReduceOp.SUM)
         return {"loss": mean.item() / self._topology.world_size}
+
+    def _source(self) -> ModuleSource:
+        if adapter_prefixes(self._model):
+            # By its name: the core imports no other room.
+            merged: Callable[..., ModuleSource] = load_plugin("vectorlm.lora.sources:merged_source")
+            return merged(self._model, self._topology, self._arenas)
+        return ModuleSource(self._model, self._topology, self._arenas)
