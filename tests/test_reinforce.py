@@ -382,6 +382,7 @@ def test_rewards_teach_flipped_advantages_unteach_and_shuffled_rewards_do_neithe
         ("grpo", ["rl.group_size=1"]),
         ("grpo", ["rl.sampling_params={repetition_penalty: 1.1}"]),
         ("grpo", ["rl.sampling_params={min_tokens: 2}"]),
+        ("grpo", ["rl.sampling_params={thinking_token_budget: 64}"]),
         ("grpo", ["rl.sampling_params={n: 2}"]),
         ("grpo", ["rl.sampling_params={temperature: 0}"]),
         ("grpo", ["rl.sampling_params={temperature: null}"]),

@@ -72,7 +72,10 @@ def sample(tmp_path, name, group_size=3, timeout_s=20.0, code=AGENTS, answer=lam
     (tmp_path / "agents.py").write_text(code)
     engine = Scripted(lambda text, index: answer(text))
     settings = CollectSettings(
-        prompts=("q",), prompts_per_step=1, group_size=group_size, sampling_params={"max_tokens": 10}
+        prompts=("q",),
+        prompts_per_step=1,
+        group_size=group_size,
+        sampling_params={"max_tokens": 10, "logprobs": None},
     )
     record = PromptRecord("q", {"number": 3})
 
@@ -95,6 +98,8 @@ def test_an_agent_makes_a_rollout_and_gives_the_reward(tmp_path):
     seeds = [sampler._seed_of_turn(7, index, turn) for index in range(3) for turn in range(2)]
     assert len(set(seeds)) == 6
     assert sorted(params["seed"] for params in engine.params) == sorted(seeds)
+    # Corrections read them, whatever a run asks for.
+    assert {params["logprobs"] for params in [*engine.params, sampler._params]} == {0}
     for rollout in rollouts:
         assert rollout.text == " yes so? yes "
         assert rollout.turn_rewards == (0.0, 1.5)

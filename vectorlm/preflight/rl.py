@@ -31,6 +31,7 @@ _RESHAPING: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
     "min_tokens": (0,),
+    "thinking_token_budget": (None, -1),
 }
 _SET_ELSEWHERE = {"n": "rl.group_size", "seed": "train_parameters.seed"}
 

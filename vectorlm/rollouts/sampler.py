@@ -171,8 +171,8 @@ class GroupSampler:
     @property
     def _params(self) -> dict[str, Any]:
         """The sampling parameters of every rollout; `n` and `seed` are added for each."""
-        # The sampled tokens' own log-probabilities cost next to nothing.
-        return {"logprobs": 0, **self.settings.sampling}
+        # The sampled tokens' own log-probabilities cost next to nothing, and corrections read them whatever was asked.
+        return {**self.settings.sampling, "logprobs": 0}
 
     def _seed_of_turn(self, position: int, index: int, turn: int) -> int:
         # Those of first turns are the seeds that vLLM gives the completions of one request.

@@ -224,7 +224,7 @@ class Session:
     def _params(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters of a request: the session's, with what the agent may choose."""
         given = {name: value for name, value in asked.items() if value is not None}
-        params = {"logprobs": 0, **self._sampling, "n": given.pop("n", 1)}
+        params = {**self._sampling, "logprobs": 0, "n": given.pop("n", 1)}
         for name, default in FOLLOWED.items():
             fixed = self._sampling.get(name, default)
             if (wanted := given.pop(name, fixed)) != fixed and {wanted, fixed} != {0, -1}:
