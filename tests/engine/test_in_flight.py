@@ -18,7 +18,7 @@ from rank_processes import on_ranks
 from swap_cases import GREEDY, largest_gap
 from torch.distributed.distributed_c10d import _get_default_store
 
-from vectorlm import FakeEngine
+from vectorlm import FakeEngine, SamplingEngine
 from vectorlm.engine.handle import BatchHandle
 from vectorlm.engine.messages import Generate
 from vectorlm.errors import EngineError
@@ -213,3 +213,41 @@ def test_several_updates_leave_their_versions_in_order(engine, folder):
         if all(len(set(completion.versions)) > 2 for completion in completions):
             return
     raise AssertionError("the updates never met the requests on their way")
+
+
+def refuse_on_two_engines(topology):
+    """Return what `update` and `sleep` said to a batch beyond both engines' room, and to one of a single prompt."""
+    model, found = torch.nn.Linear(2, 2), []
+    with SamplingEngine(
+        "scripted",
+        inference="vectorlm.backends.scripted:Scripted",
+        topology=topology,
+        channel="inline",
+        answers=lambda prompt, version: f"{prompt}@{version}",
+        max_num_seqs=4,
+        data_parallel_size=2,
+    ) as engine:
+        engine.update(model, 0)
+        for call in (lambda: engine.update(model, 1), engine.sleep):
+            for count in (20, 1):
+                handle = engine.submit(["q"] * count)
+                if count > 1:
+                    engine._channel.advance()  # What was drawn is answered; what was not waits in no engine.
+                with pytest.raises(EngineError) as caught:
+                    call()
+                found.append((str(caught.value), {each[0].text for each in handle.result()}))
+                engine.sample(["q"] * 2)
+        engine.submit(["q"] * 20)
+        skipped = engine.update(model, 0).skipped
+        drained = engine.update(model, 1, in_flight="drain").version
+        engine.sleep()
+    return found, skipped, drained
+
+
+def test_several_engines_refuse_as_one_and_all_go_on():
+    for found, skipped, drained in on_ranks(2, refuse_on_two_engines):
+        texts = [text for text, _ in found]
+        assert all("requests are in flight" in text for text in texts[:2])
+        assert all("cannot sleep while" in text for text in texts[2:])
+        assert [answers for _, answers in found] == [{"q@0"}] * 4
+        assert (skipped, drained) == (True, 1)

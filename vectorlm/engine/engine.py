@@ -22,6 +22,7 @@ from vectorlm.engine.inline_channel import InlineChannel
 from vectorlm.engine.last_error import let_go_of_last_error
 from vectorlm.engine.local_requests import LocalRequests
 from vectorlm.engine.process_channel import ProcessChannel
+from vectorlm.engine.scheduler import require_room_for_sleep
 from vectorlm.engine.settings import Channels, EngineSettings
 from vectorlm.errors import EngineError, EngineTimeout
 from vectorlm.ranks.collectives import Collectives
@@ -349,7 +350,7 @@ class SamplingEngine:
         with nullcontext() if self.local is None else self.local.held():
             if in_flight == "drain":
                 self._drain()
-            return self._swap.update(model, train_step, in_flight, ready.transports)
+            return self._swap.update(model, train_step, in_flight, ready.transports, self._num_in_flight)
 
     def next_name(self) -> str:
         """Return a name that nothing else of this engine has, the same on all ranks."""
@@ -365,6 +366,8 @@ class SamplingEngine:
         Raises:
             EngineError: Requests are running, or the engine was built without sleep mode; nothing sleeps then.
         """
+        self.wait_until_ready()
+        require_room_for_sleep(self._num_in_flight())
         if weights:
             self._swap.forget()  # Before the call: it may fail half way.
         self._rest(messages.Sleep(weights, kv_cache), "put the engine to sleep")
@@ -460,6 +463,20 @@ class SamplingEngine:
         if self._channel is not None:
             self._channel.advance(until, min(wait_s, WAIT_S))
         return self.engine_ranks.on_all_ranks(place, look)
+
+    def _num_in_flight(self) -> int:
+        """Return what is in flight on all engines, chunks that none has drawn included; 0 of one, which counts itself.
+
+        Each engine knows its own requests alone: without this, one would refuse what another has begun.
+        """
+        if len(self.engine_ranks.ranks) == 1:
+            return 0
+
+        def here() -> int:
+            waiting = 0 if self.local is None else self.local.num_in_flight
+            return waiting + sum(not batch.is_finished_here() for batch in self._open)
+
+        return sum(self.engine_ranks.on_all_ranks("count the requests in flight", here))
 
     def _drain(self) -> None:
         """Wait until nothing is in flight any more."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vectorlm.contracts import WeightSet, WeightSource
 from vectorlm.engine import messages
+from vectorlm.engine.scheduler import require_room_for_update
 from vectorlm.errors import EngineDied, HandleRefused, NonFiniteWeights, StaleHandle, WeightMismatch
 from vectorlm.plugin import load_plugin
 from vectorlm.types import InFlight, UpdateReport
@@ -79,14 +80,24 @@ class HotSwap:
         """The training step of the last update that succeeded; -1 before the first."""
 
     def update(
-        self, model: Any, train_step: int, in_flight: InFlight, offered: Sequence[str] = ("push",)
+        self,
+        model: Any,
+        train_step: int,
+        in_flight: InFlight,
+        offered: Sequence[str] = ("push",),
+        num_in_flight: Callable[[], int] = lambda: 0,
     ) -> UpdateReport:
-        """Do what `SamplingEngine.update` says, on engines that are ready and take weights as `offered`."""
+        """Do what `SamplingEngine.update` says, on engines that are ready and take weights as `offered`.
+
+        `num_in_flight` is collective, and counts what several engines have in flight.
+        """
         start = time.perf_counter()
         sets, crossing = self._prepare(model, train_step, offered)
         if crossing is None:
             self._ask_engines("update", messages.RequireWhole())
             return UpdateReport(train_step, True, 0, 0.0, 0.0, time.perf_counter() - start)
+        if in_flight == "refuse":
+            require_room_for_update(num_in_flight(), in_flight)
         inspected_from = time.perf_counter()
         inspections = self._inspect(crossing)
         publish_s = time.perf_counter() - inspected_from

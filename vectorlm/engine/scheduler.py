@@ -75,6 +75,15 @@ def require_room_for_update(num_in_flight: int, in_flight: InFlight) -> None:
         )
 
 
+def require_room_for_sleep(num_in_flight: int) -> None:
+    """Raise EngineError for requests that sleeping would lose."""
+    if num_in_flight:
+        raise EngineError(
+            f"the engine cannot sleep while {num_in_flight} requests are running: wait for their result, or "
+            "cancel them, first."
+        )
+
+
 class SleepState:
     """Keeps the order of sleeping, waking, updating and sampling, on CPU as on CUDA.
 
@@ -91,11 +100,7 @@ class SleepState:
 
     def sleep(self, parts: Parts, num_requests: int) -> None:
         """Put `parts` to sleep that are awake; refused while requests run."""
-        if num_requests:
-            raise EngineError(
-                f"the engine cannot sleep while {num_requests} requests are running: wait for their result, or "
-                "cancel them, first."
-            )
+        require_room_for_sleep(num_requests)
         if not (new := parts - self.asleep):
             return
         before = self.asleep, self._weights_are_lost
