@@ -410,3 +410,30 @@ def test_a_lone_process_needs_no_process_group(folder):
     with process_group(topology):
         weights, _ = train(topology, folder, "grpo", 200)
     assert weights
+
+
+WRONG_SHAPES = {
+    "completion": [lambda x: x, lambda x: x.sum(dim=1, keepdim=True), torch.sum],
+    "token": [lambda x: x.sum(dim=1), lambda x: x.sum(dim=1, keepdim=True), torch.sum],
+    "group": [lambda x: x, lambda x: x.sum(dim=1), torch.sum],
+}
+"""By level, from one loss for each token to a loss of another unit."""
+
+
+def losses_of_other_units(topology, folder):
+    run, found = one_step(topology, folder, "grpo"), []
+    batch = run.prepare(random_rows("grpo"))
+    for level, changes in WRONG_SHAPES.items():
+        for change in changes:
+            spec = replace(run.spec, level=level, loss=lambda x, _, change=change: change(-x.policy_logprobs))
+            with pytest.raises(ConfigError) as caught:
+                replace(run, spec=spec).update(batch)
+            found.append((level, str(caught.value)))
+    return found
+
+
+def test_a_loss_of_another_unit_than_the_row_says_is_refused(folder):
+    (found,) = on_ranks(1, losses_of_other_units, folder)
+    for level, text in found:
+        assert "the loss of the algorithm 'grpo' has the shape (" in text
+        assert f"with level={level!r} it must be (" in text

@@ -76,7 +76,8 @@ class AlgorithmSpec:
     select: SelectionFunction = keep_all
     """Which completions of a group are trained on."""
     needs_critic: bool = False
-    """Whether advantages are computed from a critic's values."""
+    """Whether advantages are computed from a critic's values; it learns advantages + values, so only
+    `whiten_advantages` may normalise them."""
     needs_reference: bool = False
     """Whether the loss reads the reference's log-probabilities; a KL penalty loads a reference by itself."""
     needs_greedy: bool = False

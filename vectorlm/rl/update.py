@@ -14,6 +14,7 @@ from vectorlm.algorithms.kl import exp_clamped, kl_estimate, log_ratio, ratio
 from vectorlm.algorithms.logprobs import EntropyKind
 from vectorlm.algorithms.reduce import count_denominator, masked_mean, masked_sum, reduce_loss
 from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.errors import ConfigError
 from vectorlm.hyperparameters import ClipSettings, LevelSettings, Reduction, ReductionSettings
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch
@@ -192,7 +193,20 @@ class Updater:
         entropy_kind: EntropyKind = "gradient" if entropy_coef > 0 else "value"
         logprobs, entropy, outside, compared = self.models.policy(rows, entropy_kind, compare)
         inputs = self._loss_inputs(batch, micro_batch, logprobs)
-        losses = self._weighted(self.spec.loss(inputs, self.settings.hparams), batch, micro_batch, inputs)
+        losses = self.spec.loss(inputs, self.settings.hparams)
+        num_rows = len(inputs.mask)
+        wanted = {
+            "token": (*inputs.mask.shape,),
+            "completion": (num_rows,),
+            "group": (num_rows // inputs.rows_per_group,),
+        }[self.spec.level]
+        if losses.shape != wanted:
+            # Broadcast, it would be averaged over the wrong number, which depends on the micro-batches.
+            raise ConfigError(
+                f"the loss of the algorithm {self.spec.name!r} has the shape {tuple(losses.shape)}: with "
+                f"level={self.spec.level!r} it must be {wanted}, one value for each {self.spec.level}."
+            )
+        losses = self._weighted(losses, batch, micro_batch, inputs)
         losses = self._without_others(losses, batch, micro_batch, inputs, accumulator)
         # Penalty and bonus have a value for each token: they are reduced as the losses of tokens are, if there are any.
         if self.spec.level == "token":
