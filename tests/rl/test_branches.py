@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pages import ROOT, blocks
 from rank_processes import on_ranks
 from tiny_rl import build, random_groups, random_rewards, scored
 
@@ -73,3 +74,32 @@ def keep(rollout):
 @pytest.mark.parametrize("algorithm", ["ppo", "online_dpo"])
 def test_what_compares_pairs_or_values_places_takes_the_first_row_alone(algorithm):
     assert rows_of(algorithm, cut).owners is None
+
+
+def advantages_of_rollouts(topology, folder, algorithm):
+    """Return the advantages of whole rollouts [P, 4] in batches that must not differ, two by two."""
+    run, rejects = build(topology, folder, algorithm), random_rewards()
+    rejects[0, 1] = torch.nan
+    whole, cut_up, unscored = (
+        make_batch(scored([[change(each) for each in group] for group in random_groups()], rewards), run.spec)
+        for change, rewards in ((keep, random_rewards()), (cut, random_rewards()), (keep, rejects))
+    )
+    rejected = torch.zeros_like(whole.mask)
+    rejected[1] = True
+    found = []
+    for rows in (whole, cut_up, unscored, whole.without(rejected)):
+        batch = run.prepare(rows)
+        first = batch.advantages.gather(1, batch.rows.mask.int().argmax(dim=1, keepdim=True))
+        found.append(first.view_as(batch.rows.rewards)[:, :4])
+    return found
+
+
+@pytest.mark.parametrize("name", ["examples/my_algorithm.py:MEDIAN", "my_ranks.py:RANKS"])
+def test_an_algorithm_of_ones_own_compares_neither_branches_nor_what_was_rejected(folder, tmp_path, name):
+    (tmp_path / "my_ranks.py").write_text(blocks("docs/howto/own_algorithm.md", "python")[0])
+    algorithm = f"{ROOT if name.startswith('examples') else tmp_path}/{name}"
+    ((whole, cut_up, unscored, rejected),) = on_ranks(1, advantages_of_rollouts, folder, algorithm)
+    torch.testing.assert_close(cut_up, whole, rtol=0, atol=0)
+    torch.testing.assert_close(rejected, unscored, rtol=0, atol=0)
+    assert not torch.equal(whole, unscored)
+    assert whole.any()

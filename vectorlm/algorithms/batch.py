@@ -24,7 +24,8 @@ class RolloutBatch:
     sampler_logprobs: torch.Tensor
     """float32 [B, T], the engine's; 0 outside the completions."""
     rewards: torch.Tensor
-    """float32 [P, K], less the KL penalty where it is part of the reward; NaN where a completion was not scored."""
+    """float32 [P, K], less the KL penalty where it is part of the reward; NaN where a completion was not scored, and
+    for `AlgorithmSpec.advantages` also where it is not `valid`."""
     valid: torch.Tensor
     """bool [P, K]; other completions have no effect on baselines or losses."""
     columns: torch.Tensor
@@ -77,8 +78,21 @@ class RolloutBatch:
         return tuple(places.amin(dim=1).tolist())
 
     def for_baselines(self) -> RolloutBatch:
-        """Return the batch with the completions that are only compared with in its mask."""
-        return self if self.baseline_mask is None else replace(self, mask=self.baseline_mask)
+        """Return the batch with the completions that are only compared with in its mask.
+
+        Branches, and completions that a correction has rejected, have rewards too: here they are NaN, so that nothing
+        is compared with them.
+        """
+
+        def of_valid(rewards: torch.Tensor) -> torch.Tensor:
+            return torch.where(self.valid, rewards, torch.nan)
+
+        return replace(
+            self,
+            mask=self.mask if self.baseline_mask is None else self.baseline_mask,
+            rewards=of_valid(self.rewards),
+            reward_parts=None if self.reward_parts is None else of_valid(self.reward_parts),
+        )
 
     def with_branches(self, advantages: torch.Tensor) -> torch.Tensor:
         """Give the tokens of branches the advantage of the first token of their rollout, [B, T] to [B, T]."""

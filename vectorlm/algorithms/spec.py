@@ -15,7 +15,7 @@ from vectorlm.hyperparameters import AlgorithmSettings, ClipSettings, TokenSetti
 LossUnit = Literal["token", "completion", "group"]
 # The second argument is the settings, of the class that a function needs.
 AdvantageFunction = Callable[[RolloutBatch, Any], torch.Tensor]
-"""Returns float [B, T], detached and 0 outside the mask."""
+"""Returns float [B, T], detached and 0 outside the mask; the batch has no rewards but those of valid completions."""
 LossFunction = Callable[[LossInputs, Any], torch.Tensor]
 """Returns float [B, T] per token, [B] per completion or [B / K] per group, as the spec's `level` says."""
 MarkFunction = Callable[[RolloutBatch, torch.Tensor, Any], torch.Tensor]
