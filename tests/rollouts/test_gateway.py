@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import sys
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -344,6 +345,43 @@ def test_the_seed_and_the_parameters_are_the_run_s():
         {"logprobs": 0, "temperature": 0.5, "max_tokens": 7, "stop": ["\n"], "n": 1, "seed": 10},
         {"logprobs": 0, "temperature": 0.5, "max_tokens": 50, "n": 2, "seed": 11},
     ]
+
+
+class Ends(Scripted):
+    """Its text stops before a stop string and before the end token, which its tokens hold."""
+
+    def completion(self, prompt, text, index):
+        whole = super().completion(prompt, text, index)
+        return replace(whole, text=whole.text.rstrip("\0").partition("\nObservation:")[0])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answers", "seen"),
+    [
+        (["2+2="] * 3, ["\0", "4\0", "5\0"], ["2+2="] * 3),
+        (["2+2=", "2+2= please"], ["\0", "4"], ["2+2=", "2+2= please"]),
+        (["Q", "Qab", "Qab"], ["ab", "\0", "c"], ["Q", "Qab", "Qab"]),
+        (
+            ["Q", "QAct\nObservation: 4", "QAct\nObservation: 4Act\nObservation: 5"],
+            ["Act\nObservation:", "Act\nObservation:", "9"],
+            ["Q", "QAct\nObservation: 4", "QAct\nObservation: 4Act\nObservation: 5"],
+        ),
+        (["Q", "Q4\0 and"], ["4\0", "5"], ["Q", "Q4\0 and"]),
+        (["Q", "Qhaha"], ["ha", "ha"], ["Q", "Qhaha"]),
+    ],
+    ids=["no answer", "no answer, more", "no second answer", "stop string", "end token", "said twice"],
+)
+def test_the_engine_reads_the_text_that_the_agent_sent(prompts, answers, seen):
+    left = iter(answers)
+    engine = Ends(lambda text, index: next(left))
+
+    async def work(gateway, session, client):
+        for prompt in prompts:
+            answer = await client.post("/completions", json={"prompt": prompt})
+            assert answer.status_code == 200, answer.text
+
+    with_session(work, engine)
+    assert engine.asked == seen
 
 
 @pytest.mark.parametrize("key", [None, "wrong", "Bearer", "ключ"])

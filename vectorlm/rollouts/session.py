@@ -139,15 +139,24 @@ class Session:
             ids = asked if before is None else asked[len(before.token_ids) :]
             text = "" if before is None else self._tokenizer.decode(ids)
             return await self._continue(before, ids, text, params, lambda said: None, hear=hear)
+
+        def grown(said: str) -> str | None:
+            """Return what a longer prompt may begin with; after an empty answer the same prompt is asked anew."""
+            return prompt + said if said else None
+
         before = self._longest(
             lambda said: isinstance(said, str) and prompt.startswith(said), len(prompt) + 1
         )
         if before is None:
             whole = encode(prompt, lambda: self._tokenizer)
-            return await self._continue(None, whole, "", params, lambda said: prompt + said, hear=hear)
+            return await self._continue(None, whole, "", params, grown, hear=hear)
         rest = prompt[len(before.said) :]
-        ids = self._tokenizer.encode(rest, add_special_tokens=False)
-        return await self._continue(before, ids, rest, params, lambda said: prompt + said, hear=hear)
+        # The tokens hold what ended the answer, a stop string for example; the agent writes that itself.
+        decode, text = self._tokenizer.decode, before.completion.text
+        there = decode(before.token_ids)[len(decode(before.completion.prompt_token_ids)) :]
+        unread = rest.removeprefix(there[len(text) :]) if there.startswith(text) else rest
+        ids = self._tokenizer.encode(unread, add_special_tokens=False)
+        return await self._continue(before, ids, rest, params, grown, hear=hear)
 
     def rollout(self, record: PromptRecord) -> Rollout:
         """Return the rollout that the agent has made of a prompt; what it did not read is left out.
