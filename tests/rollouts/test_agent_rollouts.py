@@ -5,6 +5,7 @@ from rank_processes import on_ranks
 from test_agent import AGENTS
 
 import vectorlm
+from vectorlm.errors import RankMismatch, RolloutError
 from vectorlm.rollouts.agent_rollouts import AgentRollouts
 
 
@@ -19,14 +20,27 @@ def sample_on_rank(topology, agent, num_engines):
     )
     with engine, AgentRollouts(engine, agent, max_model_len=500, group_size=2) as agents:
         rows = [{"prompt": "q" * size, "number": size} for size in (1, 2)]
+        with pytest.raises(RolloutError, match="no number"):
+            agents.sample([{"prompt": "q"}, *rows])
+        if topology.world_size > 1:
+            with pytest.raises(RankMismatch, match="needs the same arguments on every rank"):
+                agents.sample(rows[topology.rank :])
         return [
             [(each.text, each.turn_rewards) for each in group]
             for group in agents.sample(rows) + agents.sample(rows)
         ]
 
 
+NUMBERED = """
+def numbered(url, key, row):
+    if "number" not in row:
+        raise KeyError("no number")
+    once(url, key, row)
+"""
+
+
 @pytest.mark.parametrize(("world_size", "num_engines"), [(1, 1), (2, 1), (2, 2)])
 def test_every_rank_gets_the_rollouts_of_an_agent(tmp_path, world_size, num_engines):
-    (tmp_path / "agents.py").write_text(AGENTS)
-    for found in on_ranks(world_size, sample_on_rank, f"{tmp_path}/agents.py:once", num_engines):
+    (tmp_path / "agents.py").write_text(AGENTS + NUMBERED)
+    for found in on_ranks(world_size, sample_on_rank, f"{tmp_path}/agents.py:numbered", num_engines):
         assert found == [[(" yes1 ", ())] * 2, [(" yes2 ", ())] * 2] * 2

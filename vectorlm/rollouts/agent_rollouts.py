@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from vectorlm.engine.engine import SamplingEngine
+from vectorlm.ranks.engine_ranks import comparable
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.rollouts.agent import AgentHost
@@ -43,6 +44,7 @@ class AgentRollouts:
     ) -> None:
         """Take the agent as ``file.py:NAME``, which makes `group_size` rollouts of each row, `num_workers` at once."""
         self._stack, self._num_begun = ExitStack(), 0
+        self._ranks = engine.engine_ranks
         settings = CollectSettings(
             prompts=("",), prompts_per_step=1, group_size=group_size, sampling_params=sampling_params or {}
         )
@@ -62,8 +64,10 @@ class AgentRollouts:
         """Return the rollouts of each row, which has a ``prompt``; a collective, with the same result on all ranks.
 
         Raises:
-            RolloutError: The agent failed.
+            RolloutError: The agent failed; the rollouts of the other rows are given up.
+            RankMismatch: A rank passed other rows than rank 0.
         """
+        self._ranks.check_same_args("sample", comparable({"rows": list(rows)}), f"{len(rows)} rows")
         tasks = [
             Task(
                 self._num_begun + index,

@@ -106,11 +106,15 @@ class GroupQueue:
         return found
 
     def sample(self, tasks: Sequence[Task]) -> list[Sequence[Rollout]]:
-        """Return the rollouts of each group, in order."""
+        """Return the rollouts of each group, in order; if one fails, the others are forgotten."""
         numbers = self.submit(tasks)
         found: dict[int, Sequence[Rollout]] = {}
-        while len(found) < len(numbers):
-            found |= {number: group.rollouts for number, group in self.poll(WAIT_S).items()}
+        try:
+            while len(found) < len(numbers):
+                found |= {number: group.rollouts for number, group in self.poll(WAIT_S).items()}
+        except BaseException:
+            self.cancel(numbers)
+            raise
         return [found[number] for number in numbers]
 
     def cancel(self, numbers: Sequence[int]) -> None:
