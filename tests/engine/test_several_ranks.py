@@ -40,6 +40,9 @@ def two_engines(folder, receiver):
         except EngineError:
             seen.append("refused")
         again = tokens(engine.sample(BATCH, GREEDY)) == tokens(answers)
+        # One prompt for each engine, and no seed.
+        drawn = engine.sample([[2, 3]] * 2, {"temperature": 1.0, "max_tokens": 32, "ignore_eos": True})
+        seen.append(tokens(drawn)[0] != tokens(drawn)[1])
     return seen, tokens(answers[::8]) == tokens(alone), sum(taken), again
 
 
@@ -48,8 +51,9 @@ def test_two_engines_share_a_batch_and_both_hold_the_new_weights(tmp_path):
     folder = save_tiny_llama(tmp_path / "model", tied=True, hidden_size=64)
     results = forked(two_engines, str(folder), "packed")
     for seen, in_order, taken, again in results:
-        *swaps, refused = seen
+        *swaps, refused, drawn_apart = seen
         assert refused == "refused"
+        assert drawn_apart, "two engines draw the same random numbers"
         for step, (equal, gap, version) in enumerate(swaps):
             assert equal
             assert gap < 1e-4

@@ -114,7 +114,11 @@ class SamplingEngine:
         self._names = itertools.count()
         self._pid = os.getpid()
         self._open: list[BatchHandle] = []
-        start = messages.Start(str(model), engine_args, settings.receiver, settings.inference)
+        own_args = engine_args
+        if settings.inference == "vllm" and (index := topology.rank // self.engine_ranks.ranks_per_engine):
+            # Engines with one seed would draw the same random numbers for requests without a seed.
+            own_args = {**engine_args, "seed": (engine_args.get("seed") or 0) + index}
+        start = messages.Start(str(model), own_args, settings.receiver, settings.inference)
         self._channel = self._open_channel(start, channel, devices, log_path)
         self.local = None if self._channel is None else LocalRequests(self._channel, settings.timeout_s)
         """What a thread of this rank asks the engine with that the rank owns; None where it owns none."""
