@@ -4,6 +4,7 @@ import json
 import os
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -236,7 +237,8 @@ def test_whoever_connects_last_owns_the_weights_that_the_first_has_left(engine, 
     greedy = {"temperature": 0, "max_tokens": 8, "logprobs": 0}
     (ours,) = engine.sample([[2, 3, 4]], greedy)[0]
     with engine_of(server, folder) as second:
-        (theirs,) = second.sample([[2, 3, 4]], greedy)[0]
+        with pytest.warns(match="holds the weights that an earlier trainer sent"):
+            (theirs,) = second.sample([[2, 3, 4]], greedy)[0]
         assert theirs.token_ids == ours.token_ids
         assert theirs.sampler_logprobs == ours.sampler_logprobs
     with pytest.raises(EngineError, match=rf"versions -1, but the weights were, in this order, \[{step}\]"):
@@ -371,6 +373,21 @@ def test_results_cross_the_wire_unchanged():
     assert result_from_wire("vectorlm_load", result_to_wire((sums, None))) == (sums, None)
     answer, error = result_from_wire("vectorlm_load", result_to_wire((None, WeightMismatch("no"))))
     assert (answer, type(error), str(error)) == (None, WeightMismatch, "no")
+
+
+def test_a_server_says_whether_a_trainer_has_written_to_its_weights():
+    extension = ServerExtension()
+    extension.vllm_config = MagicMock()
+    said = []
+    for method, values in (
+        ("vectorlm_held", [[]]),
+        ("vectorlm_prepare", ["live"]),
+        ("vectorlm_load", ["base", 1, True]),
+        ("vectorlm_held", [[]]),
+    ):
+        extension.vectorlm_ask("me", method, values)
+        said.append(extension.vectorlm_settings()["has_loaded"])
+    assert said == [False, False, True, True]
 
 
 def test_only_calls_of_the_channel_and_arenas_pass():

@@ -6,6 +6,7 @@ One that samples, and one that scores tokens for distillation.
 import json
 import threading
 import time
+import warnings
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -262,6 +263,20 @@ def sample_until_it_freezes(topology, url):
         with pytest.raises(EngineTimeout) as caught:
             engine.sample([FATAL_PROMPT], {"max_tokens": 2})
         return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("has_loaded", [True, False, None], ids=["written", "not", "older"])
+def test_whoever_connects_is_told_of_an_earlier_trainers_weights(server, monkeypatch, has_loaded):
+    if has_loaded is not None:
+        monkeypatch.setitem(SETTINGS, "has_loaded", has_loaded)
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    arguments = {"inference": "server", "url": url, "token": TOKEN, "channel": "inline"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with SamplingEngine(".", **arguments) as engine:
+            engine.wait_until_ready()
+    texts = [str(each.message) for each in caught]
+    assert any("holds the weights that an earlier trainer sent" in text for text in texts) == bool(has_loaded)
 
 
 @pytest.mark.slow

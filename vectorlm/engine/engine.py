@@ -201,6 +201,8 @@ class SamplingEngine:
                 # The sampler sends it once, and every later call raises it again; silence may end.
                 self._start_error = None if isinstance(error, EngineTimeout) else error
                 raise
+            if self._ready.warning and self._topology.is_main:
+                warnings.warn(self._ready.warning, stacklevel=3)
         return self._ready
 
     def sample(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[list[Completion]]:

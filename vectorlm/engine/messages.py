@@ -40,6 +40,8 @@ class Ready:
     """The ways in which it takes weights."""
     tokenizer: Any = None
     """What encodes its prompts, if that is not the tokenizer of the model's folder."""
+    warning: str = ""
+    """What the user must know of it."""
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ def ready(backend: Backend, load_s: float) -> messages.Ready:
         backend.max_num_seqs,
         getattr(backend, "transports", ("push",)),
         getattr(backend, "tokenizer", None),
+        getattr(backend, "warning", ""),
     )
 
 

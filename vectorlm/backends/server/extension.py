@@ -22,6 +22,7 @@ class ServerExtension(WeightExtension):
     """`WeightExtension` for a server: ``vllm serve --worker-extension-cls`` takes this class."""
 
     vllm_config: Any
+    _vectorlm_has_loaded = False
 
     def vectorlm_ask(self, trainer: str, method: str, values: Sequence[Any]) -> dict[str, Any]:
         """Call `method` of `WeightExtension`, with arguments and answer as JSON values.
@@ -46,6 +47,8 @@ class ServerExtension(WeightExtension):
                 )
         except VectorLMError as error:
             return result_to_wire((None, error))
+        # Before the call: it may fail half way.
+        self._vectorlm_has_loaded |= method == "vectorlm_load"
         return result_to_wire(getattr(self, method)(*arguments))
 
     def vectorlm_settings(self) -> dict[str, Any]:
@@ -55,6 +58,7 @@ class ServerExtension(WeightExtension):
             "max_num_seqs": scheduler.max_num_seqs,
             "max_model_len": model.max_model_len,
             "logprobs_mode": str(model.logprobs_mode),
+            "has_loaded": self._vectorlm_has_loaded,
         }
 
 
