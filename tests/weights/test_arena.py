@@ -2,6 +2,7 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,22 @@ def test_a_closed_arena_is_gone():
     arena.close()
     with pytest.raises(FileNotFoundError):
         Path(arena.path).stat()
+
+
+def test_an_arena_gives_its_file_back_once():
+    arena = Arena.create(128)
+    slot, before = Slot("w", (4,), "float32", 0), set(os.listdir("/proc/self/fd"))
+    place = Arena.open(arena.path, 128).view(slot)
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) == before
+    place.fill_(2.0)
+    assert arena.view(slot).tolist() == [2.0] * 4
+    arena.close()
+    with tempfile.TemporaryFile() as file:
+        assert f"/fd/{file.fileno()}" in arena.path, "the number is used again"
+        del arena
+        gc.collect()
+        assert os.fstat(file.fileno()).st_size == 0
 
 
 def test_an_arena_is_mapped_once_unless_another_takes_its_path():

@@ -34,6 +34,8 @@ class Arena:
         self._unpin = pin(self.bytes) if on_cuda else None
         self.path = path_of(descriptor)
         """Where another process of the same user can open it."""
+        # Last: an arena that could not be made leaves its descriptor to the caller.
+        self._give_back = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
     def create(cls, num_bytes: int) -> Arena:
@@ -67,10 +69,10 @@ class Arena:
             return os.path.samestat(os.stat(path), os.fstat(self._descriptor))
 
     def close(self) -> None:
-        """Give the file back; the memory itself goes when the last tensor on it does."""
+        """Give the file back, as the last reference does; the memory itself goes when the last tensor on it does."""
         if self._unpin is not None:
             self._unpin()
-        os.close(self._descriptor)
+        self._give_back()
 
 
 class MappedArenas:
