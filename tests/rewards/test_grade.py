@@ -32,6 +32,16 @@ def test_only_a_reward_of_one_is_a_right_answer():
     assert found.accuracy_error == pytest.approx(math.sqrt(0.25 * 0.75 / 3))
 
 
+@pytest.mark.parametrize("name", ["reward", "acc"])
+@pytest.mark.parametrize(
+    ("value", "is_right"),
+    [(0.6 + 0.3 + 0.1, True), (1 + 2**-52, True), (1.0000001, False), (0.999999, False)],
+)
+def test_one_is_one_in_float32_as_training_has_it(name, value, is_right):
+    graded = RewardResult(value) if name == "reward" else RewardResult(0.0, logged={"acc": value})
+    assert graded.is_right is is_right
+
+
 def test_acc_says_which_answers_are_right_where_the_function_logs_it():
     graded = [
         RewardResult(reward, logged={"acc": acc}) for reward, acc in ((0.95, True), (1.0, False), (0.0, 1.0))

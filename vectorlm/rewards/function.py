@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import cloudpickle
-import numpy as np
 
 from vectorlm.encoding import chat_of
 from vectorlm.errors import RewardError, WorkerLost
@@ -170,11 +169,7 @@ def score_answers(
     """
     if reward is None:
         return [
-            # In float32, as training has them: ten times 0.1 are 1.
-            [
-                RewardResult(float(np.float32(math.fsum(each.turn_rewards))), logged=each.measured)
-                for each in options
-            ]
+            [RewardResult(math.fsum(each.turn_rewards), logged=each.measured) for each in options]
             for options in answers
         ]
     items = [shown(each) for options in answers for each in options]
