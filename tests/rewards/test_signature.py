@@ -87,6 +87,22 @@ def test_methods_partials_and_coroutines_keep_their_names():
     assert score(functools.partial(graded, 3.0)) == [3.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        "def reward(completion, scale=1):\n    return scale",
+        "def reward(completion, **columns):\n    return columns['scale']",
+        "async def reward(completion, scale, answer):\n    return scale + 0 * len(answer)",
+        "def reward(completions, scale=1):\n    return [scale] * len(completions)",
+        "def reward(completions, **columns):\n    return [columns['scale']] * len(completions)",
+    ],
+)
+def test_an_argument_that_a_config_writes_goes_before_a_column(tmp_path, function):
+    (tmp_path / "own.py").write_text(function + "\n")
+    item = Scorable("4", "2 + 2", (1,), {"scale": 2.0, "answer": "4"})
+    assert score(f"{tmp_path / 'own.py'}:reward(scale=3)", [item]) == [3.0]
+
+
 def test_completions_of_messages_are_messages_and_none_is_not_applicable():
     question = [{"role": "user", "content": "2 + 2?"}]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 COMPLETION, COMPLETIONS, PROMPTS = "completion", "completions", "prompts"
@@ -69,7 +70,10 @@ class RewardSignature:
         extras: Mapping[str, Any],
         completion: Any = None,
     ) -> Any:
-        """Call the function with the one completion, where it takes one, and what it accepts of what there is."""
+        """Call the function with the one completion, where it takes one, and what it accepts of what there is.
+
+        Columns fill only what a `partial` leaves open.
+        """
         named = {name: value for name, value in extras.items() if name in self.kinds}
         offered = {**named, **offered}
         takes_any = inspect.Parameter.VAR_KEYWORD in self.kinds.values()
@@ -79,6 +83,8 @@ class RewardSignature:
             # A list is offered by two names; ``**columns`` gets it by one.
             if name != self.completion and (name in self.kinds or (takes_any and name != IDS[1]))
         }
+        if isinstance(reward, partial):
+            given |= reward.keywords  # What a config has written.
         positional = [completion] if self._takes_by_place else []
         if self.completion is not None:
             given[self.completion] = completion
