@@ -123,6 +123,7 @@ def test_a_pattern_is_for_the_whole_text():
         ('{"age": 3}', 1.0),
         ('Here:\n```json\n{"age": 3}\n```', 1.0),
         ('{"age": "3"}', 0.0),
+        ('By ```python\nmake()\n``` it is\n```JSON\n{"age": 3}\n```', 1.0),
         ("{}", 0.0),
         ("age: 3", 0.0),
     ],
@@ -156,7 +157,11 @@ CODE = "Sure:\n```python\ndef double(x):\n    return 2 * x\n```"
         ("def double(x):\n    return 2 * x", 1.0),
         ("def double(x):\n    return 4", 0.5),
         ("def double(x:", 0.0),
-        ("import os\nos._exit(0)", 1.0),  # Not against malice: the page says so.
+        ("import os\nos._exit(0)", 0.0),
+        ("import os\nos._exit(97)", 0.0),
+        ("import sys\nsys.exit(0)", 0.0),
+        ("double = lambda x: exit(0)", 0.0),
+        ("import sys\ndef double(x):\n    return 2 * x\nsys.exit(0)", 1.0),
         ("import os\nos._exit(1)", 0.0),
         ("while True: pass", 0.0),
         ("x = 'a' * 10**10", 0.0),
@@ -171,6 +176,45 @@ def test_code_runs_within_its_limits(completion, reward):
 
 
 def test_code_reaches_no_server_unless_it_may():
+RIGHT, SHELL, DATA = (
+    CODE.removeprefix("Sure:\n"),
+    "```bash\npip install it\n```\n",
+    '```json\n{"double": 4}\n```\n',
+)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        f"First:\n{SHELL}then\n{RIGHT}",
+        f"{RIGHT}\nRun it:\n{SHELL}It gives:\n{DATA}",
+        f"{RIGHT}\nIt prints:\n```\n4\n6\n```",
+        f"```python\nwrong\n```\nNo:\n{RIGHT}",
+        f"With ```double``` as asked:\n{RIGHT}",
+        *(
+            RIGHT.replace("python", tag)
+            for tag in ("", "py", "python3", "Python", "PYTHON", "python title='a.py'")
+        ),
+    ],
+)
+def test_the_code_is_the_last_fence_of_python(completion):
+    assert code.code(completion, ["assert double(2) == 4"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tests", "reward"),
+    [
+        ("assert double(2) == 4\nassert double(3) == 6", 1.0),
+        ("assert double(2) == 4\nassert double(3) == 5", 0.0),
+        ("", None),
+        ([], None),
+        (None, None),
+    ],
+)
+def test_a_text_is_one_test_and_without_tests_code_cannot_be_scored(tests, reward):
+    assert code.code(CODE, tests) == reward
+
+
     server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     try:
         reach = f"import socket\nsocket.create_connection(('127.0.0.1', {server.server_port}), 2)"

@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
-import re
+import secrets
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 
-FENCE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
+from vectorlm.rewards.shape import fenced
+
 # The process limits itself before it reads the model's code: a fork with preexec_fn may hang beside threads.
 BOOTSTRAP = """
 import ctypes, os, resource, sys
-seconds, memory, network = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True"
+seconds, memory, passed, network = *map(int, sys.argv[1:4]), sys.argv[4] == "True"
 if not network and ctypes.CDLL(None, use_errno=True).unshare(0x50000000):  # CLONE_NEWUSER | CLONE_NEWNET
-    sys.exit(97)
+    os.write(passed, b"no namespace")
+    sys.exit()
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-exec(compile(sys.stdin.read(), "completion", "exec"), {"__name__": "__main__"})
+mark, source, test = sys.stdin.read().split("\\0")
+names = {"__name__": "__main__"}
+try:
+    exec(compile(source, "completion", "exec"), names)
+except SystemExit:
+    pass
+exec(compile(test, "test", "exec"), names)
+os.write(passed, mark.encode())
 """
-NO_NAMESPACE = 97
 
 
 def code(
     completion: str,
-    tests: Sequence[str],
+    tests: Sequence[str] | str | None,
     *,
     timeout_s: float = 10.0,
     memory_mib: int = 512,
     allow_network: bool = False,
-) -> float:
-    """Return the share of tests that pass after the completion's code has run.
+) -> float | None:
+    """Return the share of tests that pass after the completion's code has run; None if there are no tests.
 
-    The code is the last fence of three backticks, or the whole text. Each test is Python, such as ``assert f(2) == 4``,
-    and runs behind the code in a process of its own, with an empty folder, limits of time, memory and file size, and no
-    network. This keeps mistakes in; it is not a sandbox against malice: the process may read what its user may read.
+    The code is the last fence tagged ``python``, ``python3`` or ``py``; without one the last fence without a tag, or
+    the whole text. Each test is Python, such as ``assert f(2) == 4``, and runs behind the code in a process of its own,
+    with an empty folder, limits of time, memory and file size, and no network. A test passes if it comes to its end,
+    so one that exits fails; code that ends in ``sys.exit`` is tested all the same. This keeps mistakes in; it is not a
+    sandbox against malice: the process may read what its user may read.
 
     Args:
         completion: The text of the model.
-        tests: A column of the prompts.
+        tests: A column of the prompts; a text is one test.
         timeout_s: Longest time of each test, in seconds.
         memory_mib: Largest address space, in MiB.
         allow_network: Run where the kernel gives no network namespace to ordinary users.
@@ -48,29 +58,34 @@ def code(
     Raises:
         RuntimeError: The network cannot be taken away here.
     """
-    fences = FENCE.findall(completion)
-    source = fences[-1] if fences else completion
-    limits = [str(int(timeout_s) + 1), str(memory_mib << 20), str(allow_network)]
-    passed = 0
-    for test in tests:
-        with tempfile.TemporaryDirectory() as folder:
+    if tests is None or not len(tests):
+        return None
+    source = [completion, *fenced(completion, "python", "python3", "py")][-1]
+    listed, num_passed = [tests] if isinstance(tests, str) else tests, 0
+    for test in listed:
+        mark = secrets.token_hex()
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as passed:
+            limits = [int(timeout_s) + 1, memory_mib << 20, passed.fileno(), allow_network]
             try:
-                done = subprocess.run(
-                    [sys.executable, "-I", "-c", BOOTSTRAP, *limits],
-                    input=f"{source}\n{test}\n".encode(errors="replace"),
+                subprocess.run(
+                    [sys.executable, "-I", "-c", BOOTSTRAP, *map(str, limits)],
+                    input=f"{mark}\0{source}\0{test}\n".encode(errors="replace"),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     cwd=folder,
                     env={},
                     timeout=timeout_s,
                     start_new_session=True,
+                    pass_fds=[passed.fileno()],
                     check=False,
                 )
             except subprocess.TimeoutExpired:
                 continue
-        if done.returncode == NO_NAMESPACE:
+            passed.seek(0)
+            found = passed.read()
+        if found == b"no namespace":
             raise RuntimeError(
                 "the reward code cannot take the network away: set allow_network: True, or allow user namespaces"
             )
-        passed += done.returncode == 0
-    return passed / len(tests)
+        num_passed += found == mark.encode()
+    return num_passed / len(listed)

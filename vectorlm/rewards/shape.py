@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"```[^\n`]*```|```([^\n`]*)\n(.*?)```", re.DOTALL)
+"""Three backticks within a line hold nothing; of a fence, its tag and what it holds."""
+
+
+def fenced(text: str, *tags: str) -> list[str]:
+    """Return what the fences with one of these tags hold, or if there are none, those without a tag."""
+    found = [(tag.strip().lower().partition(" ")[0], inner) for tag, inner in FENCE.findall(text) if inner]
+    return [inner for tag, inner in found if tag in tags] or [inner for tag, inner in found if not tag]
 
 
 def format(completion: str, *, pattern: str | None = None, tags: Sequence[str] = ()) -> float:
@@ -32,15 +39,16 @@ def format(completion: str, *, pattern: str | None = None, tags: Sequence[str] =
 
 
 def json_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
-    """Return 1.0 if the completion, or a fence of backticks in it, is JSON that the schema allows, else 0.0.
+    """Return 1.0 if the completion, or its first fence of JSON, is JSON that the schema allows, else 0.0.
+
+    Such a fence has the tag ``json``; if there is none, the first one without a tag is read.
 
     Args:
         completion: The text of the model.
         schema: A JSON schema, or its text; a column of the prompts or an argument.
     """
-    fenced = FENCE.search(completion)
     try:
-        value = json.loads(fenced[1] if fenced else completion)
+        value = json.loads(next(iter(fenced(completion, "json")), completion))
     except ValueError:
         return 0.0
     return float(_validator(schema if isinstance(schema, str) else json.dumps(schema)).is_valid(value))
