@@ -123,6 +123,35 @@ def test_completions_of_messages_are_messages_and_none_is_not_applicable():
     )
 
 
+ASKED, SAID, TOLD = ({"role": role, "content": role} for role in ("user", "assistant", "tool"))
+RULES, SHOT = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "shown"}
+TURNS = [SAID, TOLD, SAID]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chat"),
+    [
+        pytest.param(
+            [RULES, ASKED, SHOT, ASKED], [RULES, ASKED, SHOT, ASKED, *TURNS], id="an example before"
+        ),
+        pytest.param([ASKED, {"role": "assistant", "content": "assi"}], [ASKED, *TURNS], id="begun"),
+        pytest.param([ASKED], [ASKED, RULES, ASKED, *TURNS], id="reset adds"),
+        pytest.param([ASKED], [{"role": "user", "content": "user, as changed"}, *TURNS], id="reset changes"),
+        pytest.param([RULES, ASKED], [ASKED, *TURNS], id="an agent's own chat"),
+    ],
+)
+def test_a_list_has_every_turn_of_a_chat_as_its_own_message(prompt, chat):
+    items = [Scorable("all turns", prompt, (1,), {}, chat, 2), Scorable("4", prompt[:1], (1,), {})]
+    found = []
+
+    def reward(completions):
+        found.extend(completions)
+        return [1.0] * len(completions)
+
+    assert score(reward, items) == [1.0, 1.0]
+    assert found == [TURNS, [{"role": "assistant", "content": "4"}]]
+
+
 def test_a_column_never_hides_the_completion():
     """Datasets of prompts often hold a completion to learn from as well."""
     columns = {"completion": "from the dataset", "completions": "likewise", "prompt": "likewise"}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import math
+import operator
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -13,7 +15,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from vectorlm.encoding import chat_of
+from vectorlm.encoding import chat_of, is_messages, split_begun
 from vectorlm.plugin import raised_at, text_of
 from vectorlm.rewards.registry import get_reward
 from vectorlm.rewards.signature import COMPLETIONS, EXTRAS, IDS, LOG, PROMPTS, RESERVED, RewardSignature
@@ -171,8 +173,14 @@ def _run_lists(
     reward: Callable[..., Any], items: Sequence[Scorable], signature: RewardSignature
 ) -> list[RewardResult]:
     def in_list(item: Scorable) -> Any:
-        chat = chat_of(item.prompt, item.text)
-        return item.text if chat is None else chat[-1:]
+        if not is_messages(item.prompt):
+            return item.text
+        before, _ = split_begun(item.prompt)
+        chat = item.messages or chat_of(item.prompt, item.text) or ()
+        # An environment may have changed or added to what was asked, and an agent may have asked something else.
+        is_same = itertools.takewhile(bool, map(operator.eq, before, chat))
+        rest = chat[len(list(is_same)) :]
+        return list(itertools.dropwhile(lambda each: each["role"] != "assistant", rest))
 
     columns = [_columns(item) for item in items]
     names = dict.fromkeys(name for each in columns for name in each)
