@@ -20,9 +20,10 @@ from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.preflight.rl import longest_sequence
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.step_lines import Timeline
-from vectorlm.rewards.registry import short_name
+from vectorlm.rewards.registry import get_reward, short_name
 from vectorlm.rewards.reward_model import RewardModel
 from vectorlm.rewards.scorer import RewardScorer
+from vectorlm.rewards.signature import COMPLETIONS, RewardSignature
 from vectorlm.rl.correction import correction_of
 from vectorlm.rl.demonstrations import Demonstrations
 from vectorlm.rl.loop import RLLoop, Source
@@ -250,7 +251,10 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Environ
     assert run.engine is not None
     replay = None
     if rl.rollout.path is not None:
-        replay = replay_order(read_rollouts(rl.rollout.path), rl.collect.group_size, seed)
+        signatures = [RewardSignature.of(get_reward(name)) for name in rl.all_rewards]
+        reads = {name for each in signatures for name in (*each.kinds, *[COMPLETIONS] * each.takes_lists)}
+        stored = read_rollouts(rl.rollout.path, reads)
+        replay = replay_order(stored, rl.collect.group_size, seed)
     scorer = _scorer(run, rl)
     sampler = environments.sampler(rl.collect, seed, needs_greedy=spec.needs_greedy, score=scorer.score_group)
     prompts = run.checked.prompts

@@ -11,6 +11,8 @@ from vectorlm.rollouts.logger import RolloutLogger
 from vectorlm.rollouts.replay import read_rollouts, replay_order
 from vectorlm.types import PromptRecord
 
+TURNS = [{"role": role, "content": role} for role in ("assistant", "user", "assistant")]
+
 
 def rollout(index, group):
     return Rollout(
@@ -23,6 +25,8 @@ def rollout(index, group):
         f"text {index}",
         "stop",
         2,
+        messages=[{"role": "user", "content": f"q{group}"}, *TURNS],
+        measured={"won": 1.0 + index},
     )
 
 
@@ -49,6 +53,8 @@ def test_rollouts_come_back_as_they_were(tmp_path):
             "policy_mask",
             "sampler_logprobs",
             "versions",
+            "messages",
+            "measured",
         ):
             assert getattr(mine, name) == getattr(theirs, name)
 
@@ -81,6 +87,37 @@ def test_a_line_whose_lists_differ_in_length_is_refused(tmp_path):
     path.write_text(json.dumps(row))
     with pytest.raises(DatasetError, match="differ in length"):
         read_rollouts(path)
+
+
+CHAT = [{"role": "user", "content": "q"}]
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize(
+    ("reads", "prompt", "num_turns", "is_refused"),
+    [
+        ({"completion", "messages"}, "q", 2, True),
+        ({"completion", "environment"}, "q", 2, True),
+        ({"completions", "answer"}, CHAT, 2, True),
+        ({"completions", "answer"}, "q", 2, False),
+        ({"completion", "messages", "environment"}, CHAT, 1, False),
+        ({"completion", "num_turns"}, CHAT, 2, False),
+    ],
+)
+def test_a_file_without_the_turns_that_a_reward_reads_is_refused(
+    tmp_path, reads, prompt, num_turns, is_refused, is_old
+):
+    path = write(tmp_path, [[rollout(0, 0)]])
+    row = json.loads(path.read_text()) | {"prompt": prompt, "num_turns": num_turns}
+    if is_old:
+        del row["messages"], row["measured"]
+    path.write_text(json.dumps(row))
+    if is_refused and is_old:
+        with pytest.raises(DatasetError, match=r"a reward reads '.*' of its turns, which files of earlier"):
+            read_rollouts(path, reads)
+    else:
+        assert len(read_rollouts(path, reads)) == 1
+    assert len(read_rollouts(path)) == 1
 
 
 def test_every_group_once_per_pass_and_any_place_to_go_on_from():

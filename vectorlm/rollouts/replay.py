@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from vectorlm.data.prompts import read_rows
+from vectorlm.encoding import is_messages
 from vectorlm.errors import DatasetError
 from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.rollout import Rollout, RolloutGroup
@@ -32,19 +33,25 @@ def record_of(rollout: Rollout) -> dict[str, Any]:
         "versions": list(rollout.versions),
         "turn_ends": list(rollout.turn_ends),
         "turn_rewards": list(rollout.turn_rewards),
+        "messages": rollout.messages,
+        "measured": dict(rollout.measured),
     }
 
 
-def read_rollouts(path: str | Path) -> list[Group]:
+def read_rollouts(path: str | Path, reads: Collection[str] = ()) -> list[Group]:
     """Read the groups that a run with ``rl.rollout.save_tokens`` has left in its ``rollouts.jsonl``.
 
-    The lines of one group stand next to each other, with the same ``train_step`` and ``group``.
+    The lines of one group stand next to each other, with the same ``train_step`` and ``group``. `reads` names the
+    arguments that rewards read.
+
+    Raises:
+        DatasetError: A line cannot be read, or lacks what the rewards read of its turns.
     """
     if not Path(path).is_file():
         raise DatasetError(f"rl.rollout.path={str(path)!r} is not a file: name the rollouts.jsonl of a run.")
     groups: list[Group] = []
     place: tuple[int, int] | None = None
-    for here, rollout in read_rows(path, _placed_rollout_of, RULE):
+    for here, rollout in read_rows(path, lambda row: _placed_rollout_of(row, reads), RULE):
         if here != place:
             groups.append([])
             place = here
@@ -119,8 +126,14 @@ def _scored(group: Sequence[tuple[Rollout, Mapping[str, Any]]]) -> RolloutGroup:
     return RolloutGroup([rollout for rollout, _ in group], tensor([row["reward"] for row in rows]), by_name)
 
 
-def _placed_rollout_of(row: Mapping[str, Any]) -> tuple[tuple[int, int], Rollout]:
+def _placed_rollout_of(
+    row: Mapping[str, Any], reads: Collection[str] = ()
+) -> tuple[tuple[int, int], Rollout]:
     """Return the place of a rollout, its step and group, and the rollout."""
+    of_turns = {"messages", "environment", *(("completions",) if is_messages(row["prompt"]) else ())}
+    lacks_turns = int(row["num_turns"]) > 1 and "messages" not in row
+    if lacks_turns and (asked := of_turns.intersection(reads)):
+        raise ValueError(f"a reward reads {min(asked)!r} of its turns, which files of earlier versions lack")
     lengths = {len(row[name]) for name in ("token_ids", "policy_mask", "sampler_logprobs", "versions")}
     if len(lengths) != 1:
         raise ValueError("token_ids, policy_mask, sampler_logprobs and versions differ in length")
@@ -137,9 +150,11 @@ def _placed_rollout_of(row: Mapping[str, Any]) -> tuple[tuple[int, int], Rollout
         str(row["completion"]),
         row["finish_reason"],
         int(row["num_turns"]),
-        # Files of earlier versions have neither.
+        # Files of earlier versions have none of these.
         tuple(row.get("turn_ends", ())),
         tuple(row.get("turn_rewards", ())),
+        messages=row.get("messages"),
+        measured={name: math.nan if each is None else each for name, each in row.get("measured", {}).items()},
         is_replayed=True,
     )
     return (int(row["train_step"]), int(row["group"])), rollout
