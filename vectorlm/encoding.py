@@ -116,9 +116,14 @@ def split_begun(chat: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
     """Return a chat without the answer that its last message has begun, and what is there of it; "" if none has."""
     if not chat or chat[-1]["role"] != "assistant":
         return list(chat), ""
-    content = chat[-1]["content"]
+    return list(chat[:-1]), text_of_message(chat[-1])
+
+
+def text_of_message(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, of its parts together."""
+    content = message.get("content")
     parts = [{"text": content}] if isinstance(content, str) else content or ()
-    return list(chat[:-1]), "".join(part.get("text", "") for part in parts)
+    return "".join(part.get("text", "") for part in parts)
 
 
 def chat_of(prompt: Any, text: str) -> list[Mapping[str, Any]] | None:

@@ -6,6 +6,7 @@ import pickle
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import openai
 import pytest
 
 from vectorlm.errors import ConfigError
@@ -122,8 +123,8 @@ def test_a_pattern_is_for_the_whole_text():
     [
         ('{"age": 3}', 1.0),
         ('Here:\n```json\n{"age": 3}\n```', 1.0),
-        ('{"age": "3"}', 0.0),
         ('By ```python\nmake()\n``` it is\n```JSON\n{"age": 3}\n```', 1.0),
+        ('{"age": "3"}', 0.0),
         ("{}", 0.0),
         ("age: 3", 0.0),
     ],
@@ -175,7 +176,6 @@ def test_code_runs_within_its_limits(completion, reward):
     assert code.code(completion, tests, timeout_s=1.0) == reward
 
 
-def test_code_reaches_no_server_unless_it_may():
 RIGHT, SHELL, DATA = (
     CODE.removeprefix("Sure:\n"),
     "```bash\npip install it\n```\n",
@@ -215,6 +215,7 @@ def test_a_text_is_one_test_and_without_tests_code_cannot_be_scored(tests, rewar
     assert code.code(CODE, tests) == reward
 
 
+def test_code_reaches_no_server_unless_it_may():
     server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     try:
         reach = f"import socket\nsocket.create_connection(('127.0.0.1', {server.server_port}), 2)"
@@ -227,9 +228,12 @@ def test_a_text_is_one_test_and_without_tests_code_cannot_be_scored(tests, rewar
 def test_instructions_are_checked_as_the_harness_checks_them():
     ids = ["punctuation:no_comma", "length_constraints:number_words"]
     arguments = [{}, {"num_words": 3, "relation": "at least", "other": None}]
-    assert ifeval.ifeval("hello there you", "Say hi", ids, arguments) == 1.0
-    assert ifeval.ifeval("hello, you there", [{"role": "user", "content": "Say hi"}], ids, arguments) == 0.5
-    assert ifeval.ifeval("", "Say hi", ids, arguments) == 0.0
+    assert ifeval.ifeval("hello there you", ids, arguments) == 1.0
+    assert ifeval.ifeval("hello, you there", ids, arguments) == 0.5
+    assert ifeval.ifeval("", ids, arguments) == 0.0
+    repeat = [{"prompt_to_repeat": "Say hi"}]
+    assert ifeval.ifeval("Say hi: hi", ["combination:repeat_prompt"], repeat) == 1.0
+    assert ifeval.ifeval("hello", [], []) is None
 
 
 class Judge(BaseHTTPRequestHandler):
@@ -242,7 +246,7 @@ class Judge(BaseHTTPRequestHandler):
         body = json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "j", "choices": [
             {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
         ]}).encode()  # fmt: skip
-        self.send_response(500 if text is None else 200)
+        self.send_response(text if isinstance(text, int) else 200)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -252,25 +256,69 @@ class Judge(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_judge_is_asked_again_after_an_error_and_gives_none_where_it_gives_no_number():
+@pytest.fixture
+def ask():
+    """Ask a judge that gives some answers, numbers being statuses, and keeps the questions in `ask.server.asked`."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     server.asked = []
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    try:
-        url = f"http://127.0.0.1:{server.server_port}/v1"
 
-        def ask(*answers, retries=1):
-            server.answers = list(answers)
-            asked = judge.judge("{answer}", "{completion}?", url=url, model="j", retries=retries)
-            return asyncio.run(asked)
+    def ask(*answers, retries=1, prompt="{completion}?", port=server.server_port):
+        server.answers = list(answers)
+        url = f"http://127.0.0.1:{port}/v1"
+        return asyncio.run(judge.judge("{answer}", prompt, url=url, model="j", retries=retries))
 
-        assert ask("Score: 7.5") == pytest.approx(0.75)
-        assert server.asked[0].endswith("Question:\n{completion}?\n\nAnswer:\n{answer}")
-        assert ask(None, "10") == 1.0
-        assert ask("very good") is None
-        assert ask(None, retries=0) is None
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    ask.server = server
+    yield ask
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_judge_is_asked_again_after_an_error_and_gives_none_where_it_gives_no_number(ask):
+    assert ask("Score: 7.5") == pytest.approx(0.75)
+    assert ask.server.asked[0].endswith("Question:\n{completion}?\n\nAnswer:\n{answer}")
+    assert ask(500, "10") == 1.0
+    assert ask("very good") is None
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_judge_that_is_busy_gives_none(ask, status):
+    assert ask(status, retries=0) is None
+
+
+def test_a_judge_that_is_not_reached_gives_none(ask):
+    assert ask(retries=0, port=9) is None
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+def test_a_request_that_a_judge_will_never_answer_fails(ask, status):
+    with pytest.raises(openai.APIStatusError):
+        ask(status)
+
+
+ASKED = {"role": "user", "content": "2 + 2?"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "answer"),
+    [
+        ([ASKED], "2 + 2?", "{answer}"),
+        ([ASKED, {"role": "assistant", "content": "<think>\n"}], "2 + 2?", "<think>\n{answer}"),
+        (
+            [{"role": "system", "content": "Be brief."}, ASKED, {"role": "assistant", "content": "4"}, ASKED],
+            "system: Be brief.\nuser: 2 + 2?\nassistant: 4\nuser: 2 + 2?",
+            "{answer}",
+        ),
+        ([{"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]}], "2 + 2?", "{answer}"),
+    ],
+)
+def test_a_judge_is_shown_the_whole_question(ask, prompt, asked, answer):
+    ask("1", prompt=prompt)
+    assert ask.server.asked[0].endswith(f"Question:\n{asked}\n\nAnswer:\n{answer}")
+
+
+def test_a_judge_cannot_be_shown_token_ids(ask):
+    with pytest.raises(TypeError, match="token ids"):
+        ask("1", prompt=[1, 2, 3])

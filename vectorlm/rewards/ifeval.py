@@ -7,16 +7,15 @@ from typing import Any
 
 
 def ifeval(
-    completion: str, prompt: Any, instruction_id_list: Sequence[str], kwargs: Sequence[Mapping[str, Any]]
-) -> float:
-    """Return the share of the prompt's instructions that the completion follows, checked strictly.
+    completion: str, instruction_id_list: Sequence[str], kwargs: Sequence[Mapping[str, Any]]
+) -> float | None:
+    """Return the share of the instructions that the completion follows, checked strictly; None if there are none.
 
     *Source*: Zhou et al. 2023, arXiv:2311.07911, by the checks of the lm-evaluation-harness (``pip install
     'lm_eval[ifeval]'``).
 
     Args:
         completion: The text of the model.
-        prompt: The prompt; some instructions ask to repeat it.
         instruction_id_list: A column of the prompts: names such as ``punctuation:no_comma``.
         kwargs: A column of the prompts: the arguments of each instruction.
     """
@@ -25,7 +24,7 @@ def ifeval(
 
     # It guesses languages with random numbers of its own.
     langdetect.DetectorFactory.seed = 0
-    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    example = InputExample(0, list(instruction_id_list), text, [dict(each) for each in kwargs])
+    # No check reads the prompt: what is to be repeated is among the arguments.
+    example = InputExample(0, list(instruction_id_list), "", [dict(each) for each in kwargs])
     followed = test_instruction_following_strict(example, completion).follow_instruction_list
-    return sum(followed) / len(followed)
+    return sum(followed) / len(followed) if followed else None

@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from vectorlm.encoding import shown_prompt
+from vectorlm.encoding import is_messages, split_begun, text_of_message
 
 ASKED = (
     "Rate the answer to the question from 0 (useless) to 10 (perfect). Write nothing but the number.\n\n"
@@ -28,11 +28,13 @@ async def judge(
 ) -> float | None:
     """Return the first number in the judge's answer divided by `scale`; None if there is none or no answer.
 
-    The completions of a step are asked about at once. The key comes from the environment variable ``OPENAI_API_KEY``.
+    There is no answer if the server is not reached, late, busy or failing after all `retries`; a request that it
+    refuses, for its key or model for example, raises. The completions of a step are asked about at once. The key comes
+    from the environment variable ``OPENAI_API_KEY``.
 
     Args:
-        completion: The text of the model.
-        prompt: The prompt, as text or messages.
+        completion: The text of the model; the judge is shown what the prompt has begun of it too.
+        prompt: The prompt, as text or messages, each of several a line ``role: content``.
         url: The base URL of an OpenAI-compatible server, which ends in ``/v1``.
         model: The name that the server calls its model.
         template: The question to the judge, with ``{prompt}`` and ``{completion}``.
@@ -40,10 +42,21 @@ async def judge(
         scale: What the number is divided by.
         retries: How often a request that failed is sent again.
         timeout_s: Longest time of a request, in seconds.
+
+    Raises:
+        TypeError: The prompt is token ids.
+        openai.OpenAIError: The server refuses the request.
     """
     import openai
 
-    texts = {"{prompt}": shown_prompt(prompt), "{completion}": completion}
+    question, begun = prompt, ""
+    if is_messages(prompt):
+        before, begun = split_begun(prompt)
+        lines = [f"{each['role']}: {text_of_message(each)}" for each in before]
+        question = text_of_message(before[0]) if len(before) == 1 else "\n".join(lines)
+    if not isinstance(question, str):
+        raise TypeError("a judge cannot be shown token ids: give it prompts of text or messages")
+    texts = {"{prompt}": question, "{completion}": begun + completion}
     # Not str.format: a template may hold other braces.
     asked = re.sub("|".join(texts), lambda found: texts[found.group()], template)
     key = os.environ.get("OPENAI_API_KEY", "none")
@@ -54,7 +67,7 @@ async def judge(
             answer = await client.chat.completions.create(
                 model=model, messages=[{"role": "user", "content": asked}], temperature=0.0
             )
-        except openai.OpenAIError:
+        except (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError):
             return None
     found = re.search(pattern, answer.choices[0].message.content or "") if answer.choices else None
     return float(found.group()) / scale if found else None
