@@ -50,9 +50,12 @@ def test_a_run_that_is_saved_before_its_first_step_makes_the_step_of_one_that_wa
     assert torch.equal(first_step(saves=True), first_step(saves=False))
 
 
-def build(topology, folder, lora):
+def build(topology, folder, lora, spare=False):
     torch.manual_seed(5)
     model = load_model(folder)
+    if spare:
+        # As a vision tower beside text: trained, and without a gradient.
+        model.model.layers[0].spare = torch.nn.Linear(2, 2)
     if lora:
         model = add_lora(model, {"r": 2, "target_modules": ["q_proj"]})
     shard_model(model, topology)
@@ -70,8 +73,8 @@ def weights(model):
     return {name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()}
 
 
-def save_and_load(topology, folder, path, lora):
-    model, optimizer = build(topology, folder, lora)
+def save_and_load(topology, folder, path, *kind):
+    model, optimizer = build(topology, folder, *kind)
     torch.manual_seed(100 + topology.rank)
     make_step(model, optimizer)
     store = CheckpointStore(path, {"seed": 1})
@@ -80,17 +83,24 @@ def save_and_load(topology, folder, path, lora):
     make_step(model, optimizer)
     expected = weights(model)
 
-    model, optimizer = build(topology, folder, lora)
+    with_state = len(optimizer.state)
+    model, optimizer = build(topology, folder, *kind)
     loop = store.load(1, {"policy": TrainedModel(model, optimizer)})
+    assert len(optimizer.state) == with_state
     found_draw = draw()[2]
     make_step(model, optimizer)
     found = weights(model)
     return loop, expected_draw, found_draw, all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("world_size", "lora"), [(1, False), (2, False), (2, True)])
-def test_a_step_after_loading_equals_the_step_after_saving_bit_for_bit(tmp_path, folder, world_size, lora):
-    results = on_ranks(world_size, save_and_load, folder, tmp_path, lora)
+@pytest.mark.parametrize(
+    ("world_size", "lora", "spare"),
+    [(1, False, False), (2, False, False), (2, True, False), (1, False, True), (2, False, True)],
+)
+def test_a_step_after_loading_equals_the_step_after_saving_bit_for_bit(
+    tmp_path, folder, world_size, lora, spare
+):
+    results = on_ranks(world_size, save_and_load, folder, tmp_path, lora, spare)
     for rank, (loop, expected_draw, found_draw, same) in enumerate(results):
         assert loop == {"rank": rank, "learning_rate": 0.1}
         assert found_draw == expected_draw

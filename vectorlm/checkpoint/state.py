@@ -99,6 +99,15 @@ class CheckpointStore:
         with folder.naming(source, "read"), report_wait(f"reading the checkpoint {source}", is_on=rank == 0):
             _require_as_written(source)
             states = {name: state_of(model) for name, model in models.items()}
+            paths = dcp.FileSystemReader(source / "shards").read_metadata().planner_data
+            written = {path[:4] for path in paths.values()}
+            for name, state in states.items():
+                # An optimizer keeps nothing for a weight that got no gradient, and torch makes up a state here.
+                by_weight = state.get("optimizer", {}).get("state", {})
+                for weight in [
+                    each for each in by_weight if (name, "optimizer", "state", each) not in written
+                ]:
+                    del by_weight[weight]
             dcp.load(states, checkpoint_id=source / "shards")
             is_new = not (source / f"rank-{rank}.pt").exists()
             saved = torch.load(source / f"rank-{0 if is_new else rank}.pt", weights_only=True)
