@@ -71,6 +71,30 @@ def test_a_resumed_run_counts_on_and_more_patience_lets_it_go_on():
     assert not patient.is_over
 
 
+def test_a_resumed_run_that_follows_another_metric_starts_over_with_it():
+    before = EarlyStopping("eval/accuracy", patience=3, keeps_best=True)
+    observe(before, [0.7, 0.6], "eval/accuracy")
+    said = []
+    after = EarlyStopping("eval/loss", patience=3, keeps_best=True, say=said.append)
+    after.load_state_dict(before.state_dict())
+    assert after.best_step is None
+    assert said == ["the best is that of eval/loss from here on; it was of eval/accuracy"]
+    # Beside -0.7, the best accuracy as it is kept, every loss would be too high.
+    observe(after, [2.0, 1.0, 1.5, 1.5], start=3)
+    assert after.best_step == 4
+    assert not after.is_over
+
+
+def test_a_metric_that_a_resumed_run_does_not_log_is_refused_unless_it_was_logged_before():
+    after = EarlyStopping("eval/acuracy", is_named=True)
+    after.load_state_dict(EarlyStopping().state_dict())
+    with pytest.raises(ConfigError, match="eval/acuracy"):
+        after.require_logged({"eval/accuracy": 1.0})
+    seen = EarlyStopping("eval/accuracy", is_named=True)
+    seen.observe(0, {"eval/accuracy": 1.0})
+    seen.require_logged({"eval/loss": 1.0})
+
+
 def watch_on_rank(topology):
     """Each rank sees another accuracy, as with a reward that draws at random."""
     stopping = EarlyStopping("eval/accuracy", keeps_best=True, patience=1)
@@ -96,5 +120,5 @@ def test_any_metric_of_an_evaluation_is_followed_by_its_name():
         with pytest.raises(
             ConfigError, match=r"best_metric='.*' is not logged: it must be one of eval/loss\."
         ):
-            stopping.require_logged({"eval/loss": 1.0, "time/step_s": 1.0})
+            EarlyStopping(metric, is_named=True).require_logged({"eval/loss": 1.0, "time/step_s": 1.0})
     EarlyStopping("eval/accuracy").require_logged({})

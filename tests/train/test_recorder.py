@@ -1,5 +1,8 @@
 """What is logged, evaluated and saved, and when."""
 
+import pytest
+
+from vectorlm.errors import ConfigError
 from vectorlm.train.early_stopping import EarlyStopping
 from vectorlm.train.recorder import Recorder
 
@@ -61,3 +64,10 @@ def test_the_best_evaluation_and_the_end_of_a_run_that_stops_early_are_saved():
     resumed.resume({})
     assert resumed.stopping.is_over
     assert resumed.stopping.best_step == 3
+
+
+def test_an_evaluation_after_a_resume_that_lacks_the_metric_is_refused_and_that_at_the_end_is_not():
+    recorder = Recorder(num_steps=5, sink=None, stopping=EarlyStopping("eval/acuracy", is_named=True))
+    recorder.require_logged(5, {"eval/accuracy": 0.5})
+    with pytest.raises(ConfigError, match="eval/acuracy"):
+        recorder.require_logged(4, {"eval/accuracy": 0.5})

@@ -190,6 +190,8 @@ class RLLoop:
 
     def _evaluate(self) -> dict[str, float]:
         metrics = self.recorder.evaluate_if_due(self.step)
+        if metrics:
+            self.recorder.require_logged(self.step, metrics)
         return metrics | self.recorder.stopping.observe(self.step, metrics)
 
     def _state(self) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class EarlyStopping:
         # What the next evaluation must beat by min_delta, in the direction that falls.
         self._to_beat: tuple[float, int | None] = (math.inf, None)
         self._num_without = 0
+        self._was_logged = False
 
     @property
     def best_step(self) -> int | None:
@@ -48,8 +49,8 @@ class EarlyStopping:
         return self.is_asked or (self.patience is not None and self._num_without >= self.patience)
 
     def require_logged(self, metrics: Mapping[str, float]) -> None:
-        """Raise `ConfigError` where the evaluations before training lack a metric that a config names."""
-        if self.is_named and self.metric not in metrics:
+        """Raise `ConfigError` where `metrics`, of all evaluations of a step, lack the metric that a config names."""
+        if self.is_named and not self._was_logged and self.metric not in metrics:
             known = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
             raise ConfigError(
                 f"train_parameters.best_metric={self.metric!r} is not logged: it must be one of {known or 'none'}."
@@ -57,6 +58,7 @@ class EarlyStopping:
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Take the metrics of an evaluation after `step`, and return more of them."""
+        self._was_logged |= self.metric in metrics
         if step == 0 or self.metric not in metrics:
             return {}
         # A reward that draws at random gives each rank another accuracy.
@@ -85,9 +87,17 @@ class EarlyStopping:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        return {"best": self._best, "to_beat": self._to_beat, "num_without": self._num_without}
+        return {
+            "metric": self.metric,
+            "best": self._best,
+            "to_beat": self._to_beat,
+            "num_without": self._num_without,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the evaluations of `state`."""
+        """Go on after the evaluations of `state`; of another metric they say nothing."""
+        if (before := state.get("metric", self.metric)) != self.metric:
+            self.say(f"the best is that of {self.metric} from here on; it was of {before}")
+            return
         self._best, self._to_beat = tuple(state["best"]), tuple(state["to_beat"])
         self._num_without = state["num_without"]

@@ -134,6 +134,8 @@ class FineTuningLoop:
             self.optimizer_step.schedule.observe(metrics["eval/loss"])
             metrics |= self.recorder.stopping.observe(self.step, metrics)
         of_answers = {} if "sampler/generate_s" in row else self.recorder.evaluate_if_due(self.step)
+        if metrics and (of_answers or self.recorder.evaluation is None):
+            self.recorder.require_logged(self.step, metrics | of_answers)
         return metrics | of_answers | self.recorder.stopping.observe(self.step, of_answers)
 
     @torch.no_grad()

@@ -88,8 +88,13 @@ class Recorder:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of `step`, with the seconds of each phase since the last line."""
         if step == 0:
-            self.stopping.require_logged(metrics)
+            self.require_logged(step, metrics)
         self.sink.write(step, {**metrics, **self.timer.drain()})
+
+    def require_logged(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raise `ConfigError` where all evaluations after `step` lack the metric to follow; never at the run's end."""
+        if step < self.num_steps:
+            self.stopping.require_logged(metrics)
 
     def is_due(self, every: int, step: int) -> bool:
         """Whether `step` is a multiple of `every` or the last step."""
