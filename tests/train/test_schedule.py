@@ -73,15 +73,17 @@ def test_greedy_never_leaves_the_peak_upwards():
     assert schedule.learning_rate == pytest.approx(1e-5)
 
 
-@pytest.mark.parametrize("name", ["cosine", "plateau-with-warmup"])
-def test_a_schedule_goes_on_from_its_state_with_the_optimizers(name):
+@pytest.mark.parametrize("num_steps", [2, 10])
+@pytest.mark.parametrize("name", ["cosine", "plateau-with-warmup", "greedy"])
+def test_a_schedule_goes_on_from_its_state_with_the_optimizers(name, num_steps):
     optimizers = [sgd(), sgd()]
     straight, resumed = (build(name, optimizer=optimizer) for optimizer in optimizers)
-    for step in range(10):
+    for step in range(num_steps):
         straight.step()
         straight.observe(1.0 + step)
     optimizers[1].load_state_dict(optimizers[0].state_dict())
     resumed.load_state_dict(straight.state_dict())
+    assert resumed.learning_rate == straight.learning_rate
     for _ in range(8):
         straight.observe(9.0)
         resumed.observe(9.0)
@@ -93,3 +95,37 @@ def test_arguments_of_a_schedules_own_reach_transformers():
     assert rates(schedule, 11)[-1] == pytest.approx(0.1)
     schedule = Schedule("warmup_stable_decay", sgd(), num_warmup_steps=2, num_steps=10, num_decay_steps=4)
     assert rates(schedule, 11) == pytest.approx([0, 0.5, 1, 1, 1, 1, 1, 0.853553, 0.5, 0.146447, 0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "rate"),
+    [
+        ("plateau-with-warmup", {"patience": 0, "factor": 0.5}, 0.125),
+        ("plateau-with-warmup", {"patience": 0, "factor": 0.5, "min_lr": 0.2}, 0.2),
+        ("greedy", {"patience": 0, "factor": 0.5}, 0.125),
+        ("greedy", {"patience": 0, "factor": 0.5, "min_lr": 0.2}, 0.2),
+    ],
+)
+def test_a_resumed_schedule_follows_the_arguments_it_has_now_from_the_best_loss_it_had_seen(
+    name, arguments, rate
+):
+    settings = {"num_warmup_steps": 0, "num_steps": 20}
+    before, after = Schedule(name, sgd(), **settings), Schedule(name, sgd(), **settings, **arguments)
+    before.observe(1.0)
+    after.load_state_dict(before.state_dict())
+    for _ in range(3):
+        after.observe(2.0)
+    assert after.learning_rate == pytest.approx(rate)
+
+
+def test_a_resumed_greedy_schedule_rises_to_the_peak_it_has_now():
+    before, after = (build("greedy", num_warmup_steps=0, lr=lr) for lr in (1.0, 2.0))
+    for _ in range(12):
+        before.observe(1.0)
+    assert before.learning_rate == pytest.approx(0.95)
+    after._optimizer.param_groups[0]["lr"] = before.learning_rate
+    after.load_state_dict(before.state_dict())
+    assert after.learning_rate == pytest.approx(1.9)
+    for step in range(11):
+        after.observe(0.5 - step / 100)
+    assert after.learning_rate == pytest.approx(2.0)

@@ -21,6 +21,11 @@ PLATEAU_NAMES = ("plateau-with-warmup", "plataeu-with-warmup", "reduce_lr_on_pla
 """Spellings of the plateau schedule; the second is VectorLM's own."""
 BY_LOSS = (*PLATEAU_NAMES, "greedy")
 """Schedules that follow the evaluation loss."""
+COUNTED = (
+    *("best", "num_bad_epochs", "num_good_epochs", "cooldown_counter", "warmup_counter", "reset_start"),
+    *("last_epoch", "_streaming_avg"),
+)
+"""What such a schedule counts; the rest of its state are its arguments, which may be others after a resume."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,8 @@ class Schedule:
             for group, peak, factor in zip(groups, self._peaks, self._inner.lr_lambdas, strict=True):
                 group["lr"] = peak * factor(self._num_steps_done)
         elif state["name"] == self._name:
-            self._inner.load_state_dict(state["by_loss"])
+            counted = {name: value for name, value in state["by_loss"].items() if name in COUNTED}
+            self._inner.load_state_dict(counted)
             for group, now, before in zip(groups, self._peaks, state["peaks"], strict=True):
                 if now != before:
                     group["lr"] = group["lr"] * now / before if before else now
