@@ -168,6 +168,24 @@ def test_two_ranks_go_on_bit_for_bit_and_another_number_of_ranks_goes_on(tmp_pat
             assert together[0][name]["losses"] == pytest.approx(found["losses"], abs=0.05)
 
 
+@names
+@pytest.mark.parametrize(
+    ("schedule", "arguments"),
+    [("polynomial", {"lr_end": 1e-4}), ("cosine_with_min_lr", {"min_lr": 1e-4})],
+)
+def test_a_schedule_falls_from_the_peak_of_every_optimizer_to_a_rate_that_it_is_given(
+    name, schedule, arguments
+):
+    if not is_here(name):
+        pytest.skip(f"needs {OPTIMIZERS[name].package}")
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 4), torch.nn.ModuleList([torch.nn.Linear(4, 4)]))
+    optimizer = make_optimizer(CASES[name], model, False)
+    falling = Schedule(schedule, optimizer, num_warmup_steps=0, num_steps=1, **arguments)
+    assert falling.learning_rate == pytest.approx(CASES[name].lr)
+    falling.go_to(1)
+    assert falling.learning_rate == pytest.approx(1e-4)
+
+
 TEXT = """\
 model: model
 train_parameters: {output_dir: run, max_seq_len: 16, optimizer: {lr: 0.01}}

@@ -15,7 +15,9 @@ class Parts(Optimizer):
     """Steps several optimizers, of one group of weights each, and holds their groups and states."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
-        super().__init__([group for part in parts for group in part.param_groups], {})
+        groups = [group for part in parts for group in part.param_groups]
+        # Schedules of transformers read the peak there.
+        super().__init__(groups, {"lr": groups[0]["lr"]})
         self._parts = parts
 
     @torch.no_grad()
@@ -33,7 +35,7 @@ class WholeTensors(Optimizer):
     """
 
     def __init__(self, inner: Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
+        super().__init__(inner.param_groups, inner.defaults)
         self._inner = inner
 
     @torch.no_grad()
