@@ -24,6 +24,7 @@ TRAIN = "train_parameters"
 SAMPLER = f"{TRAIN}.sampler={{sample_frequency: 2, prompts: p.jsonl}}"
 LORA = f"{TRAIN}.lora_peft_config"
 RL = "rl={algorithm: grpo, max_steps: 2, prompts: [a], prompts_per_step: 1, rewards: {'mine.py:score': 1}}"
+SOURCES = "rl={{algorithm: grpo, max_steps: 2, prompts_per_step: 1, sources: {{one: {}}}}}"
 KEY = re.compile("[^=:]*")
 
 
@@ -313,11 +314,40 @@ def test_wandb_without_a_key_is_refused_before_a_model_is_loaded(complete, monke
     passes(complete, online)
 
 
-def test_reinforcement_learning_needs_a_reward_to_keep_the_best(complete):
-    keeps = [f"{TRAIN}.checkpointing_enabled=true", f"{TRAIN}.keep_best=true", "dataset=null"]
-    config = load_config(complete, [RL, f"{TRAIN}.epochs=1", *keeps])
+@pytest.mark.parametrize(
+    ("overrides", "is_refused"),
+    [
+        ([], True),
+        ([SAMPLER], True),
+        ([SAMPLER, f"{TRAIN}.sampler.reward='mine.py:score'"], False),
+        ([SAMPLER, f"{TRAIN}.best_metric=eval/pass_at_4"], False),
+        # Without held-out questions an environment plays none.
+        (["rl.environment=mine.py:Game"], True),
+        (["rl.environment=mine.py:Game", SAMPLER], False),
+        ([SOURCES.format("{prompts: [a], environment: 'mine.py:Game'}"), SAMPLER], True),
+        (
+            [
+                SOURCES.format(
+                    "{prompts: [a], environment: 'mine.py:Game'}, two: {prompts: [b], held_out: [c]}"
+                )
+            ],
+            True,
+        ),
+        ([SOURCES.format("{prompts: [a], environment: 'mine.py:Game', held_out: [b]}")], False),
+        ([SOURCES.format("{prompts: [a], rewards: {'mine.py:score': 1}, held_out: [b]}")], False),
+    ],
+    ids=str,
+)
+def test_reinforcement_learning_needs_a_score_of_held_out_questions_to_keep_the_best(
+    complete, overrides, is_refused
+):
+    keeps = [f"{TRAIN}.{each}" for each in ("checkpointing_enabled=true", "keep_best=true", "epochs=1")]
+    config = load_config(
+        complete, [RL, *keeps, f"{TRAIN}.early_stopping_patience=2", "dataset=null", *overrides]
+    )
     found = [line.partition("=")[0] for line in settings.setting_problems(config, 1)]
-    assert f"{TRAIN}.keep_best" in found
+    for name in ("keep_best", "early_stopping_patience"):
+        assert (f"{TRAIN}.{name}" in found) is is_refused
 
 
 def test_a_description_that_is_no_json_object_is_left_to_transformers(complete):

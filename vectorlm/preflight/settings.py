@@ -136,12 +136,16 @@ def _training_problems(config: Config) -> Iterator[str]:
     if (problem := short_run(train.profile.profile_steps, config.rl.max_steps)) is not None:
         yield refuse(config, "train_parameters.profile_steps", *problem)
     # Silent: no weights would ever be the best.
-    has_environment = any(each.environment is not None for each in config.rl.by_source.values())
-    if not config.held_out_rewards and not has_environment and train.keep.best_metric is None:
+    asked = [name for name, each in config.rl.by_source.items() if each.held_out]
+    if train.sampler is not None and train.sampler.evaluation.prompts is not None:
+        asked.append("")
+    is_scored = config.held_out_rewards or any(map(config.rl.collect.environment_of, asked))
+    if not is_scored and train.keep.best_metric is None:
         for name in ("keep_best", "early_stopping_patience"):
             if getattr(train.keep, name):
-                rule = f"needs {_SAMPLER}.reward, whose eval/accuracy says which weights are the best"
-                yield refuse(config, f"train_parameters.{name}", rule, "Name a reward there.")
+                rule = "needs held-out questions with a reward or an environment: the highest eval/accuracy is the best"
+                fix = f"Set {_SAMPLER}.prompts and reward, or held_out of a source."
+                yield refuse(config, f"train_parameters.{name}", rule, fix)
 
 
 def _optimizer_problems(config: Config) -> Iterator[str]:
