@@ -8,6 +8,7 @@ from rl_runs import ONE_AT_A_TIME, config_of, cut_after_step_2, lines, numbers, 
 
 from vectorlm.errors import ConfigError
 from vectorlm.preflight.checked import preflight
+from vectorlm.preflight.rl import rl_problems
 from vectorlm.rl_run import reinforce
 
 TASK = {"reasoning_gym": "letter_counting", "form": "text", "config": {"max_words": 5}}
@@ -107,3 +108,16 @@ def test_prompts_and_sources_exclude_each_other(files, tmp_path):
     ):
         with pytest.raises(ConfigError, match="must have one of 'prompts' and 'sources'"):
             preflight(config_of(files, tmp_path / "out", overrides=overrides), 1)
+
+
+@pytest.mark.parametrize("environments", [(None, None), ("a.py:Game", None), ("a.py:Game", "b.py:Game")])
+def test_rewards_that_are_compared_alone_must_be_those_of_all_sources(files, tmp_path, environments):
+    given = {
+        f"source{place}": {"prompts": ["a"], "rewards": {"format": 1.0}, "environment": name}
+        for place, name in enumerate(environments)
+    }
+    config = config_of(
+        files, tmp_path / "out", "gdpo", ["rl.prompts=null", f"rl.sources={json.dumps(given)}"]
+    )
+    problems = [each for each in rl_problems(config, config.rl) if "compares each reward" in each]
+    assert len(problems) == (None in environments and any(environments))

@@ -214,8 +214,9 @@ def _mixture_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> It
             "Correct them, or leave all of them out for equal shares."
         )
     # Costs more than a minute: the advantages of the first batch need each reward of each completion.
-    if spec.needs_parts and len({tuple(sorted(each.rewards.items())) for each in rl.by_source.values()}) > 1:
-        rule = f"differ in their rewards, and {spec.name} compares each reward over the whole batch"
+    parts = {(each.environment is not None, *sorted(each.rewards.items())) for each in rl.by_source.values()}
+    if spec.needs_parts and len(parts) > 1:
+        rule = f"differ in their rewards or environments, and {spec.name} compares each reward over the whole batch"
         yield refuse(config, "rl.sources", rule, "Give all of them the same.", list(sources))
     for name, each in rl.by_source.items():
         path = f"rl.sources.{name}" if name else "rl"
