@@ -17,7 +17,7 @@ from vectorlm.types import PromptRecord
 from vectorlm.workers import WorkerPool
 
 AGENTS = """
-import asyncio, json, os, time, urllib.request
+import asyncio, json, os, time, urllib.error, urllib.request
 
 def ask(url, key, path, **asked):
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
@@ -64,13 +64,58 @@ def spies(url, key, row):
 def too_long(url, key, row):
     ask(url, key, "/completions", prompt=row["prompt"])
     ask(url, key, "/completions", prompt="x" * 5000)
+
+def goes_on(url, key, row):
+    try:
+        too_long(url, key, row)
+    except urllib.error.HTTPError:
+        once(url, key, row)
+    return 1.0
+
+def goes_on_and_raises(url, key, row):
+    goes_on(url, key, row)
+    raise KeyError("no tool")
+
+def goes_on_and_ends(url, key, row):
+    goes_on(url, key, row)
+    os._exit(3)
+
+def goes_on_and_hangs(url, key, row):
+    goes_on(url, key, row)
+    time.sleep(60)
+
+def goes_on_too_long(url, key, row):
+    goes_on(url, key, row)
+    too_long(url, key, row)
+
+def gives_up(url, key, row):
+    try:
+        too_long(url, key, row)
+    except urllib.error.HTTPError:
+        return 1.0
+
+async def side_by_side(url, key, row):
+    import httpx
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=60) as client:
+        async def post(prompt):
+            answer = await client.post(url + "/completions", json={"prompt": prompt})
+            answer.raise_for_status()
+        await post("q")
+        await asyncio.gather(post("x" * 5000), post("slow"))
 """
 
 
-def sample(tmp_path, name, group_size=3, timeout_s=20.0, code=AGENTS, answer=lambda text: " yes "):
-    """Return the rollouts of one group, and the engine that was asked."""
+def sample(
+    tmp_path, name, group_size=3, timeout_s=20.0, code=AGENTS, answer=lambda text: " yes ", later_s=0.0
+):
+    """Return the rollouts of one group, and the engine that was asked; all answers but the first take `later_s`."""
     (tmp_path / "agents.py").write_text(code)
-    engine = Scripted(lambda text, index: answer(text))
+
+    def say(text, index):
+        engine.delay_s = later_s
+        return answer(text)
+
+    engine = Scripted(say)
     settings = CollectSettings(
         prompts=("q",),
         prompts_per_step=1,
@@ -111,9 +156,20 @@ def test_an_agent_that_gives_no_reward_leaves_it_to_others(tmp_path):
     assert rollouts[0].turn_rewards == ()
 
 
-def test_without_room_for_a_further_turn_a_rollout_ends_and_not_the_run(tmp_path):
-    rollouts, *_ = sample(tmp_path, "too_long", group_size=1)
-    assert (rollouts[0].text, rollouts[0].is_truncated) == (" yes ", True)
+@pytest.mark.parametrize(
+    ("name", "is_truncated", "reward"),
+    [
+        ("too_long", True, 0.0),
+        ("goes_on", False, 1.0),
+        ("goes_on_too_long", True, 0.0),
+        ("gives_up", True, 1.0),
+        # What is asked beside the refused request does not show that the agent goes on.
+        ("side_by_side", True, 0.0),
+    ],
+)
+def test_without_room_for_a_further_turn_a_rollout_ends_and_not_the_run(tmp_path, name, is_truncated, reward):
+    (rollout,), *_ = sample(tmp_path, name, group_size=1, later_s=10.0 if name == "side_by_side" else 0.0)
+    assert (rollout.text, rollout.is_truncated, sum(rollout.turn_rewards)) == (" yes ", is_truncated, reward)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +180,14 @@ def test_without_room_for_a_further_turn_a_rollout_ends_and_not_the_run(tmp_path
         ("hangs", "no request and no result within 1 s"),
         ("wrong", "it returned the reward 'good', which must be a number"),
         ("ends", "its process"),
+        ("goes_on_and_raises", "KeyError: 'no tool'"),
+        ("goes_on_and_ends", "its process"),
+        ("goes_on_and_hangs", "no request and no result within 1 s"),
     ],
 )
 def test_an_agent_that_fails_is_named(tmp_path, name, why):
     with pytest.raises(RolloutError, match=why):
-        sample(tmp_path, name, timeout_s=1.0 if name == "hangs" else 20.0)
+        sample(tmp_path, name, timeout_s=1.0 if name.endswith("hangs") else 20.0)
 
 
 def test_the_key_is_in_no_command_line_and_no_environment(tmp_path):

@@ -81,7 +81,7 @@ class Session:
         self._in_flight: set[Future[Sequence[Completion]]] = set()
         self._idle_since = math.inf
         self.is_full = False
-        """Whether a request was refused because the model has no room for it."""
+        """Whether a request was refused because the model has no room for it, and no later one was answered."""
 
     @property
     def idle_s(self) -> float:
@@ -201,6 +201,7 @@ class Session:
                 f"This model's maximum context length is {self.max_model_len} tokens; the prompt has {len(prompt)}.",
                 code="context_length_exceeded",
             )
+        goes_on = self.is_full
         asked = self._params(params)
         if self._num_requests == MAX_REQUESTS:
             raise RequestError(f"This session has made its {MAX_REQUESTS} requests.", status=429)
@@ -213,6 +214,9 @@ class Session:
         self._in_flight.add(sampled)
         try:
             completions = await asyncio.wrap_future(sampled)
+            # Answered, and not only asked: it may be one of several at once, of which a refused one ends the agent.
+            if goes_on:
+                self.is_full = False
         finally:
             self._in_flight.discard(sampled)
             self._idle_since = time.monotonic()
