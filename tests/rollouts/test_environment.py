@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import math
 import os
 import sys
@@ -170,6 +171,80 @@ def test_an_environment_in_a_worker_keeps_its_state_and_tells_its_tools():
     assert [tool["function"]["name"] for tool in asked["tools"]] == ["add"]
     assert replies[0][1].messages[0]["content"] == "7"
     assert reward == 0.7
+
+
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: A number.
+        b: A number.
+    """
+    return a + b
+
+
+def take(a: int, b: int) -> int:
+    """Subtract.
+
+    Args:
+        a: A number.
+        b: A number.
+    """
+    return a - b
+
+
+class Chooses:
+    """Has tools from its row."""
+
+    def __init__(self, number):
+        self.tools = {3: [add], 4: [take]}.get(number, [])
+
+    def step(self, message):
+        return None
+
+
+class ChoosesLate:
+    """Has them once it has begun; `respond` is for itself."""
+
+    def reset(self, row):
+        Chooses.__init__(self, row["number"])
+
+    def step(self, message):
+        return self.respond(message["content"])
+
+    def respond(self, text):
+        return None
+
+
+class ChoosesInOneProcess:
+    async def reset(self, row):
+        Chooses.__init__(self, row["number"])
+
+    async def step(self, message):
+        return None
+
+
+@pytest.mark.parametrize("kind", [Chooses, ChoosesLate, ChoosesInOneProcess])
+def test_the_policy_is_told_of_the_tools_that_the_environment_of_its_rollout_has(kind):
+    async def rollout(host, number):
+        playing = HostedEnvironment(host, PromptRecord(ASKED, {"number": number}))
+        asked = await playing.reset()
+        told = [each["function"]["name"] for each in asked["tools"]] if isinstance(asked, dict) else []
+        calls = [{"name": name, "arguments": {"a": 3, "b": 1}} for name in ("add", "take")]
+        replies = [(await playing.step(json.dumps(call)))[1] for call in calls]
+        await playing.close()
+        # Without any tool a call is a message like others.
+        return told, [reply.messages[0]["content"] for reply in replies if reply.messages]
+
+    async def rollouts():
+        with WorkerPool(2) as pool:
+            host = EnvironmentHost(kind, pool, 20.0)
+            first = await rollout(host, 5)
+            return [first, *await asyncio.gather(*(rollout(host, number) for number in (3, 4, 3)))]
+
+    added = (["add"], ["4", "error: there is no tool 'take', only add"])
+    taken = (["take"], ["error: there is no tool 'add', only take", "2"])
+    assert asyncio.run(rollouts()) == [([], []), added, taken, added]
 
 
 def faulty(fault, method, is_async):

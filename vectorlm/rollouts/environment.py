@@ -177,13 +177,15 @@ def make_environment(make: Callable[..., Any], columns: Mapping[str, Any]) -> An
     return make(**{name: value for name, value in columns.items() if takes_all or name in names})
 
 
-def is_asynchronous(environment: Any) -> bool:
+def is_asynchronous(environment: Any, where: str) -> bool:
     """Return whether every method and tool is a coroutine function, so that many environments share one process."""
     methods = (
         getattr(environment, name, None) for name in ("reset", "step", "respond", "close", "get_reward")
     )
     calls = [each for each in methods if each is not None]
-    return all(map(inspect.iscoroutinefunction, (*calls, *tools_of(environment, kind_of(environment, "")))))
+    return all(
+        map(inspect.iscoroutinefunction, (*calls, *tools_of(environment, kind_of(environment, where))))
+    )
 
 
 async def value_of(found: Any) -> Any:
@@ -199,10 +201,22 @@ class Player:
     ) -> None:
         """Take the object and its name; `value_of` waits for what its methods return."""
         self._environment, self._kind, self._value_of = environment, kind_of(environment, where), value_of
-        self._tools = {tool.__name__: tool for tool in tools_of(environment, self._kind)}
+        self.tools = self._own_tools()
+        """What the policy may call, by name."""
 
     async def reset(self, prompt: Any, columns: Mapping[str, Any]) -> Any:
         """Return the whole prompt."""
+        whole = await self._begin(prompt, columns)
+        # TRL takes the methods of the object that it makes.
+        if self._kind != "trl":
+            self.tools = self._own_tools()
+        return whole
+
+    def _own_tools(self) -> dict[str, Callable[..., Any]]:
+        tools = tools_of(self._environment, self._kind)
+        return {getattr(tool, "__name__", str(tool)): tool for tool in tools}
+
+    async def _begin(self, prompt: Any, columns: Mapping[str, Any]) -> Any:
         if self._kind == "respond" or not hasattr(self._environment, "reset"):
             return prompt
         row = {**columns, "prompt": prompt}
@@ -221,10 +235,10 @@ class Player:
 
     async def step(self, text: str) -> tuple[Message, Reply]:
         """Return what the policy said as a message, and the reply."""
-        content, calls = parse_calls(text) if self._tools else (text, [])
+        content, calls = parse_calls(text) if self.tools else (text, [])
         message = message_of(content if calls else text, calls)
         if calls:
-            return message, Reply([await call_tool(each, self._tools, self._value_of) for each in calls])
+            return message, Reply([await call_tool(each, self.tools, self._value_of) for each in calls])
         if self._kind == "trl":
             return message, Reply(done=True)
         if self._kind == "respond":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -16,7 +16,7 @@ from vectorlm.errors import ConfigError, RolloutError, WorkerLost
 from vectorlm.plugin import load_plugin
 from vectorlm.rollouts import environment as environments
 from vectorlm.rollouts.environment import Message, Player, Reply
-from vectorlm.rollouts.tools import schemas_of
+from vectorlm.rollouts.tools import identity_of, schemas_of
 from vectorlm.types import PromptRecord
 from vectorlm.workers import Worker, WorkerPool
 
@@ -33,12 +33,15 @@ class EnvironmentHost:
         self.make = make if isinstance(make, str) else cloudpickle.dumps(make)
         self.where = make if isinstance(make, str) else getattr(make, "__name__", str(make))
         self.keys = itertools.count()
-        self._description: asyncio.Task[tuple[list[Any], bool]] | None = None
+        self.schemas: dict[Any, Any] = {}
+        """Of the tools that rollouts have had so far, by what `identity_of` returns."""
+        self.describing = asyncio.Lock()
+        self._description: asyncio.Task[bool] | None = None
         self._stack = AsyncExitStack()
         self._shared: asyncio.Task[Worker] | None = None
 
-    async def describe(self, record: PromptRecord) -> tuple[list[Any], bool]:
-        """Return the schemas of the environment's tools, and whether it is asynchronous; a worker finds out once.
+    async def describe(self, record: PromptRecord) -> bool:
+        """Return whether the environment is asynchronous; a worker finds out once.
 
         Called on the event loop of the workers.
         """
@@ -55,17 +58,11 @@ class EnvironmentHost:
         worker.is_shared = True
         return worker
 
-    async def _describe(self, record: PromptRecord) -> tuple[list[Any], bool]:
+    async def _describe(self, record: PromptRecord) -> bool:
         async with self.workers.worker() as worker:
             arguments = self.make, self.where, record.columns
             work = worker.run(f"{__name__}:describe", *arguments, limit_s=self.timeout_s)
-            has_tools, is_shared = [value async for value in work][-1]
-            if not has_tools:
-                return [], is_shared
-            # It imports torch for the schemas, for which there is no limit.
-            tools = await worker.ask(f"{__name__}:describe_tools", self.where)
-            self.workers.end(worker, "it is too large to keep")
-            return tools, is_shared
+            return bool([value async for value in work][-1])
 
 
 class HostedEnvironment:
@@ -83,9 +80,12 @@ class HostedEnvironment:
         """Return what the policy is asked first: the prompt with what the environment adds, and its tools."""
         record = self._record
         # First: who waits for a second worker must not have one.
-        own_tools, self._is_shared = await self._call("describe", record)
-        tools = [*(tools_of(record.columns) or ()), *own_tools]
-        prompt = await self._call("begin", self._host.make, self._host.where, record.prompt, record.columns)
+        self._is_shared = await self._call("describe", record)
+        begun = await self._call("begin", self._host.make, self._host.where, record.prompt, record.columns)
+        prompt, own_tools = begun
+        tools = [*(tools_of(record.columns) or ())]
+        if own_tools:
+            tools += await self._call("describe_tools", own_tools)
         return {"prompt": prompt, "tools": tools} if tools and is_messages(prompt) else prompt
 
     async def step(self, text: str) -> tuple[Message, Reply]:
@@ -116,7 +116,7 @@ class HostedEnvironment:
             raise
         except (WorkerLost, RuntimeError) as error:
             methods = {"describe": "its import or constructor", "begin": "reset", "end": "close"}
-            method = methods.get(what, what)
+            method = methods.get(what, what.replace("_", " "))
             raise RolloutError(
                 f"the environment {self._host.where!r} failed in {method}: {error} (prompt "
                 f"{str(self._record.prompt)[:80]!r}, turn {self._num_turns}, after {self._written[:80]!r}). Correct "
@@ -130,32 +130,42 @@ class HostedEnvironment:
             self._worker = await self._host.shared()
         elif self._worker is None:
             self._worker = await self._stack.enter_async_context(self._host.workers.worker())
+        if what == "describe_tools":
+            return await self._describe_tools(self._worker, *arguments)
         function = f"{__name__}:{'play_shared' if self._is_shared else 'play'}"
         work = self._worker.run(function, self._key, what, *arguments, limit_s=self._host.timeout_s)
         return [value async for value in work][-1]
 
+    async def _describe_tools(self, worker: Worker, tools: Sequence[Any]) -> list[Any]:
+        host = self._host
+        async with host.describing:
+            if not host.schemas.keys() >= set(tools):
+                # It imports torch, for which there is no limit.
+                found = await worker.ask(f"{__name__}:describe_tools", self._key, host.where)
+                host.schemas.update(zip(tools, found, strict=True))
+                if not self._is_shared:
+                    self._stack.callback(host.workers.end, worker, "it is too large to keep")
+        return [host.schemas[tool] for tool in tools]
+
 
 # What follows runs in the worker.
 _players: dict[int, Player] = {}
-_tools: list[Callable[..., Any]] = []
 _runner = asyncio.Runner()
 
 
 def describe(make: str | bytes, where: str, columns: Mapping[str, Any]) -> Any:
-    """Yield None once it is imported; then whether the environment has tools, and whether it is asynchronous."""
+    """Yield None once it is imported; then whether the environment is asynchronous."""
     made: Any = _loaded(make)
     yield None
-    _tools.clear()
-    # A shorthand has none, and is not made to look for them.
-    if not hasattr(made, "respond"):
+    # A shorthand is not made for that: its class says it.
+    if not hasattr(made, "respond") or environments.kind_of(made, where) != "respond":
         made = environments.make_environment(made, columns)
-        _tools.extend(environments.tools_of(made, environments.kind_of(made, where)))
-    yield bool(_tools), environments.is_asynchronous(made)
+    yield environments.is_asynchronous(made, where)
 
 
-def describe_tools(where: str) -> Any:
-    """Yield the schemas of the tools of the environment that was described last."""
-    yield schemas_of(_tools, where)
+async def describe_tools(key: int, where: str) -> Any:
+    """Yield the schemas of the tools of an environment that has begun, while others are waited for."""
+    yield await asyncio.to_thread(schemas_of, list(_players[key].tools.values()), where)
 
 
 def play(key: int, what: str, *arguments: Any) -> Any:
@@ -186,8 +196,9 @@ def _call(key: int, what: str, *arguments: Any, value_of: Callable[[Any], Awaita
 async def _begin(
     key: int, make: Callable[..., Any], where: str, prompt: Any, columns: Mapping[str, Any], value_of: Any
 ) -> Any:
-    _players[key] = Player(environments.make_environment(make, columns), where, value_of)
-    return await _players[key].reset(prompt, columns)
+    player = _players[key] = Player(environments.make_environment(make, columns), where, value_of)
+    prompt = await player.reset(prompt, columns)
+    return prompt, [identity_of(tool) for tool in player.tools.values()]
 
 
 async def _end(key: int) -> float | None:

@@ -111,6 +111,12 @@ def schemas_of(tools: Sequence[Callable[..., Any]], where: str) -> list[dict[str
     return found
 
 
+def identity_of(tool: Any) -> tuple[str, str | None, str]:
+    """Return what the schema of a tool is made of."""
+    signature = str(inspect.signature(tool)) if callable(tool) else ""
+    return getattr(tool, "__name__", str(tool)), tool.__doc__, signature
+
+
 def tool_message(call: ToolCall, content: str) -> dict[str, Any]:
     """Return what the policy reads for a call."""
     return {"role": "tool", "name": call.name, "content": content}
