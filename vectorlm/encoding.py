@@ -92,9 +92,9 @@ def tools_of(columns: Mapping[str, Any]) -> Any:
     return without_nulls(json.loads(tools or "null") if isinstance(tools, str) else tools)
 
 
-def asked(record: PromptRecord) -> Any:
-    """Return what a model is asked: the prompt, and with messages the tools of its row."""
-    tools = tools_of(record.columns) if is_messages(record.prompt) else None
+def asked(record: PromptRecord, own_tools: Sequence[Any] = ()) -> Any:
+    """Return what a model is asked: the prompt, and with messages the tools of its row and of its environment."""
+    tools = [*(tools_of(record.columns) or ()), *own_tools] if is_messages(record.prompt) else None
     return {"prompt": record.prompt, "tools": tools} if tools else record.prompt
 
 

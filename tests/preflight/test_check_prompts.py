@@ -31,14 +31,17 @@ def files(tmp_path):
 
 def ask(files, setting, prompts, template):
     """Check a run whose prompts of one setting are these, with a tokenizer that has this chat template."""
+    return check(files, setting, [{"prompt": prompt} for prompt in prompts], template)
+
+
+def check(files, setting, rows, template, overrides=()):
     path = files / "model" / "chat_template.jinja"
     path.unlink(missing_ok=True)
     if template is not None:
         path.write_text(template)
-    (files / "asked.jsonl").write_text(
-        "".join(json.dumps({"prompt": prompt, "wanted": "a"}) + "\n" for prompt in prompts)
-    )
-    return preflight(config_of(files, files / "out", overrides=[f"{setting}={files / 'asked.jsonl'}"]), 1)
+    (files / "asked.jsonl").write_text("".join(json.dumps({"wanted": "a", **row}) + "\n" for row in rows))
+    overrides = [f"{setting}={files / 'asked.jsonl'}", *overrides]
+    return preflight(config_of(files, files / "out", overrides=overrides), 1)
 
 
 @pytest.mark.parametrize("setting", [RL, SAMPLER])
@@ -107,3 +110,76 @@ def test_half_a_character_in_a_list_of_prompts_is_refused_by_its_place(files):
     config = config_of(files, files / "out", overrides=[r'rl.prompts=["abc", "a\ud83d"]', reward])
     with pytest.raises(ConfigError, match=r"prompt 1 of rl\.prompts .*half a character, '\\ud83d'"):
         preflight(config, 1)
+
+
+TOOLS = '''
+class Adds:
+    def __init__(self):
+        self.tools = [self.add]
+    def step(self, message):
+        pass
+    def add(self, a: int) -> int:
+        """Add.
+
+        Args:
+            a: A number.
+        """
+
+class AddsAlways(Adds):
+    tools = (Adds.add,)
+
+class AddsAsOfTrl(Adds):
+    step = None
+    def reset(self, **row):
+        pass
+'''
+TELLS = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + TEMPLATE
+ROW_TOOLS = [{"type": "function", "function": {"name": "row_tool"}}]
+REFUSED, NOTED, FINE = "would not be told of the environment's tools, add", "does not render the tools", ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "template", "row", "outcome"),
+    [
+        ("AddsAlways", TELLS, {"prompt": CHAT}, FINE),
+        ("AddsAsOfTrl", TELLS, {"prompt": CHAT}, FINE),
+        ("AddsAlways", TEMPLATE, {"prompt": CHAT}, REFUSED),
+        ("AddsAsOfTrl", TEMPLATE, {"prompt": CHAT}, REFUSED),
+        ("AddsAlways", TEMPLATE, {"prompt": [{"role": "user", "content": "Call add."}]}, NOTED),
+        ("AddsAlways", TELLS, {"prompt": "add"}, REFUSED),
+        ("AddsAlways", TELLS, {"prompt": [5, 6]}, REFUSED),
+        # What an object makes of itself is not seen.
+        ("Adds", TEMPLATE, {"prompt": CHAT}, FINE),
+        (None, TEMPLATE, {"prompt": CHAT}, FINE),
+        (None, TEMPLATE, {"prompt": CHAT, "tools": ROW_TOOLS}, NOTED),
+        (None, TELLS, {"prompt": CHAT, "tools": ROW_TOOLS}, FINE),
+        (None, TELLS, {"prompt": "abc", "tools": ROW_TOOLS}, FINE),
+    ],
+)
+@pytest.mark.parametrize("setting", [RL, SAMPLER])
+def test_tools_that_the_policy_is_not_told_of_are_refused_or_noted(
+    files, setting, environment, template, row, outcome
+):
+    (files / "tools.py").write_text(TOOLS)
+    chosen = [] if environment is None else [f"rl.environment={files}/tools.py:{environment}"]
+    # The prompts of the other setting are chats that name the tool.
+    other = {"prompt": [{"role": "user", "content": "add"}], "wanted": "a"}
+    (files / "other.jsonl").write_text(json.dumps(other) + "\n")
+    chosen.append(f"{SAMPLER if setting == RL else RL}={files / 'other.jsonl'}")
+    if outcome == REFUSED:
+        with pytest.raises(ConfigError, match=f"{setting}: .*{outcome}"):
+            check(files, setting, [row], template, chosen)
+    else:
+        notes = check(files, setting, [row], template, chosen).config.notes
+        assert any(each.startswith(setting) and NOTED in each for each in notes) is (outcome == NOTED)
+
+
+def test_the_tools_of_an_environment_count_in_the_length_of_a_prompt(files):
+    (files / "tools.py").write_text(TOOLS)
+    chosen = [f"rl.environment={files}/tools.py:AddsAlways"]
+    fits, too_long = ({"prompt": [{"role": "user", "content": "a" * number}]} for number in (60, 61))
+    (files / "other.jsonl").write_text(json.dumps({**fits, "wanted": "a"}) + "\n")
+    chosen.append(f"{SAMPLER}={files / 'other.jsonl'}")
+    check(files, RL, [fits], TELLS, chosen)
+    with pytest.raises(DatasetError, match=f"prompt 0 of {RL} has 64 tokens"):
+        check(files, RL, [too_long], TELLS, chosen)

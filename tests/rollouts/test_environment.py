@@ -247,6 +247,22 @@ def test_the_policy_is_told_of_the_tools_that_the_environment_of_its_rollout_has
     assert asyncio.run(rollouts()) == [([], []), added, taken, added]
 
 
+@pytest.mark.parametrize("prompt", ["Guess.", [5, 6]])
+def test_tools_beside_a_prompt_without_a_template_are_refused_before_the_first_turn(prompt):
+    async def rollout():
+        with WorkerPool(1) as pool:
+            playing = HostedEnvironment(
+                EnvironmentHost(Chooses, pool, 20.0), PromptRecord(prompt, {"number": 3})
+            )
+            try:
+                await playing.reset()
+            finally:
+                await playing.close()
+
+    with pytest.raises(RolloutError, match=r"'Chooses' has tools, .*prompt .* is no chat"):
+        asyncio.run(rollout())
+
+
 def faulty(fault, method, is_async):
     """Return an environment whose `method` has a fault."""
 

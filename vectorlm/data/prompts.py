@@ -223,8 +223,9 @@ def check_lengths(
     max_tokens: float,
     setting: str,
     vocab_size: float = math.inf,
+    tools: Sequence[Any] = (),
 ) -> None:
-    """Encode the prompts of `setting`.
+    """Encode the prompts of `setting`, with the `tools` of their environment.
 
     Raises:
         ConfigError: One cannot be encoded: the tokenizer has no chat template, or it refuses the messages.
@@ -232,7 +233,7 @@ def check_lengths(
     """
     for index, prompt_record in enumerate(prompt_records):
         try:
-            token_ids = encode(asked(prompt_record), lambda: tokenizer)
+            token_ids = encode(asked(prompt_record, tools), lambda: tokenizer)
         except Exception as error:  # A template may raise whatever its author chose.
             name = tokenizer.name_or_path
             raise ConfigError(

@@ -17,7 +17,7 @@ from vectorlm.data.summary import Summary, steps_per_epoch
 from vectorlm.data.tasks import Tasks
 from vectorlm.encoding import has_chat_template
 from vectorlm.errors import ConfigError, DatasetError
-from vectorlm.preflight.environments import environment_problems
+from vectorlm.preflight.environments import environment_problems, source_tools, tool_notes
 from vectorlm.preflight.files import file_problems, package_problems
 from vectorlm.preflight.local_model import description_of, own_length, resolve_model, vocab_size
 from vectorlm.preflight.resume import Resumption, find_resumption
@@ -106,7 +106,6 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
             max_tokens = (sampler.engine.engine_args.get("max_model_len") or limit or math.inf) - 1
     notes += _prompt_notes(config, prompts, held_out)
     notes += _generation_notes(config, max_tokens, bool(evaluation_prompts))
-    config = replace(config, notes=tuple(notes))
     # Costs more than a minute: the prompt may be one of the last, and models are loaded first. The tokenizer is loaded
     # (which imports torch) where it matters: no text has more tokens than bytes, but for those put around it.
     is_long = any(
@@ -120,7 +119,10 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         size = vocab_size(Path(config.model))
         for is_held_out, found in ((False, shown), (True, held_out)):
             for name, each in found.items():
-                check_lengths(each, tokenizer, max_tokens, _place(name, is_held_out), size)
+                place, tools = _place(name, is_held_out), source_tools(rl, name)
+                check_lengths(each, tokenizer, max_tokens, place, size, tools)
+                notes += tool_notes(each[0], tokenizer, tools, place)
+    config = replace(config, notes=tuple(notes))
     # Costs more than a minute: checkpoints are looked for after models are loaded.
     return CheckedConfig(config, prompts, evaluation_prompts, find_resumption(config, world_size))
 

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from vectorlm.config.schema import RLSettings
+from vectorlm.encoding import asked, is_messages, render_chat
 from vectorlm.errors import ConfigError
 from vectorlm.plugin import load_plugin
 from vectorlm.rollouts.environment import AGENT, kind_of, tools_of
@@ -77,9 +78,53 @@ def require_environment(make: Any, where: str, columns: Collection[str] | None =
         method = inspect.getattr_static(make, name, None)
         if inspect.isfunction(method):
             _require_call(method, ("self", *arguments), f"{where}.{name}")
+    _class_tools(make, where)
+
+
+def source_tools(rl: RLSettings | None, source: str) -> list[dict[str, Any]]:
+    """Return the schemas of the tools that the class of a source's environment has."""
+    environment = None if rl is None else rl.collect.environment_of(source)
+    if environment is None or environment.startswith(AGENT):
+        return []
+    return _class_tools(load_plugin(environment), environment)
+
+
+def _class_tools(make: Any, where: str) -> list[dict[str, Any]]:
     # What an object makes of itself is not seen here.
-    if kind == "trl" or isinstance(getattr(make, "tools", None), list | tuple):
-        schemas_of(tools_of(make, kind), where)
+    if not isinstance(make, type):
+        return []
+    kind = kind_of(make, where)
+    has_tools = kind == "trl" or isinstance(getattr(make, "tools", None), list | tuple)
+    return schemas_of(tools_of(make, kind), where) if has_tools else []
+
+
+def tool_notes(record: PromptRecord, tokenizer: Any, own_tools: Sequence[Any], setting: str) -> Iterator[str]:
+    """Say that the chat template leaves out the tools of a prompt like those of `setting`.
+
+    Raises:
+        ConfigError: They are its environment's, and the prompt does not name them itself.
+    """
+    prompt: Any = record.prompt
+    text = ""
+    if is_messages(prompt):
+        if (told := asked(record, own_tools)) == prompt:
+            return
+        try:
+            text = render_chat(tokenizer, prompt, tokenize=False)
+        except Exception:  # It needs tools.
+            return
+        if render_chat(tokenizer, prompt, tools=told["tools"], tokenize=False) != text:
+            return
+    elif not own_tools:
+        return
+    # Silent: the policy would call them by chance alone.
+    names = [tool["function"]["name"] for tool in own_tools]
+    if not all(name in text for name in names):
+        raise ConfigError(
+            f"{setting}: the policy would not be told of the environment's tools, {', '.join(names)}. That takes "
+            "messages, and a chat template that renders `tools`. Use both, or describe the tools in the messages."
+        )
+    yield f"{setting}: the chat template does not render the tools. Describe them in the prompts, or use another one"
 
 
 def _require_call(function: Any, arguments: Sequence[str], where: str) -> None:

@@ -84,6 +84,11 @@ class HostedEnvironment:
         begun = await self._call("begin", self._host.make, self._host.where, record.prompt, record.columns)
         prompt, own_tools = begun
         tools = [*(tools_of(record.columns) or ())]
+        if own_tools and not is_messages(prompt):
+            raise RolloutError(
+                f"the environment {self._host.where!r} has tools, of which a chat template tells the policy, and the "
+                f"prompt {str(prompt)[:80]!r} is no chat. Write it as messages."
+            )
         if own_tools:
             tools += await self._call("describe_tools", own_tools)
         return {"prompt": prompt, "tools": tools} if tools and is_messages(prompt) else prompt
