@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
-
-import numpy as np
 
 if TYPE_CHECKING:
     import torch
@@ -168,8 +167,8 @@ class RewardResult:
     def is_right(self) -> bool:
         """Whether the answer counts as right: `acc` where it is logged, as verl's functions do, else a reward of 1."""
         value = self.logged.get("acc", self.reward)
-        # In float32, as training has rewards: 0.6 + 0.3 + 0.1 are 1.
-        return not isinstance(value, str) and bool(np.float32(value) == 1)
+        # In float32, as training has rewards: 0.6 + 0.3 + 0.1 are 1. Workers do without numpy.
+        return not isinstance(value, str) and ctypes.c_float(value).value == 1
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,11 @@ def test_an_arena_gives_its_file_back_once():
     arena = Arena.create(128)
     slot, before = Slot("w", (4,), "float32", 0), set(os.listdir("/proc/self/fd"))
     place = Arena.open(arena.path, 128).view(slot)
-    gc.collect()
-    assert set(os.listdir("/proc/self/fd")) == before
     place.fill_(2.0)
     assert arena.view(slot).tolist() == [2.0] * 4
+    del place
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) == before
     arena.close()
     with tempfile.TemporaryFile() as file:
         assert f"/fd/{file.fileno()}" in arena.path, "the number is used again"
