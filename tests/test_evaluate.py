@@ -136,6 +136,8 @@ def test_with_an_environment_the_questions_are_played(files, tmp_path, capsys):
         vowels = sum(each["text"].count(letter) for letter in "aeiou")
         assert each["rewards"]["vowels"] == pytest.approx(vowels / 8)
         assert each["rewards"]["environment"] <= (vowels - each["text"].count("abc")) / 4
+        both = each["rewards"]["vowels"] + each["rewards"]["environment"]
+        assert each["rewards"]["sum"] == pytest.approx(both), "as training adds them"
     assert any("abc" in each["text"] for each in completions)
     assert found["rewards"]["environment"]["mean"] > 0
     assert "environment" in capsys.readouterr().out

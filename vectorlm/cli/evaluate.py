@@ -178,8 +178,11 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             label: score_answers(function, answers, f"the reward {name!r}")
             for label, name, function in zip(labels, exam.rewards, functions, strict=True)
         }
+    if exam.environment is not None:
+        scored[ENVIRONMENT] = score_answers(None, answers, "")
     if len(scored) > 1:
-        weights = list(exam.rewards.values())
+        # As in training, where an environment's rewards have no other weight.
+        weights = [*exam.rewards.values(), *[1.0] * (exam.environment is not None)]
 
         def total(found: Sequence[RewardResult]) -> RewardResult:
             addends = [weight * each.reward for weight, each in zip(weights, found, strict=True)]
@@ -191,8 +194,6 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             [total(answer) for answer in zip(*question, strict=True)]
             for question in zip(*scored.values(), strict=True)
         ]
-    if exam.environment is not None:
-        scored[ENVIRONMENT] = score_answers(None, answers, "")
     grades = {name: grade(results, exam.at_k) for name, results in scored.items()}
     lines = []
     for name, each in grades.items():
