@@ -71,6 +71,30 @@ def test_the_check_shows_the_environment_and_asks_it_for_its_columns(folder, cap
     )
 
 
+@pytest.mark.parametrize(
+    ("signature", "name", "winner"),
+    [
+        ("completion, messages", "messages", "the column, not what the run has"),
+        ("completions, environment, **kwargs", "environment", "the column, not what the run has"),
+        ("text, num_turns=1", "num_turns", "the column, not what the run has"),
+        ("text, log", "log", "the run's function, not the column"),
+        ("text, **columns", "messages", None),
+        ("text", "messages", None),
+    ],
+)
+def test_the_check_notes_what_both_a_column_and_the_run_could_fill(folder, capsys, signature, name, winner):
+    define(signature)
+    write_rows("questions.jsonl", [{**row, name: "x"} for row in ROWS])
+    asked = "train_parameters.sampler={prompts: questions.jsonl, reward: 'rewards.py:reward'}"
+    assert main(["check", "my.yaml", "--set", asked]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if "the reward" in line]
+    places = ["rl.prompts", "train_parameters.sampler.prompts"] if winner else []
+    assert [note.removeprefix("  note").lstrip() for note in notes] == [
+        f"{place}: the reward rewards.py:reward gets as {name!r} {winner}. Rename the column if it should get the other"
+        for place in places
+    ]
+
+
 def test_the_check_names_a_parameter_that_nothing_supplies(folder, capsys):
     define("prompts, completions, answr, trainer_state")
     assert main(["check", "my.yaml"]) == 2

@@ -200,7 +200,18 @@ def test_a_function_that_names_them_gets_turns_messages_and_a_log():
     assert run_reward(together, items)[1].logged == {"turns": 2.0, "all": 7.0}
 
 
-def test_a_column_of_such_a_name_is_the_column():
-    item = Scorable("say", "ask", (1,), {"log": 3.0, "messages": "column"})
-    assert run_reward(lambda text, log: log, [item])[0].reward == 3.0
+def test_a_column_of_such_a_name_is_the_column_but_for_log():
+    item = Scorable("say", "ask", (1,), {"log": 3.0, "num_turns": 3.0})
+
+    def logs(text, log):
+        log("seen", 1)
+        return 1.0
+
+    def logs_in_lists(completions, log):
+        log("seen", 1)
+        return [1.0]
+
+    assert run_reward(lambda text, num_turns: num_turns, [item])[0].reward == 3.0
+    assert [run_reward(each, [item])[0].logged for each in (logs, logs_in_lists)] == [{"seen": 1.0}] * 2
+    assert run_reward(lambda text, **columns: columns["log"], [item])[0].reward == 3.0
     assert run_reward(lambda text, **columns: float(len(columns)), [item])[0].reward == 4.0

@@ -21,7 +21,7 @@ from vectorlm.preflight.environments import environment_problems, source_tools, 
 from vectorlm.preflight.files import file_problems, package_problems
 from vectorlm.preflight.local_model import description_of, own_length, resolve_model, vocab_size
 from vectorlm.preflight.resume import Resumption, find_resumption
-from vectorlm.preflight.rewards import reward_problems
+from vectorlm.preflight.rewards import reward_notes, reward_problems
 from vectorlm.preflight.settings import setting_problems
 from vectorlm.ranks.placement import without_gc
 from vectorlm.rewards.signature import RESERVED
@@ -105,6 +105,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
             limit = own_length(description_of(Path(config.model)) or {})
             max_tokens = (sampler.engine.engine_args.get("max_model_len") or limit or math.inf) - 1
     notes += _prompt_notes(config, prompts, held_out)
+    notes += reward_notes(config, shown, held_out)
     notes += _generation_notes(config, max_tokens, bool(evaluation_prompts))
     # Costs more than a minute: the prompt may be one of the last, and models are loaded first. The tokenizer is loaded
     # (which imports torch) where it matters: no text has more tokens than bytes, but for those put around it.

@@ -8,7 +8,7 @@ from typing import Any
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
 from vectorlm.rewards.registry import get_reward
-from vectorlm.rewards.signature import OF_TRL, RESERVED, RewardSignature
+from vectorlm.rewards.signature import EXTRAS, LOG, OF_TRL, RESERVED, RewardSignature
 from vectorlm.settings import nearest
 from vectorlm.types import PromptRecord
 
@@ -24,22 +24,47 @@ def reward_problems(
         ConfigError: A function or its file does not exist.
     """
     # Costs more than a minute: the first call comes after models are loaded and completions sampled.
+    for path, value, name, records, place in _uses(config, prompts, held_out):
+        for rule, fix in signature_problems(get_reward(name), records, place):
+            yield refuse(config, path, rule, fix, value)
+
+
+def reward_notes(
+    config: Config,
+    prompts: Mapping[str, Sequence[PromptRecord]],
+    held_out: Mapping[str, Sequence[PromptRecord]],
+) -> Iterator[str]:
+    """Say which parameters of a reward function both a column and the run could fill."""
+    for _, _, name, records, place in _uses(config, prompts, held_out):
+        kinds = RewardSignature.of(get_reward(name)).kinds
+        # Silent: a dataset's own conversation would be scored instead of the one with the completion.
+        for each in sorted(
+            {column for record in records for column in record.columns} & {*EXTRAS} & {*kinds}
+        ):
+            gets = "the run's function, not the column" if each == LOG else "the column, not what the run has"
+            yield f"{place}: the reward {name} gets as {each!r} {gets}. Rename the column if it should get the other"
+
+
+def _uses(
+    config: Config,
+    prompts: Mapping[str, Sequence[PromptRecord]],
+    held_out: Mapping[str, Sequence[PromptRecord]],
+) -> Iterator[tuple[str, Any, str, Sequence[PromptRecord], str]]:
+    """Yield the setting of each reward and its value, the reward's name, and the prompts with their setting."""
     rl = config.rl
     for source, each in ({} if rl is None else rl.by_source).items():
         place = f"rl.sources.{source}" if source else "rl"
         has_own = rl is not None and source and rl.collect.sources[source].rewards
         path = f"{place}.rewards" if has_own else "rl.rewards"
         for name, weight in each.rewards.items() if prompts[source] else ():
-            for rule, fix in signature_problems(get_reward(name), prompts[source], f"{place}.prompts"):
-                yield refuse(config, f"{path}.{name}", rule, fix, weight)
+            yield f"{path}.{name}", weight, name, prompts[source], f"{place}.prompts"
     sampler = config.train_parameters.sampler
     further = () if sampler is None else sampler.evaluation.further_rewards
     for source, name in [*config.held_out_rewards.items(), *(("", name) for name in further)]:
         asked = f"rl.sources.{source}.held_out" if source else "train_parameters.sampler.prompts"
         path = asked if source else "train_parameters.sampler.reward"
         if records := held_out.get(source):
-            for rule, fix in signature_problems(get_reward(name), records, asked):
-                yield refuse(config, path, rule, fix, name)
+            yield path, name, name, records, asked
 
 
 def signature_problems(

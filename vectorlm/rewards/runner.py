@@ -72,12 +72,12 @@ def run_reward(
 
     The function gets the completion in its parameter `completion`, or the first one, and by name whatever it asks for
     of ``prompt``, ``completion_ids`` and the prompt's columns; with ``**columns``, all of them. If it names
-    ``messages``, ``num_turns``, ``environment`` or ``log``, it gets these too, unless a column has the name. It returns
-    a float, or None for a completion that cannot be scored. The calls of a coroutine function all run at once, each for
-    `timeout_s` at most; nothing here ends a call of another function. If a parameter is called ``completions`` or
-    ``prompts`` it gets lists by name, as TRL passes them, and returns a list of the same length; where a prompt is
-    messages, its completion in such a list is messages too. With `stops_at_error` the first call that fails is the
-    last: the others have no reward and no error.
+    ``log``, ``messages``, ``num_turns`` or ``environment``, it gets these too; a column of the name, but for ``log``,
+    goes before. It returns a float, or None for a completion that cannot be scored. The calls of a coroutine function
+    all run at once, each for `timeout_s` at most; nothing here ends a call of another function. If a parameter is
+    called ``completions`` or ``prompts`` it gets lists by name, as TRL passes them, and returns a list of the same
+    length; where a prompt is messages, its completion in such a list is messages too, those of all turns. With
+    `stops_at_error` the first call that fails is the last: the others have no reward and no error.
     """
     results: list[RewardResult] = []
     for part in scored(reward, items, timeout_s) if items else ():

@@ -18,7 +18,7 @@ RESERVED = (COMPLETION, "prompt", *OFFERED[True])
 """Names that never mean a column."""
 LOG = "log"
 EXTRAS = ("messages", "num_turns", "environment", LOG)
-"""What a function gets only if it names it, and no column has that name."""
+"""What a function gets only if it names it, and no column has that name; `LOG` also where a column has."""
 OF_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
 """What TRL's trainer passes of itself."""
 
@@ -75,7 +75,9 @@ class RewardSignature:
         Columns fill only what a `partial` leaves open.
         """
         named = {name: value for name, value in extras.items() if name in self.kinds}
-        offered = {**named, **offered}
+        # A column cannot be called.
+        own_log = {name: value for name, value in named.items() if name == LOG}
+        offered = {**named, **offered, **own_log}
         takes_any = inspect.Parameter.VAR_KEYWORD in self.kinds.values()
         given = {
             name: value
