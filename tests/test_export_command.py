@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from letters import letter_tokenizer
 from rank_processes import on_ranks, save_tiny_llama
 from safetensors.torch import load_file, save_file
 from sft_runs import WITH_CHECKPOINTS, are_equal, lines, make_config, train
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from vectorlm.cli import main
 
@@ -75,6 +76,21 @@ def test_adapters_of_a_checkpoint_are_exported_alone_or_merged(inputs, adapters,
 
     alone, merged = export_of(capsys, adapters), export_of(capsys, adapters, "--merge")
     assert (alone.name, merged.name) == ("step-00000003-model", "step-00000003-merged")
+def test_a_reward_model_is_converted_with_its_head(tmp_path, capsys):
+    config = LlamaConfig(
+        **{"vocab_size": 128, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "num_labels": 1, "pad_token_id": 2},
+    )
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "scorer")
+    letter_tokenizer().save_pretrained(tmp_path / "scorer")
+    path = export_of(capsys, tmp_path / "scorer", "--dtype", "bfloat16")
+    before, after = (load_file(each / "model.safetensors") for each in (tmp_path / "scorer", path))
+    assert are_equal(after, {name: tensor.bfloat16() for name, tensor in before.items()})
+    assert json.loads((path / "config.json").read_text())["architectures"] == [
+        "LlamaForSequenceClassification"
+    ]
+
+
     of_run = adapters / "final-model"
     assert are_equal(*(load_file(each / "adapter_model.safetensors") for each in (alone, of_run)))
     again = export_of(capsys, of_run, "--merge")

@@ -159,7 +159,7 @@ def load_source(source: Source, *, merges: bool = False) -> tuple[Any, Any]:
 def _load(source: Source) -> tuple[Any, Any]:
     from vectorlm.checkpoint.state import load_weights
     from vectorlm.lora.load import add_lora
-    from vectorlm.train.load import load_model, load_scorer, load_tokenizer
+    from vectorlm.train.load import is_scorer, load_model, load_scorer, load_tokenizer
 
     if source.step is not None:
         config = load_config(source.run / "config.yaml")
@@ -175,7 +175,9 @@ def _load(source: Source) -> tuple[Any, Any]:
         load_weights(source.path, model)
         return model, tokenizer
     if not source.is_adapter:
-        return load_model(source.path), load_tokenizer(source.path)
+        tokenizer = load_tokenizer(source.path)
+        model = load_scorer(source.path, tokenizer) if is_scorer(source.path) else load_model(source.path)
+        return model, tokenizer
     from transformers import AutoTokenizer
 
     base, has_tokenizer = base_of(source.path), (source.path / "tokenizer_config.json").is_file()

@@ -99,9 +99,7 @@ def load_scorer(
         attn_implementation=attention,
     )
     config = model.config.get_text_config()
-    if not any(
-        name.endswith("ForSequenceClassification") for name in _description(path)["architectures"] or ()
-    ):
+    if not is_scorer(path):
         ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
         config.pad_token_id = next((token for token in ends if token is not None), None)
     if config.pad_token_id is None:
@@ -110,6 +108,12 @@ def load_scorer(
             "transformers would not find the end of a text. Save it with one of them."
         )
     return model.train()
+
+
+def is_scorer(path: str | Path) -> bool:
+    """Return whether the model in a folder has a head for scores."""
+    names = _description(path).get("architectures") or ()
+    return any(name.endswith("ForSequenceClassification") for name in names)
 
 
 def load_pretrained(
