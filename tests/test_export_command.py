@@ -15,7 +15,13 @@ from safetensors.torch import load_file, save_file
 from sft_runs import WITH_CHECKPOINTS, are_equal, lines, make_config, train
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+import vectorlm.run
+from vectorlm.checkpoint.export import export_model
 from vectorlm.cli import main
+from vectorlm.cli.export import find_source, load_source
+from vectorlm.lora.load import add_lora
+from vectorlm.report.card import card_of
+from vectorlm.train.load import load_model
 
 LORA = {
     "r": 2,
@@ -70,12 +76,6 @@ def test_weights_are_converted(full, capsys):
     assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_adapters_of_a_checkpoint_are_exported_alone_or_merged(inputs, adapters, capsys):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    alone, merged = export_of(capsys, adapters), export_of(capsys, adapters, "--merge")
-    assert (alone.name, merged.name) == ("step-00000003-model", "step-00000003-merged")
 def test_a_reward_model_is_converted_with_its_head(tmp_path, capsys):
     config = LlamaConfig(
         **{"vocab_size": 128, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1},
@@ -91,6 +91,12 @@ def test_a_reward_model_is_converted_with_its_head(tmp_path, capsys):
     ]
 
 
+def test_adapters_of_a_checkpoint_are_exported_alone_or_merged(inputs, adapters, capsys):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    alone, merged = export_of(capsys, adapters), export_of(capsys, adapters, "--merge")
+    assert (alone.name, merged.name) == ("step-00000003-model", "step-00000003-merged")
     of_run = adapters / "final-model"
     assert are_equal(*(load_file(each / "adapter_model.safetensors") for each in (alone, of_run)))
     again = export_of(capsys, of_run, "--merge")
@@ -328,3 +334,21 @@ def test_plain_vllm_serves_exports_as_transformers_computes_them(inputs, full, a
             assert [token for token, _ in found] == [token for token, _ in expected]
             # fp32 round-off of two implementations
             assert [x for _, x in found] == pytest.approx([x for _, x in expected], abs=1e-4)
+
+
+@pytest.mark.parametrize(("quantization", "num_rounded"), [("nf4", 1), (None, 0)])
+def test_adapters_apart_from_their_run_are_merged_into_the_base_they_were_trained_on(
+    tmp_path, monkeypatch, quantization, num_rounded
+):
+    """Rounding itself needs bitsandbytes."""
+    rounded = []
+    monkeypatch.setattr(vectorlm.run, "round_blocks", rounded.append)
+    save_tiny_llama(tmp_path / "base")
+    train_parameters = {"lora_peft_config": {"r": 2}, "quantization": quantization}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text(json.dumps({"train_parameters": train_parameters}))
+    card = card_of(tmp_path / "run", 1, is_adapter=True)
+    adapted = add_lora(load_model(tmp_path / "base"), {"r": 2, "target_modules": ["q_proj"]})
+    export_model(adapted, letter_tokenizer(), tmp_path / "apart/adapters", card)
+    load_source(find_source(tmp_path / "apart/adapters"), merges=True)
+    assert len(rounded) == num_rounded

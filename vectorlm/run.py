@@ -37,6 +37,7 @@ from vectorlm.ranks.engine_ranks import capture, comparable, gather, require_equ
 from vectorlm.ranks.placement import Placement, set_affinity, share_cores, split_node
 from vectorlm.ranks.process_group import process_group
 from vectorlm.ranks.topology import Topology
+from vectorlm.report.card import noted_of
 from vectorlm.report.plots import plot_correction, plot_runs, plot_timeline
 from vectorlm.report.runs import START, RunFolder
 from vectorlm.train.context import ContextGroup
@@ -94,7 +95,9 @@ class Run:
         if settings.merge_adapters and not is_empty:
             assert settings.adapters is not None, "preflight has seen to it"
             adapters = Path(settings.adapters)
-            model = merge_of_run(load_adapters(adapters, model), adapters.parent).requires_grad_(True)
+            model = merge_of_run(load_adapters(adapters, model), adapters.parent, adapters).requires_grad_(
+                True
+            )
         return model
 
     def load_model(self, *, keeps_start: bool = False) -> nn.Module:
@@ -182,14 +185,17 @@ class Run:
         )
 
 
-def merge_of_run(model: Any, run: Path) -> Any:
-    """Merge the adapters of `model`, which the run in the folder `run` has trained, if it has; return the base.
+def merge_of_run(model: Any, run: Path, adapters: Path) -> Any:
+    """Merge the adapters of `model`, from the folder `adapters`, which the run in `run` has trained, if it has.
 
     Raises:
         ConfigError: As `vectorlm.lora.folder.merged`.
     """
     settings = run / "config.yaml"
-    if settings.is_file() and load_config(settings).train_parameters.model.quantization is not None:
+    quantization = noted_of(adapters, "quantization", str)  # Of adapters that have left their run.
+    if settings.is_file():
+        quantization = quantization or load_config(settings).train_parameters.model.quantization
+    if quantization is not None:
         # The adapters were trained on these numbers.
         round_blocks(model)
     return merged(model)

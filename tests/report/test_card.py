@@ -7,7 +7,7 @@ import yaml
 
 import vectorlm
 from vectorlm.lora.folder import hub_name, lasting_name
-from vectorlm.report.card import card_of, step_of
+from vectorlm.report.card import card_of, noted_of
 
 
 def save_run(path, config):
@@ -95,8 +95,18 @@ def test_a_model_without_a_run_gets_a_short_card(tmp_path):
 )
 def test_a_card_tells_the_step(tmp_path, card, step):
     (tmp_path / "README.md").write_text(card)
-    assert step_of(tmp_path) == step
-    assert step_of(tmp_path / "nowhere") is None
+    assert noted_of(tmp_path, "step", int) == step
+    assert noted_of(tmp_path / "nowhere", "step", int) is None
+
+
+@pytest.mark.parametrize(("quantization", "is_adapter"), [("nf4", True), ("nf4", False), (None, True)])
+def test_a_card_of_adapters_alone_tells_the_quantization_of_their_base(tmp_path, quantization, is_adapter):
+    config = {
+        "model": "llama",
+        "train_parameters": {"lora_peft_config": {"r": 2}, "quantization": quantization},
+    }
+    (tmp_path / "README.md").write_text(card_of(save_run(tmp_path / "run", config), 4, is_adapter=is_adapter))
+    assert noted_of(tmp_path, "quantization", str) == (quantization if is_adapter else None)
 
 
 def test_a_model_is_named_as_the_hub_knows_it(tmp_path, monkeypatch):

@@ -132,13 +132,13 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
         ConfigError: The base model is missing, or its adapters cannot be merged.
     """
     from vectorlm.checkpoint.export import export_model
-    from vectorlm.report.card import card_of, step_of
+    from vectorlm.report.card import card_of, noted_of
     from vectorlm.weights.plan import dtype_of
 
     model, tokenizer = load_source(source, merges=merges)
     if dtype is not None:
         model = model.to(dtype_of(dtype))
-    step = step_of(source.path) if source.step is None else source.step
+    step = noted_of(source.path, "step", int) if source.step is None else source.step
     card = card_of(source.run, step, is_adapter=source.is_adapter and not merges)
     export_model(model, tokenizer, path, card)
 
@@ -152,7 +152,7 @@ def load_source(source: Source, *, merges: bool = False) -> tuple[Any, Any]:
     if merges and source.is_adapter:
         from vectorlm.run import merge_of_run
 
-        model = merge_of_run(model, source.run)
+        model = merge_of_run(model, source.run, source.path)
     return model, tokenizer
 
 

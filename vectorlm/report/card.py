@@ -91,6 +91,8 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
         head["base_model"] = base
     if step is not None:
         head["step"] = step
+    if is_adapter and isinstance(train, dict) and train.get("quantization") is not None:
+        head["quantization"] = train["quantization"]
     if "model" in config:
         name = base or f"{Path(config['model']).name} (a folder on the machine that trained it)"
         kind = "a reward model" if is_scorer else "supervised fine-tuning"
@@ -123,15 +125,18 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
     return "\n".join(sections)
 
 
-def step_of(model: Path) -> int | None:
-    """Return the step whose weights an exported model holds, as its card says; None where it does not."""
+def noted_of(model: Path, name: str, kind: type) -> Any:
+    """Return a `kind` that the card of an exported model notes under `name`; None where it does not.
+
+    The `step` is that of the weights, and on the base in this `quantization` the adapters were trained.
+    """
     parts = _read(model / "README.md").split("---\n")
     try:
         head = yaml.safe_load(parts[1]) if len(parts) > 2 else None
     except yaml.YAMLError:
         return None
-    step = head.get("step") if isinstance(head, dict) else None
-    return step if isinstance(step, int) else None
+    found = head.get(name) if isinstance(head, dict) else None
+    return found if isinstance(found, kind) else None
 
 
 def _read(path: Path) -> str:
