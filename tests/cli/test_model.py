@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 
 from vectorlm.cli import main, model
@@ -11,7 +12,7 @@ from vectorlm.errors import ConfigError
 from vectorlm.preflight.local_model import download, local_folder
 
 
-def write_gguf(path, architecture="llama"):
+def write_gguf(path, architecture="llama", scaling=None, tensor=None):
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(1)
     writer.add_context_length(16)
@@ -19,8 +20,13 @@ def write_gguf(path, architecture="llama"):
     writer.add_feed_forward_length(8)
     writer.add_head_count(2)
     writer.add_vocab_size(16)
+    if scaling is not None:
+        writer.add_string(f"{architecture}.rope.scaling.type", scaling)
+    if tensor is not None:
+        writer.add_tensor(tensor, np.ones(2, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
     writer.close()
     return path
 
@@ -37,6 +43,21 @@ def test_a_gguf_file_that_is_no_model_is_refused_and_leaves_nothing(tmp_path, ca
     assert "m.gguf" in found
     assert why in found
     assert [each.name for each in tmp_path.iterdir()] == ["m.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "tensor", "why"),
+    [
+        (None, "rope_freqs.weight", "(rope_freqs.weight)"),
+        ("yarn", None, "(llama.rope.scaling.type=yarn)"),
+        ("linear", None, "(llama.rope.scaling.type=linear)"),
+        ("none", None, "are missing"),
+    ],
+)
+def test_a_gguf_file_whose_positions_are_scaled_is_refused(tmp_path, capsys, scaling, tensor, why):
+    file = write_gguf(tmp_path / "m.gguf", scaling=scaling, tensor=tensor)
+    assert main(["model", str(file), str(tmp_path / "made")]) == 2
+    assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["nowhere/at.gguf", "../no name", "/nowhere"])

@@ -16,21 +16,34 @@ def convert_gguf(file: Path, path: Path) -> None:
     Quantised weights become the numbers that they stand for. The folder has its name once it is complete.
 
     Raises:
-        ConfigError: The file cannot be read, transformers lacks its architecture, or tensors of the model are missing.
+        ConfigError: The file cannot be read, transformers lacks its architecture, tensors of the model are missing, or
+            its position embeddings are scaled, which transformers does not read.
         CheckpointError: The folder cannot be written.
     """
     if not is_installed("gguf"):
         raise ConfigError(f"{file} is a GGUF file, and the package gguf is missing: pip install gguf")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from gguf import GGUFReader
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     load: Any = AutoModelForCausalLM.from_pretrained
     # Each of the readers raises its own errors for a file that is cut, or of an unknown architecture.
     try:
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name).get_text_config()
+        rope: Any = getattr(config, "rope_parameters", None) or {}
+        # Some models have them by the kind of layer.
+        kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
+        if kinds - {None} == {"default"} and (scaling := _scaling(GGUFReader(file))) is not None:
+            raise ConfigError(
+                f"{file} scales its rotary position embeddings ({scaling}), which transformers does not read from GGUF "
+                "files: the model would compute something else. Use its folder in Hugging Face layout."
+            )
         read, loading = load(file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True)
         if missing := sorted(loading["missing_keys"]):
             raise ValueError(f"{len(missing)} tensors of the model are missing, the first is {missing[0]!r}")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"{file} cannot be read as a GGUF file ({type(error).__name__}: {error}). Download it again if it is cut; "
@@ -49,3 +62,13 @@ def convert_gguf(file: Path, path: Path) -> None:
         model.save_pretrained(work)
         tokenizer.save_pretrained(work)
         folder.finish(path)
+
+
+def _scaling(reader: Any) -> str | None:
+    """Return what scales the rotary position embeddings in a GGUF file: a tensor or a setting."""
+    if found := {"rope_freqs.weight", "rope_factors_long.weight"} & {each.name for each in reader.tensors}:
+        return min(found)
+    for name, field in reader.fields.items():
+        if name.endswith(".rope.scaling.type") and field.contents() != "none":
+            return f"{name}={field.contents()}"
+    return None
