@@ -138,7 +138,7 @@ class Run:
         """Read a preprocessed dataset in the optimizer steps of this run; arguments are as for `StepLoader`."""
         settings = self.config.train_parameters
         return StepLoader(
-            load_dataset(path),
+            load_dataset(path, self.tokenizer),
             Collator(self.tokenizer.pad_token_id or 0, ignore_index, settings.max_seq_len),
             self.topology,
             micro_batch_size=micro_batch_size,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from letters import letter_tokenizer, make
 
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.errors import DatasetError
@@ -202,6 +203,20 @@ def test_what_is_no_dataset_is_refused(tmp_path):
             DatasetError, match="holds no dataset that save_to_disk wrote, or one without rows"
         ):
             load_dataset(folder)
+
+
+def test_a_dataset_of_another_vocabulary_is_refused_with_both_tokenizers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine, other = letter_tokenizer(), letter_tokenizer()
+    mine.name_or_path, other.name_or_path = "models/mine", "models/other"
+    other.add_tokens(["more"])
+    Dataset.from_dict({"text": ["ab"]}).save_to_disk("raw")
+    make(tokenizer=mine)
+    assert len(load_dataset("rows", mine)) == len(load_dataset("rows")) == 1
+    with pytest.raises(DatasetError, match=r"'rows' was made .*'models/mine'.*'models/other'\. Preprocess"):
+        load_dataset("rows", other)
+    Dataset.from_dict({"input_ids": [[1]], "labels": [[1]]}).save_to_disk("elsewhere")
+    assert len(load_dataset("elsewhere", other)) == 1
 
 
 def test_several_splits_are_refused_by_name(tmp_path):

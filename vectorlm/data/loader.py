@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from vectorlm.data.source import load_saved
-from vectorlm.data.summary import PREFERENCE_COLUMNS, steps_per_epoch
+from vectorlm.data.summary import PREFERENCE_COLUMNS, Summary, steps_per_epoch, vocabulary_of
 from vectorlm.errors import DatasetError
 from vectorlm.ranks.topology import Topology
 from vectorlm.types import Batch
@@ -208,11 +208,12 @@ def _require_target(dataset: Dataset, collator: Collator) -> None:
     )
 
 
-def load_dataset(path: str | Path) -> Dataset:
-    """Load a dataset that preprocessing (or ``datasets.Dataset.save_to_disk``) wrote.
+def load_dataset(path: str | Path, tokenizer: Any = None) -> Dataset:
+    """Load a dataset that preprocessing (or ``datasets.Dataset.save_to_disk``) wrote, to train with `tokenizer`.
 
     Raises:
-        DatasetError: There is no such folder, or it does not hold a single dataset.
+        DatasetError: There is no such folder, it does not hold a single dataset, or a tokenizer with another vocabulary
+            made it.
     """
     from datasets import Dataset
 
@@ -220,4 +221,10 @@ def load_dataset(path: str | Path) -> Dataset:
     if not isinstance(dataset, Dataset):
         splits = ", ".join(f"'{Path(path) / name}'" for name in dataset)
         raise DatasetError(f"'{path}' holds several datasets, but one is needed. Use one of {splits}.")
+    made = Summary.read(dataset)
+    if tokenizer is not None and made is not None and made.vocabulary not in ("", vocabulary_of(tokenizer)):
+        raise DatasetError(
+            f"'{path}' was made with the tokenizer of {made.tokenizer!r}, in whose vocabulary its ids are other tokens "
+            f"than in that of {tokenizer.name_or_path!r}. Preprocess it again with this model."
+        )
     return dataset

@@ -14,7 +14,7 @@ from vectorlm.data.pack import Frame, TokenisedText, best_fit, frame_texts, join
 from vectorlm.data.preference import rows_of_steps, rows_of_two, text_of
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import open_source, write_rows
-from vectorlm.data.summary import VALUE_COLUMNS, Summary, add_row
+from vectorlm.data.summary import VALUE_COLUMNS, Summary, add_row, vocabulary_of
 from vectorlm.data.tokenise import ROWS_PER_CALL, make_tokeniser
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.packages import is_installed
@@ -59,7 +59,13 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
         tokeniser = make_tokeniser(source, tokenizer, settings)
         frame = _frame(tokenizer, settings, max_seq_len, is_chat=tokeniser.is_chat)
         tokens = tokeniser.map(scratch / "tokens.arrow")
-        summary = Summary(max_seq_len, settings.ignore_index, unread=list(tokeniser.unread))
+        summary = Summary(
+            max_seq_len,
+            settings.ignore_index,
+            unread=list(tokeniser.unread),
+            tokenizer=tokenizer.name_or_path,
+            vocabulary=vocabulary_of(tokenizer),
+        )
         kept = _kept(tokens, summary)
         texts = (text_of(row, settings.ignore_index) for row in kept)
         packing, fits = settings.packing_type, settings.packing_type == "best_fit"

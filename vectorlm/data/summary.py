@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -74,14 +75,23 @@ class Summary:
     """Whether each row holds two texts, of up to `max_seq_len` tokens each."""
     idle_rows: int = 0
     """Rows that have no token within `max_seq_len` that counts in the loss."""
+    tokenizer: str = ""
+    """Where the tokenizer was that made them; empty where that is not known, as the next."""
+    vocabulary: str = ""
+    """The digest of its `vocabulary_of`."""
+
+    @classmethod
+    def read(cls, dataset: Dataset) -> Summary | None:
+        """Return what preprocessing said of `dataset`; None where it was made elsewhere."""
+        try:
+            return cls(**json.loads(dataset.info.description)[_KEY])
+        except (ValueError, KeyError, TypeError):
+            return None
 
     @classmethod
     def of(cls, dataset: Dataset, max_seq_len: int, ignore_index: int) -> Summary:
         """Return what preprocessing said of `dataset`, counted for this length if it was made for another."""
-        try:
-            found = cls(**json.loads(dataset.info.description)[_KEY])
-        except (ValueError, KeyError, TypeError):
-            found = cls(max_seq_len, ignore_index)
+        found = cls.read(dataset) or cls(max_seq_len, ignore_index)
         is_other = (found.rows_out, found.ignore_index) != (len(dataset), ignore_index)
         cuts_other = max_seq_len != found.max_seq_len and found.longest > min(max_seq_len, found.max_seq_len)
         found.max_seq_len, found.ignore_index = max_seq_len, ignore_index
@@ -175,6 +185,12 @@ class Summary:
         return "\n".join(
             table + [f"note: {note}." for note in self.notes() if not note.startswith("skipped")]
         )
+
+
+def vocabulary_of(tokenizer: Any) -> str:
+    """Return a digest of the tokens of a tokenizer and of their ids."""
+    tokens = sorted(tokenizer.get_vocab().items(), key=lambda each: each[1])
+    return hashlib.blake2b(repr(tokens).encode(), digest_size=8).hexdigest()
 
 
 def add_row(rows: Rows, reason: str, name: str) -> None:
