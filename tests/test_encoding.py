@@ -15,7 +15,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 import vectorlm
-from vectorlm.encoding import as_list, chat_of, encode, encode_all, encode_reply, render_chat, shown_prompt
+from vectorlm.encoding import (
+    as_list,
+    chat_of,
+    encode,
+    encode_all,
+    encode_reply,
+    plain_message,
+    render_chat,
+    shown_prompt,
+)
 from vectorlm.errors import EngineError
 
 USER, SYSTEM = {"role": "user", "content": "2 + 2"}, {"role": "system", "content": "Be brief."}
@@ -136,6 +145,36 @@ def test_keys_that_are_null_do_not_reach_the_template():
     tokenizer = tokenizer_of(template)
     from_table = {**USER, "name": None, "tool_calls": None}
     assert encode([from_table], lambda: tokenizer) == encode([USER], lambda: tokenizer)
+
+
+@pytest.mark.parametrize(
+    "content", ["2 + 2", [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2"}]]
+)
+@pytest.mark.parametrize("arguments", ['{"x": 1}', {"x": 1}])
+def test_every_form_of_a_message_becomes_the_same_prompt(content, arguments):
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}"
+        "{% endfor %}{% endfor %}"
+    )
+    tokenizer = tokenizer_of(template)
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+    }
+    ids = encode([{"role": "user", "content": content}, called, USER], lambda: tokenizer)
+    assert tokenizer.decode(ids) == '2 + 2{"x": 1}2 + 2'
+
+
+@pytest.mark.parametrize(
+    "content", [[{"type": "image_url", "image_url": {}}], ["2 + 2"], {"text": "2 + 2"}, 4]
+)
+def test_content_that_is_not_text_is_refused(content):
+    tokenizer = tokenizer_of(CHATML)
+    with pytest.raises(ValueError, match="content"):
+        encode([{"role": "user", "content": content}], lambda: tokenizer)
+    # A tool may return any JSON value, which some templates write as such.
+    assert plain_message({"role": "tool", "content": {"a": None}}) == {"role": "tool", "content": {"a": None}}
 
 
 def test_an_answer_that_has_begun_is_left_open():

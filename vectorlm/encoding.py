@@ -45,25 +45,76 @@ def load_tokenizer(name: str | Path, **options: Any) -> Any:
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> Any:
-    """Return what the tokenizer's chat template makes of `messages`; the library calls templates nowhere else.
-
-    Keys that are null are left out: tables give every message the keys of all others.
-    """
-    return tokenizer.apply_chat_template(without_nulls(list(messages)), **how)
+    """Return what the tokenizer's chat template makes of `messages`; the library calls templates nowhere else."""
+    return _rendered(lambda plain: tokenizer.apply_chat_template(plain, **how), messages)
 
 
 def marked_spans(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[tuple[int, int]]:
     """Return from where to where, in characters of the rendered chat, its template marks ``{% generation %}``."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    rendered: Any = render_jinja_template(  # It returns the spans too, and is said to return text.
-        [without_nulls(list(messages))],
-        tools,
-        chat_template=tokenizer.get_chat_template(None, tools),
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
+    # It returns the spans too, and is said to return text.
+    rendered: Any = _rendered(
+        lambda plain: render_jinja_template(
+            [plain],
+            tools,
+            chat_template=tokenizer.get_chat_template(None, tools),
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        ),
+        messages,
     )
     return list(rendered[1][0])
+
+
+def _rendered(render: Callable[[list[dict[str, Any]]], Any], messages: Sequence[Mapping[str, Any]]) -> Any:
+    try:
+        return render([plain_message(each) for each in messages])
+    except TypeError:
+        # Some templates put the arguments behind a text, DeepSeek's for example.
+        return render([plain_message(each, parses=False) for each in messages])
+
+
+def plain_message(message: Mapping[str, Any], *, parses: bool = True) -> dict[str, Any]:
+    """Return a message as chat templates read it, whichever of OpenAI's forms it has.
+
+    Parts of text become one text, and the arguments of calls objects (JSON text without `parses`). Keys that are null
+    are left out, since tables give every message the keys of all others; arguments stay as they are.
+
+    Raises:
+        ValueError: The content is neither text nor parts of text, or the arguments of a call are not JSON.
+    """
+    found = {key: each for key, each in message.items() if each is not None}
+    if "tool_calls" in found:
+        found["tool_calls"] = _plain_calls(found["tool_calls"], parses)
+    content = found.get("content", "")
+    parts = content if isinstance(content, list) else []
+    kinds = [each.get("type") if isinstance(each, Mapping) else None for each in parts]
+    if isinstance(content, str) or (message.get("role") == "tool" and not any(kinds)):
+        return found  # What a tool returns may be any JSON value.
+    if not isinstance(content, list):
+        raise ValueError(f"its content is {str(content)[:60]!r}, and must be text")
+    if other := [kind for kind in kinds if kind != "text"]:
+        raise ValueError(f"a part of its content has the type {other[0]!r}, and models read text alone")
+    return {**found, "content": "".join(str(part.get("text") or "") for part in parts)}
+
+
+def _plain_calls(value: Any, parses: bool) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain_calls(each, parses) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    found = {key: _plain_calls(each, parses) for key, each in value.items() if each is not None}
+    if (arguments := value.get("arguments")) is None:
+        return found
+    if isinstance(arguments, str) and parses:
+        try:
+            arguments = json.loads(arguments or "{}")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the arguments of a call are not JSON ({error})") from None
+    elif not isinstance(arguments, str) and not parses:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**found, "arguments": arguments}
 
 
 def end_tokens(tokenizer: Any) -> frozenset[int]:

@@ -124,6 +124,12 @@ def test_a_template_that_refuses_messages_names_the_row():
         ("ab", "raw.jsonl:2 holds 'ab': it must be a list of messages"),
         ([{"content": "ab"}], "raw.jsonl:2: message 0 is .* must have a `role` and a `content`"),
         ([{"role": "user", "content": None}], "raw.jsonl:2: message 0 is"),
+        ([*say("ux"), {"role": "user", "content": {"a": 1}}], "raw.jsonl:2: message 1: its content is"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "raw.jsonl:2: message 0: .* type 'image'"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{1"}}]}],
+            "raw.jsonl:2: message 0: the arguments of a call are not JSON",
+        ),
     ],
 )
 def test_what_are_not_messages_is_refused_by_its_row(value, message):
@@ -155,6 +161,44 @@ def test_messages_of_a_saved_dataset_lose_the_keys_that_are_null_there():
     Dataset.from_list(rows).save_to_disk("raw")
     dataset, _ = make(data_field="chat", tokenizer=letter_tokenizer(template=template))
     assert [spell(ids) for ids in dataset["input_ids"]] == ["x", "y!"]
+
+
+# As Qwen2.5's template writes calls, and as DeepSeek's does.
+ARGUMENTS = {
+    "objects": "{{ c.function.arguments | tojson }}",
+    "texts": "{{ '' + c.function.arguments }}",
+}
+
+
+@pytest.mark.parametrize("wants", ARGUMENTS)
+@pytest.mark.parametrize("written", ['{"x": 1, "unit": null}', {"x": 1, "unit": None}])
+@pytest.mark.parametrize("content", ["yo ", [{"type": "text", "text": "y"}, {"type": "text", "text": "o "}]])
+@pytest.mark.parametrize("only_assistant", [True, False])
+def test_every_form_of_a_message_of_openai_s_becomes_the_same_text(wants, written, content, only_assistant):
+    template = PLAIN.replace(
+        "m.content",
+        "m['content'] | trim }}{% for c in m.tool_calls %}" + ARGUMENTS[wants] + "{% endfor %}{{ ''",
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": written}}
+    messages = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+    ]
+    rows, _ = chat_rows([{"messages": messages}], template, assistant_only_loss=only_assistant)
+    assert rows[0][0] == 'u:yo$\na:yo{"x": 1, "unit": null}$\n'
+
+
+def test_nulls_that_a_table_adds_to_arguments_are_left_out():
+    calls = [{"function": {"name": "f", "arguments": each}} for each in ({"x": 1}, {"y": 2})]
+    rows = [{"messages": [{"role": "assistant", "content": "", "tool_calls": calls}]}]
+    Dataset.from_list(rows).save_to_disk("raw")
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls %}"
+        + ARGUMENTS["objects"]
+        + "{% endfor %}{% endfor %}"
+    )
+    dataset, _ = make(tokenizer=letter_tokenizer(template=template))
+    assert spell(dataset[0]["input_ids"]) == '{"x": 1}{"y": 2}'
 
 
 def test_tools_reach_the_template_as_objects_or_as_json():

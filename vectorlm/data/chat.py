@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from vectorlm.encoding import end_tokens, marked_spans, render_chat, without_nulls
+from vectorlm.encoding import end_tokens, marked_spans, plain_message, render_chat
 from vectorlm.errors import ConfigError, DatasetError
 
 Message = dict[str, Any]
@@ -164,19 +164,28 @@ class Chat:
 
 
 def messages_of(name: str, value: Any) -> list[Message]:
-    """Return messages without the keys that are null because other rows have them."""
+    """Return messages with their content as one text, and without the keys that are null."""
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise DatasetError(
             f"{name} holds {str(value)[:60]!r}: it must be a list of messages. Remove the row, or choose another "
             "data_field."
         )
-    messages: list[Message] = without_nulls(value)
-    for number, message in enumerate(messages):
+    messages: list[Message] = []
+    for number, given in enumerate(value):
+        message = {key: each for key, each in given.items() if each is not None}
         if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
             raise DatasetError(
-                f"{name}: message {number} is {str(value[number])[:60]!r}, and must have a `role` and a `content`. "
+                f"{name}: message {number} is {str(given)[:60]!r}, and must have a `role` and a `content`. "
                 "Correct it, or remove the row."
             )
+        try:
+            plain = plain_message(message)
+        except ValueError as error:
+            raise DatasetError(
+                f"{name}: message {number}: {error}. Correct it, or remove the row."
+            ) from error
+        # The arguments stay as they are, for templates that take only text.
+        messages.append({key: plain[key] if key == "content" else each for key, each in message.items()})
     return messages
 
 

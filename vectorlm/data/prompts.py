@@ -15,7 +15,7 @@ import numpy as np
 from vectorlm.data.source import is_hub_name, load_hub, splits_of, take_split
 from vectorlm.data.tasks import Tasks
 from vectorlm.data.tasksets import read_taskset
-from vectorlm.encoding import asked, encode, require_whole_characters
+from vectorlm.encoding import asked, encode, require_whole_characters, without_nulls
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.settings import SHORT_FORMS, PromptSettings, in_full
 from vectorlm.types import PromptRecord
@@ -185,6 +185,8 @@ def _record_at(path: Path, starts: np.ndarray, index: int) -> PromptRecord:
 
 def _record_in_table(table: Any, name: str, number: int) -> PromptRecord:
     row = table[number]
+    if "prompt" in row:
+        row["prompt"] = without_nulls(row["prompt"])
     names = ", ".join(row)
     try:
         return _prompt_record_of(row)

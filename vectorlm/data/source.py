@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.data.settings import PreprocessSettings
+from vectorlm.encoding import without_nulls
 from vectorlm.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ class Source:
         for place, index in enumerate(indices):
             row = {column: values[place] for column, values in batch.items()}
             if self.lines is None:
-                yield f"row {index}", row
+                # A table gives every object the keys of all others.
+                yield f"row {index}", {column: without_nulls(value) for column, value in row.items()}
                 continue
             name, line = f"{row['file']}:{row['number']}", row["line"]
             if self.lines == "text":

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vectorlm.encoding import chat_of, encode, encode_reply, end_tokens
+from vectorlm.encoding import chat_of, encode, encode_reply, end_tokens, plain_message
 from vectorlm.engine.local_requests import Hear
 from vectorlm.errors import RolloutError
 from vectorlm.rl.rollout import Rollout
@@ -280,32 +280,10 @@ def _row(leaf: Turn, record: PromptRecord, trained: set[Turn]) -> Rollout:
 
 
 def _for_template(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return a message as chat templates read it: text as one text, arguments of calls as objects."""
-    found = {name: value for name, value in message.items() if value is not None}
-    content = found.get("content", "")
-    if not isinstance(content, str):
-        for place, part in enumerate(content):
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise RequestError(
-                    f"a part of type {part.get('type')!r} cannot be read: the policy reads text alone.",
-                    f"messages[{index}].content[{place}].type",
-                )
-        content = "".join(part["text"] for part in content)
-    found["content"] = content
-    calls = []
-    for call in found.get("tool_calls", ()):
-        function = dict(call["function"])
-        if isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            except json.JSONDecodeError as error:
-                raise RequestError(
-                    f"the arguments are no JSON: {error}", f"messages[{index}].tool_calls.function.arguments"
-                ) from None
-        calls.append({**call, "function": function})
-    if calls:
-        found["tool_calls"] = calls
-    return found
+    try:
+        return {"content": "", **plain_message(message)}
+    except ValueError as error:
+        raise RequestError(f"messages[{index}]: {error}", f"messages[{index}]") from None
 
 
 def _comparable(message: Mapping[str, Any]) -> str:
