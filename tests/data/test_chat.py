@@ -372,6 +372,30 @@ def test_columns_and_keys_that_nothing_reads_are_named_once():
     assert make()[1].unread == ["id"]
 
 
+CUT = "the chat template changes what a message says, or cuts its reasoning out"
+APART = "the last answer does not go on from the generation prompt that engines put before it"
+# As R1's distilled models write answers, and ask for them.
+THINKING = PLAIN.replace("m.content", "m.content.split('</t>')[-1]").replace("a:{%", "a:<t>{%")
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "remarks"),
+    [
+        (PLAIN, ("ux", "a <t>why</t>y\n"), []),
+        (THINKING, ("ux", "a<t>why</t>y"), [CUT, APART]),
+        (THINKING, ("ux", "ay"), [APART]),
+        (PLAIN.replace("a:{%", "a:<t>{%"), ("ux", "a<t>why</t>y"), []),
+        (FORGETFUL, ("ux", "ay", "uv", "aw"), [CUT]),
+        (FORGETFUL, ("ux", "ay"), []),
+    ],
+)
+def test_what_the_template_cuts_out_of_a_message_and_another_beginning_of_answers_are_told(
+    template, turns, remarks
+):
+    _, summary = chat_rows([{"messages": say(*turns)}], template)
+    assert list(summary.remarks) == remarks
+
+
 def test_a_chat_without_an_end_that_counts_is_told():
     endless = PLAIN.replace("{{ eos_token }}", "")
     _, summary = chat_rows([{"messages": TWO_TURNS}] * 2, endless, assistant_only_loss=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -40,6 +41,24 @@ class Chat:
             raise DatasetError(
                 f"{name}: the chat template refuses the messages ({error}). Correct them, or remove the row."
             ) from error
+
+    def renders_same(self, name: str, text: str, messages: Sequence[Message], tools: Any) -> bool:
+        """Return whether the template writes `text` for `messages`."""
+        try:
+            return self.render(name, messages, tools) == text
+        except DatasetError:
+            return False
+
+    def changes(self, name: str, messages: Sequence[Message], tools: Any, text: str) -> Iterator[str]:
+        """Say how `text`, which the template wrote, departs from `messages` and from what engines ask."""
+        said = [each["content"] for each in messages if each["role"] != "tool" and "content" in each]
+        if any(content.strip() not in text for content in said):
+            yield "the chat template changes what a message says, or cuts its reasoning out"
+        if len(messages) > 1 and messages[-1]["role"] == "assistant":
+            with suppress(DatasetError):
+                prompt = self.render(name, messages[:-1], tools, add_generation_prompt=True)
+                if not text.startswith(prompt):
+                    yield "the last answer does not go on from the generation prompt that engines put before it"
 
     def tokenise(
         self,

@@ -282,24 +282,18 @@ class Tokeniser:
         return Tokens(tokens, counted, "no tokens", remarks)
 
     def _rendered(self, name: str, messages: list[Message], tools: Any) -> tuple[list[Message], list[str]]:
-        """Return messages without the keys that the template does not render, and a remark on each of these."""
+        """Return messages without the keys that the template does not render, and remarks on how it renders them."""
         remarks = []
         messages = [{key: value for key, value in each.items() if key != "weight"} for each in messages]
         text = self.chat.render(name, messages, tools)
-        if tools and self._renders_same(name, text, messages, None):
+        if tools and self.chat.renders_same(name, text, messages, None):
             remarks.append("the chat template does not render the column 'tools'")
         for key in sorted({key for message in messages for key in message} - {"role", "content"}):
             others = [{name: value for name, value in each.items() if name != key} for each in messages]
-            if self._renders_same(name, text, others, tools):
+            if self.chat.renders_same(name, text, others, tools):
                 messages = others
                 remarks.append(f"the chat template does not render {key!r} of messages")
-        return messages, remarks
-
-    def _renders_same(self, name: str, text: str, messages: list[Message], tools: Any) -> bool:
-        try:
-            return self.chat.render(name, messages, tools) == text
-        except DatasetError:
-            return False
+        return messages, [*remarks, *self.chat.changes(name, messages, tools, text)]
 
     @cached_property
     def chat(self) -> Chat:
