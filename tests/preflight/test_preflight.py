@@ -203,6 +203,21 @@ def test_steps_that_bfloat16_rounds_away_are_said(complete, overrides, is_said):
     assert (weight - 1e-6 != weight).tolist() == [True, False, False]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_said"),
+    [([], True), (["betas=[0.9, 0.95]"], False), (["name=sgd", "momentum=0.9"], False)],
+)
+def test_an_average_of_squared_gradients_that_bfloat16_keeps_from_falling_is_said(
+    complete, overrides, is_said
+):
+    given = [f"{TRAIN}.dtype=bfloat16", *(f"{TRAIN}.optimizer.{each}" for each in overrides)]
+    notes = " ".join(summary.notes_of(passes(complete, *given).config))
+    assert ("with betas[1]=0.999 the average of squared gradients cannot fall" in notes) is is_said
+    average = torch.linspace(1, 2, 100, dtype=torch.bfloat16)
+    for beta, falls in ((0.999, False), (0.95, True)):
+        assert bool((average * beta < average).all()) == bool((average * beta < average).any()) == falls
+
+
 @pytest.mark.parametrize(("packing", "is_said"), [("partial", True), ("best_fit", False), ("null", False)])
 def test_a_cut_that_packing_does_not_make_is_said(complete, packing, is_said):
     made = f"dataset_preprocess={{load_path: a, save_path: b, packing_type: {packing}, truncate: true}}"

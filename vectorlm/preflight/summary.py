@@ -57,6 +57,11 @@ def notes_of(config: Config) -> Iterator[str]:
     if train.model.dtype == "bfloat16" and train.lora_peft_config is None and not rounds:
         lr = train.optimizer.lr
         yield f"dtype bfloat16: a step of lr {lr:g} cannot move weights above {512 * lr:.2g}; float32 can"
+        if train.optimizer.name in ("adamw", "muon") and 1 - train.optimizer.betas[1] < 2**-8:
+            yield (
+                f"dtype bfloat16: with betas[1]={train.optimizer.betas[1]:g} the average of squared gradients cannot "
+                "fall, since what a step takes off is rounded away; betas [0.9, 0.95] let it"
+            )
     made = config.dataset_preprocess
     if made is not None and made.truncate and made.packing_type in ("full", "partial"):
         yield f"truncate: not used with packing_type {made.packing_type}, which cuts texts into rows and drops nothing"
