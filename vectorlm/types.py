@@ -168,7 +168,7 @@ class RewardResult:
         """Whether the answer counts as right: `acc` where it is logged, as verl's functions do, else a reward of 1."""
         value = self.logged.get("acc", self.reward)
         # In float32, as training has rewards: 0.6 + 0.3 + 0.1 are 1. Workers do without numpy.
-        return not isinstance(value, str) and ctypes.c_float(value).value == 1
+        return isinstance(value, int | float) and ctypes.c_float(value).value == 1
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,10 @@ class Adds:
 class AddsAlways(Adds):
     tools = (Adds.add,)
 
+class AddsAndTells(AddsAlways):
+    def reset(self, row):
+        pass
+
 class AddsAsOfTrl(Adds):
     step = None
     def reset(self, **row):
@@ -145,6 +149,8 @@ REFUSED, NOTED, FINE = "would not be told of the environment's tools, add", "doe
         ("AddsAsOfTrl", TELLS, {"prompt": CHAT}, FINE),
         ("AddsAlways", TEMPLATE, {"prompt": CHAT}, REFUSED),
         ("AddsAsOfTrl", TEMPLATE, {"prompt": CHAT}, REFUSED),
+        ("AddsAndTells", TEMPLATE, {"prompt": CHAT}, NOTED),
+        ("AddsAndTells", TELLS, {"prompt": "abc"}, NOTED),
         ("AddsAlways", TEMPLATE, {"prompt": [{"role": "user", "content": "Call add."}]}, NOTED),
         ("AddsAlways", TELLS, {"prompt": "add"}, REFUSED),
         ("AddsAlways", TELLS, {"prompt": [5, 6]}, REFUSED),

@@ -35,11 +35,12 @@ def test_only_a_reward_of_one_is_a_right_answer():
 @pytest.mark.parametrize("name", ["reward", "acc"])
 @pytest.mark.parametrize(
     ("value", "is_right"),
-    [(0.6 + 0.3 + 0.1, True), (1 + 2**-52, True), (1.0000001, False), (0.999999, False)],
+    [(0.6 + 0.3 + 0.1, True), (1 + 2**-52, True), (1.0000001, False), (0.999999, False), (math.nan, False)],
 )
 def test_one_is_one_in_float32_as_training_has_it(name, value, is_right):
     graded = RewardResult(value) if name == "reward" else RewardResult(0.0, logged={"acc": value})
     assert graded.is_right is is_right
+    assert not any(RewardResult(value, logged={"acc": acc}).is_right for acc in (None, "1"))
 
 
 def test_acc_says_which_answers_are_right_where_the_function_logs_it():

@@ -206,13 +206,24 @@ def test_the_code_is_the_last_fence_of_python(completion):
     [
         ("assert double(2) == 4\nassert double(3) == 6", 1.0),
         ("assert double(2) == 4\nassert double(3) == 5", 0.0),
+        ('["assert double(2) == 4", "assert double(3) == 5"]', 0.5),
         ("", None),
+        ("[]", None),
         ([], None),
         (None, None),
     ],
 )
 def test_a_text_is_one_test_and_without_tests_code_cannot_be_scored(tests, reward):
     assert code.code(CODE, tests) == reward
+
+
+@pytest.mark.parametrize(
+    "tests", [[{"input": "2", "output": "5"}], '[{"input": "2", "output": "5"}]', ["", 1]]
+)
+def test_what_is_no_test_of_python_is_refused(tests):
+    """As an expression it would always pass."""
+    with pytest.raises(TypeError, match="must be a text"):
+        code.code(CODE, tests)
 
 
 def test_code_reaches_no_server_unless_it_may():

@@ -120,9 +120,9 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         size = vocab_size(Path(config.model))
         for is_held_out, found in ((False, shown), (True, held_out)):
             for name, each in found.items():
-                place, tools = _place(name, is_held_out), source_tools(rl, name)
+                place, (tools, may_tell) = _place(name, is_held_out), source_tools(rl, name)
                 check_lengths(each, tokenizer, max_tokens, place, size, tools)
-                notes += tool_notes(each[0], tokenizer, tools, place)
+                notes += tool_notes(each[0], tokenizer, tools, may_tell=may_tell, setting=place)
     config = replace(config, notes=tuple(notes))
     # Costs more than a minute: checkpoints are looked for after models are loaded.
     return CheckedConfig(config, prompts, evaluation_prompts, find_resumption(config, world_size))

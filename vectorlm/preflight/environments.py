@@ -81,12 +81,18 @@ def require_environment(make: Any, where: str, columns: Collection[str] | None =
     _class_tools(make, where)
 
 
-def source_tools(rl: RLSettings | None, source: str) -> list[dict[str, Any]]:
-    """Return the schemas of the tools that the class of a source's environment has."""
+def source_tools(rl: RLSettings | None, source: str) -> tuple[list[dict[str, Any]], bool]:
+    """Return the schemas of the tools that the class of a source's environment has, and whether it may tell of them.
+
+    A `reset` may put them into the prompt.
+    """
     environment = None if rl is None else rl.collect.environment_of(source)
     if environment is None or environment.startswith(AGENT):
-        return []
-    return _class_tools(load_plugin(environment), environment)
+        return [], False
+    make = load_plugin(environment)
+    # TRL's form gives no more than an observation.
+    may_tell = callable(getattr(make, "step", None)) and hasattr(make, "reset")
+    return _class_tools(make, environment), may_tell
 
 
 def _class_tools(make: Any, where: str) -> list[dict[str, Any]]:
@@ -98,11 +104,13 @@ def _class_tools(make: Any, where: str) -> list[dict[str, Any]]:
     return schemas_of(tools_of(make, kind), where) if has_tools else []
 
 
-def tool_notes(record: PromptRecord, tokenizer: Any, own_tools: Sequence[Any], setting: str) -> Iterator[str]:
+def tool_notes(
+    record: PromptRecord, tokenizer: Any, own_tools: Sequence[Any], *, may_tell: bool, setting: str
+) -> Iterator[str]:
     """Say that the chat template leaves out the tools of a prompt like those of `setting`.
 
     Raises:
-        ConfigError: They are its environment's, and the prompt does not name them itself.
+        ConfigError: They are its environment's, which does not tell of them, and nor does the prompt.
     """
     prompt: Any = record.prompt
     text = ""
@@ -119,7 +127,7 @@ def tool_notes(record: PromptRecord, tokenizer: Any, own_tools: Sequence[Any], s
         return
     # Silent: the policy would call them by chance alone.
     names = [tool["function"]["name"] for tool in own_tools]
-    if not all(name in text for name in names):
+    if not may_tell and not all(name in text for name in names):
         raise ConfigError(
             f"{setting}: the policy would not be told of the environment's tools, {', '.join(names)}. That takes "
             "messages, and a chat template that renders `tools`. Use both, or describe the tools in the messages."

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 
 from vectorlm.rewards.shape import fenced
 
@@ -50,18 +52,20 @@ def code(
 
     Args:
         completion: The text of the model.
-        tests: A column of the prompts; a text is one test.
+        tests: A column of the prompts; a text is one test, or a JSON list of them. One that only defines a function
+            passes whatever the code is.
         timeout_s: Longest time of each test, in seconds.
         memory_mib: Largest address space, in MiB.
         allow_network: Run where the kernel gives no network namespace to ordinary users.
 
     Raises:
         RuntimeError: The network cannot be taken away here.
+        TypeError: A test is no text: pairs of inputs and outputs, for example, would always pass.
     """
-    if tests is None or not len(tests):
+    listed, num_passed = _listed(tests or ()), 0
+    if not listed:
         return None
     source = [completion, *fenced(completion, "python", "python3", "py")][-1]
-    listed, num_passed = [tests] if isinstance(tests, str) else tests, 0
     for test in listed:
         mark = secrets.token_hex()
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as passed:
@@ -89,3 +93,14 @@ def code(
             )
         num_passed += found == mark.encode()
     return num_passed / len(listed)
+
+
+def _listed(tests: Sequence[str] | str) -> Sequence[str]:
+    found: Sequence[str] = [tests] if isinstance(tests, str) else tests
+    if isinstance(tests, str):
+        with suppress(ValueError):
+            read = json.loads(tests)
+            found = read if isinstance(read, list) else found
+    if other := [each for each in found if not isinstance(each, str)]:
+        raise TypeError(f"the test {str(other[0])[:80]!r} must be a text, such as 'assert f(2) == 4'")
+    return found
