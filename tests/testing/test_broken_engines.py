@@ -60,9 +60,9 @@ def never_skip(swap, *args, honest=HotSwap.update):
     return honest(swap, *args)
 
 
-def take_any_model(swap, model, step, in_flight, offered, honest=HotSwap.update):
+def take_any_model(swap, model, step, *args, honest=HotSwap.update):
     try:
-        return honest(swap, model, step, in_flight, offered)
+        return honest(swap, model, step, *args)
     except WeightMismatch:
         return UpdateReport(step, False, 0, 0.0, 0.0, 0.0)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vectorlm.train.device_turn import _host_block
-from vectorlm.weights.arena import Arena, MappedArenas
+from vectorlm.weights.arena import MEMFD_NAME, Arena, MappedArenas
 from vectorlm.weights.plan import Layout, Slot
 
 
@@ -53,15 +53,21 @@ def test_a_closed_arena_is_gone():
         Path(arena.path).stat()
 
 
+def descriptors_of_arenas():
+    links = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return sum(link.startswith(f"/memfd:{MEMFD_NAME}") for link in links)
+
+
 def test_an_arena_gives_its_file_back_once():
     arena = Arena.create(128)
-    slot, before = Slot("w", (4,), "float32", 0), set(os.listdir("/proc/self/fd"))
+    gc.collect()
+    slot, before = Slot("w", (4,), "float32", 0), descriptors_of_arenas()
     place = Arena.open(arena.path, 128).view(slot)
     place.fill_(2.0)
     assert arena.view(slot).tolist() == [2.0] * 4
     del place
     gc.collect()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert descriptors_of_arenas() == before
     arena.close()
     with tempfile.TemporaryFile() as file:
         assert f"/fd/{file.fileno()}" in arena.path, "the number is used again"
