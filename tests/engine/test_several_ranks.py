@@ -27,6 +27,8 @@ def two_engines(folder, receiver):
     with SamplingEngine(
         folder, data_parallel_size=2, receiver=receiver, transport="pull", max_num_seqs=8, **TINY_ENGINE
     ) as engine:
+        # One prompt for each engine, no seed, and nothing drawn before.
+        drawn = engine.sample([[2, 3]] * 2, {"temperature": 1.0, "max_tokens": 32, "ignore_eos": True})
         for step in range(2):
             perturb(model, reference, seed=step)
             engine.update(model, step)
@@ -40,18 +42,16 @@ def two_engines(folder, receiver):
         except EngineError:
             seen.append("refused")
         again = tokens(engine.sample(BATCH, GREEDY)) == tokens(answers)
-        # One prompt for each engine, and no seed.
-        drawn = engine.sample([[2, 3]] * 2, {"temperature": 1.0, "max_tokens": 32, "ignore_eos": True})
-        seen.append(tokens(drawn)[0] != tokens(drawn)[1])
-    return seen, tokens(answers[::8]) == tokens(alone), sum(taken), again
+    first, second = tokens(drawn)
+    return seen, tokens(answers[::8]) == tokens(alone), sum(taken), again, first != second
 
 
 @pytest.mark.slow
 def test_two_engines_share_a_batch_and_both_hold_the_new_weights(tmp_path):
     folder = save_tiny_llama(tmp_path / "model", tied=True, hidden_size=64)
     results = forked(two_engines, str(folder), "packed")
-    for seen, in_order, taken, again in results:
-        *swaps, refused, drawn_apart = seen
+    for seen, in_order, taken, again, drawn_apart in results:
+        *swaps, refused = seen
         assert refused == "refused"
         assert drawn_apart, "two engines draw the same random numbers"
         for step, (equal, gap, version) in enumerate(swaps):
@@ -61,7 +61,7 @@ def test_two_engines_share_a_batch_and_both_hold_the_new_weights(tmp_path):
         assert in_order
         assert again
         assert taken > 0, "one engine did all the work"
-    assert sum(taken for *_, taken, _ in results) == len(BATCH)
+    assert sum(taken for _, _, taken, *_ in results) == len(BATCH)
 
 
 def test_engines_must_divide_the_ranks_of_a_node():

@@ -101,12 +101,8 @@ class VLLMServer:
             settings = self._workers("vectorlm_settings", read=_read_settings)[0]
             self.max_num_seqs: int = settings["max_num_seqs"]
             self._require_settings(settings, logprobs_mode, max_model_len)
-            self.warning = ""
-            if settings["has_loaded"]:
-                self.warning = (
-                    f"the server at {self._url} holds the weights that an earlier trainer sent, and not those of its "
-                    "folder: until the first update, tokens of version -1 are sampled from them."
-                )
+            earlier = f"until the first update {self._url} samples from an earlier trainer's weights."
+            self.warning = earlier if settings["has_loaded"] else ""
             self._receiver = EngineReceiver(self._collective_rpc, receiver)
             self.receiver = self._receiver.kind
             self._post("/update_weight_version", {"new_version": str(self.version)})
@@ -357,8 +353,7 @@ class VLLMServer:
 def _read_settings(answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of ``vectorlm_settings``; raises where one is missing."""
     numbers = {name: int(answer[name]) for name in ("max_num_seqs", "max_model_len")}
-    has_loaded = bool(answer.get("has_loaded"))
-    return {**numbers, "logprobs_mode": answer["logprobs_mode"], "has_loaded": has_loaded}
+    return {**numbers, "logprobs_mode": answer["logprobs_mode"], "has_loaded": answer.get("has_loaded")}
 
 
 def _completions(prompt: Sequence[int], answer: Mapping[str, Any]) -> list[Completion]:
