@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from datasets import load_from_disk
 from safetensors.torch import load_file
 
 import vectorlm
@@ -74,6 +75,34 @@ def test_functions_and_lists_are_trained_on_and_a_function_between_steps_only_en
     assert any(not torch.equal(start[name], tensor) for name, tensor in weights.items()), (
         "nothing was trained"
     )
+
+
+def test_a_whole_section_stands_beside_what_the_call_fills_in(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = []
+    monkeypatch.setattr("vectorlm.calls.start", lambda config, *_: found.append(config))
+    section = {"kl_coef": 0.5, "rollout": {"save_tokens": True}}
+    vectorlm.reinforce(folder, ["a"], "countdown", **FEW, rl=section)
+    assert (found[0].rl.kl.kl_coef, found[0].rl.rollout.save_tokens, found[0].rl.max_steps) == (0.5, True, 2)
+    how = {"data_field": "text", "packing_type": "full"}
+    vectorlm.finetune(folder, [{"text": "abc" * 9}] * 20, max_seq_len=8, dataset_preprocess=how)
+    assert found[1].dataset_preprocess.packing_type == "full"
+    assert len(load_from_disk(found[1].dataset.train_ds)[0]["input_ids"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"packing_type": "ful"}, "packing_type='ful' must be one of full, partial, best_fit"),
+        ({"assistant_only_loss": "yes"}, "assistant_only_loss='yes' must be true or false"),
+        ({"packing": "full"}, "unknown setting 'dataset_preprocess.packing'"),
+    ],
+)
+def test_how_texts_are_tokenised_is_checked_as_in_a_file(folder, tmp_path, wrong, said):
+    with pytest.raises(ConfigError, match=said):
+        vectorlm.finetune(
+            folder, [{"text": "abc"}] * 20, max_seq_len=8, output_dir=tmp_path, dataset_preprocess=wrong
+        )
 
 
 def _lines(table):

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +100,11 @@ def reinforce(
         "algorithm": algorithm,
         "lr": lr,
         "prompts_per_step": prompts_per_step,
-        "rl": {"prompts": _prompts(prompts, folder), "rewards": _rewards(rewards, folder)},
+        "rl": {
+            **settings.pop("rl", {}),
+            "prompts": _prompts(prompts, folder),
+            "rewards": _rewards(rewards, folder),
+        },
     }
     start(with_download(config_from_keywords({**settings, **given}, "rl")), world_size, on_step)
     return FinishedRun(folder)
@@ -139,7 +143,6 @@ def finetune(
         RankFailed: Training failed on a rank.
     """
     from vectorlm.data.preprocess import preprocess
-    from vectorlm.data.settings import PreprocessSettings
     from vectorlm.train.load import load_tokenizer
 
     folder = _folder(output_dir, "finetune")
@@ -149,7 +152,7 @@ def finetune(
             raise ConfigError("eval_dataset is missing: a dataset that is not in memory is not split.")
         halves = _as_dataset(dataset).train_test_split(test_size=HELD_OUT, seed=0)
         rows = {"train": halves["train"], "eval": halves["test"]}
-    how = dict(settings.pop("dataset_preprocess", {}))
+    paths = {"load_path": str(folder / "data"), "save_path": str(folder / "data")}
     given = {
         "model": os.fspath(model),
         "output_dir": str(folder),
@@ -160,9 +163,11 @@ def finetune(
             **settings.pop("dataset", {}),
             **{f"{part}_ds": str(folder / "data" / part) for part in rows},
         },
+        "dataset_preprocess": {**settings.pop("dataset_preprocess", {}), **paths},
     }
     config = with_download(config_from_keywords({**settings, **given}, "train_parameters"))
-    tokenizer = load_tokenizer(config.model)
+    tokenizer, how = load_tokenizer(config.model), config.dataset_preprocess
+    assert how is not None
     for part, each in rows.items():
         target = folder / "data" / part
         if (target / "state.json").exists():
@@ -171,7 +176,7 @@ def finetune(
         if not isinstance(each, str | os.PathLike):
             source = folder / "data" / f"{part}-rows"
             _as_dataset(each).save_to_disk(source)
-        asked = PreprocessSettings(load_path=os.fspath(source), save_path=str(target), **how)
+        asked = replace(how, load_path=os.fspath(source), save_path=str(target))
         preprocess(asked, tokenizer, config.train_parameters.max_seq_len)
     start(config, world_size, on_step)
     return FinishedRun(folder)
