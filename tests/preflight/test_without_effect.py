@@ -52,3 +52,26 @@ def test_a_file_may_turn_a_thing_off_and_keep_its_settings(check):
     check("rl.kl_coef=0", "rl.kl_in=reward", "rl.environment=null", "rl.max_turns=3")
     check("rl.dynamic_sampling=False", "rl.max_sampling_rounds=2")
     check("rl.correction={preset: off, gate_high: 2.0}")
+
+
+@pytest.mark.parametrize(
+    ("correction", "without"),
+    [
+        ("{preset: icepop, gate_high: 0.1}", "gate_high=0.1 has no effect with rl.correction.gate=null"),
+        ("{preset: tis, gate_level: mean}", "gate_level='mean' has no effect with rl.correction.gate=null"),
+        ("{preset: bypass, high: 2.0}", "high=2.0 has no effect with rl.correction.level=null"),
+    ],
+)
+def test_a_preset_is_no_leave_to_set_bounds_of_what_it_lacks(check, correction, without):
+    with pytest.raises(ConfigError) as caught:
+        check(f"rl.correction={correction}")
+    assert without in str(caught.value)
+    check("rl.correction={preset: tis, gate: null, gate_high: 0.1}")
+
+
+def test_rewards_of_the_section_are_refused_if_no_source_takes_them(check):
+    sources = ["rl.prompts=null", "rl.sources.one={prompts: [a], rewards: {countdown: 1.0}}"]
+    with pytest.raises(ConfigError, match="has rewards of its own, which take its place"):
+        check(*sources, "rl.rewards={length: 0.1}")
+    check(*sources, "rl.rewards={length: 0.1}", "rl.sources.two={prompts: [b]}")
+    check(*sources, "rl.rewards={}")

@@ -289,8 +289,14 @@ def _unread_settings(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
         ("gate", ("gate_level", "gate_low", "gate_high")),
     ):
         if getattr(correction, kind) is None:
-            note = (f"rl.correction.{kind}=null", "rl.correction.preset")
+            # A preset turns both off by being `off` alone.
+            switch = "preset" if rl.correction.preset == "off" else kind
+            note = (f"rl.correction.{kind}=null", f"rl.correction.{switch}")
             unread |= {f"correction.{name}": note for name in names}
+    sources = rl.collect.sources.values()
+    if sources and rl.reward.rewards and all(each.rewards for each in sources):
+        rule = "has no effect: each of rl.sources has rewards of its own, which take its place"
+        yield refuse(config, "rl.rewards", rule, "Write them into the sources, or leave it out.")
     plain, known = to_plain(config), all_settings()
     for name, (without, switch) in unread.items():
         value = value_at(plain, f"rl.{name}")
