@@ -336,15 +336,20 @@ def test_a_source_of_a_run_is_evaluated_by_its_own_questions_and_rewards(files, 
 
 def test_the_best_and_the_worst_answer_to_each_question_are_a_pair(files, tmp_path, capsys):
     output, pairs = tmp_path / "found.json", tmp_path / "pairs.jsonl"
-    how = ["--n", 3, "--seed", 3, "--max_tokens", 6]
+    how = ["--n", 6, "--seed", 3, "--max_tokens", 24]
     assert evaluate(files, *questions(files), *how, "--output", output, "--pairs", pairs) == 0
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     expected = []
     for row in json.loads(output.read_text())["answers"]:
         scores = [(each["rewards"]["letters"], each["text"]) for each in row["completions"]]
-        if len({score for score, _ in scores}) > 1:
-            best, worst = max(score for score, _ in scores), min(score for score, _ in scores)
-            texts = [next(text for score, text in scores if score == wanted) for wanted in (best, worst)]
+        ended = [each["finish_reason"] != "length" for each in row["completions"]]
+        best = max((score for (score, _), whole in zip(scores, ended, strict=True) if whole), default=-1)
+        worst = min(score for score, _ in scores)
+        if best > worst:
+            chosen = next(
+                text for (score, text), whole in zip(scores, ended, strict=True) if whole and score == best
+            )
+            texts = [chosen, next(text for score, text in scores if score == worst)]
             expected.append({"prompt": row["prompt"], "chosen": texts[0], "rejected": texts[1]})
             expected[-1] |= {"score_chosen": best, "score_rejected": worst}
     assert rows == expected != []
@@ -356,9 +361,24 @@ def test_the_best_and_the_worst_answer_to_each_question_are_a_pair(files, tmp_pa
 def test_a_pair_of_messages_goes_on_with_what_the_assistant_had_begun():
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     answers = [
-        {"text": text, "rewards": {"r": score}} for text, score in (("c", 0.0), ("d", None), ("e", 1.0))
+        {"text": text, "rewards": {"r": score}, "finish_reason": "stop"}
+        for text, score in (("c", 0.0), ("d", None), ("e", 1.0))
     ]
-    found = _pair_of({"prompt": chat, "completions": answers})
+    found = _pair_of({"prompt": chat, "columns": {}, "completions": answers})
     assert found["prompt"] == chat[:1]
     assert [found[name][0]["content"] for name in ("chosen", "rejected")] == ["be", "bc"]
-    assert _pair_of({"prompt": "a", "completions": answers[:2]}) is None
+    assert _pair_of({"prompt": "a", "columns": {}, "completions": answers[:2]}) is None
+
+
+def test_an_answer_that_was_cut_off_is_not_chosen_and_tools_stay_beside_the_pair():
+    answers = [
+        {"text": text, "rewards": {"r": score}, "finish_reason": reason}
+        for text, score, reason in (("a", 0.0, "length"), ("b", 0.5, "stop"), ("c", 1.0, "length"))
+    ]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    row = {"prompt": [{"role": "user", "content": "?"}], "columns": {"tools": tools, "target": 3}}
+    found = _pair_of({**row, "completions": answers})
+    assert [found[name][0]["content"] for name in ("chosen", "rejected")] == ["b", "a"]
+    assert (found["tools"], found["score_chosen"]) == (tools, 0.5)
+    assert "target" not in found
+    assert _pair_of({**row, "completions": answers[::2]}) is None

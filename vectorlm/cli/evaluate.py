@@ -81,24 +81,33 @@ def run(args: argparse.Namespace) -> int:
         text = "".join(json_text(pair, ensure_ascii=False) + "\n" for pair in pairs)
         Path(args.pairs).write_text(text, encoding="utf-8", errors="backslashreplace")
         num_others = len(found["answers"]) - len(pairs)
-        print(f"{args.pairs}: {len(pairs)} pairs; {num_others} questions have answers that score alike")
+        print(
+            f"{args.pairs}: {len(pairs)} pairs; {num_others} questions have answers that score alike or are cut off"
+        )
     return 0
 
 
 def _pair_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the best and the worst answer to a question, by the sum of their rewards; None if they score alike."""
+    """Return the best whole answer to a question and the worst, by their rewards' sum; None if they score alike."""
     # Of several rewards the last is their weighted sum.
     scores = [list(each["rewards"].values())[-1] for each in row["completions"]]
     scored = [place for place, score in enumerate(scores) if score is not None and not math.isnan(score)]
-    best, worst = (pick(scored, key=lambda place: scores[place], default=0) for pick in (max, min))
-    if best == worst or scores[best] == scores[worst]:
+    # Training would put an end behind an answer that was cut off.
+    whole = [place for place in scored if row["completions"][place]["finish_reason"] != "length"]
+    best, worst = (
+        pick(places, key=lambda place: scores[place], default=None)
+        for pick, places in ((max, whole), (min, scored))
+    )
+    if best is None or worst is None or scores[best] == scores[worst]:
         return None
     prompt, texts = row["prompt"], [row["completions"][place]["text"] for place in (best, worst)]
     if is_messages(prompt):
         prompt, begun = split_begun(prompt)
         texts = [[{"role": "assistant", "content": begun + text}] for text in texts]
     pair = {"prompt": prompt, "chosen": texts[0], "rejected": texts[1]}
-    return {**pair, "score_chosen": scores[best], "score_rejected": scores[worst]}
+    # The template renders them before both texts, as it did for the answers.
+    tools = {name: value for name, value in row["columns"].items() if name == "tools"}
+    return {**pair, "score_chosen": scores[best], "score_rejected": scores[worst], **tools}
 
 
 def _require_sense(args: argparse.Namespace) -> None:
