@@ -108,6 +108,18 @@ def test_the_worst_prompts_are_those_with_the_lowest_mean_reward_over_the_whole_
     assert run["worst"][1]["columns"] == "target: 24"
 
 
+def test_prompts_that_begin_alike_stay_apart(tmp_path):
+    examples = "1 + 1 = 2\n" * 80
+    rows = [rollout(1, f"{examples}{end}", reward) for end, reward in (("2 + 2 =", 1.0), ("9 * 9 =", 0.0))]
+    (run,) = data_of(page_of(tmp_path, make_run(tmp_path / "run", rollouts=rows)))["runs"]
+    assert [(row["prompt"][-7:], row["mean"], row["num"]) for row in run["worst"]] == [
+        ("9 * 9 =", 0.0, 1),
+        ("2 + 2 =", 1.0, 1),
+    ]
+    assert [row["prompt"][-7:] for row in run["rollouts"]["rows"]] == ["2 + 2 =", "9 * 9 ="]
+    assert {len(row["prompt"]) for row in run["rollouts"]["rows"]} == {500}
+
+
 def test_a_long_run_gives_a_page_of_bounded_size(tmp_path):
     rows = [rollout(step, "p" * 5000, 0.0, "c" * 5000) for step in range(100) for _ in range(60)]
     page = page_of(tmp_path, make_run(tmp_path / "run", num_steps=2000, rollouts=rows))

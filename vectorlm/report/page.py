@@ -143,15 +143,15 @@ def _worst_prompts(path: Path) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for line in read_lines(path):
         if line["reward"] is not None:
-            prompt = _text(line["prompt"])
+            # Whole: examples or a system message may fill what is shown of it.
+            prompt = json.dumps(line["prompt"])
             totals[prompt] = totals.get(prompt, 0.0) + line["reward"]
             num = found[prompt]["num"] + 1 if prompt in found else 1
             mean = _rounded(totals[prompt] / num)
             last = {"step": line["train_step"], "text": _text(line["completion"]), "columns": _columns(line)}
-            found[prompt] = {"prompt": prompt, "num": num, "mean": mean, **last}
-    return sorted(found.values(), key=lambda row: (totals[row["prompt"]] / row["num"], -row["num"]))[
-        :MAX_WORST
-    ]
+            found[prompt] = {"prompt": _text(line["prompt"]), "num": num, "mean": mean, **last}
+    worst = sorted(found, key=lambda prompt: (totals[prompt] / found[prompt]["num"], -found[prompt]["num"]))
+    return [found[prompt] for prompt in worst[:MAX_WORST]]
 
 
 def _columns(line: Mapping[str, Any]) -> str:
@@ -159,10 +159,13 @@ def _columns(line: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a prompt or an answer as text; chat messages one below the other."""
+    """Return a prompt or an answer as text, of a long one both ends; chat messages one below the other."""
     if isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
         value = "\n".join(f"{each.get('role', '')}: {each.get('content', '')}" for each in value)
-    return _cut(value, MAX_TEXT)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    # A question, and what an answer comes to, are at the end.
+    half = MAX_TEXT // 2
+    return text if len(text) <= MAX_TEXT else f"{text[:half]}…{text[1 - half :]}"
 
 
 def _cut(value: Any, width: int = 200) -> str:
