@@ -33,6 +33,12 @@ _RESHAPING: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "thinking_token_budget": (None, -1),
 }
+_RESHAPING_ENGINE: dict[str, tuple[Any, ...]] = {
+    "logprobs_mode": ("processed_logprobs",),
+    "logits_processors": (None, []),
+    "watermark_config": (None,),
+}
+"""The same of the engine's arguments."""
 _SET_ELSEWHERE = {"n": "rl.group_size", "seed": "train_parameters.seed"}
 
 
@@ -113,6 +119,15 @@ def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> I
             )
             fix = "Use only temperature, top_p, top_k and min_p; online_dpo, best_of_k and copg may use it."
             yield refuse(config, f"rl.sampling_params.{name}", rule, fix)
+    sampler = config.train_parameters.sampler
+    engine_args = {} if sampler is None else sampler.engine.engine_args
+    for name, harmless in _RESHAPING_ENGINE.items():
+        if spec.samples_from_policy and name in engine_args and engine_args[name] not in harmless:
+            rule = (
+                "makes the engine's log-probabilities other ones than of what the trained policy would draw"
+            )
+            path = f"train_parameters.sampler.engine.{name}"
+            yield refuse(config, path, rule, "Leave it out.", engine_args[name])
     if spec.samples_from_policy and (asked := given.get("structured_outputs")):
         # The trainer would follow another grammar than the engine.
         if not isinstance(asked, Mapping) or len(asked) != 1 or not set(asked) <= set(KINDS):
@@ -120,9 +135,8 @@ def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> I
             yield refuse(
                 config, "rl.sampling_params.structured_outputs", rule, "Leave the others out.", asked
             )
-        sampler = config.train_parameters.sampler
         for name in ("structured_outputs_config", "reasoning_parser"):
-            if sampler is not None and name in sampler.engine.engine_args:
+            if name in engine_args:
                 rule = "changes where the engine follows structured_outputs, and the trainer would not follow"
                 yield refuse(config, f"train_parameters.sampler.engine.{name}", rule, "Leave it out.")
 
