@@ -46,6 +46,22 @@ def test_branches_lie_behind_the_rollouts_of_their_group():
         assert torch.equal(rows.input_ids[row, place], rows.input_ids[owner, place])
 
 
+def old_logprobs(topology, folder, algorithm):
+    run = build(topology, folder, algorithm)
+    return [run.prepare(rows_of(algorithm, change)) for change in (keep, cut)]
+
+
+@pytest.mark.parametrize("algorithm", ["otb", "clip_cov", "grpo"])
+def test_the_policy_before_the_update_is_asked_for_branches_too(folder, algorithm):
+    ((whole, parted),) = on_ranks(1, old_logprobs, folder, algorithm)
+    rows, num_rows = parted.rows, parted.rows.rewards.shape[1]
+    places = torch.nonzero(rows.mask)
+    assert len(places) == whole.rows.mask.sum()
+    owner = rows.owners[places[:, 0]]
+    expected = whole.old_logprobs[owner // num_rows * 4 + owner % num_rows, places[:, 1]]
+    torch.testing.assert_close(parted.old_logprobs[rows.mask], expected)
+
+
 def train(topology, folder, algorithm, change, packs):
     run = build(
         topology, folder, algorithm, packs=packs, num_epochs=1, num_mini_batches=1, hyperparameters=MEAN

@@ -1,5 +1,6 @@
 """From rewards to advantages: where a reward stands, what the KL penalty takes from it, what the critic learns."""
 
+import pytest
 import torch
 from rank_processes import on_ranks
 from tiny_rl import build, random_groups, random_rewards, random_rows
@@ -96,22 +97,31 @@ def test_the_tokens_of_highest_entropy_are_those_above_the_interpolated_quantile
             )
 
 
-def advantages_of_all(topology, folder):
+def advantages_of_all(topology, folder, kl_coef):
     """Return the advantages of each algorithm with and without its truncated completions, and the masks."""
     found = {}
+    kl = KLSettings(kl_coef=kl_coef, kl_in="reward" if kl_coef else "loss", kl_kind="k1")
     for algorithm in algorithm_names():
         if get_algorithm(algorithm).chooses:
             continue  # it chooses among the completions that are not truncated
-        run = build(topology, folder, algorithm)
-        batches = [run.prepare(random_rows(algorithm, drop_truncated)) for drop_truncated in (False, True)]
+        run = build(topology, folder, algorithm, kl=kl, has_reference=kl_coef > 0)
+        with torch.no_grad():
+            # A policy that has left its reference.
+            for parameter in run.models.policy.model.parameters():
+                parameter.mul_(1.2)
+        batches = [
+            run.prepare(random_rows(algorithm, drop_truncated), kl_coef) for drop_truncated in (False, True)
+        ]
         found[algorithm] = [(batch.advantages, batch.rows.mask) for batch in batches]
     return found
 
 
-def test_completions_that_the_loss_leaves_out_stay_in_every_baseline(folder):
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_completions_that_the_loss_leaves_out_stay_in_every_baseline(folder, kl_coef):
+    """With a penalty in the reward they are compared with less it, as all others are."""
     truncated = [each.finish_reason == "length" for group in random_groups() for each in group]
     assert any(truncated)
-    ((found),) = on_ranks(1, advantages_of_all, folder)
+    ((found),) = on_ranks(1, advantages_of_all, folder, kl_coef)
     assert len(found) > 20
     for algorithm, ((whole, mask), (dropped, trained)) in found.items():
         assert torch.equal(trained, mask & ~torch.tensor(truncated)[:, None]), algorithm

@@ -94,6 +94,10 @@ class RolloutBatch:
             reward_parts=None if self.reward_parts is None else of_valid(self.reward_parts),
         )
 
+    def with_compared(self) -> RolloutBatch:
+        """Return the batch with both in its mask: what is trained on, and what that is compared with."""
+        return self if self.baseline_mask is None else replace(self, mask=self.mask | self.baseline_mask)
+
     def with_branches(self, advantages: torch.Tensor) -> torch.Tensor:
         """Give the tokens of branches the advantage of the first token of their rollout, [B, T] to [B, T]."""
         if self.owners is None:

@@ -48,7 +48,10 @@ def prepare_batch(
     is_one_step = settings.update.steps_per_batch == 1
     learns_tokens = settings.teacher is not None and settings.teacher.kind == "sampled"
     needs_old = in_reward or learns_tokens or correction.is_on or not is_one_step or spec.needs_old
-    old, gradient_norms, entropies, weights = _first_pass(batch, models, spec, settings, needs_old, all_rows)
+    # Completions that are only compared with are charged the penalty too, and advantages may read all of these.
+    reads_compared = in_reward or spec.needs_old or spec.needs_gradient_norms
+    read = batch.with_compared() if reads_compared else batch
+    old, gradient_norms, entropies, weights = _first_pass(read, models, spec, settings, needs_old, all_rows)
     log_ratios = None
     metrics: dict[str, float] = {}
     if old is not None and not correction.bypass:
@@ -58,7 +61,8 @@ def prepare_batch(
         before = batch
         batch, weights = apply_correction(correction, before, old)
         metrics |= correction_effect(before, batch, weights)
-    reference = None if models.reference is None else all_rows(batch, models.reference)
+    read = batch.with_compared() if in_reward else batch
+    reference = None if models.reference is None else all_rows(read, models.reference)
     values = None if models.critic is None else all_rows(batch.for_baselines(), models.critic)
     teacher = None
     if learns_tokens:
@@ -69,7 +73,7 @@ def prepare_batch(
         assert old is not None
         assert reference is not None
         divergence = kl_estimate(old, reference, settings.kl.kl_kind)
-        batch = batch.penalised(torch.where(batch.mask, kl_coef * divergence, 0.0))
+        batch = batch.penalised(torch.where(read.mask, kl_coef * divergence, 0.0))
     if weights is not None:
         # The correction does not weigh completions that are only compared with.
         weights = torch.where(batch.mask, weights, 1.0)
@@ -120,7 +124,7 @@ def _first_pass(
 
     old = gradient_norms = entropies = weights = None
     if spec.needs_gradient_norms:
-        old, collision = logprobs_and_entropy(batch.for_baselines(), "collision")
+        old, collision = logprobs_and_entropy(batch, "collision")
         gradient_norms = 1 - 2 * old.exp() + collision
         weights = weights_in_update(settings.correction, old, batch.sampler_logprobs, batch.mask)
     if settings.update.top_entropy_quantile < 1:
