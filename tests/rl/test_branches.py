@@ -10,6 +10,7 @@ from tiny_rl import build, random_groups, random_rewards, scored
 
 from vectorlm.algorithms import get_algorithm
 from vectorlm.rl.batch import make_batch
+from vectorlm.rl.settings import KLSettings
 
 MEAN = {"reduction": "token_mean"}
 
@@ -60,6 +61,30 @@ def test_the_policy_before_the_update_is_asked_for_branches_too(folder, algorith
     owner = rows.owners[places[:, 0]]
     expected = whole.old_logprobs[owner // num_rows * 4 + owner % num_rows, places[:, 1]]
     torch.testing.assert_close(parted.old_logprobs[rows.mask], expected)
+
+
+def penalised(topology, folder, algorithm):
+    """Return what the penalty leaves of the rewards of rollouts [P, 4], and of what their tokens are given."""
+    kl = KLSettings(kl_coef=0.3, kl_in="reward", kl_kind="k1")
+    run = build(topology, folder, algorithm, kl=kl, has_reference=True)
+    with torch.no_grad():
+        # A policy that has left its reference.
+        for parameter in run.models.policy.model.parameters():
+            parameter.mul_(1.2)
+    found = []
+    for change in (keep, cut):
+        rows = run.prepare(rows_of(algorithm, change), 0.3).rows
+        given = rows.token_rewards.sum(dim=1).view_as(rows.rewards)
+        found.append((rows.rewards[:, :4], given[:, :4]))
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["rloo", "reinforce_pp", "gmpo"])
+def test_a_rollout_is_charged_the_divergence_of_its_branches(folder, algorithm):
+    (((whole, given), (parted, given_parted)),) = on_ranks(1, penalised, folder, algorithm)
+    torch.testing.assert_close(parted, whole, equal_nan=True)
+    torch.testing.assert_close(given_parted, given)
+    assert not torch.allclose(whole, random_rewards(), atol=1e-3, equal_nan=True)
 
 
 def train(topology, folder, algorithm, change, packs):

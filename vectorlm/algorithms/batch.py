@@ -127,9 +127,14 @@ class RolloutBatch:
         return replace(left, token_rewards=placed)
 
     def penalised(self, penalty: torch.Tensor) -> RolloutBatch:
-        """Subtract a penalty for each token, float32 [B, T], from the rewards."""
-        rewards = self.rewards - penalty.sum(dim=1).view_as(self.rewards)
-        return replace(self, rewards=rewards, token_rewards=self.token_rewards - penalty)
+        """Subtract a penalty for each token, float32 [B, T], from the rewards; of branches, at their rollout's end."""
+        total, token_rewards = penalty.sum(dim=1), self.token_rewards - penalty
+        if self.owners is not None:
+            is_branch = self.owners != torch.arange(len(self.owners))
+            of_branches = torch.zeros_like(total).index_add(0, self.owners, total * is_branch)
+            token_rewards -= place_rewards(self.for_baselines().mask, of_branches)
+            total = total + of_branches
+        return replace(self, rewards=self.rewards - total.view_as(self.rewards), token_rewards=token_rewards)
 
 
 @dataclass(frozen=True, eq=False)
