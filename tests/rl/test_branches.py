@@ -47,6 +47,25 @@ def test_branches_lie_behind_the_rollouts_of_their_group():
         assert torch.equal(rows.input_ids[row, place], rows.input_ids[owner, place])
 
 
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_truncated_rollout_is_left_out_with_its_branches(reason):
+    """Whatever the answers of its branches ended in."""
+    groups = []
+    for group in random_groups():
+        parted = [cut(each) for each in group]
+        branches = [[replace(branch, finish_reason=reason) for branch in each.branches] for each in parted]
+        groups.append(
+            [replace(each, branches=tuple(mine)) for each, mine in zip(parted, branches, strict=True)]
+        )
+    rows = make_batch(scored(groups, random_rewards()), get_algorithm("grpo"), drop_truncated=True)
+    whole = make_batch(scored(random_groups(), random_rewards()), get_algorithm("grpo"), drop_truncated=True)
+    assert rows.mask.sum() == whole.mask.sum()
+    num_rows = rows.rewards.shape[1]
+    owners = {int(owner) for owner in rows.owners[rows.mask.any(dim=1)]}
+    left = {int(row) // 4 * num_rows + int(row) % 4 for row in torch.nonzero(whole.mask.any(dim=1))}
+    assert owners == left
+
+
 def old_logprobs(topology, folder, algorithm):
     run = build(topology, folder, algorithm)
     return [run.prepare(rows_of(algorithm, change)) for change in (keep, cut)]

@@ -79,6 +79,7 @@ def make_batch(
     mask = torch.zeros(shape, dtype=torch.bool)
     is_stale = torch.zeros(shape, dtype=torch.bool)
     is_left_out = torch.tensor([[drop_truncated and each.is_truncated] for each in rollouts])
+    is_left_out = is_left_out if owners is None else is_left_out[owners]
     is_valid = is_trained.flatten().tolist()
     sampler_logprobs = torch.zeros(shape)
     for row, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
