@@ -70,7 +70,7 @@ def greedy_baseline(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Te
     return batch.spread(baseline_advantages(batch.rewards, batch.greedy_rewards, batch.valid))
 
 
-def _of_turns(batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_turns(batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     assert batch.turns is not None
     return turn_advantages(batch.token_rewards, batch.turns, batch.mask, batch.rows_per_group)
 
@@ -78,8 +78,7 @@ def _of_turns(batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
 def group(batch: RolloutBatch, hparams: ScaleSettings) -> torch.Tensor:
     """Return rewards against the group's."""
     if batch.turns is not None:
-        advantages, has_turn = _of_turns(batch)
-        return batch.spread_turns(scaled_as_groups(advantages, has_turn, hparams.scale_rewards))
+        return batch.spread_turns(scaled_as_groups(*_of_turns(batch), hparams.scale_rewards))
     return batch.spread(group_advantages(batch.rewards, hparams.scale_rewards, batch.valid))
 
 

@@ -41,7 +41,7 @@ def group_advantages(
     if scale == "none":
         return centred
     if scale == "batch":
-        return centred / (_deviation(rewards, kept) + eps)
+        return centred / (deviation(rewards, kept) + eps)
     variance = centred.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
     return centred / (variance.sqrt() + eps)
 
@@ -284,7 +284,7 @@ def _sum(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return torch.where(kept, rewards, 0.0).sum(dim=1, keepdim=True)
 
 
-def _deviation(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+def deviation(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     """Return the unbiased standard deviation of all kept rewards."""
     count = kept.sum()
     mean = torch.where(kept, rewards, 0.0).sum() / count.clamp(min=1)

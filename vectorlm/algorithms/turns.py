@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from vectorlm.algorithms.groups import is_constant
+from vectorlm.algorithms.groups import deviation, is_constant
 from vectorlm.hyperparameters import RewardScale
 
 
 def turn_advantages(
     token_rewards: torch.Tensor, turns: torch.Tensor, mask: torch.Tensor, group_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compare the return of each turn with the mean of the others that came so far.
 
     With G[i, k] the reward of completion i from turn k on, over the completions j other than i that have a turn k:
@@ -29,7 +29,7 @@ def turn_advantages(
         group_size: Rows of a group.
 
     Returns:
-        float [P, K, S], of S turns, and bool [P, K, S], which completions have a turn.
+        float [P, K, S], of S turns; bool [P, K, S], which completions have a turn; and the returns, float [P, K, S].
 
     Source: Kool et al. 2019 (RLOO) for each turn, as in Ahmadian et al. 2024, arXiv:2402.14740, eq. 7.
     """
@@ -51,22 +51,27 @@ def turn_advantages(
     places = torch.arange(num_turns, device=mask.device)
     last = torch.where(has_turn & (num_others > 0), places, -1).cummax(dim=2).values
     found = torch.where(last >= 0, compared.gather(2, last.clamp(min=0)), 0.0)
-    return torch.where(has_turn, found, 0.0), has_turn
+    return torch.where(has_turn, found, 0.0), has_turn, returns
 
 
 def scaled_as_groups(
-    advantages: torch.Tensor, has_turn: torch.Tensor, scale: RewardScale = "group", eps: float = 1e-6
+    advantages: torch.Tensor,
+    has_turn: torch.Tensor,
+    returns: torch.Tensor,
+    scale: RewardScale = "group",
+    eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Scale advantages of turns [P, K, S] as `group_advantages` scales those of completions.
+    """Scale what `turn_advantages` returns as `group_advantages` scales advantages of completions.
 
     They become what a mean that includes the completion itself gives in the first turn. The deviation is of all turns
-    of the group, with ``scale="batch"`` of all turns; ``scale="none"`` does not divide.
+    of the group, with ``scale="batch"`` that of the returns of all turns; ``scale="none"`` does not divide.
     """
     count = has_turn.any(dim=2).sum(dim=1).view(-1, 1, 1)
     centred = advantages * ((count - 1) / count.clamp(min=1))
     if scale == "none":
         return centred
-    among = (0, 1, 2) if scale == "batch" else (1, 2)
-    num_turns = has_turn.sum(dim=among, keepdim=True)
-    variance = centred.square().sum(dim=among, keepdim=True) / (num_turns - 1).clamp(min=1)
+    if scale == "batch":
+        return centred / (deviation(returns, has_turn) + eps)
+    num_turns = has_turn.sum(dim=(1, 2), keepdim=True)
+    variance = centred.square().sum(dim=(1, 2), keepdim=True) / (num_turns - 1).clamp(min=1)
     return centred / (variance.sqrt() + eps)
