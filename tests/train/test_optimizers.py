@@ -218,6 +218,8 @@ def problems(tmp_path, monkeypatch):
         (["name=sgd", "momentum=-1"], "name", "Invalid momentum value"),
         (["name=adafactor", "eps=1e-3"], "eps", "Leave it out."),
         (["name=muon", "adjust_lr_fn=mine"], "name", "mine is not supported"),
+        # Its AdamW would take it, and the matrices would go the other way.
+        (["name=muon", "maximize=true"], "maximize", "Leave it out."),
         (["name=broken.py:make"], "name", "not today"),
         (["name=broken.py:make", "fused=true"], "fused", "Leave it out."),
         (["arguments={momentum: 0.9}"], "momentum", "Leave it out."),

@@ -58,7 +58,8 @@ def accepted(name: str) -> Set[str]:
     if ":" in name:
         return set(inspect.signature(load_plugin(name)).parameters) - {"params"}
     taken: Set[str] = OPTIMIZERS[name].arguments if name in OPTIMIZERS else set()
-    return taken | OPTIMIZERS["adamw"].arguments if name == "muon" else taken
+    # Muon has no `maximize`: its matrices would fall while its AdamW climbs.
+    return taken | (OPTIMIZERS["adamw"].arguments - {"maximize"}) if name == "muon" else taken
 
 
 def make_optimizer(
