@@ -169,6 +169,31 @@ def test_an_interrupted_call_leaves_nothing_under_way(engine):
     assert engine.poll() == []
 
 
+@pytest.mark.parametrize("steps", [6, 8, 12])
+def test_a_batch_goes_on_from_an_interrupt_as_without_one(folder, monkeypatch, steps):
+    """In a notebook `result` may be called again after Ctrl-C, and the batch may hold other requests."""
+    monkeypatch.setattr(generation, "SLICE_TOKENS", 5)
+    shape, left = generation._SampleEach._shape, [steps]
+
+    def interrupted(*args):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return shape(*args)
+
+    with HFEngine(folder) as engine:
+        expected = engine.sample(PROMPTS, SAMPLED)
+        batch = engine.submit(PROMPTS, SAMPLED)
+        monkeypatch.setattr(generation._SampleEach, "_shape", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            batch.result()
+        found = batch.result()
+    assert tokens(found) == tokens(expected)
+    for one, other in zip(found, expected, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            assert mine.sampler_logprobs == pytest.approx(theirs.sampler_logprobs, abs=1e-5)
+
+
 def test_a_model_that_raises_ends_its_batch_and_no_other(folder, monkeypatch):
     backend = Transformers(str(folder), receiver="live", max_num_seqs=1)
     backend.submit("spoiled", [2], GREEDY)

@@ -171,10 +171,12 @@ class Batch:
         )
         num_sampled = self._token_ids.shape[1] - self._width
         mask = torch.cat([self._mask, self._mask.new_ones(len(self.sequences), num_sampled)], dim=1)
+        # An interrupt leaves it with more than `_token_ids`: the next slice makes another.
+        cache, self._cache = self._cache, None
         output = self._model.generate(
             self._token_ids,
             attention_mask=mask,
-            past_key_values=self._cache,
+            past_key_values=cache,
             generation_config=config,
             logits_processor=LogitsProcessorList(
                 [_SampleEach(self.sequences, self._processors, self._width, version, self._raw_logprobs)]
