@@ -80,12 +80,19 @@ def test_prompts_that_cannot_be_continued_are_refused(engine):
         engine.sample([[]])
     with pytest.raises(EngineError, match="prompt 1 has token 48: it must be from 0 to 47"):
         engine.sample([[2], [48]])
+
+
+@pytest.mark.parametrize(("asked", "longest"), [(None, 64), (9, 9), (65, 64)])
+def test_prompt_and_completion_are_no_longer_than_the_model_or_the_run_allows(folder, asked, longest):
+    backend = Transformers(str(folder), receiver="live", max_model_len=asked)
     with pytest.raises(
-        EngineError, match="a prompt has 64 tokens: the model holds 64, the completion included"
+        EngineError, match=f"has {longest} tokens: the engine holds {longest}, the completion"
     ):
-        engine.sample([[2] * 64])
-    (completion,) = engine.sample([[2] * 60], GREEDY)[0]
-    assert (len(completion.token_ids), completion.finish_reason) == (4, "length")
+        backend.submit("long", [2] * longest, GREEDY)
+    for index, limit in enumerate((24, None)):
+        backend.submit(f"{index}", [2] * (longest - 4), {**GREEDY, "max_tokens": limit})
+    ended = [output.completions[0] for output in backend.poll()]
+    assert [(len(each.token_ids), each.finish_reason) for each in ended] == [(4, "length")] * 2
 
 
 def test_a_folder_that_holds_no_whole_model_is_refused(tmp_path, folder):

@@ -49,6 +49,7 @@ class Answers(BaseHTTPRequestHandler):
         if asked and FATAL_PROMPT in asked.values():
             self.server.odd |= {self.path: None, "/collective_rpc": None}
         if self.path == "/inference/v1/generate":
+            self.server.limits.append(asked["sampling_params"]["max_tokens"])
             text = json.dumps({"choices": [CHOICE]})
         elif self.path == "/collective_rpc":
             is_ask = asked["method"] == "vectorlm_ask"
@@ -96,6 +97,7 @@ class HangsUp(Answers):
 def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     server.daemon_threads, server.odd, server.asked, server.factor = True, {}, [], -1
+    server.limits = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -126,6 +128,19 @@ def test_an_answer_as_vllm_gives_it_is_taken(server):
     assert output.error is None
     assert output.completions[0].token_ids == (5, 6)
     backend.close()
+
+
+@pytest.mark.parametrize(("longest", "limits"), [(None, [None, 2, 70]), (64, [62, 2, 62]), (4, [2, 2, 2])])
+def test_a_server_with_more_room_than_the_run_is_held_to_the_run_s(server, longest, limits):
+    """The trainer has no room beyond it, and the server's `--max-model-len` may be larger."""
+    with closing(connect(server, max_model_len=longest)) as backend:
+        for index, asked in enumerate((None, 2, 70)):
+            backend.submit(f"0-{index}", [2, 3], {"max_tokens": asked})
+            wait_for_answer(backend)
+        assert server.limits == limits
+        if longest == 4:
+            with pytest.raises(EngineError, match="a prompt has 4 tokens: the engine holds 4"):
+                backend.submit("0-3", [2] * 4, {"max_tokens": 1})
 
 
 def test_a_connection_that_rested_is_not_used_again(server, monkeypatch):

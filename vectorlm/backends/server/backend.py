@@ -73,7 +73,8 @@ class VLLMServer:
                 passes nine tenths of its own `timeout_s`.
             logprobs_mode: What the server's log-probabilities must be, as vLLM calls it: `processed_logprobs` are of
                 what was drawn from, `raw_logprobs` of the model.
-            max_model_len: Tokens of prompt and completion that the server must have room for.
+            max_model_len: Longest prompt and completion together, in tokens, for which the server must have room; the
+                server's own limit when omitted.
 
         Raises:
             ConfigError: `url` is not on this machine, there is no token, or the server was started with other settings.
@@ -87,7 +88,7 @@ class VLLMServer:
         self._asked: set[asyncio.Task[Any]] = set()
         """Calls other than requests that are waited for."""
         self._ended: EngineDied | None = None
-        self._silence_s = silence_s
+        self._silence_s, self._max_model_len = silence_s, max_model_len
         self._hear()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="server-requests", daemon=True).start()
@@ -112,9 +113,16 @@ class VLLMServer:
 
     def submit(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
         """Send one request; `poll` says whether the server takes it."""
+        params = _params_to_wire(sampling_params)
+        if self._max_model_len is not None:
+            # The server's own limit may be a larger one, beyond which the trainer has no room.
+            if (room := self._max_model_len - len(prompt)) < 1:
+                limit = f"the engine holds {self._max_model_len}, the completion included"
+                raise EngineError(f"a prompt has {len(prompt)} tokens: {limit}.")
+            params["max_tokens"] = min(params["max_tokens"] or room, room)
         body = {
             "token_ids": list(prompt),
-            "sampling_params": _params_to_wire(sampling_params),
+            "sampling_params": params,
             # Neither earlier weights' blocks nor an earlier trainer's are ever found.
             "cache_salt": f"{self._name} {self._num_loads}",
             "output_mode": "text",

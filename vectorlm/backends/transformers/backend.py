@@ -49,7 +49,7 @@ class Transformers:
             max_num_seqs: Completions that are continued together.
             logprobs_mode: `processed_logprobs`: log-probabilities are of what was drawn from; `raw_logprobs`: of the
                 model, before penalties, temperature and cuts.
-            max_model_len: Ignored: the limit is the model's own.
+            max_model_len: Longest prompt and completion together, in tokens; the model's own limit when omitted.
             device: Where it computes; when omitted the first CUDA device, if there is one.
 
         Raises:
@@ -67,7 +67,8 @@ class Transformers:
         self._tokenizer = Detokenizer(model, self.model)
         # `generate` would mix the folder's sampling defaults into every call.
         self.model.generation_config = type(self.model.generation_config)()
-        self._context_length: int = self.model.config.get_text_config().max_position_embeddings
+        own_length: int = self.model.config.get_text_config().max_position_embeddings
+        self._context_length = min(max_model_len or own_length, own_length)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self._manifest = manifest_of(self.model)
         self._weights = PlainWeights()
@@ -87,7 +88,7 @@ class Transformers:
         room = self._context_length - len(ids)
         if room < 1:
             raise EngineError(
-                f"a prompt has {len(ids)} tokens: the model holds {self._context_length}, the completion included."
+                f"a prompt has {len(ids)} tokens: the engine holds {self._context_length}, the completion included."
             )
         seed = secrets.randbits(64) if parameters.seed in (None, -1) else parameters.seed
         limit = min(room, parameters.max_tokens or room)
