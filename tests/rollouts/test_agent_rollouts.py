@@ -44,3 +44,19 @@ def test_every_rank_gets_the_rollouts_of_an_agent(tmp_path, world_size, num_engi
     (tmp_path / "agents.py").write_text(AGENTS + NUMBERED)
     for found in on_ranks(world_size, sample_on_rank, f"{tmp_path}/agents.py:numbered", num_engines):
         assert found == [[(" yes1 ", ())] * 2, [(" yes2 ", ())] * 2] * 2
+
+
+@pytest.mark.parametrize(("given", "text"), [(None, " ye"), ({}, " yes1 "), ({"max_tokens": 5}, " yes1")])
+def test_agents_sample_as_the_engine_does_where_nothing_else_is_said(tmp_path, given, text):
+    (tmp_path / "agents.py").write_text(AGENTS)
+    agent = f"{tmp_path}/agents.py:once"
+    own = {"max_tokens": 3, "logprobs": None}
+    engine = vectorlm.FakeEngine(lambda prompt, version: f" yes{len(prompt)} ", sampling_params=own)
+    with engine, AgentRollouts(engine, agent, max_model_len=500, sampling_params=given) as agents:
+        (((rollout,)),) = agents.sample([{"prompt": "q"}])
+    assert rollout.text == text
+    with (
+        vectorlm.FakeEngine("a", sampling_params=[own]) as engine,
+        pytest.raises(TypeError, match="a mapping"),
+    ):
+        AgentRollouts(engine, agent, max_model_len=500)

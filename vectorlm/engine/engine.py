@@ -166,6 +166,11 @@ class SamplingEngine:
         return self._swap.version
 
     @property
+    def sampling_params(self) -> Any:
+        """What is sampled with where a call gives none."""
+        return self._settings.sampling_params
+
+    @property
     def receiver(self) -> str:
         """How the engine holds its weights, `live` or `packed`; waits until the engine is loaded."""
         return self.wait_until_ready().receiver
@@ -427,7 +432,7 @@ class SamplingEngine:
     ) -> list[BatchHandle]:
         """Queue prompts that are the same on every rank, a batch for each request."""
         pairs = [
-            (encoding.as_list(prompts), self._settings.sampling_params if params is None else params)
+            (encoding.as_list(prompts), self.sampling_params if params is None else params)
             for prompts, params in requests
         ]
         for prompts, params in pairs:
@@ -450,7 +455,7 @@ class SamplingEngine:
 
         def mine() -> tuple[list[list[int]], list[Any]]:
             token_ids = self._encode(encoding.as_list(local_prompts))
-            each = self._settings.sampling_params if params is None else params
+            each = self.sampling_params if params is None else params
             return token_ids, arguments.one_each(each, len(token_ids))
 
         of_ranks = self.engine_ranks.on_all_ranks("sample sharded", mine)

@@ -42,11 +42,20 @@ class AgentRollouts:
         num_workers: int = 8,
         seed: int = 0,
     ) -> None:
-        """Take the agent as ``file.py:NAME``, which makes `group_size` rollouts of each row, `num_workers` at once."""
+        """Take the agent as ``file.py:NAME``, which makes `group_size` rollouts of each row, `num_workers` at once.
+
+        Raises:
+            TypeError: `sampling_params`, which are the engine's own when omitted, are not a mapping.
+        """
+        sampling = engine.sampling_params or {} if sampling_params is None else sampling_params
+        if not isinstance(sampling, Mapping):
+            raise TypeError(
+                f"sampling_params={sampling!r}: agents take a mapping, such as {{'max_tokens': 512}}."
+            )
         self._stack, self._num_begun = ExitStack(), 0
         self._ranks = engine.engine_ranks
         settings = CollectSettings(
-            prompts=("",), prompts_per_step=1, group_size=group_size, sampling_params=sampling_params or {}
+            prompts=("",), prompts_per_step=1, group_size=group_size, sampling_params=sampling
         )
         agents = {}
         if engine.local is not None:
