@@ -294,6 +294,31 @@ def test_several_replies_and_an_answer_that_had_begun():
     assert found == render_chat(tokenizer, whole, tokenize=False, add_generation_prompt=True)
 
 
+# Of Phi-3 and Qwen2, in short: what has no branch is not rendered.
+OF_THREE_ROLES = """{%- for message in messages %}{% if message.role in ('system', 'user', 'assistant') %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}{% endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("role", ["developer", "tool"])
+def test_messages_that_the_template_leaves_out_are_refused(role):
+    """The policy would answer without having read them, and nobody would know."""
+    left_out = {"role": role, "content": "42"}
+    written, chatml = [1], TOKENIZERS["chatml"][0]
+    tokenizer = tokenizer_of(OF_THREE_ROLES)
+    match = f"leaves out messages of the role '{role}', which the model would not read"
+    for chat in ([SYSTEM, left_out, USER], [USER, left_out], [left_out, USER, THOUGHT]):
+        assert encode(chat, lambda: chatml)
+        with pytest.raises(EngineError, match=match):
+            encode(chat, lambda: tokenizer)
+    for replies in ([left_out], [USER, left_out]):
+        assert encode_reply([USER], replies, written, chatml)
+        with pytest.raises(EngineError, match=match):
+            encode_reply([USER], replies, written, tokenizer)
+    # An empty message says nothing either way.
+    assert encode([{**left_out, "content": ""}, USER], lambda: tokenizer)
+
+
 def test_a_template_that_leaves_the_assistant_out_is_refused():
     tokenizer = tokenizer_of(
         "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"

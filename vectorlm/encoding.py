@@ -17,6 +17,9 @@ KEYS = {"prompt", "prompt_token_ids", "tools"}
 
 SPOKEN = "(what-the-policy-wrote)"
 """Stands for the policy's turn where a template renders what follows."""
+OTHER = "(something-else)"
+SHOWN_BY_ALL = {"system", "user", "assistant"}
+"""Roles that templates render, or refuse."""
 
 
 def has_tokenizer(model: str | Path) -> bool:
@@ -65,6 +68,21 @@ def marked_spans(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: A
         messages,
     )
     return list(rendered[1][0])
+
+
+def _require_shown(
+    messages: Sequence[Mapping[str, Any]], render: Callable[[Sequence[Mapping[str, Any]]], Any], shown: Any
+) -> None:
+    """Raise `EngineError` where a template renders `messages` as `shown` whatever those of some role say."""
+    roles = {each.get("role", "user") for each in messages if each.get("content")}
+    # Some templates know a few roles, and pass over any other without a word: `developer`, `tool`.
+    for role in sorted(roles - SHOWN_BY_ALL):
+        others = [{**each, "content": OTHER} if each.get("role") == role else each for each in messages]
+        if render(others) == shown:
+            raise EngineError(
+                f"the tokenizer's chat template leaves out messages of the role {role!r}, which the model would not "
+                "read. Use another role, or a template (chat_template.jinja) that renders it."
+            )
 
 
 def _rendered(render: Callable[[list[dict[str, Any]]], Any], messages: Sequence[Mapping[str, Any]]) -> Any:
@@ -213,15 +231,13 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
     if is_messages(prompt):
         require_whole_characters(prompt)
         has_begun = prompt[-1]["role"] == "assistant"
-        rendered = render_chat(
-            tokenizer(),
-            prompt,
-            tools=tools,
-            add_generation_prompt=not has_begun,
-            continue_final_message=has_begun,
-            return_dict=True,
-        )
-        return list(rendered["input_ids"])
+        how = {"add_generation_prompt": not has_begun, "continue_final_message": has_begun}
+
+        def ids_of(chat: Sequence[Mapping[str, Any]]) -> list[int]:
+            return list(render_chat(tokenizer(), chat, tools=tools, return_dict=True, **how)["input_ids"])
+
+        _require_shown(prompt, ids_of, ids := ids_of(prompt))
+        return ids
     return [int(token) for token in prompt]
 
 
@@ -244,16 +260,25 @@ def encode_reply(
         tokenizer: Its template renders the chat, with `tools`.
 
     Raises:
-        EngineError: The template does not show what an assistant says.
+        EngineError: The template does not show what an assistant says, or a reply of some role.
     """
     # An answer that had begun is part of the policy's turn.
     before, _ = split_begun(messages)
-    chat = [*before, {"role": "assistant", "content": SPOKEN}, *replies]
+    chat = [*before, {"role": "assistant", "content": SPOKEN}]
     require_whole_characters(list(replies))
-    text = render_chat(tokenizer, chat, tools=tools, tokenize=False, add_generation_prompt=True)
-    _, found, rest = text.rpartition(SPOKEN)
-    if not found:
-        raise EngineError("the tokenizer's chat template leaves out what the assistant says before a reply.")
+
+    def text_after(replies: Sequence[Mapping[str, Any]]) -> str:
+        text = render_chat(
+            tokenizer, [*chat, *replies], tools=tools, tokenize=False, add_generation_prompt=True
+        )
+        _, found, rest = text.rpartition(SPOKEN)
+        if not found:
+            raise EngineError(
+                "the tokenizer's chat template leaves out what the assistant says before a reply."
+            )
+        return str(rest)
+
+    _require_shown(replies, text_after, rest := text_after(replies))
     tokens = list(tokenizer.encode(rest, add_special_tokens=False))
     written = list(written)
     longest = min(len(written), len(tokens))
