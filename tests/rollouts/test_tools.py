@@ -39,10 +39,23 @@ WRITTEN = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
         ("The sum is 3.", "The sum is 3.", []),
         ('{"answer": 3}', '{"answer": 3}', []),
         ("", "", []),
+        # Answers in JSON that hold a name.
+        *(
+            (answer, answer, [])
+            for answer in (
+                '{"name": "Bob", "age": 3}',
+                '```json\n{"city": "Rome", "name": "Bob"}\n```',
+                '[{"name": "Bob", "age": 3}, {"name": "Ann", "age": 4}]',
+                '{"people": [{"name": "Bob"}]}',
+            )
+        ),
+        ('[{"name": "stop", "type": "function"}]', "", [ToolCall("stop", {})]),
+        # One of its tools, with an argument in the wrong place: the tool says what it lacks.
+        ('{"name": "add", "args": {"a": 1}}', "", [ToolCall("add", {})]),
     ],
 )
 def test_calls_of_every_family_are_read(text, said, calls):
-    assert parse_calls(text) == (said, calls)
+    assert parse_calls(text, ["add"]) == (said, calls)
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ class Player:
 
     async def step(self, text: str) -> tuple[Message, Reply]:
         """Return what the policy said as a message, and the reply."""
-        content, calls = parse_calls(text) if self.tools else (text, [])
+        content, calls = parse_calls(text, list(self.tools)) if self.tools else (text, [])
         message = message_of(content if calls else text, calls)
         if calls:
             return message, Reply([await call_tool(each, self.tools, self._value_of) for each in calls])

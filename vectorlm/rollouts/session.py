@@ -299,7 +299,9 @@ def _comparable(message: Mapping[str, Any]) -> str:
 
 def spoken(text: str, tools: Sequence[Any] | None) -> dict[str, Any]:
     """Return what the policy wrote as a message, with the calls of tools that it may call."""
-    content, calls = parse_calls(text) if tools else (text, [])
+    functions = [tool.get("function") for tool in tools or ()]
+    names = [str(each.get("name")) for each in functions if isinstance(each, Mapping)]
+    content, calls = parse_calls(text, names) if tools else (text, [])
     if any(call.error for call in calls):
         content, calls = text, []
     return message_of(content, calls)

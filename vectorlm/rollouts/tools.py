@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,21 +26,34 @@ class ToolCall:
     """Why it is not a call."""
 
 
-def parse_calls(text: str) -> tuple[str, list[ToolCall]]:
+def parse_calls(text: str, names: Collection[str] = ()) -> tuple[str, list[ToolCall]]:
     """Return what the policy said beside its calls, and the calls.
 
     Three ways to write them are known: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` (Hermes, Qwen);
     ``{"name": …, "parameters": {…}}``, several joined by ``;``, maybe behind ``<|python_tag|>`` (Llama 3); and plain
     JSON, an object or a list of them, maybe in a fence. What begins like a call and is none is a `ToolCall` with an
-    error, which the policy is told.
+    error, which the policy is told. Plain JSON with a name that is none of `names` and other keys, none of which are
+    arguments, is an answer.
     """
     if "<tool_call>" in text:
         return HERMES.sub("", text).strip(), [call for found in HERMES.findall(text) for call in _read(found)]
     body = text.strip().removeprefix(PYTHON_TAG).strip()
     body = FENCE.sub(r"\1", body)
-    if not body.startswith(("{", "[")) or '"name"' not in body:
+    if not body.startswith(("{", "[")) or '"name"' not in body or _is_answer(body, names):
         return text, []
     return "", _read(body)
+
+
+def _is_answer(text: str, names: Collection[str]) -> bool:
+    """Return whether a text is JSON about something that has a name, such as ``{"name": "Bob", "age": 3}``."""
+    try:
+        found = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return False
+    objects = [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, dict)]
+    keys = {key for each in objects for key in each}
+    is_call = keys & {"arguments", "parameters", "function"} or not keys - {"name", "type", "id"}
+    return not is_call and not any(each.get("name") in names for each in objects)
 
 
 def message_of(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
