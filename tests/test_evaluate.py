@@ -239,6 +239,14 @@ def test_a_reward_that_fails_ends_the_evaluation_by_its_name(files, capsys):
     assert "rewards.py:fails' failed: KeyError: 'no such answer'" in capsys.readouterr().err
 
 
+def test_a_reward_whose_column_the_questions_lack_is_refused_before_the_model_is_loaded(
+    files, capsys, monkeypatch
+):
+    monkeypatch.setattr("vectorlm.cli.evaluate._answers", lambda *_: pytest.fail("the model was asked"))
+    assert evaluate(files, "--prompts", files / "questions.jsonl", "--reward", "countdown", "--limit", 1) == 2
+    assert "the reward 'countdown' asks for 'numbers', which nothing supplies" in capsys.readouterr().err
+
+
 def test_without_the_harness_its_tasks_are_refused_by_the_package_s_name(files, capsys, monkeypatch):
     monkeypatch.setattr("vectorlm.cli.evaluate.is_installed", lambda name: False)
     assert evaluate(files, "--tasks", "choice") == 2

@@ -22,6 +22,14 @@ def test_a_text_that_looks_like_something_else_stays_text(write_config, note):
     assert load_config("saved.yaml").wandb_config == {"note": [note]}
 
 
+@pytest.mark.parametrize("date", ["2026-11-27", "2026-11-27 10:00:00"])
+def test_a_date_is_text(write_config, date):
+    """JSON, and so a checkpoint, has no other form for it."""
+    path = write_config(f"{MINIMAL}wandb_config: {{name: {date}}}\n")
+    assert load_config(path).wandb_config == {"name": date}
+    assert load_config(path, [f"wandb_config={{name: {date}}}"]).wandb_config == {"name": date}
+
+
 @pytest.mark.parametrize("number", [1e-5, 1e300, 3, -100, float("inf"), 0.1, True, None])
 def test_a_number_stays_a_number(write_config, number):
     config = load_config(write_config())

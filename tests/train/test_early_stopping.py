@@ -111,6 +111,9 @@ def test_any_metric_of_an_evaluation_is_followed_by_its_name():
     for metric, values in (
         ("eval/pass_at_4", (0.1, 0.3, 0.2)),
         ("eval/task/word_perplexity", (9.0, 7.0, 8.0)),
+        ("eval/step_brier", (0.3, 0.1, 0.2)),
+        ("eval/mine/rejected_reward", (0.3, 0.1, 0.2)),
+        ("eval/step_accuracy", (0.1, 0.3, 0.2)),
     ):
         stopping = EarlyStopping(metric, is_named=True, keeps_best=True)
         stopping.require_logged({metric: 0.0, "eval/accuracy": 0.0})

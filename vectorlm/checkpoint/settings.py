@@ -28,8 +28,8 @@ class KeepSettings:
     best_metric: Annotated[
         Text | None, ReadIf("train_parameters.keep_best", also=("train_parameters.early_stopping_patience",))
     ] = None
-    """Metric of the evaluations that says which is the best, such as `eval/pass_at_4`: the lowest of a loss or
-    perplexity, the highest of others."""
+    """Metric of the evaluations that says which is the best, such as `eval/pass_at_4`: the lowest of a loss, a
+    perplexity or an error, the highest of others."""
     early_stopping_patience: PositiveInt | None = None
     """Stop after this many evaluations in a row without improvement; null trains to the end."""
     early_stopping_min_delta: Annotated[

@@ -25,6 +25,7 @@ from vectorlm.config.load import add_set_argument
 from vectorlm.encoding import asked, is_messages, split_begun
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
+from vectorlm.preflight.rewards import signature_problems
 from vectorlm.report.step_lines import json_text
 from vectorlm.rewards.function import RewardFunction, score_answers
 from vectorlm.rewards.grade import grade
@@ -175,9 +176,11 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     # Functions of two files may have one name.
     short = [short_name(name) for name in exam.rewards]
     labels = short if len(set(short)) == len(short) else list(exam.rewards)
-    for name in exam.rewards:
-        get_reward(name)  # Refused before the model is loaded.
     records = exam.prompt_records
+    for name in exam.rewards:
+        # Refused before the model is loaded.
+        for rule, fix in signature_problems(get_reward(name), records, "the questions"):
+            raise ConfigError(f"the reward {name!r} {rule}. {fix}")
     answers = _answers(args, exam)
     with WorkerPool(WorkerPool.auto_size()) as pool:
         functions = [

@@ -21,7 +21,7 @@ MAX_VALUES = 20_000
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which also reads `1e-5` as a number."""
+    """PyYAML's safe loader, which also reads `1e-5` as a number, and `2026-11-27` as text."""
 
 
 class Dumper(yaml.SafeDumper):
@@ -32,6 +32,11 @@ class Dumper(yaml.SafeDumper):
         return True
 
 
+# A date is no value of JSON, and so of no checkpoint.
+Loader.yaml_implicit_resolvers = {
+    first: [each for each in found if each[0] != "tag:yaml.org,2002:timestamp"]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 for _resolver in (Loader, Dumper):
     _resolver.add_implicit_resolver(_FLOAT, _EXPONENT_FLOAT, list("-+.0123456789"))
 

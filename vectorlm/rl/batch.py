@@ -51,8 +51,7 @@ def make_batch(
     Rows that are not valid have an empty mask. With `drop_truncated`, truncated completions have one too, but stay in
     the baselines that others are compared with. Tokens of versions before `oldest_version` count as never sampled.
     """
-    groups = kept_groups(groups)
-    if not groups:
+    if not (groups := kept_groups(groups)):
         return None
     rewards = torch.stack([group.rewards for group in groups])
     eligible = torch.ones_like(rewards, dtype=torch.bool)
@@ -78,8 +77,8 @@ def make_batch(
     attention_mask = torch.zeros(shape, dtype=torch.int64)
     mask = torch.zeros(shape, dtype=torch.bool)
     is_stale = torch.zeros(shape, dtype=torch.bool)
-    is_left_out = torch.tensor([[drop_truncated and each.is_truncated] for each in rollouts])
-    is_left_out = is_left_out if owners is None else is_left_out[owners]
+    cut_off = torch.tensor([[drop_truncated and each.is_truncated] for each in rollouts])
+    is_left_out = cut_off if owners is None else cut_off[owners]
     is_valid = is_trained.flatten().tolist()
     sampler_logprobs = torch.zeros(shape)
     for row, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):

@@ -42,20 +42,18 @@ def prepare_batch(
         return map_rows(batch, function, topology, max_tokens=max_tokens, packs=models.why_padded is None)
 
     correction = settings.correction
-    mismatch = settings.mismatch
     in_reward = models.reference is not None and settings.kl.kl_in == "reward"
     # In the only optimizer step of a batch the policy is still the one that sampled: the update's own pass will do.
     is_one_step = settings.update.steps_per_batch == 1
     learns_tokens = settings.teacher is not None and settings.teacher.kind == "sampled"
     needs_old = in_reward or learns_tokens or correction.is_on or not is_one_step or spec.needs_old
     # Completions that are only compared with are charged the penalty too, and advantages may read all of these.
-    reads_compared = in_reward or spec.needs_old or spec.needs_gradient_norms
-    read = batch.with_compared() if reads_compared else batch
+    read = batch.with_compared() if in_reward or spec.needs_old or spec.needs_gradient_norms else batch
     old, gradient_norms, entropies, weights = _first_pass(read, models, spec, settings, needs_old, all_rows)
     log_ratios = None
     metrics: dict[str, float] = {}
     if old is not None and not correction.bypass:
-        band = (mismatch.band_low, mismatch.band_high)
+        band = (settings.mismatch.band_low, settings.mismatch.band_high)
         metrics = mismatch_metrics(batch, old, band)
         log_ratios = count_log_ratios(batch, old, band)
         before = batch
@@ -91,9 +89,8 @@ def prepare_batch(
         divergence = kl_estimate(old, teacher, "k1")
         advantages = advantages - settings.teacher.coef * torch.where(batch.mask, divergence, 0.0)
     marked = None if spec.mark is None else spec.mark(batch, advantages, settings.hparams)
-    learns = None
-    if entropies is not None:
-        learns = _highest(entropies, batch.mask, settings.update.top_entropy_quantile)
+    share = settings.update.top_entropy_quantile
+    learns = None if entropies is None else _highest(entropies, batch.mask, share)
     return TrainBatch(
         batch,
         advantages,

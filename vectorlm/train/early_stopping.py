@@ -11,13 +11,19 @@ import torch.distributed as dist
 
 from vectorlm.errors import ConfigError
 
+FALLING = (
+    *("loss", "perplexity", "bits_per_byte"),
+    *("step_brier", "eval/kl", "rejected_reward", "wrong_probability"),
+)
+"""How metrics end of which the lowest is the best."""
+
 
 @dataclass
 class EarlyStopping:
     """Follows one metric of a run; the evaluation before training does not count. All ranks call each method alike."""
 
     metric: str = "eval/loss"
-    """Of a loss or perplexity the lowest is the best, of others the highest."""
+    """Of those that end in one of `FALLING` the lowest is the best, of others the highest."""
     patience: int | None = None
     """Training is over after this many evaluations in a row without improvement; None lets it run to its end."""
     min_delta: float = 0.0
@@ -31,7 +37,7 @@ class EarlyStopping:
     """Whether the user has ended the run."""
 
     def __post_init__(self) -> None:
-        self._sign = 1.0 if self.metric.endswith(("loss", "perplexity", "bits_per_byte")) else -1.0
+        self._sign = 1.0 if self.metric.endswith(FALLING) else -1.0
         self._best: tuple[float, int | None] = (math.inf, None)
         # What the next evaluation must beat by min_delta, in the direction that falls.
         self._to_beat: tuple[float, int | None] = (math.inf, None)
