@@ -290,6 +290,8 @@ def test_whoever_connects_is_told_of_an_earlier_trainers_weights(server, monkeyp
         warnings.simplefilter("always")
         with SamplingEngine(".", **arguments) as engine:
             engine.wait_until_ready()
+            assert not caught, "a run updates first"
+            engine.submit([[5]])
     texts = [str(each.message) for each in caught]
     assert any("samples from an earlier trainer's weights" in text for text in texts) == bool(has_loaded)
 

@@ -206,8 +206,6 @@ class SamplingEngine:
                 # The sampler sends it once, and every later call raises it again; silence may end.
                 self._start_error = None if isinstance(error, EngineTimeout) else error
                 raise
-            if self._ready.warning and self._topology.is_main:
-                warnings.warn(self._ready.warning, stacklevel=3)
         return self._ready
 
     def sample(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[list[Completion]]:
@@ -515,13 +513,16 @@ class SamplingEngine:
         return encoding.encode_all(prompts, lambda: self.tokenizer)
 
     def _begin(self, command: messages.Generate, places: range | None = None) -> BatchHandle:
+        ready = self.wait_until_ready()
+        if ready.warning and self.version < 0 and self._topology.is_main:
+            warnings.warn(ready.warning, stacklevel=4)
         return BatchHandle(
             self.next_name(),
             command,
             places=range(len(command.prompts)) if places is None else places,
             engine_ranks=self.engine_ranks,
             channel=self._channel,
-            max_num_seqs=self.wait_until_ready().max_num_seqs,
+            max_num_seqs=ready.max_num_seqs,
             silence_s=self._settings.timeout_s,
         )
 

@@ -41,7 +41,7 @@ class Ready:
     tokenizer: Any = None
     """What encodes its prompts, if that is not the tokenizer of the model's folder."""
     warning: str = ""
-    """What the user must know of it."""
+    """What the user must know of the weights that it samples from before the first update."""
 
 
 @dataclass(frozen=True)
