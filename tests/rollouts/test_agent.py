@@ -50,6 +50,9 @@ def wrong(url, key, row):
 def ends(url, key, row):
     os._exit(3)
 
+def no_room(url, key, row):
+    ask(url, key, "/completions", prompt="q" * 4000)
+
 def spies(url, key, row):
     once(url, key, row)
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -177,6 +180,7 @@ def test_without_room_for_a_further_turn_a_rollout_ends_and_not_the_run(tmp_path
     [
         ("raises", "KeyError: 'no tool'.*agents.py:19"),
         ("silent", "without an answer of the policy"),
+        ("no_room", "prompt has 4000 tokens.*length of 4000.*Shorten the prompt"),
         ("hangs", "no request and no result within 1 s"),
         ("wrong", "it returned the reward 'good', which must be a number"),
         ("ends", "its process"),

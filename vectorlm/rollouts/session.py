@@ -82,6 +82,8 @@ class Session:
         self._idle_since = math.inf
         self.is_full = False
         """Whether a request was refused because the model has no room for it, and no later one was answered."""
+        self._num_refused = 0
+        """Tokens of the prompt that was refused last."""
 
     @property
     def idle_s(self) -> float:
@@ -167,6 +169,12 @@ class Session:
             RolloutError: The agent has read no answer.
         """
         turns = [turn for turn in self._turns if turn.is_read]
+        if not turns and self.is_full:
+            raise RolloutError(
+                f"the agent ended without an answer of the policy: its prompt has {self._num_refused} tokens, and the "
+                f"model's length of {self.max_model_len} leaves no room for one (prompt {str(record.prompt)[:80]!r}). "
+                "Shorten the prompt, or raise max_seq_len (sampler.engine.engine_args.max_model_len where it is set)."
+            )
         if not turns:
             raise RolloutError("the agent ended without an answer of the policy: it must ask for one.")
         gone_on_from = {turn.before for turn in turns}
@@ -196,7 +204,7 @@ class Session:
     ) -> list[Turn]:
         prompt = [*(() if before is None else before.token_ids), *ids]
         if len(prompt) >= self.max_model_len:
-            self.is_full = True
+            self.is_full, self._num_refused = True, len(prompt)
             raise RequestError(
                 f"This model's maximum context length is {self.max_model_len} tokens; the prompt has {len(prompt)}.",
                 code="context_length_exceeded",
