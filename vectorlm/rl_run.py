@@ -271,6 +271,7 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Environ
             scorer=scorer,
             settings=rl.collect,
             drops_constant_groups=rl.hyperparameters.dynamic_sampling,
+            by_turn=spec.learns_from_turns,
         ),
         PromptMixture(
             prompts, seed, {name: each.weight or 0.0 for name, each in rl.by_source.items()}, curricula

@@ -99,6 +99,7 @@ def make_source(
     settings=None,
     needs_greedy=False,
     drops_constant_groups=False,
+    by_turn=True,
     name="mine",
     **more,
 ):
@@ -125,5 +126,6 @@ def make_source(
         scorer=RewardScorer(functions={name: reward}, weights=weights, topology=Topology()),
         settings=settings,
         drops_constant_groups=drops_constant_groups,
+        by_turn=by_turn,
     )
     return RolloutSource(engine, scorer, PromptOrder(records, 0), **more)

@@ -1,14 +1,16 @@
 """Rollouts of a step: groups, seeds, dynamic sampling, penalties for length, turns with an environment."""
 
+import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from batches import rollout_of
 from scripted_groups import Echo, make_source
 
-from vectorlm.algorithms.registry import get_algorithm
+from vectorlm.algorithms.registry import algorithm_names, get_algorithm
 from vectorlm.errors import RolloutError
 from vectorlm.rl.batch import make_batch
 from vectorlm.rl.metrics import rollout_metrics
@@ -177,6 +179,47 @@ def test_rewards_that_a_penalty_makes_equal_but_for_rounding_are_equal():
     for group in mine.collect(0, Timer()):
         assert group.is_constant
         assert len(set(group.rewards.tolist())) == 1
+
+
+def _learns(group, spec):
+    """Return whether the functions of a row give a group an advantage."""
+    if spec.level != "token" or spec.chooses or spec.needs_parts or spec.needs_greedy or spec.needs_teacher:
+        return False
+    if spec.needs_critic or spec.needs_gradient_norms:
+        return True
+    batch = make_batch([replace(group, is_dropped=False)], spec)
+    return bool(spec.advantages(batch.for_baselines(), spec.settings).any())
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_dynamic_sampling_keeps_equal_sums_of_different_turns_only_where_turns_are_learned_from(name):
+    number = itertools.count()
+
+    class Turns:
+        """A point for the first turn, or for the second, by turns."""
+
+        def __init__(self):
+            self.left = [1.0, None] if next(number) % 2 == 0 else [None, 1.0]
+
+        def step(self, message):
+            reward = self.left.pop(0)
+            return Reply("?", reward, done=not self.left)
+
+    spec = get_algorithm(name)
+    mine = make_source(
+        Echo(lambda prompt, index: "a"),
+        lambda text: None,
+        num_groups=1,
+        group_size=4,
+        make=Turns,
+        drops_constant_groups=True,
+        by_turn=spec.learns_from_turns,
+        settings={"max_turns": 2},
+    )
+    group = mine.collect(0, Timer())[0]
+    assert sorted(each.turn_rewards for each in group.rollouts) == [(0.0, 1.0)] * 2 + [(1.0,)] * 2
+    assert group.rewards.tolist() == [1.0] * 4
+    assert group.is_dropped is not _learns(group, spec)
 
 
 def test_greedy_completions_are_scored_apart():

@@ -86,6 +86,8 @@ class AlgorithmSpec:
     """Whether it learns from `rl.teacher` alone; rewards, if there are any, are measured and not learned from."""
     needs_parts: bool = False
     """Whether advantages are computed from each reward alone, and not from their sum."""
+    sums_turns: bool = False
+    """Whether advantages are computed from the sum of a rollout's rewards, also where its turns have their own."""
     needs_old: bool = False
     """Whether advantages or `mark` read the batch's `old_logprobs`."""
     needs_gradient_norms: bool = False
@@ -126,6 +128,11 @@ class AlgorithmSpec:
             return 1
         rewards = torch.zeros(1, group_size)
         return self.select(rewards, torch.ones_like(rewards, dtype=torch.bool))[0].shape[1]
+
+    @property
+    def learns_from_turns(self) -> bool:
+        """Whether rollouts of equal rewards teach something where rewards of their turns differ."""
+        return self.level == "token" and not (self.chooses or self.sums_turns)
 
     @property
     def chooses(self) -> bool:

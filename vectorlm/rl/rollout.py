@@ -138,6 +138,11 @@ class RolloutGroup:
         """Whether all rewards are equal, and those of each turn, so that the group teaches nothing."""
         if any(map(any, by_turn := {rollout.turn_rewards for rollout in self.rollouts})) and len(by_turn) > 1:
             return False
+        return self.has_equal_sums
+
+    @property
+    def has_equal_sums(self) -> bool:
+        """Whether all rewards are equal, so that the group teaches nothing to an algorithm that reads no turns."""
         return bool(is_constant(self.rewards[None], ~self.rewards[None].isnan()))
 
 

@@ -63,7 +63,9 @@ class RolloutLogger:
             counts = {
                 "without a reward": sum(int(group.rewards.isnan().sum()) for group in groups),
                 "in groups of equal rewards": sum(
-                    int((~each.rewards.isnan()).sum()) for each in groups if each.is_constant
+                    int((~each.rewards.isnan()).sum())
+                    for each in groups
+                    if each.is_dropped or each.is_constant
                 ),
                 "truncated": sum(each.is_truncated for group in groups for each in group.rollouts),
             }

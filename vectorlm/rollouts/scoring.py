@@ -34,6 +34,8 @@ class GroupScorer:
     settings: CollectSettings
     drops_constant_groups: bool = False
     """Dynamic sampling (DAPO): drop groups of equal rewards, which teach nothing."""
+    by_turn: bool = True
+    """Whether a group of equal sums teaches something where rewards of turns differ."""
 
     def score(self, groups: Sequence[SampledGroup]) -> list[RolloutGroup]:
         """Score groups together: a reward function may want to see many.
@@ -58,7 +60,10 @@ class GroupScorer:
                 rewards = join_equal(rewards, torch.stack(addends))
             scored[index] = replace(group, rewards=rewards, greedy_reward=greedy_reward)
         if self.drops_constant_groups:
-            scored = [replace(each, is_dropped=each.is_constant) for each in scored]
+            scored = [
+                replace(each, is_dropped=each.is_constant if self.by_turn else each.has_equal_sums)
+                for each in scored
+            ]
         return scored
 
     def _penalty(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
