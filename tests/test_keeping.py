@@ -195,6 +195,17 @@ def test_a_run_without_a_single_reward_writes_its_model_and_fails(inputs, tmp_pa
     assert (tmp_path / "run" / "final-model" / "model.safetensors").is_file()
 
 
+def test_a_resumed_rest_without_a_reward_does_not_say_that_the_run_learned_nothing(inputs, tmp_path):
+    by_rewards(inputs, tmp_path / "run", "rl.max_steps=2", "rl.save_every=1")
+    for gone in ("checkpoints/step-00000002", "final-model"):
+        shutil.rmtree(tmp_path / "run" / gone)
+    (inputs / "mute.py").write_text("def none(text):\n    return None\n")
+    mute = f"rl.rewards={{'{inputs}/mute.py:none': 1.0}}"
+    by_rewards(inputs, tmp_path / "run", mute, "rl.max_steps=2", "rl.save_every=1")
+    assert "reward/mean" not in metrics_of(tmp_path / "run")[-1]
+    assert (tmp_path / "run" / "final-model" / "model.safetensors").is_file()
+
+
 @pytest.mark.slow
 def test_a_best_checkpoint_that_was_deleted_is_named_and_the_last_weights_are_exported_instead(
     inputs, tmp_path

@@ -90,8 +90,8 @@ class RLLoop:
             None if kl.kl_target is None else AdaptiveKL(kl.kl_coef, kl.kl_target, kl.kl_horizon)
         )
         self.step = 0
-        self.is_unscored = False
-        """Whether steps were made, and none of their completions had a reward."""
+        self._num_scored = 0
+        """Steps in which a completion had a reward, those before a resumption included."""
         self._busy: list[tuple[float, float]] = []
 
     def run(self) -> None:
@@ -107,12 +107,10 @@ class RLLoop:
             self.recorder.write(0, self._evaluate())
         else:
             self._load_state(saved)
-        num_scored = 0
         while self.step < self.recorder.num_steps and not self.recorder.stopping.is_over:
             metrics = self._train()
             self.step += 1
-            num_scored += "reward/mean" in metrics
-            self.is_unscored = num_scored == 0
+            self._num_scored += "reward/mean" in metrics
             self.updater.follow_run(self.step)
             metrics |= self._follow(metrics) | self._evaluate()
             ends = self.recorder.ends_by_user(self.step, metrics, self.rollout_log.records)
@@ -169,6 +167,11 @@ class RLLoop:
         return self.updater.update(batch, self.step, kl_coef=kl_coef, trains_policy=is_warm)
 
     @property
+    def is_unscored(self) -> bool:
+        """Whether steps were made, and none of their completions had a reward."""
+        return self.step > 0 and self._num_scored == 0
+
+    @property
     def kl_coef(self) -> float:
         """The weight of the KL penalty at this step."""
         return self.settings.kl.kl_coef if self.kl_controller is None else self.kl_controller.value
@@ -200,6 +203,7 @@ class RLLoop:
             "schedules": [schedule.state_dict() for schedule in self.models.schedules],
             "rollouts": self.source.state(),
             "tokens_seen": self.meter.tokens_seen,
+            "num_scored": self._num_scored,
             "kl": None if self.kl_controller is None else self.kl_controller.state_dict(),
         }
 
@@ -212,3 +216,5 @@ class RLLoop:
         if self.kl_controller is not None and state["kl"] is not None:
             self.kl_controller.load_state_dict(state["kl"])
         self.step = self.recorder.resume_step or 0
+        # Checkpoints of earlier versions lack it; most of their steps had rewards.
+        self._num_scored = state.get("num_scored", self.step)
