@@ -196,7 +196,8 @@ class CriticSettings:
     """The critic, for algorithms that need one."""
 
     model: Text | None = None
-    """Folder of the model that the critic starts from, its value head at zero; null means the policy's."""
+    """Folder of the model that the critic starts from, its value head at zero; null means the policy's, without
+    adapters that it goes on from or has merged."""
     lr: LearningRate = 1e-5
     """Learning rate; the rest of the optimizer is the policy's."""
     warmup_steps: NonNegativeInt = 0
