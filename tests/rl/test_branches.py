@@ -47,6 +47,16 @@ def test_branches_lie_behind_the_rollouts_of_their_group():
         assert torch.equal(rows.input_ids[row, place], rows.input_ids[owner, place])
 
 
+def test_opo_weighs_a_rollout_by_all_its_tokens():
+    def of_rollouts(change):
+        rows, spec = rows_of("opo", change), get_algorithm("opo")
+        found = rows.with_branches(spec.advantages(rows.for_baselines(), spec.settings))
+        first = rows.with_compared().mask.int().argmax(dim=1, keepdim=True)
+        return found.gather(1, first).view(rows.rewards.shape)[:, :4]
+
+    torch.testing.assert_close(of_rollouts(cut), of_rollouts(lambda rollout: rollout))
+
+
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_a_truncated_rollout_is_left_out_with_its_branches(reason):
     """Whatever the answers of its branches ended in."""

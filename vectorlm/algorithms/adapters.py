@@ -96,7 +96,10 @@ def decoupled(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Tensor:
 
 def length_weighted(batch: RolloutBatch, hparams: AlgorithmSettings) -> torch.Tensor:
     """Return rewards less the group's mean weighted by length."""
-    lengths = batch.mask.sum(dim=1).view_as(batch.rewards)
+    lengths = batch.mask.sum(dim=1)
+    if batch.branch_lengths is not None:
+        lengths = lengths + batch.branch_lengths
+    lengths = lengths.view_as(batch.rewards)
     return batch.spread(length_weighted_advantages(batch.rewards, lengths, batch.valid))
 
 

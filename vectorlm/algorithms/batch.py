@@ -54,6 +54,9 @@ class RolloutBatch:
     owners: torch.Tensor | None = None
     """int64 [B], the row of the rollout that each row belongs to; None where each is a rollout. The branches of one,
     which an agent makes, are in `mask` and not in `baseline_mask`."""
+    branch_lengths: torch.Tensor | None = None
+    """int64 [B], for `AlgorithmSpec.advantages`: tokens of the branches of each rollout, which are not in its row; None
+    where no rollout has any."""
     turns: torch.Tensor | None = None
     """int64 [B, T], the turn of each token that the policy chose, from 0; None where no turn has its own reward."""
     turn_rewards: torch.Tensor | None = None
@@ -87,9 +90,14 @@ class RolloutBatch:
         def of_valid(rewards: torch.Tensor) -> torch.Tensor:
             return torch.where(self.valid, rewards, torch.nan)
 
+        mask, branch_lengths = self.mask if self.baseline_mask is None else self.baseline_mask, None
+        if self.owners is not None:
+            branch_lengths = torch.zeros_like(self.owners)
+            branch_lengths.index_add_(0, self.owners, (self.mask & ~mask).sum(dim=1))
         return replace(
             self,
-            mask=self.mask if self.baseline_mask is None else self.baseline_mask,
+            mask=mask,
+            branch_lengths=branch_lengths,
             rewards=of_valid(self.rewards),
             reward_parts=None if self.reward_parts is None else of_valid(self.reward_parts),
         )
