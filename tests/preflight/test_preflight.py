@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from vectorlm.config import load_config
 from vectorlm.errors import ConfigError, DatasetError
-from vectorlm.packages import fields_of
+from vectorlm.packages import fields_of, is_installed
 from vectorlm.preflight import files, settings, summary
 from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.settings import LORA_CONFIG
@@ -67,6 +67,10 @@ def num_of(error):
         (1, 1, [f"{LORA}={{init_lora_weights: false}}"]),
         (1, 1, [SAMPLER, f"{TRAIN}.sampler.engine={{tensor_parallel_size: 4}}"]),
         (1, 1, ["trackers={tensorboard: }"]),
+        pytest.param(
+            *(1, 1, [SAMPLER, f"{TRAIN}.sampler.tasks=[gsm8k]"]),
+            marks=pytest.mark.skipif(not is_installed("lm_eval"), reason="needs lm_eval"),
+        ),
     ],
 )
 def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_size, num_nodes, overrides):
@@ -100,6 +104,14 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
         (["trackers={tensorbord: {}}"], {}, ["trackers.tensorbord"]),
         (["trackers={wandb: {}}"], {}, ["trackers.wandb"]),
         (["trackers={tensorboard: logs}"], {}, ["trackers.tensorboard"]),
+        *(
+            (
+                [SAMPLER, f"{TRAIN}.sampler.tasks=[gsm8k]", *(f"{TRAIN}.sampler.{each}" for each in how)],
+                {},
+                [f"{TRAIN}.sampler.tasks"],
+            )
+            for how in (["inference=transformers"], ["inference=server", "engine.url=http://localhost:80"])
+        ),
         ([SAMPLER, f"{LORA}={{use_dora: true}}"], {}, [f"{LORA}.use_dora"]),
         ([SAMPLER, f"{LORA}={{bias: all}}"], {}, [f"{LORA}.bias"]),
         ([SAMPLER, f"{LORA}={{r: 8, rank_pattern: {{q_proj: 600}}}}"], {}, [f"{LORA}.r"]),

@@ -198,6 +198,11 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
             f"missing setting '{_SAMPLER}.prompts' (the prompts to answer during fine-tuning). Add it, or leave the "
             f"section '{_SAMPLER}' out to train without sampling."
         )
+    # Costs more than a minute: the first evaluation comes after models are loaded.
+    if sampler.evaluation.tasks and (inference := sampler.engine.inference) in ("transformers", "server"):
+        rule = f"needs vLLM's own outputs, which inference: {inference} does not have"
+        fix = "Use inference: vllm, or `vectorlm evaluate --tasks` on the final model."
+        yield refuse(config, f"{_SAMPLER}.tasks", rule, fix)
     # Silent: what was asked for would not be logged.
     evaluation, num = sampler.evaluation, sampler.engine.sampling_params.get("n") or 1
     if (largest := max(evaluation.at_k, default=1)) > num:
