@@ -14,6 +14,7 @@ from letters import letter_tokenizer
 from safetensors.torch import save_file
 
 from vectorlm.config import load_config
+from vectorlm.data.summary import Summary
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.packages import fields_of, is_installed
 from vectorlm.preflight import files, settings, summary
@@ -167,6 +168,19 @@ def test_hidden_tokens_must_be_the_same_for_the_data_and_the_loss(complete):
     made = "dataset_preprocess={ignore_index: -1, dataset_format: hf, data_field: text, load_path: a, save_path: b}"
     assert refused(complete, made) == ["dataset_preprocess.ignore_index"]
     passes(complete, made, "dataset.ignore_index=-1")
+
+
+def test_a_dataset_made_with_another_ignore_index_is_refused(complete):
+    dataset = Dataset.from_dict({"input_ids": [[1, 2, 3]], "labels": [[0, 2, 3]]})
+    Summary(8, ignore_index=0).keep_in(dataset)
+    dataset.save_to_disk("data/hidden")
+    places = ["dataset.train_ds", "dataset.eval_ds"]
+    assert refused(complete, *(f"{place}=data/hidden" for place in places)) == places
+    passes(complete, *(f"{place}=data/hidden" for place in places), "dataset.ignore_index=0")
+    config = load_config(complete, [RL, f"{TRAIN}.epochs=1", "rl.sft.dataset=data/hidden", "dataset=null"])
+    (found,) = files.file_problems(config)
+    assert found.startswith("rl.sft.dataset=")
+    assert "ignore_index=0" in found
 
 
 @pytest.mark.skipif(not fields_of("sampling_params.py", "SamplingParams"), reason="needs vLLM's source")

@@ -83,8 +83,13 @@ class Summary:
     @classmethod
     def read(cls, dataset: Dataset) -> Summary | None:
         """Return what preprocessing said of `dataset`; None where it was made elsewhere."""
+        return cls.parse(dataset.info.description)
+
+    @classmethod
+    def parse(cls, description: Any) -> Summary | None:
+        """Return what preprocessing wrote into a dataset's description; None where nothing of it is there."""
         try:
-            return cls(**json.loads(dataset.info.description)[_KEY])
+            return cls(**json.loads(description)[_KEY])
         except (ValueError, KeyError, TypeError):
             return None
 

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
-from vectorlm.data.summary import VALUE_COLUMNS
+from vectorlm.data.settings import DatasetSettings
+from vectorlm.data.summary import VALUE_COLUMNS, Summary
 from vectorlm.packages import is_installed
 from vectorlm.preflight.local_model import describe_absent, description_of, missing_weights, own_length
 from vectorlm.ranks.topology import has_gpu
@@ -62,11 +63,12 @@ def file_problems(config: Config) -> Iterator[str]:
     elif config.rl is not None and config.rl.sft is not None:
         folders = [("rl.sft.dataset", config.rl.sft.dataset)]
     for place, path in folders:
-        if (problem := _dataset_problem(Path(path), config.examples)) is not None:
+        index = DatasetSettings.ignore_index if data is None or config.rl is not None else data.ignore_index
+        if (problem := _dataset_problem(Path(path), config.examples, index)) is not None:
             yield refuse(config, place, *problem, path)
 
 
-def _dataset_problem(folder: Path, examples: str) -> tuple[str, str] | None:
+def _dataset_problem(folder: Path, examples: str, ignore_index: int) -> tuple[str, str] | None:
     """Return what is wrong with the folder of a preprocessed dataset, and a fix; does without the package datasets."""
     if not folder.is_dir():
         return "is not a folder", "Preprocess the dataset first."
@@ -74,7 +76,8 @@ def _dataset_problem(folder: Path, examples: str) -> tuple[str, str] | None:
         splits = sorted(str(child) for child in folder.iterdir() if child.is_dir())
         return "holds several datasets", f"Name one of: {', '.join(splits)}."
     try:
-        columns = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8")).get("features") or ()
+        info = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+        columns, made = info.get("features") or (), Summary.parse(info.get("description"))
     except (OSError, ValueError, AttributeError):
         return "is not a dataset", "Name a folder written by `datasets.Dataset.save_to_disk`."
     if missing := [name for name in ("input_ids", "labels") if columns and name not in columns]:
@@ -85,6 +88,13 @@ def _dataset_problem(folder: Path, examples: str) -> tuple[str, str] | None:
     if columns and found != examples:
         fix = f"Preprocess with dataset_preprocess.examples={examples}, or add the section that trains on {found}."
         return f"holds {found}, and this run trains on {examples}", fix
+    # Silent: the loss would count hidden tokens.
+    if made is not None and made.ignore_index != ignore_index:
+        rule = f"was made with ignore_index={made.ignore_index}, and this run leaves {ignore_index} out of the loss"
+        return (
+            rule,
+            f"Preprocess it with {ignore_index}, or set dataset.ignore_index where that is trained on.",
+        )
     return None
 
 

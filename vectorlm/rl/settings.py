@@ -233,7 +233,7 @@ class SFTSettings:
     """Texts of a dataset, learned in the same optimizer steps as completions."""
 
     dataset: Text
-    """Folder that `vectorlm preprocess` wrote, with texts and no preference data."""
+    """Folder that `vectorlm preprocess` wrote, with texts, no preference data and its `ignore_index` of -100."""
     rows_per_step: PositiveInt = 8
     """Rows of the dataset in an optimizer step of all ranks; a multiple of the number of ranks."""
     share: Fraction = 0.1
