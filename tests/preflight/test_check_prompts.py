@@ -4,6 +4,7 @@ import json
 
 import pytest
 from rl_runs import config_of, save_files
+from transformers import AutoTokenizer
 
 from vectorlm.config import load_config
 from vectorlm.errors import ConfigError, DatasetError
@@ -102,6 +103,48 @@ def test_columns_that_rewards_do_not_get_and_answers_that_cannot_be_so_long_are_
     assert about_columns.startswith(f"{RL}: rewards do not get the column completion, prompts")
     assert about_length.startswith("rl.sampling_params.max_tokens=64: ")
     assert notes("rl.sampling_params.max_tokens=63") == []
+
+
+@pytest.mark.parametrize("setting", ["rl.sampling_params", "train_parameters.sampler.sampling_params"])
+@pytest.mark.parametrize(
+    ("parameters", "is_refused"),
+    [
+        ("stop: <|turn|>", True),
+        ("stop: [abc, 'a<|turn|>b']", True),
+        ("stop: <|turn|>, stop_token_ids: [3]", True),
+        ("stop: <|turn|>, stop_token_ids: [{id}]", False),
+        ("stop: <|turn|>, skip_special_tokens: false", False),
+        ("stop: [abc, <|plain|>]", False),
+        ("stop: </s>", False),
+        ("stop: </s>, ignore_eos: true", True),
+    ],
+)
+def test_a_stop_string_that_no_text_holds_is_refused(files, setting, parameters, is_refused):
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.add_tokens(["<|plain|>"])
+    tokenizer.save_pretrained(files / "model")
+    number = tokenizer.convert_tokens_to_ids("<|turn|>")
+    given = [f"{setting}={{max_tokens: 8, {parameters.format(id=number)}}}"]
+    if not is_refused:
+        check(files, RL, [{"prompt": "a"}], None, given)
+        return
+    with pytest.raises(ConfigError, match=rf"{setting}\.stop=.*holds the special token") as caught:
+        check(files, RL, [{"prompt": "a"}], None, given)
+    assert f"stop_token_ids: [{0 if '</s>' in parameters else number}]" in str(caught.value)
+
+
+def test_stop_strings_of_fine_tuning_are_looked_at_too(files):
+    (files / "asked.jsonl").write_text(json.dumps({"prompt": "abc"}) + "\n")
+    for split in ("train", "eval"):
+        (files / split).mkdir()
+        (files / split / "dataset_info.json").write_text("{}")
+    path = files / "text.yaml"
+    path.write_text(TEXT.format(files=files))
+    params = "train_parameters.sampler.sampling_params={max_tokens: 8, ignore_eos: true, stop: %s}"
+    preflight(load_config(path, [params % "b"]), 1)
+    with pytest.raises(ConfigError, match="holds the special token"):
+        preflight(load_config(path, [params % "</s>"]), 1)
 
 
 def test_half_a_character_in_a_list_of_prompts_is_refused_by_its_place(files):

@@ -22,6 +22,7 @@ from vectorlm.preflight.files import file_problems, package_problems
 from vectorlm.preflight.local_model import description_of, own_length, resolve_model, vocab_size
 from vectorlm.preflight.resume import Resumption, find_resumption
 from vectorlm.preflight.rewards import reward_notes, reward_problems
+from vectorlm.preflight.sampling import stop_problems
 from vectorlm.preflight.settings import setting_problems
 from vectorlm.ranks.placement import without_gc
 from vectorlm.rewards.signature import RESERVED
@@ -67,8 +68,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         *package_problems(config),
         *file_problems(config),
     ]
-    rl, sampler = config.rl, config.train_parameters.sampler
-    max_tokens = math.inf
+    rl, sampler, max_tokens = config.rl, config.train_parameters.sampler, math.inf
     # These cost more than a minute: they are needed after models are loaded.
     sources = {} if rl is None else rl.by_source
     prompts = {name: _read(config, name, each.prompts, problems) for name, each in sources.items()}
@@ -113,10 +113,12 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         not isinstance(each.prompt, str) or len(each.prompt.encode()) + 2 > max_tokens
         for each in evaluation_prompts
     )
-    if rl is not None or is_long:
+    if rl is not None or is_long or any(each.get("stop") for each in config.sampling_params.values()):
         from vectorlm.train.load import load_tokenizer
 
         tokenizer = load_tokenizer(config.model)
+        # Silent: answers would go on to their longest.
+        raise_problems(list(stop_problems(config.sampling_params, config.origins, tokenizer)))
         size = vocab_size(Path(config.model))
         for is_held_out, found in ((False, shown), (True, held_out)):
             for name, each in found.items():

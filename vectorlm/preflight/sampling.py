@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 from annotated_types import Predicate
@@ -11,6 +12,7 @@ from pydantic import Field
 from vectorlm.config.foreign import FOREIGN
 from vectorlm.config.source import Entry
 from vectorlm.config.value import convert, describe_refusal
+from vectorlm.encoding import end_tokens
 from vectorlm.errors import ConfigError
 from vectorlm.packages import fields_of
 from vectorlm.settings import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, nearest
@@ -83,3 +85,27 @@ def sampling_problems(
     if known and parameters.get("temperature") == 0 and parameters.get("n") not in (None, 1):
         fix = "Use 1, or a higher temperature."
         yield describe_refusal(f"{prefix}n", parameters["n"], "answers would be equal at temperature 0", fix)
+
+
+def stop_problems(
+    given: Mapping[str, Mapping[str, Any]], origins: Mapping[str, str], tokenizer: Any
+) -> Iterator[str]:
+    """Find stop strings that end no answer: they hold a special token, which the texts of answers leave out.
+
+    `given` are sampling parameters by their place in the config.
+    """
+    known = {}
+    with suppress(NotImplementedError):  # As tokenizers of mistral-common raise.
+        known = {each.content: key for key, each in tokenizer.added_tokens_decoder.items() if each.special}
+    for path, parameters in given.items():
+        ends = set(parameters.get("stop_token_ids") or ())
+        ends |= set() if parameters.get("ignore_eos") else end_tokens(tokenizer)
+        for stop in _listed(parameters.get("stop") or ()):
+            held = {text: number for text, number in known.items() if text in str(stop)}
+            if held and ends.isdisjoint(held.values()) and parameters.get("skip_special_tokens") is not False:
+                text, number = next(iter(held.items()))
+                rule = (
+                    f"holds the special token {text}, which the texts of answers leave out: it would end none"
+                )
+                fix = f"Set {path}.stop_token_ids: [{number}]."
+                yield describe_refusal(f"{path}.stop", stop, rule, fix, origins.get(f"{path}.stop", ""))
