@@ -263,7 +263,7 @@ def test_an_empty_file_misses_everything_required(write_config):
             "not valid YAML: could not determine a constructor for the tag "
             "'tag:yaml.org,2002:python/name:os.system' (my.yaml:1).",
         ),
-        ("model: 2024-13-01\n", "not valid YAML: month must be in 1..12 (my.yaml:1)."),
+        ("model: !!timestamp 2024-13-01\n", "not valid YAML: month must be in 1..12 (my.yaml:1)."),
         ("? [a, b]\n: 1\n", "not valid YAML: a key must be a single value, not ['a', 'b'] (my.yaml:1)."),
         ("wandb_config:\n  <<: 5\n", "not valid YAML: '<<' must be followed by a mapping (my.yaml:2)."),
         ("wandb_config: &a {b: *a}\n", "not valid YAML: it contains itself (my.yaml:1)."),
