@@ -192,6 +192,25 @@ def test_a_run_s_config_brings_questions_rewards_and_sampling_parameters(files, 
 
 
 @pytest.mark.parametrize(
+    ("overrides", "fewest", "most"),
+    [
+        ({"max_seq_len": "12", "sampler.engine": "{}"}, 1, 9),
+        ({"sampler.inference": "transformers", "sampler.engine": "{max_model_len: 10}"}, 1, 7),
+        ({"max_seq_len": "-1", "sampler.engine": "{}"}, 10, 30),
+    ],
+)  # fmt: skip
+def test_answers_are_as_long_as_in_the_run(files, tmp_path, overrides, fewest, most):
+    config_of(files, tmp_path / "long")
+    output = tmp_path / "found.json"
+    sets = [part for key, value in overrides.items() for part in ("--set", f"train_parameters.{key}={value}")]
+    more = ["--max_tokens", 30, "--param", "ignore_eos=true"]
+    assert evaluate(files, files / "long.yaml", *sets, *more, "--output", output) == 0
+    texts = [answer["completions"][0]["text"] for answer in json.loads(output.read_text())["answers"]]
+    # Some tokens of the model have no text.
+    assert fewest <= max(len(text.split()) for text in texts) <= most
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "--prompts"),

@@ -257,7 +257,9 @@ def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
     model, adapter = require_model(args)
     if exam.environment is None or exam.collect is None:
         prompts = [asked(record) for record in exam.prompt_records]
-        sampled = ask(args.engine, model, adapter, prompts, exam.sampling_params, exam.engine_args)
+        longest = {} if exam.max_seq_len == -1 else {"max_model_len": exam.max_seq_len}
+        engine_args = {**longest, **exam.engine_args}
+        sampled = ask(args.engine, model, adapter, prompts, exam.sampling_params, engine_args)
         return [
             [Rollout.begun(record, each) for each in options]
             for record, options in zip(exam.prompt_records, sampled, strict=True)

@@ -35,7 +35,7 @@ class Exam:
     collect: CollectSettings | None = None
     """How rollouts are made with it."""
     max_seq_len: int = -1
-    """Longest rollout in tokens, where the engine's arguments have no max_model_len; -1 for the model's own."""
+    """Longest prompt with its answer, where the engine's arguments have no max_model_len; -1 for the model's own."""
     seed: int = 0
     """Where their seeds come from, if the sampling parameters have none."""
 
@@ -108,11 +108,14 @@ def _exam_of(config: Config, reads_prompts: bool) -> Exam:
     if settings.inference == "vllm":
         dtype = config.train_parameters.engine_dtype(has_gpu())
         exam = replace(exam, engine_args={"dtype": dtype, **settings.engine_args})
+    if rl is not None:
+        # This imports torch, which other configs do without.
+        from vectorlm.preflight.rl import longest_sequence
+
+        # Half an answer is a wrong one: it ends where the run ends it.
+        exam = replace(exam, max_seq_len=longest_sequence(config))
     if rl is not None and (environment := rl.collect.environment_of("")) is not None:
-        train = config.train_parameters
-        exam = replace(
-            exam, environment=environment, collect=rl.collect, seed=train.seed, max_seq_len=train.max_seq_len
-        )
+        exam = replace(exam, environment=environment, collect=rl.collect, seed=config.train_parameters.seed)
     if reads_prompts and held_out.prompts is not None:
         exam = replace(exam, prompt_records=read_prompts(held_out.prompts))
     if held_out.reward is not None:

@@ -182,7 +182,7 @@ def open_engine(
             from vectorlm.backends.transformers import HFEngine
 
             logging.disable_progress_bar()
-            opened = HFEngine(model)
+            opened = HFEngine(model, max_model_len=engine_args.get("max_model_len"))
         with opened as engine:
             if adapter is not None:
                 from transformers import AutoModelForCausalLM

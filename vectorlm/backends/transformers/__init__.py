@@ -26,6 +26,7 @@ class HFEngine(SamplingEngine):
         sampling_params: Used where a call gives none: a mapping with the fields of `parameters.Parameters`.
         dtype: The copy's precision, as torch spells it.
         batch_size: Completions that are continued together.
+        max_model_len: Longest prompt and completion together, in tokens; the model's own limit when omitted.
         logprobs_mode: `processed_logprobs`, or `raw_logprobs` for those before penalties, temperature and cuts.
         timeout_s: Longest silence tolerated from a rank, in seconds.
 
@@ -41,6 +42,7 @@ class HFEngine(SamplingEngine):
         sampling_params: Any = None,
         dtype: str = "float32",
         batch_size: int = 64,
+        max_model_len: int | None = None,
         logprobs_mode: str = "processed_logprobs",
         timeout_s: float = 300.0,
     ) -> None:
@@ -54,6 +56,7 @@ class HFEngine(SamplingEngine):
             timeout_s=timeout_s,
             dtype=dtype,
             max_num_seqs=batch_size,
+            max_model_len=max_model_len,
             logprobs_mode=logprobs_mode,
             device=topology.device,
         )
