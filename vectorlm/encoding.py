@@ -114,7 +114,7 @@ def plain_message(message: Mapping[str, Any], *, parses: bool = True) -> dict[st
         raise ValueError(f"its content is {str(content)[:60]!r}, and must be text")
     if other := [kind for kind in kinds if kind != "text"]:
         raise ValueError(f"a part of its content has the type {other[0]!r}, and models read text alone")
-    return {**found, "content": "".join(str(part.get("text") or "") for part in parts)}
+    return {**found, "content": text_of_message(found)}
 
 
 def _plain_calls(value: Any, parses: bool) -> Any:
@@ -192,7 +192,7 @@ def text_of_message(message: Mapping[str, Any]) -> str:
     """Return the text of a message, of its parts together."""
     content = message.get("content")
     parts = [{"text": content}] if isinstance(content, str) else content or ()
-    return "".join(part.get("text", "") for part in parts)
+    return "".join(str(part.get("text") or "") for part in parts)
 
 
 def chat_of(prompt: Any, text: str) -> list[Mapping[str, Any]] | None:

@@ -78,7 +78,7 @@ def test_a_resumed_run_that_follows_another_metric_starts_over_with_it():
     after = EarlyStopping("eval/loss", patience=3, keeps_best=True, say=said.append)
     after.load_state_dict(before.state_dict())
     assert after.best_step is None
-    assert said == ["the best is that of eval/loss from here on; it was of eval/accuracy"]
+    assert said == ["the best step is chosen by eval/loss from here on; it was by eval/accuracy"]
     # Beside -0.7, the best accuracy as it is kept, every loss would be too high.
     observe(after, [2.0, 1.0, 1.5, 1.5], start=3)
     assert after.best_step == 4

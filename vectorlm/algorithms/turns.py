@@ -64,7 +64,7 @@ def scaled_as_groups(
     """Scale what `turn_advantages` returns as `group_advantages` scales advantages of completions.
 
     They become what a mean that includes the completion itself gives in the first turn. The deviation is of all turns
-    of the group, with ``scale="batch"`` that of the returns of all turns; ``scale="none"`` does not divide.
+    of the group, with ``scale="batch"`` of the returns of all turns; ``scale="none"`` does not divide.
     """
     count = has_turn.any(dim=2).sum(dim=1).view(-1, 1, 1)
     centred = advantages * ((count - 1) / count.clamp(min=1))

@@ -128,7 +128,7 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
 def noted_of(model: Path, name: str, kind: type) -> Any:
     """Return a `kind` that the card of an exported model notes under `name`; None where it does not.
 
-    The `step` is that of the weights, and on the base in this `quantization` the adapters were trained.
+    `step` counts the optimizer steps behind the weights; `quantization` is how the base of adapters was held.
     """
     parts = _read(model / "README.md").split("---\n")
     try:

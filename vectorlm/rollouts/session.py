@@ -143,7 +143,7 @@ class Session:
             return await self._continue(before, ids, text, params, lambda said: None, hear=hear)
 
         def grown(said: str) -> str | None:
-            """Return what a longer prompt may begin with; after an empty answer the same prompt is asked anew."""
+            """Return what a longer prompt may begin with; after an empty answer the same prompt begins a new chat."""
             return prompt + said if said else None
 
         before = self._longest(

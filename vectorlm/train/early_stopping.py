@@ -103,7 +103,7 @@ class EarlyStopping:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the evaluations of `state`; of another metric they say nothing."""
         if (before := state.get("metric", self.metric)) != self.metric:
-            self.say(f"the best is that of {self.metric} from here on; it was of {before}")
+            self.say(f"the best step is chosen by {self.metric} from here on; it was by {before}")
             return
         self._best, self._to_beat = tuple(state["best"]), tuple(state["to_beat"])
         self._num_without = state["num_without"]
