@@ -251,7 +251,8 @@ import json, urllib.request
 
 class Played:
     def respond(self, text):
-        return None if "u" in text else "abc"
+        # After an empty answer, a longer prompt begins a row of its own.
+        return None if not text or "u" in text else "bcd"
 
 def agent(url, key, row):
     text = row["prompt"]
@@ -260,9 +261,9 @@ def agent(url, key, row):
         body = json.dumps({"model": "policy", "prompt": text}).encode()
         with urllib.request.urlopen(urllib.request.Request(url + "/completions", body, headers)) as answer:
             choice = json.load(answer)["choices"][0]
-        if choice["finish_reason"] == "length" or "u" in choice["text"]:
+        if choice["finish_reason"] == "length" or not choice["text"] or "u" in choice["text"]:
             return
-        text += choice["text"] + "abc"
+        text += choice["text"] + "bcd"
 """
 
 
