@@ -81,6 +81,7 @@ def save_texts(folder: Path) -> Path:
     from datasets import Dataset
 
     from vectorlm.data.pack import Frame, TokenisedText, pack_texts
+    from vectorlm.data.summary import Summary
 
     generator = random.Random(0)
     texts: list[TokenisedText] = []
@@ -88,7 +89,8 @@ def save_texts(folder: Path) -> Path:
         length = min(max(int(generator.expovariate(1 / MEAN_TOKENS)), 16), MAX_TOKENS)
         texts.append(TokenisedText.counted([generator.randrange(3, 8000) for _ in range(length)]))
     Dataset.from_list([{"input_ids": text.input_ids} for text in texts]).save_to_disk(folder)
-    rows = [asdict(row) for row in pack_texts(texts, Frame(MAX_TOKENS), "full")]
+    packed = pack_texts(texts, Frame(MAX_TOKENS), Summary(MAX_TOKENS, ignore_index=-100), "full")
+    rows = [asdict(row) for row in packed]
     Dataset.from_list(rows[: STEPS * STEP_ROWS]).save_to_disk(folder.with_suffix(".packed"))
     return folder
 
