@@ -163,6 +163,12 @@ def test_a_dataset_of_nothing_but_empty_texts_is_refused():
     assert not Path("rows").exists()
 
 
+def test_texts_that_are_cut_before_their_first_counted_token_are_refused():
+    with pytest.raises(DatasetError, match=r"counts in the loss within max_seq_len=6.*or raise max_seq_len"):
+        made_of(["abcdefg:h", "bcdefghi:j"], truncate=True, seperator=":")
+    assert not Path("rows").exists()
+
+
 def test_special_tokens_that_the_tokenizer_lacks_are_refused_unless_not_asked_for():
     tokenizer = letter_tokenizer(with_special_tokens=False)
     with pytest.raises(ConfigError, match="neither a bos_token nor an eos_token"):

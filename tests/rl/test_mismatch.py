@@ -97,6 +97,17 @@ def test_a_step_that_teaches_nothing_is_said_with_its_causes(tmp_path, rewards, 
     assert said == [f"step 3: nothing to learn from 2 completions ({causes}); the weights stay as they are"]
 
 
+def test_the_table_of_completions_shows_the_end_of_a_prompt_and_the_beginning_of_its_answer(tmp_path):
+    rollout, said = rollout_of("far away " * 20 + "2+2?", "4, " + "since " * 40), []
+    group = RolloutGroup([rollout], torch.tensor([0.5]), {"mine": torch.tensor([0.5])})
+    RolloutLogger(tmp_path, show_every=2, say=said.append).write(4, [group], None)
+    (table,) = [text for text in said if text.startswith("step 4:\n")]
+    line = table.splitlines()[-1]
+    assert line.startswith("  0.50    …")
+    assert "2+2?  4, since " in line
+    assert line.endswith("…")
+
+
 def test_that_all_completions_are_cut_is_said_once_until_one_ends(tmp_path):
     rows, old = drifted([[0.0, 0.0]], [[1, 1]])
     batch = TrainBatch(rows, old, old, None, None, metrics={})

@@ -390,6 +390,7 @@ def refuse():
         (lambda: 1 / 0, rf"ZeroDivisionError: division by zero \({__file__}:\d+\)"),
         (lambda: time.sleep(60), r"no answer within 1 s"),
         (refuse, rf"ConnectionRefusedError: port 80 \({__file__}:\d+\)"),
+        (lambda: sys.exit(2), rf"SystemExit: 2 \({__file__}:\d+\)"),
         (leave, "its process ended with exit code 3"),
         (lambda: 3, "TypeError: it returned '?3'?, a int"),
     ],
