@@ -25,11 +25,11 @@ def most_allocated(function: Callable[[], Any]) -> int:
     ]
     changes, sizes = [], {}
     for _, address, size in sorted(events):
-        changes.append(size - sizes.pop(address, 0) if size > 0 else size)
+        earlier = sizes.pop(address, 0)
         if size > 0:
             sizes[address] = size
-        else:
-            sizes.pop(address, None)
+            size -= earlier
+        changes.append(size)
     return max(accumulate(changes))
 
 
