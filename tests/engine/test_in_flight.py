@@ -3,11 +3,14 @@
 Of new weights: what each token was sampled with, and from which cache.
 """
 
+import gc
 import math
 import os
 import signal
 import threading
 import time
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,54 @@ def test_a_cancelled_batch_leaves_nothing_that_is_waited_for(engine):
         engine.submit([[3]], GREEDY).cancel()
     engine.sample([[2]], GREEDY)
     assert engine._channel._awaited == {}
+
+
+def test_a_batch_that_nobody_keeps_is_cancelled_with_a_warning(engine):
+    engine.sample([[2]], GREEDY)
+    for _ in range(20):
+        with pytest.warns(RuntimeWarning, match=r"nobody keeps what engine.submit\(\) returned"):
+            engine.submit([[2, 3]], LONG_GREEDY)
+    assert engine.poll() == []
+    assert not engine._open
+    engine.sample([[2]], GREEDY)
+    assert (engine._channel._awaited, engine._channel._answers) == ({}, {})
+
+
+def test_a_batch_whose_result_was_read_is_let_go_of_in_silence(engine):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        assert len(engine.submit([[2]], GREEDY).result()) == 1
+        engine.submit([[2]], GREEDY).cancel()
+        gc.collect()
+    assert caught == []
+    assert not engine._open
+
+
+def drop_on_one_rank(topology):
+    """Drop one of two batches on a rank alone; return what `poll` gives, and what becomes of the other rank's batch."""
+    found = {}
+    for dropping in range(2):
+        with (
+            FakeEngine(lambda prompt, version: prompt, topology=topology) as engine,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore", RuntimeWarning)
+            handles = engine.submit_many([(["a"], None), (["b"], None)])
+            if topology.rank == dropping:
+                del handles[0]
+            polled = []
+            while not polled:
+                polled = engine.poll(0.1)
+            assert polled == handles[-1:]
+            assert engine.poll() == []
+            with pytest.raises(EngineError, match="were cancelled") if len(handles) == 2 else nullcontext():
+                handles[0].result()
+            found[dropping] = polled[0].result()[0][0].text, engine.sample(["c"])[0][0].text
+    return found
+
+
+def test_a_batch_that_one_rank_lets_go_of_is_cancelled_on_all():
+    assert on_ranks(2, drop_on_one_rank) == [dict.fromkeys(range(2), ("b", "c"))] * 2
 
 
 def test_what_cannot_be_sent_is_the_callers_error_and_harms_nothing(engine):
@@ -147,7 +198,8 @@ def test_a_handle_that_nobody_holds_takes_its_requests_back():
     )
     assert not handle.is_finished_here()
     assert channel.cancelled == []
-    del handle
+    with pytest.warns(RuntimeWarning, match="nobody keeps"):
+        del handle
     assert channel.cancelled == [7]
 
 
@@ -237,7 +289,7 @@ def refuse_on_two_engines(topology):
                     call()
                 found.append((str(caught.value), {each[0].text for each in handle.result()}))
                 engine.sample(["q"] * 2)
-        engine.submit(["q"] * 20)
+        handle = engine.submit(["q"] * 20)
         skipped = engine.update(model, 0).skipped
         drained = engine.update(model, 1, in_flight="drain").version
         engine.sleep()

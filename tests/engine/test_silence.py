@@ -198,9 +198,9 @@ def poll_for(topology, num_steps, timeout_s):
     """Poll once; return the number of batches it found and the seconds it took."""
     with scripted(topology, answers="{0}".format, num_steps=num_steps, step_s=0.02) as engine:
         engine.wait_until_ready()
-        engine.submit([[2, 3]])
+        handle = engine.submit([[2, 3]])
         start = time.monotonic()
-        return len(engine.poll(timeout_s)), time.monotonic() - start
+        return engine.poll(timeout_s).count(handle), time.monotonic() - start
 
 
 def poll_twice(topology):

@@ -13,7 +13,7 @@ from vectorlm.packages import fields_of, versions_of_rank
 from vectorlm.ranks.placement import devices_of_engine, tensor_parallel_size
 from vectorlm.ranks.topology import Topology
 from vectorlm.settings import nearest, require_choice
-from vectorlm.weights.model_size import read_model_size
+from vectorlm.weights.model_size import read_model_size, two_sets_of_weights
 
 PLACES = ("url", "token", "download_dir")
 """Arguments of engines that may be each machine's own."""
@@ -164,13 +164,18 @@ def share_of_engine(
     return devices
 
 
-def require_folder(model: str | Path) -> None:
-    """Raise FileNotFoundError for a missing folder; a name that may be of a model hub passes, with a warning if new."""
+def require_folder(model: str | Path, inference: str = "vllm") -> None:
+    """Raise FileNotFoundError for a missing folder, ValueError for one whose weights are ambiguous.
+
+    A name that may be of a model hub passes, with a warning if new.
+    """
     path = Path(model)
     # A hub's "owner/name" has no folder called "owner" beside the script.
     is_local = path.is_absolute() or (path.parent != Path() and path.parent.is_dir())
     if is_local and not path.is_dir():
         raise FileNotFoundError(f"the model folder {model} does not exist.")
+    if inference == "vllm" and path.is_dir() and (rule := two_sets_of_weights(path)) is not None:
+        raise ValueError(f"{model} {rule}. Delete what is not meant.")
     if str(model).count("/") == 1 and not path.is_dir() and _is_unknown(str(model)):
         text = f"{model} is not a folder here, and not in the cache of the model hub: it is looked for on the hub."
         warnings.warn(text, stacklevel=3)

@@ -73,7 +73,7 @@ class SamplingEngine:
     Raises:
         FileNotFoundError: `model` looks like a path and does not exist.
         TypeError: An argument is unknown.
-        ValueError: An argument is out of range.
+        ValueError: An argument is out of range, or the folder has two sets of weights.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SamplingEngine:
         let_go_of_last_error()
         settings = arguments.merge(settings or EngineSettings(), engine_args, SamplingEngine.__init__)
         arguments.require_channel(channel, devices=devices, log_path=log_path)
-        arguments.require_folder(model)
+        arguments.require_folder(model, settings.inference)
         self._topology = topology = Topology.from_environment() if topology is None else topology
         engine_args = dict(settings.engine_args)
         self._tokenizer_of = arguments.tokenizer_of(model, engine_args)
@@ -113,7 +113,8 @@ class SamplingEngine:
         self._closed = False
         self._names = itertools.count()
         self._pid = os.getpid()
-        self._open: list[BatchHandle] = []
+        self._open: weakref.WeakValueDictionary[str, BatchHandle] = weakref.WeakValueDictionary()
+        """What `submit` returned, by name, as long as somebody keeps it."""
         own_args = engine_args
         if settings.inference == "vllm" and (index := topology.rank // self.engine_ranks.ranks_per_engine):
             # Engines with one seed would draw the same random numbers for requests without a seed.
@@ -276,8 +277,9 @@ class SamplingEngine:
     def submit(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> BatchHandle:
         """Start sampling and return at once; the engine samples while the ranks do something else.
 
-        Takes what `sample` takes, and returns the batch: `done()`, `result(timeout_s)` and `cancel()`. An `update`
-        while the batch is not done needs `in_flight`.
+        Takes what `sample` takes, and returns the batch: `done()`, `result(timeout_s)` and `cancel()`. Every rank keeps
+        it: a batch that one of them lets go of is cancelled, with a warning. An `update` while it is not done needs
+        `in_flight`.
 
         Raises:
             RankMismatch, HandoffTimeout: As for `sample`. Errors of the engine are raised by `result`.
@@ -287,13 +289,13 @@ class SamplingEngine:
     def submit_many(self, requests: Sequence[SamplingRequest]) -> list[BatchHandle]:
         """Do what `submit` does for several pairs of prompts and sampling parameters, in one exchange between ranks."""
         batches = self._submit("submit", requests)
-        self._open = [each for each in self._open if not each.is_settled] + batches
+        self._open.update((batch.name, batch) for batch in batches)
         return batches
 
     def poll(self, timeout_s: float = 0.0) -> list[BatchHandle]:
         """Return the batches that have finished, each once, in the order of their submission, with their results.
 
-        Batches that were cancelled or whose result was read are left out.
+        Batches that were cancelled, whose result was read, or that nobody keeps are left out.
 
         Args:
             timeout_s: If none has finished, wait for one, this many seconds at most; does not wait if nothing is in
@@ -301,22 +303,32 @@ class SamplingEngine:
         """
         self.wait_until_ready()
         deadline_s = time.monotonic() + timeout_s
-        self._open = [each for each in self._open if not each.is_settled]
+        kept = {name: batch for name, batch in self._open.items() if not batch.is_settled}
 
-        def here() -> list[bool]:
-            return [batch.is_finished_here() for batch in self._open]
+        def here() -> dict[str, bool]:
+            return {name: batch.is_finished_here() for name, batch in kept.items()}
 
         while True:
-            left_s = max(deadline_s - time.monotonic(), 0.0) if self._open else 0.0
-            flags = self._look(
-                "poll", lambda: [*here(), deadline_s <= time.monotonic()], lambda: any(here()), left_s
+            left_s = max(deadline_s - time.monotonic(), 0.0) if kept else 0.0
+            of_ranks = self._look(
+                "poll",
+                lambda: (here(), deadline_s <= time.monotonic()),
+                lambda: any(here().values()),
+                left_s,
             )
-            finished = [batch for batch, *each in zip(self._open, *flags, strict=False) if all(each)]
+            # A rank lets go of a batch when Python collects it; the others could not read its result alone.
+            for name in [name for name in kept if any(name not in flags for flags, _ in of_ranks)]:
+                warnings.warn(
+                    "another rank does not keep a batch, which is cancelled here too.", RuntimeWarning, 2
+                )
+                kept.pop(name).cancel()
+            finished = [batch for name, batch in kept.items() if all(flags[name] for flags, _ in of_ranks)]
             # Ranks' clocks differ: the first decides for all.
-            if finished or not self._open or flags[0][-1]:
+            if finished or not kept or of_ranks[0][1]:
                 break
         exchange_results(finished)
-        self._open = [batch for batch in self._open if batch not in finished]
+        for batch in finished:
+            self._open.pop(batch.name, None)
         return finished
 
     def update(
@@ -483,7 +495,7 @@ class SamplingEngine:
 
         def here() -> int:
             waiting = 0 if self.local is None else self.local.num_in_flight
-            return waiting + sum(not batch.is_finished_here() for batch in self._open)
+            return waiting + sum(not batch.is_finished_here() for batch in self._open.values())
 
         return sum(self.engine_ranks.on_all_ranks("count the requests in flight", here))
 
@@ -492,7 +504,7 @@ class SamplingEngine:
 
         def ended() -> bool:
             is_idle = self.local is None or not self.local.num_in_flight
-            return is_idle and all(batch.look() for batch in self._open)
+            return is_idle and all(batch.look() for batch in self._open.values())
 
         def look() -> bool:
             if self.local is not None:

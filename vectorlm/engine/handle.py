@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 
 CHUNKS_IN_FLIGHT = 8
 """Chunks that fill an engine where several engines compete for prompts."""
+LET_GO = (
+    "nobody keeps what engine.submit() returned: the batch is cancelled. Keep it until its result is read, or until "
+    "engine.poll() returns it."
+)
 
 
 class WorkQueue:
@@ -67,12 +73,14 @@ class WorkQueue:
             self._take_more()
         return self._answers
 
-    def cancel(self) -> None:
-        """Abort what is in flight, and take nothing more."""
+    def cancel(self) -> bool:
+        """Abort what is in flight, and take nothing more; return whether anything was."""
         self._is_drained = True
-        for number in self._in_flight.values():
-            self._channel.cancel(number)
+        numbers = list(self._in_flight.values())
         self._in_flight.clear()
+        for number in numbers:
+            self._channel.cancel(number)
+        return bool(numbers)
 
     def _take_more(self) -> None:
         while not self._is_drained and self._num_in_flight() < self._capacity:
@@ -105,7 +113,9 @@ class BatchHandle:
         silence_s: float,
     ) -> None:
         """Queue the same prompts on every rank; the result holds those at `places`, without a gap."""
-        self._name = name
+        self.name = name
+        """The same on all ranks."""
+        self._pid = os.getpid()
         self._places = places
         self._as_request_outputs = command.as_request_outputs
         self._engine_ranks = engine_ranks
@@ -185,14 +195,16 @@ class BatchHandle:
 
     def __del__(self) -> None:
         # Nobody can ask for the answers any more: the engine need not sample them, nor the channel keep them.
-        try:  # noqa: SIM105 (`contextlib.suppress` may be gone already when the interpreter ends)
-            self._cancel_here()
-        except Exception:
+        try:
+            if self._cancel_here() and self._result is None and self._pid == os.getpid():
+                self._collectives.require_open()
+                warnings.warn(LET_GO, RuntimeWarning, stacklevel=2)
+        except Exception:  # Whatever this needs may be gone when the interpreter ends.
             pass
 
-    def _cancel_here(self) -> None:
-        if self._queue is not None:
-            self._queue.cancel()
+    def _cancel_here(self) -> bool:
+        """Return whether anything was in flight here."""
+        return self._queue is not None and self._queue.cancel()
 
     def _all_answers(self, timeout_s: float | None) -> Answers:
         if self._result is None:
@@ -210,7 +222,7 @@ class BatchHandle:
         self._result = answers, error
         if len(self._engine_ranks.ranks) > 1:
             # Every engine has drawn its last chunk before it gave its answers.
-            self._collectives.forget_tickets(self._name)
+            self._collectives.forget_tickets(self.name)
 
     def _collect(self, deadline_s: float | None) -> Answers:
         if self._failure is not None:

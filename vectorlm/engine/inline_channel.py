@@ -22,6 +22,7 @@ class InlineChannel:
         self._count = itertools.count()
         self._answers: dict[int, messages.Answer | messages.Failed] = {}
         self._tell: dict[int, messages.TakeAnswer] = {}
+        self._taken_back: list[int] = []
         self._moved_at = time.monotonic()
         self._scheduler: Scheduler | None = None
         began = time.perf_counter()
@@ -38,6 +39,7 @@ class InlineChannel:
         """Carry out a command; a `Generate` is only queued."""
         if self._scheduler is None:
             raise EngineDied("the engine is closed, or was never built.")
+        self._abort()
         number = next(self._count)
         self._moved_at = time.monotonic()
         self._answers.update(self._scheduler.carry_out(number, command))
@@ -51,6 +53,7 @@ class InlineChannel:
 
     def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:
         """Sample for a slice, and go on while there is time and `until()` does not hold."""
+        self._abort()
         deadline_s = time.monotonic() + timeout_s
         while self._scheduler is not None and self._scheduler.busy:
             for number, message in self._scheduler.step():
@@ -100,10 +103,15 @@ class InlineChannel:
         return self.answer(self.send(command), silence_s, f"answering {type(command).__name__}")
 
     def cancel(self, number: int) -> None:
-        """Abort a `Generate`."""
-        self._tell.pop(number, None)
-        if self._answers.pop(number, None) is None and self._scheduler is not None:
-            self._scheduler.carry_out(number, messages.Abort(number))
+        """Abort a `Generate`, at the next call: a handle may be collected in the middle of a step."""
+        self._taken_back.append(number)
+
+    def _abort(self) -> None:
+        while self._taken_back:
+            number = self._taken_back.pop()
+            self._tell.pop(number, None)
+            if self._answers.pop(number, None) is None and self._scheduler is not None:
+                self._scheduler.carry_out(number, messages.Abort(number))
 
     def close(self) -> None:
         """End the backend and let go of it."""

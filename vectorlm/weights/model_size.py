@@ -116,6 +116,25 @@ def damaged_weights(folder: Path) -> Iterator[str]:
             yield f"{path.name} is cut off: {size:,} bytes of {whole:,}"
 
 
+def two_sets_of_weights(folder: Path) -> str | None:
+    """Say so where vLLM would read other weights of a folder than transformers, or fail; None where both read the same.
+
+    Where transformers reads ``model.safetensors``, vLLM takes what an index names, and without an index all there is.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if not whole.is_file():
+        return None
+    others = {path.name for path in folder.glob("model-*-of-*.safetensors")}
+    if index.is_file():
+        try:
+            others = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) - {whole.name}
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return f"has an index that cannot be read, {index.name}"
+    if not others:
+        return None
+    return f"has two sets of weights: transformers reads {whole.name}, and vLLM {min(others)}"
+
+
 def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     files = sorted(folder.glob("*.safetensors"))
     if not files and "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
