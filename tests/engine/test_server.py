@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import psutil
@@ -342,6 +344,16 @@ def test_the_command_of_the_server_has_its_lock():
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
 
 
+@pytest.mark.parametrize("port", ["taken", 70000, -1])
+def test_a_port_that_nobody_can_listen_at_is_named_at_once(monkeypatch, capsys, port):
+    monkeypatch.setenv("VECTORLM_SERVER_TOKEN", TOKEN)
+    monkeypatch.setattr("os.execvpe", lambda *_: pytest.fail("vLLM would say so after seconds"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if port == "taken" else port
+        assert main(["serve", "--model", "model", f"--port={port}"]) == 2
+    assert f"cannot listen at port {port} of 127.0.0.1" in capsys.readouterr().err
+
+
 def test_only_on_cpu_nothing_is_compiled(monkeypatch):
     assert server_environment({})["TORCHDYNAMO_DISABLE"] == "1"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -377,7 +389,8 @@ def test_results_cross_the_wire_unchanged():
 
 def test_a_server_says_whether_a_trainer_has_written_to_its_weights():
     extension = ServerExtension()
-    extension.vllm_config = MagicMock()
+    extension.vllm_config, extension.model_runner = MagicMock(), MagicMock()
+    extension.vllm_config.parallel_config.data_parallel_size = 1
     said = []
     for method, values in (
         ("vectorlm_held", [[]]),
@@ -388,6 +401,22 @@ def test_a_server_says_whether_a_trainer_has_written_to_its_weights():
         extension.vectorlm_ask("me", method, values)
         said.append(extension.vectorlm_settings()["has_loaded"])
     assert said == [False, False, True, True]
+
+
+def test_a_server_says_how_many_steps_it_has_computed():
+    extension = ServerExtension()
+    extension.vllm_config, extension.model_runner = MagicMock(), MagicMock()
+    parallel = extension.vllm_config.parallel_config
+    parallel.data_parallel_size = 1
+    execute = extension.model_runner.execute_model
+    said = [extension.vectorlm_settings()["num_steps"]]
+    for num_tokens in (3, 0, 1):
+        scheduled = SimpleNamespace(total_num_scheduled_tokens=num_tokens)
+        assert extension.model_runner.execute_model(scheduled, more=1) is execute.return_value
+        execute.assert_called_with(scheduled, more=1)
+        said.append(extension.vectorlm_settings()["num_steps"])
+    parallel.data_parallel_size = 2
+    assert [*said, extension.vectorlm_settings()["num_steps"]] == [0, 1, 1, 2, None]
 
 
 def test_only_calls_of_the_channel_and_arenas_pass():

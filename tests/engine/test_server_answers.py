@@ -245,6 +245,38 @@ def test_a_connection_that_is_lost_while_requests_are_in_flight_is_survived(serv
         assert lost
 
 
+def test_vllm_is_imported_before_the_first_request(server, monkeypatch):
+    made = []
+    monkeypatch.setattr(server_backend, "make_sampling_params", made.append)
+    with closing(connect(server)):
+        assert made == [None]
+
+
+def test_a_request_that_a_living_server_has_lost_is_an_error_in_time(server, monkeypatch):
+    monkeypatch.setitem(SETTINGS, "num_steps", 0)
+    server.odd["/inference/v1/generate"] = None
+    with closing(connect(server)) as backend:
+        # As long as it computes, for whomever, an answer may come.
+        backend.submit("0-0", [2, 3], {"max_tokens": 2})
+        deadline = time.monotonic() + 3 * PATIENCE_S
+        while time.monotonic() < deadline:
+            SETTINGS["num_steps"] += 1
+            assert backend.poll() == []
+        with pytest.raises(EngineTimeout, match="runs, but has computed nothing for 1 s: requests wait"):
+            wait_for_answer(backend)
+
+
+def test_the_time_of_an_update_is_not_the_server_s_silence(server, monkeypatch):
+    monkeypatch.setitem(SETTINGS, "num_steps", 0)
+    server.odd["/inference/v1/generate"] = None
+    with closing(connect(server)) as backend:
+        backend.submit("0-0", [2, 3], {"max_tokens": 2})
+        backend.pause()
+        time.sleep(1.5 * PATIENCE_S)
+        backend.resume()
+        assert backend.poll() == []
+
+
 def test_after_a_call_without_an_answer_the_server_is_not_waited_for_again(server):
     backend = connect(server)
     server.odd |= dict.fromkeys(["/pause?mode=keep&clear_cache=false", "/resume"])

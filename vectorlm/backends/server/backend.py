@@ -82,6 +82,9 @@ class VLLMServer:
         """
         self._url = _require_loopback(url)
         self._token = require_token(token)
+        make_sampling_params(
+            None
+        )  # It imports vLLM, which takes seconds; the first request would be silent for them.
         self._name = uuid.uuid4().hex
         self._finished: queue.SimpleQueue[RequestOutput | EngineError] = queue.SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -89,6 +92,9 @@ class VLLMServer:
         """Calls other than requests that are waited for."""
         self._ended: EngineDied | None = None
         self._silence_s, self._max_model_len = silence_s, max_model_len
+        self._num_steps: int | None = None
+        self._moved_at = 0.0
+        """When the server was last seen to compute or answer."""
         self._hear()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="server-requests", daemon=True).start()
@@ -134,6 +140,10 @@ class VLLMServer:
         if self._tasks and time.monotonic() - self._heard_at > self._silence_s:
             raise EngineTimeout(
                 f"the server at {self._url} said nothing for {self._silence_s:g} s while generating."
+            )
+        if self._tasks and time.monotonic() - self._moved_at > self._silence_s:
+            raise EngineTimeout(
+                f"the server at {self._url} runs, but has computed nothing for {self._silence_s:g} s: requests wait."
             )
         self.progress += bool(self._tasks)
         found: list[RequestOutput] = []
@@ -181,6 +191,7 @@ class VLLMServer:
 
     def resume(self) -> None:
         """Let the scheduler go on; after a call without an answer there is nobody to tell."""
+        self._moved_at = time.monotonic()
         if not self._is_silent:
             self._post("/resume")
 
@@ -222,7 +233,15 @@ class VLLMServer:
             try:
                 if self._tasks:
                     body = {"method": "vectorlm_settings"}
-                    await self._call("/collective_rpc", body, timeout_s=self._silence_s)
+                    num_steps = await self._call(
+                        "/collective_rpc",
+                        body,
+                        lambda answer: answer["results"][0].get("num_steps"),
+                        timeout_s=self._silence_s,
+                    )
+                    # One of an earlier version, or of several engines, does not say whether it computes.
+                    if num_steps is None or num_steps != self._num_steps:
+                        self._num_steps, self._moved_at = num_steps, time.monotonic()
                 elif self._asked:
                     await self._call("/health", method="GET", timeout_s=self._silence_s)
                 num_refused = 0
@@ -241,7 +260,7 @@ class VLLMServer:
 
     async def _begin(self, name: str, body: Mapping[str, Any]) -> None:
         if not self._tasks:
-            self._heard_at = time.monotonic()
+            self._heard_at = self._moved_at = time.monotonic()
         self._tasks[name] = asyncio.get_running_loop().create_task(self._generate(name, body))
 
     async def _generate(self, name: str, body: Mapping[str, Any]) -> None:
@@ -249,6 +268,7 @@ class VLLMServer:
             completions = await self._call(
                 "/inference/v1/generate", body, partial(_completions, body["token_ids"]), timeout_s=None
             )
+            self._moved_at = time.monotonic()
             self._finished.put(RequestOutput(name, completions))
         except EngineDied as error:
             self._finished.put(error)

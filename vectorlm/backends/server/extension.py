@@ -23,6 +23,7 @@ class ServerExtension(WeightExtension):
 
     vllm_config: Any
     _vectorlm_has_loaded = False
+    _vectorlm_steps: Any = None
 
     def vectorlm_ask(self, trainer: str, method: str, values: Sequence[Any]) -> dict[str, Any]:
         """Call `method` of `WeightExtension`, with arguments and answer as JSON values.
@@ -59,7 +60,22 @@ class ServerExtension(WeightExtension):
             "max_model_len": model.max_model_len,
             "logprobs_mode": str(model.logprobs_mode),
             "has_loaded": self._vectorlm_has_loaded,
+            "num_steps": self._vectorlm_num_steps(),
         }
+
+    def _vectorlm_num_steps(self) -> int | None:
+        """Return how many steps the model has computed since the first call; None where other engines compute too."""
+        if self.vllm_config.parallel_config.data_parallel_size > 1:
+            return None
+        if self._vectorlm_steps is None:
+            self._vectorlm_steps, execute = 0, self.model_runner.execute_model
+
+            def counted(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+                self._vectorlm_steps += scheduled.total_num_scheduled_tokens > 0
+                return execute(scheduled, *args, **kwargs)
+
+            self.model_runner.execute_model = counted
+        return self._vectorlm_steps
 
 
 def _require_arena(arguments: Sequence[Any]) -> None:

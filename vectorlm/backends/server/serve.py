@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hmac
 import os
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -39,11 +40,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Become the server that `add_arguments` describes; does not return unless something is wrong."""
     require_token()
+    if not {"--host", "--port"} & {each.partition("=")[0] for each in args.vllm_args}:
+        _require_port(args.host, args.port)
     os.execvpe(
         sys.executable,
         server_command(args.model, args.host, args.port, args.vllm_args),
         server_environment(os.environ),
     )
+
+
+def _require_port(host: str, port: int) -> None:
+    """Raise `ConfigError` where nobody could listen: vLLM says so after seconds, with a traceback."""
+    try:
+        # As uvicorn does: a server that has just ended does not hold its port.
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"the server cannot listen at port {port} of {host} ({error}). Choose another by --port or --host."
+        ) from None
 
 
 def server_command(model: str, host: str, port: int, further: Sequence[str]) -> list[str]:
