@@ -131,8 +131,14 @@ def test_texts_in_memory_are_learned_until_the_step_that_the_function_says(folde
     # It is evaluated as a last step is, and exported.
     assert "eval/loss" in lines[-1]
     assert (run.model / "model.safetensors").is_file()
-    with pytest.raises(ConfigError, match="eval_dataset is missing"):
-        vectorlm.finetune(folder, "rows.jsonl", max_seq_len=32)
+
+
+@pytest.mark.slow
+def test_a_file_of_texts_is_learned_without_a_loss_on_others(folder, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "abc"}\n' * 4)
+    run = vectorlm.finetune(folder, tmp_path / "rows.jsonl", max_seq_len=32, output_dir=tmp_path / "run")
+    assert not any("eval/" in name for line in _lines(run.metrics) for name in line)
+    assert (run.model / "model.safetensors").is_file()
 
 
 def test_keywords_are_the_settings_of_a_config():

@@ -200,6 +200,21 @@ def test_several_held_out_datasets_have_losses_and_padded_texts_are_said_to_see_
     assert "pack_rows is False; the texts that were packed into a row see those before them" in said
 
 
+def test_a_run_without_held_out_text_trains_as_one_with_it(inputs, whole, tmp_path):
+    text = (
+        CONFIG.replace("eval_bs: 4, ", "")
+        .replace(", eval_ds: {inputs}/eval", "")
+        .replace("  logging_steps: 3\n", "")
+    )
+    config = make_config(inputs, tmp_path / "run", text)
+    assert config.text.eval_ds is None
+    on_ranks(2, train, config)
+    assert are_equal(weights_of(tmp_path / "run"), weights_of(whole))
+    assert not any(
+        name.startswith("eval/") for line in lines(tmp_path / "run/metrics.jsonl") for name in line
+    )
+
+
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
 
 

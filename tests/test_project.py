@@ -52,6 +52,14 @@ def test_a_broken_reward_is_named(project, name):
         check(ProjectUnderTest("config.yaml"))
 
 
+def test_what_the_checks_write_goes_with_them():
+    under = ProjectUnderTest("config.yaml")
+    folder = under.folder
+    assert folder.is_dir()
+    del under
+    assert not folder.exists()
+
+
 def under_test(*overrides):
     save_config(load_config("config.yaml", overrides), "mine.yaml")
     return ProjectUnderTest("mine.yaml")

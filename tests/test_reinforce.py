@@ -399,6 +399,7 @@ def test_rewards_teach_flipped_advantages_unteach_and_shuffled_rewards_do_neithe
         ("grpo", ["train_parameters.sampler.engine.logprobs_mode=raw_logprobs"]),
         ("grpo", ["train_parameters.sampler.engine.logits_processors=['mine:Processor']"]),
         ("grpo", ["train_parameters.sampler.engine.watermark_config={key: 1}"]),
+        ("grpo", ["train_parameters.sampler.engine.hf_overrides={rope_theta: 1.0}"]),
         ("grpo", ["rl.rewards={}"]),
         ("grpo", ["rl.rewards={countdown: .nan}"]),
         ("grpo", ["rl.rewards={countdown: -.inf}"]),

@@ -130,7 +130,8 @@ def finetune(
         model: A folder, or a name on the Hugging Face Hub.
         dataset: Rows with ``messages``, ``prompt`` and ``completion``, or ``text``: a list of dictionaries, a
             ``datasets.Dataset``, or what ``dataset_preprocess.load_path`` of a config may be.
-        eval_dataset: Rows for the held-out loss; None takes one of 20 rows out of a `dataset` in memory.
+        eval_dataset: Rows for the held-out loss; None takes one of 20 rows out of a `dataset` in memory, and measures
+            none where it is not in memory.
         lr: Learning rate.
         output_dir: As for `reinforce`.
         world_size: Number of ranks.
@@ -147,9 +148,9 @@ def finetune(
 
     folder = _folder(output_dir, "finetune")
     rows = {"train": dataset, "eval": eval_dataset}
-    if eval_dataset is None:
-        if isinstance(dataset, str | os.PathLike):
-            raise ConfigError("eval_dataset is missing: a dataset that is not in memory is not split.")
+    if eval_dataset is None and isinstance(dataset, str | os.PathLike):
+        rows = {"train": dataset}
+    elif eval_dataset is None:
         halves = _as_dataset(dataset).train_test_split(test_size=HELD_OUT, seed=0)
         rows = {"train": halves["train"], "eval": halves["test"]}
     paths = {"load_path": str(folder / "data"), "save_path": str(folder / "data")}
@@ -159,7 +160,7 @@ def finetune(
         "lr": lr,
         "dataset": {
             "train_bs": 1,
-            "eval_bs": 1,
+            **({"eval_bs": 1} if "eval" in rows else {}),
             **settings.pop("dataset", {}),
             **{f"{part}_ds": str(folder / "data" / part) for part in rows},
         },

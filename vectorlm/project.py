@@ -13,7 +13,9 @@ from __future__ import annotations
 import functools
 import json
 import math
+import shutil
 import tempfile
+import weakref
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,8 +64,10 @@ class ProjectUnderTest:
 
     @functools.cached_property
     def folder(self) -> Path:
-        """Where the tiny model and the run are."""
-        return Path(tempfile.mkdtemp(prefix="vectorlm-project-"))
+        """Where the tiny model and the run are, as long as this object."""
+        folder = Path(tempfile.mkdtemp(prefix="vectorlm-project-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return folder
 
     @functools.cached_property
     def config(self) -> Config:

@@ -129,6 +129,6 @@ def _objective(
 def _loader(run: Run, path: str, *, is_training: bool) -> StepLoader:
     settings, data = run.config.train_parameters, run.config.text
     if not is_training:
-        return run.make_loader(path, data.ignore_index, data.eval_bs, shuffle=False)
+        return run.make_loader(path, data.ignore_index, data.eval_bs or data.train_bs, shuffle=False)
     num_micro_batches = settings.loop.gradient_accumulation_steps
     return run.make_loader(path, data.ignore_index, data.train_bs, num_micro_batches, shuffle=True)

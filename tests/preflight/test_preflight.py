@@ -13,8 +13,10 @@ from datasets import Dataset
 from letters import letter_tokenizer
 from safetensors.torch import save_file
 
+from vectorlm import SamplingEngine
 from vectorlm.config import load_config
 from vectorlm.data.summary import Summary
+from vectorlm.engine.arguments import require_folder
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.packages import fields_of, is_installed
 from vectorlm.preflight import files, settings, summary
@@ -295,6 +297,52 @@ def test_weights_that_a_download_left_incomplete_are_refused(complete):
 def test_a_model_without_a_limit_takes_any_length(complete):
     Path("models/tiny/config.json").write_text("{}")
     passes(complete, f"{TRAIN}.max_seq_len=99999")
+
+
+NAMES = ("model.safetensors", "model-00001-of-00001.safetensors")
+
+
+@pytest.mark.parametrize("index", [None, NAMES[0], NAMES[1]])
+def test_a_folder_with_two_sets_of_weights_is_refused(complete, index):
+    for name in NAMES:
+        save_file({"weight": torch.zeros(2)}, Path("models/tiny", name))
+    if index is not None:
+        named = json.dumps({"weight_map": {"weight": index}})
+        Path("models/tiny/model.safetensors.index.json").write_text(named)
+    passes(complete)
+    passes(complete, f"{SAMPLER[:-1]}, inference: transformers}}")
+    if index == NAMES[0]:
+        passes(complete, SAMPLER)
+        require_folder("models/tiny")
+        return
+    with pytest.raises(ConfigError, match=f"transformers reads {NAMES[0]}, and vLLM {NAMES[1]}"):
+        passes(complete, SAMPLER)
+    with pytest.raises(ValueError, match=f"transformers reads {NAMES[0]}, and vLLM {NAMES[1]}"):
+        SamplingEngine("models/tiny")
+    Path("models/tiny", NAMES[0]).unlink()
+    passes(complete, SAMPLER) if index is not None else require_folder("models/tiny")
+
+
+def test_fine_tuning_without_held_out_text_follows_no_evaluation_of_it(complete):
+    text = Path(complete).read_text().replace("  eval_ds: data/eval\n", "").replace("  eval_bs: 4\n", "")
+    Path(complete).write_text(text)
+    passes(complete)
+    path, best = f"{TRAIN}.lr_scheduler_type", f"{TRAIN}.keep_best"
+    keeps = [f"{TRAIN}.checkpointing_enabled=true", f"{best}=true"]
+    assert refused(complete, *keeps) == [best]
+    assert refused(complete, *keeps, SAMPLER) == [best]
+    passes(complete, *keeps, SAMPLER, f"{TRAIN}.best_metric=eval/accuracy")
+    tasks = f"{TRAIN}.sampler={{sample_frequency: 2, tasks: [copa]}}"
+    passes(complete, *keeps, tasks, f"{TRAIN}.best_metric=eval/copa/acc")
+    assert refused(complete, f"{path}=plateau-with-warmup") == [path]
+    for override in ("dataset.eval_bs=4", f"{TRAIN}.logging_steps=3"):
+        assert refused(complete, override) == [override.partition("=")[0]]
+
+
+def test_a_summary_says_that_settings_of_checkpoints_are_not_read(complete):
+    checked = passes(complete, f"{TRAIN}.checkpointing_enabled=false", f"{TRAIN}.save_frequency=3")
+    said = summary.summarise(checked, 1)
+    assert "none, as checkpointing_enabled is off: what the file says of them is not read" in said
 
 
 @pytest.mark.parametrize("text", ["{broken", "[]", None])

@@ -25,19 +25,20 @@ class DatasetSettings:
 
     ignore_index: int = -100
     """Label of a token that the loss leaves out."""
-    eval_bs: PositiveInt
-    """Sequences per rank in one evaluation batch."""
+    eval_bs: Annotated[PositiveInt | None, ReadIf("dataset.eval_ds")] = None
+    """Sequences per rank in one evaluation batch; null takes `train_bs`."""
     train_bs: PositiveInt
     """Sequences per rank in one training micro-batch."""
     train_ds: Text
     """Folder of the preprocessed training dataset."""
-    eval_ds: EvaluationFolders
-    """Folder of the preprocessed evaluation dataset; or several by name, whose losses are `eval/NAME/loss` too."""
+    eval_ds: EvaluationFolders | None = None
+    """Folder of the preprocessed evaluation dataset; or several by name, whose losses are `eval/NAME/loss` too. null
+    trains without a loss on held-out text."""
 
     @property
     def held_out(self) -> Mapping[str, str]:
         """The folders of the evaluation datasets by name; a single one has none."""
-        return {"": self.eval_ds} if isinstance(self.eval_ds, str) else self.eval_ds
+        return {"": self.eval_ds} if isinstance(self.eval_ds, str) else self.eval_ds or {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from vectorlm.preflight.local_model import describe_absent, description_of, miss
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.trackers import PACKAGES
 from vectorlm.settings import nearest
-from vectorlm.weights.model_size import damaged_weights
+from vectorlm.weights.model_size import damaged_weights, two_sets_of_weights
 
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 """What wandb takes instead of a line in ~/.netrc."""
@@ -40,6 +40,10 @@ def file_problems(config: Config) -> Iterator[str]:
             yield refuse(
                 config, "model", f"has damaged weights ({what})", "Download or save the model again."
             )
+        # Silent: the engine would start from other weights than the trainer.
+        samples = train.sampler is not None and train.sampler.engine.inference == "vllm"
+        if samples and not wrong and (rule := two_sets_of_weights(folder)) is not None:
+            yield refuse(config, "model", rule, "Delete what is not meant.")
         # Silent: the model computes beyond its limit, and what it answers there is noise.
         limit = own_length(description_of(folder) or {})
         if limit is not None and train.max_seq_len > limit:

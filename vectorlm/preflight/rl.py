@@ -19,7 +19,6 @@ from vectorlm.rl.correction import correction_of
 from vectorlm.rl.prompts import SCORE
 from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, CriticSettings
 from vectorlm.train.grammar import KINDS
-from vectorlm.train.optimizer_step import BY_LOSS
 
 # Parameters that change which tokens can be drawn, or how likely they are, and that the trainer does not follow; with
 # the values that change nothing.
@@ -37,6 +36,7 @@ _RESHAPING_ENGINE: dict[str, tuple[Any, ...]] = {
     "logprobs_mode": ("processed_logprobs",),
     "logits_processors": (None, []),
     "watermark_config": (None,),
+    "hf_overrides": (None, {}),
 }
 """The same of the engine's arguments."""
 _SET_ELSEWHERE = {"n": "rl.group_size", "seed": "train_parameters.seed"}
@@ -388,11 +388,7 @@ def _length_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
         rule = f"is more than train_parameters.max_seq_len={longest}: rollouts could be too long to train on"
         path = "train_parameters.sampler.engine.max_model_len"
         yield refuse(config, path, rule, f"Leave it out, or use {longest} or less.")
-    # Silent: the policy, or its learning rate, would never change.
+    # Silent: the policy would never change.
     if spec.needs_critic and rl.critic.warmup_steps >= rl.max_steps:
         rule = f"leaves no step of rl.max_steps={rl.max_steps} to the policy"
         yield refuse(config, "rl.critic.warmup_steps", rule, "Use fewer.")
-    if config.train_parameters.schedule.lr_scheduler_type in BY_LOSS:
-        rule = "waits for an evaluation loss, and reinforcement learning has none"
-        fix = "Use constant, linear or cosine."
-        yield refuse(config, "train_parameters.lr_scheduler_type", rule, fix)

@@ -23,7 +23,7 @@ from vectorlm.report.runs import flat
 from vectorlm.rewards.registry import short_name
 from vectorlm.settings import nearest
 from vectorlm.train.optimizers import OPTIMIZERS, accepted, make_optimizer
-from vectorlm.train.settings import OptimizerSettings
+from vectorlm.train.settings import BY_LOSS, OptimizerSettings
 
 _SAMPLER = "train_parameters.sampler"
 _ENGINE_SETTINGS_ELSEWHERE = {
@@ -130,22 +130,43 @@ def _training_problems(config: Config) -> Iterator[str]:
         why = "and cpu_offload steps on the host" if has_gpu() else "and there is no such device here"
         yield refuse(config, f"{path}.capturable", f"needs a CUDA device, {why}", "Leave it out.")
     yield from _optimizer_problems(config)
+    yield from _evaluation_problems(config)
     if config.rl is None:
         return
     # Costs more than a minute: the profile is opened after models are loaded.
     if (problem := short_run(train.profile.profile_steps, config.rl.max_steps)) is not None:
         yield refuse(config, "train_parameters.profile_steps", *problem)
+
+
+def _evaluation_problems(config: Config) -> Iterator[str]:
+    """Find what follows evaluations that the run does not make."""
+    train, data = config.train_parameters, config.dataset
+    if config.rl is None and data is None:
+        return  # There is nothing to train on, as another rule says.
+    evaluation = None if train.sampler is None else train.sampler.evaluation
+    has_answers = evaluation is not None and evaluation.prompts is not None
+    has_loss = config.rl is None and data is not None and data.eval_ds is not None
+    # Silent: the learning rate would never change.
+    if train.schedule.lr_scheduler_type in BY_LOSS and not has_loss:
+        rule = "waits for an evaluation loss, and there is none"
+        yield refuse(config, "train_parameters.lr_scheduler_type", rule, "Use constant, linear or cosine.")
+    if config.rl is None:
+        is_evaluated = has_answers or (evaluation is not None and bool(evaluation.tasks))
+        has_best = has_loss or (is_evaluated and train.keep.best_metric is not None)
+        rule, fix = "needs held-out text: the lowest eval/loss is the best", "Set dataset.eval_ds."
+    else:
+        asked = [name for name, each in config.rl.by_source.items() if each.held_out]
+        asked += [""] if has_answers else []
+        is_scored = config.held_out_rewards or any(map(config.rl.collect.environment_of, asked))
+        has_best = bool(is_scored) or train.keep.best_metric is not None
+        rule = (
+            "needs held-out questions with a reward or an environment: the highest eval/accuracy is the best"
+        )
+        fix = f"Set {_SAMPLER}.prompts and reward, or held_out of a source."
     # Silent: no weights would ever be the best.
-    asked = [name for name, each in config.rl.by_source.items() if each.held_out]
-    if train.sampler is not None and train.sampler.evaluation.prompts is not None:
-        asked.append("")
-    is_scored = config.held_out_rewards or any(map(config.rl.collect.environment_of, asked))
-    if not is_scored and train.keep.best_metric is None:
-        for name in ("keep_best", "early_stopping_patience"):
-            if getattr(train.keep, name):
-                rule = "needs held-out questions with a reward or an environment: the highest eval/accuracy is the best"
-                fix = f"Set {_SAMPLER}.prompts and reward, or held_out of a source."
-                yield refuse(config, f"train_parameters.{name}", rule, fix)
+    for name in ("keep_best", "early_stopping_patience"):
+        if getattr(train.keep, name) and not has_best:
+            yield refuse(config, f"train_parameters.{name}", rule, fix)
 
 
 def _optimizer_problems(config: Config) -> Iterator[str]:

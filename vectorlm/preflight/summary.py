@@ -80,24 +80,27 @@ def notes_of(config: Config) -> Iterator[str]:
 def _text_rows(config: Config, world_size: int) -> dict[str, str]:
     train, data = config.train_parameters, config.text
     num, num_ranks = train.loop.gradient_accumulation_steps, world_size // train.model.context_parallel
-    held_out = ", ".join(data.held_out.values())
+    evaluation = "none"
+    if held_out := ", ".join(data.held_out.values()):
+        evaluation = f"on {held_out} every {_count(train.loop.logging_steps, 'optimizer step')}"
     rows = {
         "training": f"{_count(train.loop.epochs, 'epoch')} of {data.train_ds}",
         **({} if config.reward_model is None else {"loss": "of a reward model"}),
         **({} if config.preference is None else {"loss": config.preference.loss}),
-        "evaluation": f"on {held_out} every {_count(train.loop.logging_steps, 'optimizer step')}",
+        "evaluation": evaluation,
         "global batch": f"{_count(config.rows_per_step(world_size), 'sequence')} of up to {train.max_seq_len} tokens "
         f"({_count(num_ranks, 'rank')} x train_bs {data.train_bs} x accumulation {num})",
     }
     if num > 1:
-        every = {"logging_steps": train.loop.logging_steps}
+        every = {"logging_steps": train.loop.logging_steps} if held_out else {}
         if train.sampler is not None and (frequency := train.sampler.evaluation.sample_frequency) is not None:
             every["sample_frequency"] = frequency
         here = ", ".join(f"{name} {steps} is every {steps * num}" for name, steps in every.items())
         there = ", ".join(f"{name} every {steps / num:g}" for name, steps in every.items())
-        rows["micro-batches"] = (
-            f"{num} in an optimizer step: {here}. VectorLM counted these, which in optimizer steps is {there}"
-        )
+        if every:
+            rows["micro-batches"] = (
+                f"{num} in an optimizer step: {here}. VectorLM counted these, which in optimizer steps is {there}"
+            )
     return rows
 
 
@@ -146,7 +149,7 @@ def _rl_rows(rl: RLSettings, max_seq_len: int) -> dict[str, str]:
 def _checkpoint_row(config: Config) -> str:
     every, keep = config.train_parameters.loop.save_frequency, config.train_parameters.keep
     if not config.train_parameters.checkpointing_enabled:
-        return "none"
+        return "none, as checkpointing_enabled is off: what the file says of them is not read"
     if config.rl is not None or every > 1:
         text = f"every {_count(round(every) if config.rl is None else config.rl.save_every, 'step')}"
     else:

@@ -127,14 +127,15 @@ class FineTuningLoop:
     def evaluate_if_due(self, row: Mapping[str, float]) -> dict[str, float]:
         """Evaluate the held-out text and the engine's answers where they are due and not in `row`."""
         metrics: dict[str, float] = {}
-        if "eval/loss" not in row and self.recorder.is_due(self.settings.logging_steps, self.step):
+        is_due = self.eval_loaders and self.recorder.is_due(self.settings.logging_steps, self.step)
+        if is_due and "eval/loss" not in row:
             with self.recorder.timer.span("time/held_out_s"):
                 metrics |= self.held_out_losses()
             assert self.optimizer_step.schedule is not None
             self.optimizer_step.schedule.observe(metrics["eval/loss"])
             metrics |= self.recorder.stopping.observe(self.step, metrics)
         of_answers = {} if "sampler/generate_s" in row else self.recorder.evaluate_if_due(self.step)
-        if metrics and (of_answers or self.recorder.evaluation is None):
+        if (metrics or not self.eval_loaders) and (of_answers or self.recorder.evaluation is None):
             self.recorder.require_logged(self.step, metrics | of_answers)
         return metrics | of_answers | self.recorder.stopping.observe(self.step, of_answers)
 

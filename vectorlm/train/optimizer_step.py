@@ -15,12 +15,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from vectorlm.errors import NonFiniteLoss
 from vectorlm.ranks.topology import Topology
-from vectorlm.train.settings import gathers_once
+from vectorlm.train.settings import BY_LOSS, PLATEAU_NAMES, gathers_once
 
-PLATEAU_NAMES = ("plateau-with-warmup", "plataeu-with-warmup", "reduce_lr_on_plateau")
-"""Spellings of the plateau schedule; the second is VectorLM's own."""
-BY_LOSS = (*PLATEAU_NAMES, "greedy")
-"""Schedules that follow the evaluation loss."""
 COUNTED = (
     *("best", "num_bad_epochs", "num_good_epochs", "cooldown_counter", "warmup_counter", "reset_start"),
     *("last_epoch", "_streaming_avg"),

@@ -45,6 +45,10 @@ ScheduleName = Annotated[
     ],
     also_written({"plataeu-with-warmup": "plateau-with-warmup"}),
 ]
+PLATEAU_NAMES = ("plateau-with-warmup", "plataeu-with-warmup", "reduce_lr_on_plateau")
+"""Spellings of the plateau schedule; the second is VectorLM's own."""
+BY_LOSS = (*PLATEAU_NAMES, "greedy")
+"""Schedules that follow the evaluation loss."""
 WARMS_UP = ReadIf(
     "train_parameters.lr_scheduler_type",
     tuple(name for name in get_args(get_args(ScheduleName)[0]) if name != "constant"),
@@ -190,7 +194,9 @@ class LoopSettings:
     """Gradient norm above which gradients are scaled down."""
     gradient_accumulation_steps: Annotated[PositiveInt, ReadIf("dataset", fix=BY_TOKENS)] = 1
     """Micro-batches per optimizer step on each rank."""
-    logging_steps: Annotated[PositiveInt, ReadIf("dataset", fix="Use sampler.sample_frequency.")] = 50
+    logging_steps: Annotated[
+        PositiveInt, ReadIf("dataset.eval_ds", fix="Set dataset.eval_ds, or sampler.sample_frequency.")
+    ] = 50
     """Optimizer steps between two evaluations."""
     save_frequency: Annotated[
         SaveFrequency, ReadIf("dataset", fix="Use rl.save_every."), WITH_CHECKPOINTS
