@@ -433,7 +433,6 @@ def test_rewards_teach_flipped_advantages_unteach_and_shuffled_rewards_do_neithe
         ("clip_cov", ["rl.covariance_low=9.0"]),
         ("gmpo", ["rl.top_entropy_quantile=0.2"]),
         ("grpo", ["train_parameters.sampler.engine.max_model_len=65"]),
-        ("grpo", ["train_parameters.lr_scheduler_type=plateau-with-warmup"]),
     ],
     ids=lambda value: value if isinstance(value, str) else value[-1],
 )

@@ -439,6 +439,14 @@ def test_reinforcement_learning_needs_a_score_of_held_out_questions_to_keep_the_
         assert (f"{TRAIN}.{name}" in found) is is_refused
 
 
+def test_reinforcement_learning_has_no_loss_that_a_schedule_could_follow(complete):
+    schedule = f"{TRAIN}.lr_scheduler_type=plateau-with-warmup"
+    config = load_config(complete, [RL, f"{TRAIN}.epochs=1", "dataset=null", schedule])
+    (found,) = settings.setting_problems(config, 1)
+    assert found.startswith(f"{TRAIN}.lr_scheduler_type")
+    assert "waits for an evaluation loss, and there is none" in found
+
+
 def test_a_description_that_is_no_json_object_is_left_to_transformers(complete):
     Path("models/tiny/config.json").write_text(json.dumps([]))
     passes(complete)
