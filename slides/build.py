@@ -172,13 +172,15 @@ def overlap(folder: Path) -> None:
     other = axes.twinx()
     for index, name in enumerate(names):
         row = found[name]
-        seconds, count = (float(row[column].split()[0]) for column in ("s a step", "steps to reward 0.28"))
+        seconds = float(row["s a step"].split()[0])
+        steps = row["steps to reward 0.28"].split()
+        count = float(steps[0]) if steps else 0.0
         axes.bar(index - 0.2, seconds, 0.36, color=TRAINER)
         axes.text(index - 0.2, seconds + 0.03, f"{seconds:.2f}", ha="center")
         other.bar(index + 0.2, count, 0.36, color=GREY)
-        other.text(index + 0.2, count + 0.5, f"{count:.0f}", ha="center")
+        other.text(index + 0.2, count + 0.5, f"{count:.0f}" if steps else "never", ha="center")
     axes.set_xticks(range(len(names)), list(names.values()))
-    axes.set(ylabel="seconds a step", ylim=(0, 2.4))
+    axes.set(ylabel="seconds a step", ylim=(0, 3.6))
     other.set(ylabel="steps to reward 0.28", ylim=(0, 44))
     axes.legend(
         handles=[
