@@ -20,6 +20,7 @@ from vectorlm.config.setting import refuse
 from vectorlm.config.value import show
 from vectorlm.errors import ConfigError
 from vectorlm.lora.folder import ADAPTER_CONFIG, base_of, is_adapter_folder, options_of
+from vectorlm.weights.model_size import files_of_index
 
 HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 """What may be the name of a model on the Hub; every short relative path looks the same."""
@@ -180,9 +181,8 @@ def missing_weights(folder: Path) -> list[str]:
         return []
     lacking = list(WHOLE_WEIGHTS[:1])
     for index in sorted(folder.glob("*.index.json"), reverse=True):
-        try:
-            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, LookupError, AttributeError, TypeError):
+        files = files_of_index(index)
+        if files is None:
             files = {f"a readable {index.name}"}
         lacking = sorted(name for name in files if not (folder / name).is_file())
         if not lacking:

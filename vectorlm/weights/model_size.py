@@ -116,6 +116,14 @@ def damaged_weights(folder: Path) -> Iterator[str]:
             yield f"{path.name} is cut off: {size:,} bytes of {whole:,}"
 
 
+def files_of_index(index: Path) -> set[str] | None:
+    """Return the files that an index of weights names; None where it cannot be read."""
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, LookupError, AttributeError, TypeError):
+        return None
+
+
 def two_sets_of_weights(folder: Path) -> str | None:
     """Say so where vLLM would read other weights of a folder than transformers, or fail; None where both read the same.
 
@@ -124,13 +132,12 @@ def two_sets_of_weights(folder: Path) -> str | None:
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not whole.is_file():
         return None
-    others = {path.name for path in folder.glob("model-*-of-*.safetensors")}
+    others: set[str] | None = {path.name for path in folder.glob("model-*-of-*.safetensors")}
     if index.is_file():
-        try:
-            others = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) - {whole.name}
-        except (ValueError, LookupError, TypeError, AttributeError):
-            return f"has an index that cannot be read, {index.name}"
-    if not others:
+        others = files_of_index(index)
+    if others is None:
+        return f"has an index that cannot be read, {index.name}"
+    if not (others := others - {whole.name}):
         return None
     return f"has two sets of weights: transformers reads {whole.name}, and vLLM {min(others)}"
 

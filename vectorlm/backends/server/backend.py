@@ -82,9 +82,8 @@ class VLLMServer:
         """
         self._url = _require_loopback(url)
         self._token = require_token(token)
-        make_sampling_params(
-            None
-        )  # It imports vLLM, which takes seconds; the first request would be silent for them.
+        # It imports vLLM, which takes seconds; the first request would be silent for them.
+        make_sampling_params(None)
         self._name = uuid.uuid4().hex
         self._finished: queue.SimpleQueue[RequestOutput | EngineError] = queue.SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
