@@ -125,6 +125,81 @@ def test_a_tensor_that_the_loader_computes_with_is_refused():
         record_loading(loader_of(parameters), parameters, [TensorSpec("scaled", (3, 2))])
 
 
+def negative_exponential_in_place(model, tensor):
+    model.weight.data.copy_(tensor)
+    model.weight.data.copy_(-torch.exp(model.weight.data))
+
+
+def scaled_in_place(model, tensor):
+    model.weight.data.copy_(tensor)
+    model.weight.data[1:].mul_(2)
+
+
+def computed_into_its_own_memory(model, tensor):
+    model.weight.data.copy_(tensor)
+    torch.exp(model.weight.data, out=model.weight.data)
+
+
+def computed_into_an_attribute(model, tensor):
+    model.weight.data.copy_(tensor)
+    model.inverse = 1 / model.weight.data
+
+
+def computed_into_a_buffer(model, tensor):
+    model.weight.data.copy_(tensor)
+    model.largest.fill_(model.weight.max())
+
+
+def copied_on(model, tensor):
+    model.weight.data.copy_(tensor)
+    model.second.data.copy_(model.weight.data)
+
+
+class LoadsOddly(torch.nn.Module):
+    def __init__(self, load):
+        super().__init__()
+        self.weight, self.second = (torch.nn.Parameter(torch.arange(6.0).view(2, 3)) for _ in range(2))
+        self.register_buffer("largest", torch.zeros(()), persistent=False)
+        self._load = load
+
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            self._load(self, tensor)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        negative_exponential_in_place,
+        scaled_in_place,
+        computed_into_its_own_memory,
+        computed_into_an_attribute,
+        computed_into_a_buffer,
+        copied_on,
+    ],
+)
+def test_a_loader_that_computes_with_what_it_has_loaded_is_refused_and_changes_nothing(load):
+    model = LoadsOddly(load)
+    with pytest.raises(WeightMismatch, match="'weight'"):
+        record_loading(model.load_weights, dict(model.named_parameters()), [TensorSpec("weight", (2, 3))])
+    assert torch.equal(model.weight, torch.arange(6.0).view(2, 3))
+    assert torch.equal(model.second, torch.arange(6.0).view(2, 3))
+
+
+def test_what_a_loader_writes_before_it_copies_changes_nothing():
+    def load(model, tensor):
+        model.weight.data.zero_()
+        model.weight.data.copy_(tensor)
+        torch.empty_like(model.weight), model.weight.new_zeros(2), model.weight.data.t()
+
+    model = LoadsOddly(load)
+    (copy,) = record_loading(
+        model.load_weights, dict(model.named_parameters()), [TensorSpec("weight", (2, 3))]
+    )
+    assert copy.parameter == "weight"
+    assert torch.equal(model.weight, torch.arange(6.0).view(2, 3))
+
+
 def test_a_loader_is_given_the_checkpoints_tensors_in_place_of_a_parameter_that_holds_several():
     parameters = {name: torch.zeros(2, 3) for name in ("first", "second")}
     pieces = tuple(Piece(name, (2, 3), (3, 1), 6 * index) for index, name in enumerate(parameters))

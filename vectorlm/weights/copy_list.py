@@ -26,11 +26,12 @@ class CopyList:
         load_plan: LoadPlan,
         tensors: Mapping[str, torch.Tensor],
         may_alias: bool,
+        earlier: CopyList | None = None,
     ) -> None:
-        """Map the arena of `layout`, or the `exports` where it has none, and pair pieces with their sources.
+        """Map the arena of `layout`, or the `exports` if it has none, and pair pieces with their sources.
 
-        With `may_alias`, tensors on CPU that lie in an arena of the whole set as in `tensors` become views of it that
-        hold the values that they had.
+        With `may_alias`, a tensor on CPU that lies in an arena of the whole set as in `tensors` becomes a view of the
+        arena and keeps its values, if nothing else uses its memory. `earlier` is the list that this one replaces.
 
         Raises:
             StaleHandle: What a rank exported is not there any more.
@@ -42,22 +43,30 @@ class CopyList:
         self._pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
         self._last_round = max((slot.round for slot in layout.slots), default=0)
         try:
-            self._pair(layout, load_plan, tensors, may_alias)
+            self._pair(layout, load_plan, tensors, may_alias, earlier)
         except BaseException:
             self.close()
             raise
+        self._num_users = num_users(self._arena.bytes) if self._arena else 0
         self.num_bytes: int = sum(target.nbytes for pairs in self._pairs.values() for target, _ in pairs)
         """Bytes that each update copies."""
 
     def _pair(
-        self, layout: Layout, load_plan: LoadPlan, tensors: Mapping[str, torch.Tensor], may_alias: bool
+        self,
+        layout: Layout,
+        load_plan: LoadPlan,
+        tensors: Mapping[str, torch.Tensor],
+        may_alias: bool,
+        earlier: CopyList | None,
     ) -> None:
         slots = {slot.name: slot for slot in layout.slots}
         views = set()
+        own = earlier and earlier.unseen_storage()
         if self._arena is not None and may_alias and len(layout.rounds()) == 1:
             for name, start in find_aliases(load_plan, layout.slots, layout.num_bytes).items():
                 tensor = tensors[name]
-                if tensor.device.type == "cpu" and tensor.is_contiguous():
+                is_alone = num_users(tensor) == 1 or tensor.untyped_storage()._cdata == own
+                if tensor.device.type == "cpu" and tensor.is_contiguous() and is_alone:
                     block = self._arena.bytes[start : start + tensor.nbytes].view(tensor.dtype)
                     tensor.data = block.view(tensor.shape).copy_(tensor)
                     views.add(name)
@@ -76,6 +85,12 @@ class CopyList:
                     pairs = _pull(copy, target, slot.row_size, rows[copy.source])
                 self._pairs[slot.round] += pairs
 
+    def unseen_storage(self) -> int | None:
+        """Return the storage of this arena, or None if anything has taken a view of it since it was laid out."""
+        if self._arena is None or num_users(self._arena.bytes) != self._num_users:
+            return None
+        return self._arena.bytes.untyped_storage()._cdata
+
     def copy_round(self, number: int | None = None) -> None:
         """Copy what crosses in one round, the last one when omitted; raises `StaleHandle`."""
         for export in self._exports:
@@ -93,6 +108,16 @@ class CopyList:
             handle.close(opened)
         if self._arena is not None:
             self._arena.close()
+
+
+def num_users(tensor: torch.Tensor) -> int:
+    """Return how many tensors of this process lie in the memory of `tensor`, itself included.
+
+    A buffer, an attribute or a kernel that holds a view of a parameter would keep the old memory if the parameter got
+    other memory, as the convolution of Mamba-2 does. torch counts the users, so nobody has to know where they are.
+    """
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` is one more
 
 
 def _pull(
@@ -122,9 +147,7 @@ def cut_to_rows(
     Rows have `row_size` elements. A part is a box: the view is cut in two along the dimension with the largest steps,
     where a boundary of `rows` falls, until each part lies on one side.
     """
-    steps = zip(view.shape, view.stride, strict=True)
-    first, last = view.offset, view.offset + sum((size - 1) * stride for size, stride in steps)
-    first_row, last_row = first // row_size, last // row_size
+    first_row, last_row = view.offset // row_size, (view.span.stop - 1) // row_size
     if not view.count or last_row < rows.start or first_row >= rows.stop:
         return
     if rows.start <= first_row and last_row < rows.stop:

@@ -227,7 +227,7 @@ class WorkerReceiver:
             Bytes that each update will copy; the engine computes with the rest where it lies.
         """
         earlier, parameters = self.copies, loaded_tensors(self._model)
-        self.copies = CopyList(layout, exports, self._load_plan, parameters, may_alias=True)
+        self.copies = CopyList(layout, exports, self._load_plan, parameters, may_alias=True, earlier=earlier)
         self._slots = {slot.name: slot for slot in layout.slots}
         if earlier is not None:
             earlier.close()

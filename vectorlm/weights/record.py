@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vectorlm.errors import WeightMismatch
 from vectorlm.weights.plan import TensorSpec, naming_advice
@@ -19,6 +21,8 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """An engine model's ``load_weights``: takes (checkpoint name, tensor) pairs."""
 MAX_LETTERS = 200
 """vLLM lists all parameters behind the cause."""
+_FACTORY = re.compile(r"::(new_|empty|\w+_like$)")
+"""Operations that take only shape, dtype and device from a tensor. One that is missing here is refused, not missed."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,13 @@ class View:
     def count(self) -> int:
         """Number of elements."""
         return torch.Size(self.shape).numel()
+
+    @property
+    def span(self) -> range:
+        """Elements from the first one to the last one, with those between that belong to other pieces."""
+        steps = zip(self.shape, self.stride, strict=True)
+        reach = sum((size - 1) * stride for size, stride in steps)
+        return range(self.offset, self.offset + reach + 1 if self.count else self.offset)
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,8 @@ def record_loading(
     vocabularies, experts), because it is that loader. A worker of a parallel engine takes its pieces only.
 
     Raises:
-        WeightMismatch: The loader does not know a name, rejects a shape, or computes with a tensor.
+        WeightMismatch: The loader does not know a name, rejects a shape, or computes with a tensor or with a parameter
+            that it has filled.
     """
     recorder = _Recorder(parameters)
     for spec in manifest:
@@ -166,7 +178,7 @@ def _checkpoint_tensors(spec: TensorSpec, whole: torch.Tensor) -> list[tuple[str
 
 
 class _Recorder(TorchDispatchMode):
-    """Catches copies from the watched tensor into a parameter, and lets everything else happen."""
+    """Records copies from the watched tensor into a parameter, and keeps all parameters as they are."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -174,6 +186,7 @@ class _Recorder(TorchDispatchMode):
         # By address, not by storage: parameters that are views of an arena share one storage.
         self._owners = sorted((each.data_ptr(), name) for name, each in parameters.items())
         self._parameters = parameters
+        self._filled: dict[str, list[Copy]] = defaultdict(list)
         self._name = ""
         self._storage = 0
 
@@ -181,24 +194,48 @@ class _Recorder(TorchDispatchMode):
         self._name, self._storage = name, source.untyped_storage()._cdata
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.copy_.default or not args[1].is_meta or args[0].is_meta:
-            return func(*args, **(kwargs or {}))
-        target, source = args[0], args[1]
+        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            self._record(*args[:2])
+            return args[0]
+        if not func.is_view and not _FACTORY.search(func._schema.name):
+            for value in tree_leaves((args, kwargs)):
+                self._require_unfilled(value)
+        if func._schema.is_mutable and args and self._owner_of(args[0]):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if source.untyped_storage()._cdata != self._storage:
             raise WeightMismatch(
                 f"the engine computes with {self._name!r} while loading it: it cannot be swapped directly."
             )
-        owner, offset = self._owner_of(target)
-        source_view = View.of(source, source.storage_offset())
-        self.copies.append(Copy(self._name, source_view, owner, View.of(target, offset)))
-        return target
+        if (found := self._owner_of(target)) is None:
+            raise WeightMismatch(f"the engine loads {self._name!r} into something that is not a parameter.")
+        owner, view = found
+        self.copies.append(Copy(self._name, View.of(source, int(source.storage_offset())), owner, view))
+        self._filled[owner].append(self.copies[-1])
 
-    def _owner_of(self, target: torch.Tensor) -> tuple[str, int]:
-        """Find the parameter that `target` is a piece of, and the element that it starts at."""
-        place = bisect.bisect_right(self._owners, target.data_ptr(), key=lambda owner: owner[0]) - 1
+    def _require_unfilled(self, value: Any) -> None:
+        """Refuse an operation on what a recorded copy fills: its result follows from numbers that no update sends."""
+        if (found := self._owner_of(value)) is None:
+            return
+        owner, view = found
+        for copy in self._filled[owner]:
+            filled = copy.parameter_view.span
+            if view.span.start < filled.stop and filled.start < view.span.stop:
+                raise WeightMismatch(
+                    f"the engine computes with {owner!r} after it has loaded {copy.source!r} into it: a swap would "
+                    "leave the result as it was. This model family cannot be swapped."
+                )
+
+    def _owner_of(self, value: Any) -> tuple[str, View] | None:
+        """Find the parameter that `value` is a piece of, and which piece; None for anything else."""
+        if not isinstance(value, torch.Tensor) or value.is_meta:
+            return None
+        place = bisect.bisect_right(self._owners, value.data_ptr(), key=lambda owner: owner[0]) - 1
         if place >= 0:
             start, name = self._owners[place]
-            offset = (target.data_ptr() - start) // target.element_size()
+            offset = (value.data_ptr() - start) // value.element_size()
             if offset < self._parameters[name].numel():
-                return name, offset
-        raise WeightMismatch(f"the engine loads {self._name!r} into something that is not a parameter.")
+                return name, View.of(value, offset)
+        return None
