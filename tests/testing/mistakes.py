@@ -66,6 +66,16 @@ class LoadCopiesNothing(Transformers):
         return 0.0
 
 
+class LoadComputesOnce(Transformers):
+    """Computes on a weight when the checkpoint is read, and not when an update comes."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.model.model.norm.register_forward_hook(
+            lambda module, args, output: output * (1 + 1e-4 * (self.version >= 0))
+        )
+
+
 class LoadProvesNothing(Transformers):
     def load(self, version, checksums, weight_sets, recompute):
         return super().load(version, None, weight_sets, recompute)

@@ -7,7 +7,7 @@ import pytest
 from rank_processes import on_ranks
 from tiny_engine import TINY_ENGINE
 
-from vectorlm import FakeEngine, HFEngine, SamplingEngine
+from vectorlm import FakeEngine, HFEngine, SamplingEngine, Topology
 from vectorlm.testing import CHECKS, MODEL_CHECKS, EngineUnderTest, run_checks
 
 SCRIPT = "step {1}: {0}".format
@@ -52,7 +52,13 @@ TINY_LLAMA = {"tied": True, "hidden_size": 64}
 def subject_of(folder):
     """Start each engine once, when the first of its checks comes."""
     with contextlib.ExitStack() as stack:
-        yield cache(lambda kind: EngineUnderTest(stack.enter_context(ENGINES[kind](folder)), folder))
+        yield cache(lambda kind: under_test(stack.enter_context(ENGINES[kind](folder)), folder, kind))
+
+
+def under_test(engine, path, kind, topology=None):
+    # A scripted engine answers with the version of its weights, and holds none.
+    fresh = None if kind.startswith("scripted") else partial(ENGINES[kind], topology=topology)
+    return EngineUnderTest(engine, path, topology=topology or Topology.from_environment(), fresh=fresh)
 
 
 @pytest.mark.parametrize(("kind", "check"), CASES)
@@ -62,7 +68,7 @@ def test_an_engine_keeps_the_contract(kind, check, subject_of):
 
 def keep_the_contract(topology, kind, path):
     with ENGINES[kind](path, topology=topology) as engine:
-        run_checks(EngineUnderTest(engine, path, topology=topology), checks_of(kind))
+        run_checks(under_test(engine, path, kind, topology), checks_of(kind))
 
 
 # docs/howto/own_backend.md takes `transformers_inline` through it on two ranks. Which backend a sampler process has

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vectorlm import SamplingEngine
+from vectorlm import HFEngine, SamplingEngine
 from vectorlm.testing import EngineUnderTest, answers, run_checks
 
 # Other answers that the scheduler refuses are in tests/engine/test_answers.py.
@@ -18,6 +18,7 @@ MISTAKES = [
     ("ProbabilityInsteadOfLogprob", "logprobs_come_where_they_are_asked_for", "log-probability of 0.5"),
     ("LogprobsUnasked", "logprobs_come_where_they_are_asked_for", r"bare.sampler_logprobs == \(\)"),
     ("LoadCopiesNothing", "greedy_tokens_are_the_models_likeliest", "logprob_tolerance"),
+    ("LoadComputesOnce", "an_updated_engine_answers_as_a_fresh_one", "sampler_logprobs"),
     ("LoadProvesNothing", "weights_that_do_not_arrive_are_noticed", "ChecksumMismatch must be raised"),
     ("CacheKeptThroughRecompute", "tokens_are_of_the_weights_that_they_name", "logprob_tolerance"),
     ("PromptsKeptOverAnUpdate", "logprobs_are_the_models_own", "logprob_tolerance"),
@@ -45,5 +46,5 @@ def test_the_suite_fails_for_a_mistake(mistake, check, said, folder, monkeypatch
         SamplingEngine(str(folder), inference=name, channel="inline", timeout_s=60, **more) as engine,
         pytest.raises(AssertionError, match=said) as caught,
     ):
-        run_checks(EngineUnderTest(engine, folder))
+        run_checks(EngineUnderTest(engine, folder, fresh=HFEngine))
     assert str(caught.value).startswith(f"{check}: ")

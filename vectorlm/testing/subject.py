@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from vectorlm.ranks.topology import Topology
 from vectorlm.types import Completion, Engine
@@ -31,6 +34,8 @@ class EngineUnderTest:
     """Largest difference between log-probabilities of engine and model; raise it for engines in 16 bits."""
     topology: Topology = field(default_factory=Topology.from_environment)
     """This rank's place; with several ranks the default process group must exist."""
+    fresh: Callable[[str], AbstractContextManager[Engine]] | None = None
+    """Start another engine of this kind on a model folder; None leaves out the comparison with a fresh engine."""
 
     @contextmanager
     def kept_busy(self) -> Iterator[None]:
@@ -68,6 +73,21 @@ class EngineUnderTest:
         if self.topology.world_size > 1:
             fully_shard(trained)
         return trained, plain
+
+    @contextmanager
+    def saved(self, plain: Any) -> Iterator[str]:
+        """Write `plain` to a folder that all ranks of this machine see, with the other files of `model_path`."""
+        with tempfile.TemporaryDirectory(prefix="vectorlm-contract-") as own:
+            folder = [f"{own}/model"]
+            if self.topology.rank == 0:
+                weights = shutil.ignore_patterns("*.safetensors", "*.bin", "*.index.json")
+                shutil.copytree(self.model_path, folder[0], ignore=weights)
+                plain.save_pretrained(folder[0])
+            if self.topology.world_size > 1:
+                dist.broadcast_object_list(folder)
+            yield folder[0]
+            if self.topology.world_size > 1:
+                dist.barrier()
 
     def logits(self, plain: Any, completion: Completion) -> torch.Tensor:
         """Return the logits [T, V] that `plain` gives at each token of a completion, in double."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vectorlm.errors import ChecksumMismatch, EngineError, RankMismatch, VectorLMError, WeightMismatch
-from vectorlm.testing.subject import GREEDY, PROMPTS, EngineUnderTest, raises
+from vectorlm.testing.subject import GREEDY, PROMPTS, SAMPLED, EngineUnderTest, raises
 from vectorlm.weights.module_source import ModuleSource
 from vectorlm.weights.plan import Layout
 
@@ -25,6 +25,20 @@ def an_update_brings_its_version_and_other_answers(subject: EngineUnderTest) -> 
         answers = subject.engine.sample(PROMPTS, GREEDY)
         assert answers[0][0].versions[0] == step
         assert [each[0].text for each in answers] != before
+
+
+def an_updated_engine_answers_as_a_fresh_one(subject: EngineUnderTest) -> None:
+    """Tokens and log-probabilities have the bits of an engine that was started with the weights of the update."""
+    if subject.fresh is None:
+        return
+    trained, plain = subject.models(20)
+    subject.engine.update(trained, subject.next_step)
+    with subject.saved(plain) as folder, subject.fresh(folder) as fresh:
+        for parameters in ({**GREEDY, "logprobs": 0}, {**SAMPLED, "logprobs": 0}):
+            ours, expected = (each.sample(PROMPTS, parameters) for each in (subject.engine, fresh))
+            for (completion,), (other,) in zip(ours, expected, strict=True):
+                assert completion.token_ids == other.token_ids
+                assert completion.sampler_logprobs == other.sampler_logprobs
 
 
 def the_same_step_moves_nothing(subject: EngineUnderTest) -> None:
