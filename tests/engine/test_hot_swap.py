@@ -4,7 +4,10 @@ tests/weights/test_transports.py holds the transports to their rules without vLL
 test_families.py and test_engine.py, two engines that pull in test_several_ranks.py, adapters in test_lora_swap.py.
 """
 
+import os
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,3 +109,20 @@ def test_an_engine_that_cannot_pull_says_so_and_an_unknown_transport_is_refused_
         assert engine.update(model, 0).transport == "push"
     with pytest.raises(ValueError, match="transport='pul' is not known: it must be one of auto, push"):
         SamplingEngine(str(folder), transport="pul")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_flight", ["refuse", "keep"])
+def test_embeddings_of_images_do_not_outlive_the_weights_that_computed_them(folder, monkeypatch, in_flight):
+    """Two updates are made, whether or not requests are running."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    extension = {"worker_extension_cls": "left_embeddings.LeavesAnEmbedding"}
+    with SamplingEngine(str(folder), **extension, **TINY_ENGINE) as engine:
+        for step in range(2):
+            if in_flight == "keep":
+                handle = engine.submit([[2, 3]], {"max_tokens": 40, "ignore_eos": True})
+            engine.update(model, step, in_flight=in_flight)
+            if in_flight == "keep":
+                handle.result()

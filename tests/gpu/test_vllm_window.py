@@ -25,7 +25,7 @@ engine/arg_utils.py EngineArgs: model dtype max_model_len load_format worker_ext
   use_tqdm_on_load async_scheduling enforce_eager kv_cache_memory_bytes gpu_memory_utilization skip_tokenizer_init
   enable_sleep_mode enable_lora max_lora_rank tensor_parallel_size distributed_executor_backend
 v1/engine/llm_engine.py LLMEngine: from_engine_args(engine_args) add_request(request_id,prompt,params,lora_request)
-  abort_request(request_ids) step has_unfinished_requests reset_prefix_cache(reset_running_requests)
+  abort_request(request_ids) step has_unfinished_requests reset_prefix_cache(reset_running_requests) reset_encoder_cache
   collective_rpc(method,args) sleep(level) wake_up(tags) get_tokenizer vllm_config output_processor
 v1/engine/core.py EngineCore: batch_queue scheduler
 v1/core/sched/scheduler.py Scheduler: set_pause_state(pause_state)

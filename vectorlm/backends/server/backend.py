@@ -177,6 +177,7 @@ class VLLMServer:
         self._num_loads += 1
         if recompute or self._may_hold_nan or not self._tasks:
             self._forget_cache()
+        self._post("/reset_encoder_cache", read=lambda answer: None)
         if self._may_hold_nan:
             self._receiver.empty_kv_cache()
             self._may_hold_nan = False

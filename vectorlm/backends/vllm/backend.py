@@ -123,6 +123,8 @@ class VLLM:
                 raise EngineError("the prefix cache still holds blocks of the old weights.")
         elif recompute or self._may_hold_nan:
             self._engine.reset_prefix_cache(reset_running_requests=True)
+        # Embeddings of images, which vLLM finds by the image alone; a prompt that is half computed makes them again.
+        self._engine.reset_encoder_cache()
         self._empty_kv_cache()
         self._spans.close(self._engine, self.version)
         self.version = version
