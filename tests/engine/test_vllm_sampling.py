@@ -3,9 +3,10 @@
 import pytest
 import torch
 from swap_cases import FP32_GAP, PROMPTS, scores_of
+from tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM
 
-from vectorlm import HFEngine
+from vectorlm import HFEngine, SamplingEngine
 from vectorlm.algorithms import Support
 from vectorlm.algorithms.logprobs import token_values
 
@@ -85,3 +86,28 @@ def test_the_engine_reports_what_the_trainer_computes(engine, trained, temperatu
     whole = values_of(completions, trained, temperature, Support())[1].logprobs
     if cuts:
         assert (theirs - whole).max() > 0.05, "little was cut, so equality proves little"
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_drafts_of_n_grams_change_no_probability(folder):
+    """Engines verify several tokens of a draft in one step; tokens are drawn from the same distribution."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    prompts = [[5, 6, 7, 8] * 4, [9, 10, 11] * 5, [3, 4, 5, 6, 7, 8, 3, 4, 5]]
+    shapes = [
+        {"temperature": 0.0},
+        {},
+        {"temperature": 0.7},
+        {"top_k": 8},
+        {"top_p": 0.7, "temperature": 1.3},
+    ]
+    with SamplingEngine(str(folder), speculative_config=drafts, **TINY_ENGINE) as engine:
+        for shape in shapes:
+            parameters = {"temperature": 1.0, "max_tokens": 24, "seed": 7, "logprobs": 0, **shape}
+            answers = engine.sample(prompts, parameters)
+            completions = [each for (each,) in answers]
+            temperature = parameters["temperature"] or 1.0
+            theirs, ours = values_of(completions, model, temperature, Support.of(parameters))
+            assert (ours.logprobs - theirs).abs().max() < FP32_GAP, shape
+            assert engine.sample(prompts, parameters) == answers

@@ -53,6 +53,7 @@ def adapt_to_cpu() -> None:
     if not torch.cuda.is_available():
         keep_plain_weights()
         let_seeded_requests_wait()
+        expand_for_drafts()
 
 
 def let_seeded_requests_wait() -> None:
@@ -78,6 +79,38 @@ def let_seeded_requests_wait() -> None:
 
     bookkeeping.leaves_generators_alone = True  # type: ignore[attr-defined]
     GPUModelRunner._bookkeeping_sync = bookkeeping  # type: ignore[method-assign]
+
+
+def expand_for_drafts() -> None:
+    """Give each draft token its request's temperature, top_k and top_p on CPU; call before the engine is built.
+
+    vllm 0.32: the kernel for CPU writes them into a copy that is dropped, so speculative decoding divides logits by
+    memory that nothing has written: wrong tokens and log-probabilities at any temperature but 0. Delete when
+    ``_expand_kernel_impl`` writes into its argument.
+    """
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    constrain = getattr(rejection_sampler, "apply_sampling_constraints", None)
+    if constrain is None or constrain.__module__ == __name__:
+        return
+
+    def expand(
+        x: torch.Tensor,
+        cu_num_tokens: torch.Tensor,
+        num_tokens: int,
+        replace_from: int = 0,
+        replace_to: int = 0,
+    ) -> torch.Tensor:
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        values = torch.where(x == replace_from, replace_to, x).to(x.dtype)
+        return values.repeat_interleave(counts.long(), output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand
+    # A step in which no request has a draft has no row, of which top_k's maximum would be an error.
+    rejection_sampler.apply_sampling_constraints = lambda logits, *args: (
+        constrain(logits, *args) if len(logits) else logits
+    )
 
 
 def default_arguments(model: str, on_cpu: bool) -> dict[str, Any]:
