@@ -3,8 +3,10 @@
 import json
 import os
 import socket
+import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -270,6 +272,16 @@ def test_the_engine_keeps_the_contract(server, folder, engine):
     engine.close()
     with engine_of(server, folder) as fresh:
         run_checks(EngineUnderTest(fresh, folder))
+
+
+@pytest.mark.slow
+def test_a_server_forgets_embeddings_of_images_at_each_update(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    planted = [*SERVER, "--worker-extension-cls", "left_embeddings.ServerLeavesAnEmbedding"]
+    with running_server(folder, tmp_path / "log", *planted) as running, engine_of(running, folder) as engine:
+        for step in range(2):
+            engine.update(model, step)
 
 
 @pytest.mark.slow
