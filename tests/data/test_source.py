@@ -2,11 +2,14 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
+import pyarrow
 import pytest
 from datasets import Dataset, DatasetDict
 from letters import letter_tokenizer, make
+from pyarrow import parquet
 
 from vectorlm.data.prompts import read_prompts
 from vectorlm.data.settings import PreprocessSettings
@@ -145,7 +148,7 @@ def test_files_of_several_forms_are_refused_by_name():
 
 def test_a_file_that_cannot_be_read_is_refused_by_name():
     Path("rows.json").write_text('[{"text": ')
-    with pytest.raises(DatasetError, match=r"load_path='rows\.json' cannot be read as json"):
+    with pytest.raises(DatasetError, match=r"rows\.json cannot be read"):
         texts_of("rows.json")
     Path("broken").mkdir()
     Path("broken/state.json").write_text("{}")
@@ -221,3 +224,73 @@ def test_half_a_character_in_a_prompt_is_named_with_its_line(prompt):
     Path("rows.jsonl").write_text(jsonl([{"prompt": "ab"}, {"prompt": prompt}]))
     with pytest.raises(DatasetError, match=r"rows\.jsonl:2 is .*half a character, '\\ud83d'"):
         read_prompts("rows.jsonl")
+
+
+@pytest.mark.parametrize("name", ["part[1].jsonl", "part[1].csv", "part[1].json", "part[1].parquet"])
+@pytest.mark.parametrize("folder", [".", "exp[12]", "a*b", "q?", "c::d"])
+def test_a_path_with_letters_of_a_pattern_is_read_and_not_its_neighbours(folder, name):
+    for place, text in ((Path(folder), "own"), (Path("exp1"), "other"), (Path("a-x-b"), "other")):
+        place.mkdir(exist_ok=True)
+        for each in (name, name.replace("[1]", "1")):
+            rows = [{"text": text if each == name else "neighbour"}]
+            Path(place, each).write_text(
+                {".jsonl": jsonl(rows), ".json": json.dumps(rows)}.get(
+                    Path(each).suffix, "text\n" + rows[0]["text"]
+                )
+            )
+            if each.endswith(".parquet"):
+                parquet.write_table(pyarrow.Table.from_pylist(rows), place / each)
+    assert texts_of(f"{folder}/{name}") == ["own"]
+    if folder != ".":
+        Path(folder, name.replace("[1]", "1")).unlink()
+        assert texts_of(folder) == ["own"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("math.jsonl", "unit_test.jsonl"), ("chat.jsonl", "train-x.jsonl"), ("b/b.jsonl", "train/a.jsonl")],
+)
+def test_a_folder_of_which_only_some_files_name_a_split_is_refused(names):
+    for name in names:
+        Path("d", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("d", name).write_text(jsonl(ROWS))
+    with pytest.raises(DatasetError, match=re.escape(names[0])):
+        texts_of("d")
+
+
+def test_files_that_are_not_read_are_named_and_capitals_are_read():
+    Path("d").mkdir()
+    Path("d/A.JSONL").write_text(jsonl(ROWS))
+    Path("d/b.tsv").write_text("text\nzz")
+    dataset, summary = make(load_path="d", add_bos_eos_tokens=False)
+    assert len(dataset) == len(ROWS)
+    assert summary.unread == ["d/b.tsv"]
+
+
+def test_a_dataset_that_was_saved_among_the_texts_is_no_text():
+    Path("d").mkdir()
+    Path("d/part1.jsonl").write_text(jsonl(ROWS))
+    Dataset.from_list([{"text": "saved"}]).save_to_disk("d/train")
+    assert texts_of("d") == ["ab", "cd"]
+
+
+@pytest.mark.parametrize("cell", ["42", "02134", "1.50", "True", "None", "NA", "2020-01-01", "1e5"])
+def test_cells_of_tables_are_texts_as_they_stand_there(cell):
+    Path("rows.csv").write_text(f"text,weight\n{cell},1\n")
+    Path("rows.json").write_text(json.dumps([{"text": cell}]))
+    assert texts_of("rows.csv") == texts_of("rows.json") == [cell]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rows.csv", "text\na,b\n"),
+        ("rows.json", '{\n"text": ["a", "b"]}'),
+        ("rows.json", "[" * 100_000),
+        ("rows.csv", b"text\n\xff\n"),
+    ],
+)
+def test_a_table_that_is_none_is_refused_with_its_file(name, text):
+    Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DatasetError, match=re.escape(name)):
+        texts_of(name)

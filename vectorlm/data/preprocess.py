@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _TOKENS_PER_WRITE = 2**18
+MAX_NAMED = 5
+"""Files that are not read, by name; a folder may hold thousands of pictures."""
 _OWN_FILES = ("*.arrow", "state.json", "dataset_info.json")
 """What `save_to_disk` writes, and the caches that datasets puts beside it."""
 
@@ -62,7 +64,7 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
         summary = Summary(
             max_seq_len,
             settings.ignore_index,
-            unread=list(tokeniser.unread),
+            unread=[*tokeniser.unread, *source.unread[:MAX_NAMED]],
             tokenizer=tokenizer.name_or_path,
             vocabulary=vocabulary_of(tokenizer),
         )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
+import os
+import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from glob import glob, has_magic
+from glob import escape, glob, has_magic
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.data.settings import PreprocessSettings
@@ -17,6 +24,10 @@ from vectorlm.errors import ConfigError, DatasetError
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
+VALUE_NAMES = {"weight", "margin", "label", "labels"}
+"""Columns whose cells are no text, in tables that have nothing but text."""
+SAVED = ("state.json", "dataset_dict.json")
+"""Files by which a folder is one that `save_to_disk` wrote."""
 FORMS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -34,8 +45,10 @@ class Source:
 
     dataset: Dataset
     lines: str | None = None
-    """What the column `line` holds, beside `file` and `number`, if rows are lines of files: `text` or `jsonl`; None for
-    other rows, which have the columns of the dataset."""
+    """The content of the column `line`, beside `file` and `number`, if rows come from files: `text` or `jsonl`; None
+    for other rows, which have the columns of the dataset."""
+    unread: Sequence[str] = ()
+    """Files at `load_path` whose names have no ending of `FORMS`."""
 
     def rows(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> Iterator[tuple[str, Any]]:
         """Yield the name of each row in an error, and its columns.
@@ -79,14 +92,14 @@ def open_source(settings: PreprocessSettings, scratch: Path) -> Source:
         raise ConfigError(
             f"hub_config={settings.hub_config!r} has no effect: load_path={path!r} is on this machine. Leave it out."
         )
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+    if any((folder / name).is_file() for name in SAVED):
         return Source(take_split(splits_of(folder, named), split, named))
-    files = _files(path)
+    files, unread = _files(path)
     form = _only_form([name for names in files.values() for name in names], path)
-    if form in ("text", "jsonl"):
-        splits = {name: _read_lines(some, scratch / f"lines-{name}.arrow") for name, some in files.items()}
-        return Source(take_split(splits, split, named), form)
-    return Source(take_split(_read_tables(form, files, path, scratch), split, named))
+    if form == "parquet":
+        return Source(take_split(_read_parquet(files, path, scratch), split, named), None, unread)
+    splits = {name: _read_lines(some, form, scratch / f"lines-{name}.arrow") for name, some in files.items()}
+    return Source(take_split(splits, split, named), "text" if form == "text" else "jsonl", unread)
 
 
 def _object(name: str, line: str) -> dict[str, Any]:
@@ -156,26 +169,59 @@ def splits_of(folder: Path, named: str) -> Mapping[str, Dataset]:
     return {name if loaded.split is not None and name.isidentifier() else "train": loaded}
 
 
-def _files(path: str) -> dict[str, list[str]]:
-    """List the files of each split."""
-    if Path(path).is_file():
-        return {"train": [path]}
-    if has_magic(path) and not Path(path).exists():
-        splits = {"train": sorted(name for name in glob(path, recursive=True) if Path(name).is_file())}
-    else:
-        from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+def _files(path: str) -> tuple[dict[str, list[str]], list[str]]:
+    """List the files of each split, and the files that are not read."""
+    folder = Path(path)
+    if folder.is_file():
+        return {"train": [path]}, []
+    pattern = os.path.join(escape(path), "**") if folder.exists() else path
+    found = sorted({name for name in glob(pattern, recursive=True) if Path(name).is_file()})
+    saved = {os.path.dirname(name) for name in found if os.path.basename(name) in SAVED}
+    # What `vectorlm preprocess` has saved beside the texts is no text.
+    found = [name for name in found if saved.isdisjoint(map(str, Path(name).parents))]
+    known = [name for name in found if _suffix(name) in FORMS]
+    splits = _splits_of_names(known, path) if folder.exists() else {"train": known}
+    return splits, [name for name in found if name not in set(known)]
 
-        try:
-            found = DataFilesDict.from_patterns(get_data_patterns(path), base_path=path)
-        except EmptyDatasetError:
-            found = {}
-        splits = {str(split): sorted(set(names)) for split, names in found.items()}
-    known = {split: [name for name in names if _suffix(name) in FORMS] for split, names in splits.items()}
-    return {split: names for split, names in known.items() if names}
+
+def _splits_of_names(files: Sequence[str], path: str) -> dict[str, list[str]]:
+    """Sort files into splits by their names, as the library datasets does.
+
+    Raises:
+        DatasetError: Some files have the name of a split, and others have not.
+    """
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    if not files:
+        return {}
+    with TemporaryDirectory(prefix="vectorlm-names-") as names:
+        # Empty files of these names: in a path of the user's, datasets takes [ ] * ? and :: for patterns.
+        of_link = {}
+        for index, name in enumerate(files):
+            relative = re.sub(r"[^\w./-]", "-", os.path.relpath(name, path))
+            link = Path(names, relative)
+            if link.exists():
+                link = link.with_name(f"{link.stem}-{index}{link.suffix}")
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.touch()
+            of_link[os.path.realpath(link)] = name
+        found = DataFilesDict.from_patterns(get_data_patterns(names), base_path=names)
+        splits = {
+            str(split): sorted({of_link[os.path.realpath(each)] for each in links})
+            for split, links in found.items()
+        }
+    read = {name for some in splits.values() for name in some}
+    if left := [name for name in files if name not in read]:
+        raise DatasetError(
+            f"load_path={path!r} holds files that belong to no split: {', '.join(left[:3])}, beside files whose names "
+            f"say {' or '.join(splits)}, such as {next(iter(read))}. Rename the files, or name the ones to read with a "
+            "glob, such as 'data/*.jsonl'."
+        )
+    return splits
 
 
 def _suffix(name: str) -> str:
-    return Path(name.removesuffix(".gz")).suffix
+    return Path(name.lower().removesuffix(".gz")).suffix
 
 
 def _only_form(files: Sequence[str], path: str) -> str:
@@ -202,27 +248,79 @@ def _form(name: str) -> str:
 
 
 def _open(name: str) -> Any:
-    return gzip.open(name, "rb") if name.endswith(".gz") else open(name, "rb")
+    return gzip.open(name, "rb") if name.lower().endswith(".gz") else open(name, "rb")
 
 
-def _read_lines(files: Sequence[str], path: Path) -> Dataset:
-    """Copy the lines of files to `path`, with the file and the number of each."""
+def _read_lines(files: Sequence[str], form: str, path: Path) -> Dataset:
+    """Copy the rows of files to `path` as lines, with the file and the number of each."""
     from datasets import Features, Value
+
+    read = {"csv": _csv_rows, "json": _json_rows}.get(form, _lines)
 
     def lines() -> Iterator[dict[str, Any]]:
         for name in files:
             with _open(name) as file:
-                for number, line in enumerate(file, start=1):
-                    try:
-                        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                    except UnicodeDecodeError as error:
-                        raise DatasetError(
-                            f"{name}:{number} is not UTF-8 ({error}). Convert the file."
-                        ) from error
-                    yield {"line": text.rstrip("\r\n"), "file": name, "number": number}
+                for number, line in read(name, file):
+                    yield {"line": line, "file": name, "number": number}
 
     features = Features(line=Value("large_string"), file=Value("string"), number=Value("int64"))
     return write_rows(lines(), features, path)
+
+
+def _lines(name: str, file: Any) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(file, start=1):
+        with _naming(f"{name}:{number}"):
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        yield number, text.rstrip("\r\n")
+
+
+def _json_rows(name: str, file: Any) -> Iterator[tuple[int, str]]:
+    """Yield the objects of a list; no value changes, as it would in a table whose columns have types."""
+    with _naming(name):
+        rows = json.loads(file.read().decode("utf-8-sig"))
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DatasetError(
+            f"{name} must hold a list of objects, one for each row. Write it so, or write one JSON object per line "
+            "into a .jsonl file."
+        )
+    yield from enumerate(map(json.dumps, rows), start=1)
+
+
+def _csv_rows(name: str, file: Any) -> Iterator[tuple[int, str]]:
+    """Yield the rows of a table whose cells are texts as they stand there: 02134, 1.50, True and NA."""
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+    while True:
+        with _naming(f"{name}:{reader.line_num + 1}"):
+            if (row := next(reader, None)) is None:
+                return
+        if None in row:
+            raise DatasetError(
+                f"{name}:{reader.line_num} has more cells than the first line has names. Correct it."
+            )
+        yield reader.line_num, json.dumps({key: _cell(key, value) for key, value in row.items()})
+
+
+def _cell(name: str, text: str) -> Any:
+    if name not in VALUE_NAMES:
+        return text
+    try:
+        return json.loads(text.lower()) if text else None
+    except ValueError:
+        return text
+
+
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """Raise `DatasetError` with the `place` where a file cannot be read."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{place} is not UTF-8 ({error}). Convert the file.") from error
+    except (ValueError, RecursionError, csv.Error) as error:
+        raise DatasetError(
+            f"{place} cannot be read ({type(error).__name__}: {error}). Correct it."
+        ) from error
 
 
 def write_rows(
@@ -239,18 +337,26 @@ def write_rows(
     return Dataset.from_file(str(path))
 
 
-def _read_tables(form: str, files: dict[str, list[str]], path: str, scratch: Path) -> Mapping[str, Dataset]:
+def _read_parquet(files: dict[str, list[str]], path: str, scratch: Path) -> Mapping[str, Dataset]:
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
-    try:
-        return load_dataset(form, data_files=files, cache_dir=str(scratch / "tables"))
-    except (DatasetGenerationError, OSError, ValueError) as error:
-        cause = error.__cause__ or error
-        raise DatasetError(
-            f"load_path={path!r} cannot be read as {form} ({type(cause).__name__}: {cause}). Correct the file, or "
-            "write one JSON object per line into a .jsonl file, whose lines are named in errors."
-        ) from error
+    with TemporaryDirectory(prefix="vectorlm-names-") as names:
+        # Links without letters that datasets would take for a pattern.
+        links: dict[str, list[str]] = {}
+        for split, some in files.items():
+            for name in some:
+                link = Path(names, f"{split}-{len(links.setdefault(split, []))}.parquet")
+                link.symlink_to(os.path.abspath(name))
+                links[split].append(str(link))
+        try:
+            return load_dataset("parquet", data_files=links, cache_dir=str(scratch / "tables"))
+        except (DatasetGenerationError, OSError, ValueError) as error:
+            cause = error.__cause__ or error
+            raise DatasetError(
+                f"load_path={path!r} cannot be read as parquet ({type(cause).__name__}: {cause}). Correct the file, "
+                "or write one JSON object per line into a .jsonl file, whose lines are named in errors."
+            ) from error
 
 
 def take_split(splits: Mapping[str, Dataset], split: str | None, named: str) -> Dataset:
