@@ -1,16 +1,22 @@
 """Whole runs from Python: functions, lists and settings by keyword."""
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 
+import pandas
 import pytest
 import torch
-from datasets import load_from_disk
+from datasets import Dataset, DatasetDict, load_from_disk
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 import vectorlm
+from vectorlm.calls import _prompts
 from vectorlm.config import load_config
 from vectorlm.config.load import config_from_keywords
-from vectorlm.errors import ConfigError
+from vectorlm.data.prompts import read_prompts
+from vectorlm.errors import ConfigError, DatasetError
 
 ENGINE = {"max_model_len": 64, "kv_cache_memory_bytes": 16 << 20}
 # What is sampled together, and what is found in a cache, may change the last bit of a log-probability.
@@ -187,3 +193,106 @@ def test_what_is_wrong_is_said_as_of_a_file(folder, tmp_path, monkeypatch, wrong
         vectorlm.reinforce(folder, ["a"], len, **{**FEW, **wrong})
     with pytest.raises(ConfigError, match="a reward is a int"):
         vectorlm.reinforce(folder, ["a"], [3], **FEW)
+
+
+@pytest.fixture
+def prepared(folder, tmp_path, monkeypatch):
+    """Call `finetune` without the training; return the tokens of the rows that it would train on, as texts."""
+    monkeypatch.setattr("vectorlm.calls.start", lambda *_: None)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def call(dataset, eval_dataset=None, **settings):
+        settings = {"max_seq_len": 64, "output_dir": tmp_path / "run", **settings}
+        vectorlm.finetune(folder, dataset, eval_dataset, **settings)
+        rows = load_from_disk(tmp_path / "run" / "data" / "train")
+        return [tokenizer.decode(ids, skip_special_tokens=True).replace(" ", "") for ids in rows["input_ids"]]
+
+    return call
+
+
+def test_a_second_call_trains_on_its_own_rows(prepared, tmp_path):
+    first, second = [{"text": "abab"}] * 4, [{"text": "cdcd"}] * 4
+    held_out = [{"text": "efef"}]
+    assert prepared(first, held_out) == ["abab"] * 4
+    made = load_from_disk(tmp_path / "run/data/train")._fingerprint
+    assert prepared(first, held_out) == ["abab"] * 4
+    assert load_from_disk(tmp_path / "run/data/train")._fingerprint == made, (
+        "the same rows are not made again"
+    )
+    assert prepared(second, held_out) == ["cdcd"] * 4
+    assert prepared(second, held_out, dataset_preprocess={"pre_pend": "g"}) == ["gcdcd"] * 4
+    file = tmp_path / "rows.jsonl"
+    for text in ("hh", "ii"):
+        file.write_text(json.dumps({"text": text}) + "\n")
+        assert prepared(file) == [text]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda texts: [{"text": text} for text in texts],
+        lambda texts: texts,
+        lambda texts: iter(texts),
+        lambda texts: {"text": texts},
+        lambda texts: pandas.DataFrame({"text": texts, "seen": pandas.Timestamp("2026-01-01")}),
+        lambda texts: Dataset.from_dict({"text": texts}),
+    ],
+    ids=["rows", "texts", "iterator", "columns", "frame", "dataset"],
+)
+@pytest.mark.parametrize("num", [1, 20])
+def test_rows_in_memory_may_have_any_form_and_the_same_ones_are_held_out(prepared, make, num):
+    texts = [letter * 4 for letter in "abcdefghijklmnopqrst"[:num]]
+    kept = prepared(make(texts))
+    halves = Dataset.from_dict({"text": texts}).train_test_split(0.05, seed=0) if num > 1 else {}
+    expected = list(halves["train"]["text"]) if num > 1 else texts
+    assert kept == expected
+
+
+def test_keys_that_the_first_row_lacks_are_kept(prepared, tmp_path):
+    rows = [
+        {"text": "ab"},
+        {"text": "cd", "extra": {"a": 1}},
+        {"text": "ef", "extra": {"a": "b", "c": [None, 2.5]}},
+    ]
+    assert prepared(rows, rows[:1]) == ["ab", "cd", "ef"]
+    written = [json.loads(line) for line in (tmp_path / "run/data/train-rows.jsonl").read_text().splitlines()]
+    assert written == rows
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ([], "is empty"),
+        ([b"abc"], r"\[0\] is a bytes"),
+        ([{"text": "ab"}, 3], r"\[1\] is a int"),
+        (b"abc", "is a bytes"),
+        (7, "is a int"),
+        ([{"text": "ab", "picture": b"x"}], "holds a bytes"),
+        (DatasetDict(train=Dataset.from_dict({"text": ["a"]})), "splits train"),
+    ],
+)
+def test_what_is_no_list_of_rows_is_refused(folder, tmp_path, given, named):
+    with pytest.raises(DatasetError, match=named):
+        vectorlm.finetune(folder, given, max_seq_len=8, output_dir=tmp_path)
+    if not isinstance(given, Mapping):
+        with pytest.raises(DatasetError, match=named):
+            vectorlm.reinforce(folder, given, len, max_steps=1, max_seq_len=8, output_dir=tmp_path)
+
+
+def test_prompts_of_a_data_frame_are_its_rows(tmp_path):
+    frame = pandas.DataFrame(
+        {"prompt": ["2+2=", "3+3="], "answer": [4, None], "day": pandas.Timestamp("2026-01-01")}
+    )
+    for given in (frame, Dataset.from_pandas(frame)):
+        records = read_prompts(_prompts(given, tmp_path))
+        assert [record.prompt for record in records] == ["2+2=", "3+3="]
+        assert records[0].columns["answer"] == 4
+
+
+def test_a_home_folder_is_found_and_a_variable_is_refused(folder, tmp_path, monkeypatch, prepared):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    prepared([{"text": "ab"}], output_dir="~/run")
+    assert not Path("~").exists()
+    with pytest.raises(ConfigError, match="output_dir"):
+        prepared([{"text": "ab"}], output_dir="$HOME/run")
+    assert not Path("$HOME").exists()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import json
+import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +26,7 @@ from vectorlm.ranks.launcher import launch
 from vectorlm.ranks.placement import without_gc
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.runs import read_lines
+from vectorlm.settings import as_path
 
 if TYPE_CHECKING:
     from vectorlm.train.recorder import OnStep
@@ -74,7 +78,8 @@ def reinforce(
     Args:
         model: A folder, or a name on the Hugging Face Hub.
         prompts: What ``rl.prompts`` of a config may be; or in memory a list of texts, of conversations (lists of
-            messages) or of rows with a ``prompt`` and the rewards' columns, or a ``datasets.Dataset`` of such rows.
+            messages) or of rows with a ``prompt`` and the rewards' columns, or a ``datasets.Dataset`` or a data
+            frame of such rows.
         rewards: A function, a reward's name as in a config, several of them in a list, or a mapping from them to
             weights. Functions run in other processes, with what they refer to.
         algorithm: A row of docs/algorithms.md, or ``file.py:NAME``.
@@ -91,6 +96,7 @@ def reinforce(
 
     Raises:
         ConfigError: A setting is unknown or wrong; lists them all.
+        DatasetError: The prompts in memory are none.
         RankFailed: Training failed on a rank.
     """
     folder = _folder(output_dir, algorithm)
@@ -128,10 +134,11 @@ def finetune(
 
     Args:
         model: A folder, or a name on the Hugging Face Hub.
-        dataset: Rows with ``messages``, ``prompt`` and ``completion``, or ``text``: a list of dictionaries, a
-            ``datasets.Dataset``, or what ``dataset_preprocess.load_path`` of a config may be.
-        eval_dataset: Rows for the held-out loss; None takes one of 20 rows out of a `dataset` in memory, and measures
-            none where it is not in memory.
+        dataset: Rows with ``messages``, ``prompt`` and ``completion``, or ``text``: a list of dictionaries, of texts or
+            of conversations, a mapping of columns, a ``datasets.Dataset``, a data frame, or what
+            ``dataset_preprocess.load_path`` of a config may be.
+        eval_dataset: Rows for the held-out loss. None takes one of 20 rows of a `dataset` in memory, and measures no
+            held-out loss if `dataset` is a path or a single row.
         lr: Learning rate.
         output_dir: As for `reinforce`.
         world_size: Number of ranks.
@@ -144,15 +151,15 @@ def finetune(
         RankFailed: Training failed on a rank.
     """
     from vectorlm.data.preprocess import preprocess
+    from vectorlm.data.summary import vocabulary_of
     from vectorlm.train.load import load_tokenizer
 
     folder = _folder(output_dir, "finetune")
-    rows = {"train": dataset, "eval": eval_dataset}
-    if eval_dataset is None and isinstance(dataset, str | os.PathLike):
-        rows = {"train": dataset}
-    elif eval_dataset is None:
-        halves = _as_dataset(dataset).train_test_split(test_size=HELD_OUT, seed=0)
-        rows = {"train": halves["train"], "eval": halves["test"]}
+    rows = {"train": _rows_of(dataset, "dataset", "text", "messages")}
+    if eval_dataset is not None:
+        rows["eval"] = _rows_of(eval_dataset, "eval_dataset", "text", "messages")
+    elif not isinstance(rows["train"], str) and len(rows["train"]) > 1:
+        rows["train"], rows["eval"] = _split(rows["train"])
     paths = {"load_path": str(folder / "data"), "save_path": str(folder / "data")}
     given = {
         "model": os.fspath(model),
@@ -170,15 +177,16 @@ def finetune(
     tokenizer, how = load_tokenizer(config.model), config.dataset_preprocess
     assert how is not None
     for part, each in rows.items():
-        target = folder / "data" / part
-        if (target / "state.json").exists():
-            continue  # The run was ended, and goes on.
-        source = each
-        if not isinstance(each, str | os.PathLike):
-            source = folder / "data" / f"{part}-rows"
-            _as_dataset(each).save_to_disk(source)
-        asked = replace(how, load_path=os.fspath(source), save_path=str(target))
-        preprocess(asked, tokenizer, config.train_parameters.max_seq_len)
+        target, note = folder / "data" / part, folder / "data" / f"{part}.digest"
+        asked = replace(how, load_path=_saved(each, folder / "data" / f"{part}-rows"), save_path=str(target))
+        max_seq_len = config.train_parameters.max_seq_len
+        template = tokenizer.chat_template
+        made_of = repr((asked, max_seq_len, vocabulary_of(tokenizer), template, _digest(asked.load_path)))
+        digest = hashlib.sha256(made_of.encode(errors="replace")).hexdigest()
+        # The rows of an earlier call go on only if this call would make the same ones.
+        if not ((target / "state.json").exists() and note.exists() and note.read_text() == digest):
+            preprocess(asked, tokenizer, max_seq_len)
+            note.write_text(digest)
     start(config, world_size, on_step)
     return FinishedRun(folder)
 
@@ -218,30 +226,105 @@ def _folder(output_dir: str | os.PathLike[str] | None, name: str) -> Path:
     if output_dir is None:
         Path("runs").mkdir(exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f"{name.rpartition(':')[2]}-", dir="runs"))
-    folder = Path(output_dir)
+    folder = Path(as_path(os.fspath(output_dir), "output_dir"))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def _prompts(prompts: Any, folder: Path) -> Any:
     """Return what a config can say of prompts; those in memory are saved in the run's folder."""
-    if isinstance(prompts, str | os.PathLike | Mapping):
-        return os.fspath(prompts) if isinstance(prompts, os.PathLike) else prompts
-    rows = prompts if hasattr(prompts, "save_to_disk") else [_row(each) for each in prompts]
-    path = folder / "prompts.jsonl"
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if isinstance(prompts, Mapping) and not hasattr(prompts, "save_to_disk"):
+        return prompts
+    return _saved(_rows_of(prompts, "prompts", "prompt", "prompt"), folder / "prompts", keeps_tables=False)
+
+
+def _rows_of(given: Any, argument: str, text_name: str, list_name: str) -> Any:
+    """Return the rows of an argument: mappings in a list, a ``datasets.Dataset``, or the path that it is.
+
+    Raises:
+        DatasetError: There are no rows, or one of them is no row.
+    """
+    use = f"Use a path, or a list of rows, of texts or of lists of messages for {argument}."
+    if isinstance(given, str | os.PathLike):
+        return os.fspath(given)
+    if isinstance(given, Mapping) and hasattr(given, "save_to_disk"):
+        raise DatasetError(
+            f"{argument} has the splits {', '.join(given)}. Pass one of them, such as [{next(iter(given))!r}]."
+        )
+    if hasattr(given, "to_dict") and hasattr(
+        given, "columns"
+    ):  # a data frame, in which missing cells are NaN
+        records = given.to_dicts() if hasattr(given, "to_dicts") else given.to_dict("records")
+        given = [{str(name): cell for name, cell in row.items() if not _is_missing(cell)} for row in records]
+    elif isinstance(given, Mapping):
+        lengths = {name: len(column) for name, column in given.items() if isinstance(column, list | tuple)}
+        if len(lengths) < len(given) or len(set(lengths.values())) > 1:
+            raise DatasetError(f"{argument} must have columns that are lists of one length. {use}")
+        given = [dict(zip(given, cells, strict=True)) for cells in zip(*given.values(), strict=True)]
+    elif not hasattr(given, "save_to_disk"):
+        if isinstance(given, bytes) or not isinstance(given, Iterable):
+            raise DatasetError(f"{argument} is a {type(given).__name__}. {use}")
+        given = list(given)
+        for index, row in enumerate(given):
+            if isinstance(row, str):
+                given[index] = {text_name: row}
+            elif isinstance(row, Sequence) and not isinstance(row, bytes):
+                given[index] = {list_name: list(row)}
+            elif not isinstance(row, Mapping):
+                raise DatasetError(f"{argument}[{index}] is a {type(row).__name__}. {use}")
+    if not len(given):
+        raise DatasetError(f"{argument} is empty: it must hold at least one row.")
+    return given
+
+
+def _is_missing(cell: Any) -> bool:
+    return cell is None or (isinstance(cell, float) and math.isnan(cell)) or str(cell) in ("NaT", "<NA>")
+
+
+def _split(rows: Any) -> tuple[Any, Any]:
+    """Take the held-out share out of rows in memory, the same rows whatever holds them."""
+    from datasets import Dataset
+
+    is_table = hasattr(rows, "save_to_disk")
+    table = rows if is_table else Dataset.from_dict({"index": range(len(rows))})
+    halves = table.train_test_split(test_size=HELD_OUT, seed=0)
+    parts = (halves["train"], halves["test"])
+    train, held_out = parts if is_table else ([rows[each] for each in part["index"]] for part in parts)
+    return train, held_out
+
+
+def _saved(rows: Any, path: Path, *, keeps_tables: bool = True) -> str:
+    """Write rows in memory to a file with a line for each, whose keys may differ, and return where they are."""
+    if isinstance(rows, str):
+        return rows
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if keeps_tables and hasattr(rows, "save_to_disk"):
+        rows.save_to_disk(path)
+        return str(path)
+    path = path.with_suffix(".jsonl")
+    text = "".join(json.dumps(row, ensure_ascii=False, default=_as_json) + "\n" for row in rows)
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
     return str(path)
 
 
-def _row(prompt: Any) -> Mapping[str, Any]:
-    if isinstance(prompt, Mapping):
-        return prompt
-    if not isinstance(prompt, str | Sequence):
-        raise DatasetError(
-            f"a prompt is a {type(prompt).__name__}: use a text, a list of messages, or a row."
-        )
-    return {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+def _as_json(value: Any) -> Any:
+    """Return a date as text, and numbers and arrays of numpy as Python's."""
+    for name in ("isoformat", "tolist"):
+        if hasattr(value, name):
+            return getattr(value, name)()
+    raise DatasetError(f"a row holds a {type(value).__name__}: use texts, numbers, lists and dictionaries.")
+
+
+def _digest(source: str) -> Any:
+    """Tell apart what `source` may hold: names, sizes and times of its files, or the content of a single file."""
+    if os.path.isfile(source):
+        with open(source, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    if os.path.isfile(state := os.path.join(source, "state.json")):
+        return json.loads(Path(state).read_text())["_fingerprint"]
+    pattern = os.path.join(glob.escape(source), "**") if os.path.isdir(source) else source
+    files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(name)]
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def _rewards(rewards: Any, folder: Path) -> Mapping[str, Any]:
@@ -267,12 +350,6 @@ def _rewards(rewards: Any, folder: Path) -> Mapping[str, Any]:
     if functions:
         path.write_bytes(cloudpickle.dumps(functions))
     return named
-
-
-def _as_dataset(rows: Any) -> Any:
-    from datasets import Dataset
-
-    return rows if hasattr(rows, "save_to_disk") else Dataset.from_list(list(rows))
 
 
 def _table(path: Path) -> Any:

@@ -79,7 +79,7 @@ def _load_pickle(where: str, name: str) -> Any:
 
 
 def _load_file(where: str, name: str) -> Any:
-    path = Path(where)
+    path = Path(where).expanduser()
     if not path.is_file():
         raise ConfigError(f"{name!r} does not exist: {path} is not a file.")
     # Without dots, which pickle takes for packages: a process pool of the user's runs functions of the file.

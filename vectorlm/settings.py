@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -10,6 +12,11 @@ from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Predicate
 from pydantic import BeforeValidator, Field
+
+from vectorlm.errors import ConfigError
+
+VARIABLE = re.compile(r"\$(\{|[A-Za-z_])")
+"""A variable of the shell, in a path."""
 
 
 def also_written(spellings: Mapping[Any, str]) -> BeforeValidator:
@@ -74,7 +81,20 @@ Betas = Annotated[
 Text = Annotated[
     str, Predicate(lambda value: bool(value.strip())), Field(description="text that is not blank")
 ]
+PathText = Annotated[
+    str,
+    BeforeValidator(lambda value: os.path.expanduser(value) if isinstance(value, str) else value),
+    Predicate(lambda value: bool(value.strip()) and not VARIABLE.search(value)),
+    Field(description="a path without variables such as $HOME"),
+]
 Separator = Annotated[str, Field(min_length=1, description="a text", examples=['"\\n"'])]
+
+
+def as_path(value: str, setting: str) -> str:
+    """Return a path with ~ replaced; raise `ConfigError` if it holds a variable, which nothing replaces."""
+    if VARIABLE.search(value):
+        raise ConfigError(f"{setting}={value!r} must be a path without variables. Write the folder itself.")
+    return os.path.expanduser(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +113,7 @@ class CurriculumSettings:
 class PromptSettings:
     """A source of prompts in full: rows from `path`, or tasks of `reasoning_gym` or `verifiers`."""
 
-    path: Text | None = None
+    path: PathText | None = None
     """JSONL or Parquet file, folder of `Dataset.save_to_disk`, or name of a dataset on the hub."""
     split: Text | None = None
     """With `path`, which rows of a dataset: `train`, or an expression such as `train[:1000]`."""
@@ -122,7 +142,7 @@ class PromptSettings:
 
 
 PromptSource = Annotated[
-    str | Annotated[tuple[str, ...], Field(strict=False)] | PromptSettings,
+    PathText | Annotated[tuple[str, ...], Field(strict=False)] | PromptSettings,
     Predicate(lambda value: isinstance(value, PromptSettings) or (bool(value) and all(value))),
     Field(
         description="a list of texts, none of them empty; the path of a JSONL or Parquet file or of a saved dataset, a "

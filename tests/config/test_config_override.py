@@ -76,7 +76,7 @@ def test_an_override_replaces_the_setting_that_its_alias_names(write_config):
         ("model", "'--set model' must name a setting and its value. Write --set name=value."),
         ("=x", "'--set =x' must name a setting and its value. Write --set name=value."),
         ("model=[a", "not valid YAML: expected ',' or ']', but got '<stream end>' (--set model=[a)."),
-        ("model=", "model=null must be text that is not blank. (--set model=)"),
+        ("model=", "model=null must be a path without variables such as $HOME. (--set model=)"),
     ],
 )
 def test_a_wrong_override_names_itself(write_config, override, message):

@@ -13,7 +13,10 @@ SET = "train_parameters."
         ("epochs=0", "epochs=0 must be an integer >= 1. Use 1, for example."),
         ("epochs='3'", "epochs='3' must be an integer >= 1. Write 3 without quotes."),
         ("seed=-1", "seed=-1 must be an integer from 0 to 4294967295. Use 11, for example."),
-        ("output_dir=2024", "output_dir=2024 must be text that is not blank. Put quotes around it."),
+        (
+            "output_dir=2024",
+            "output_dir=2024 must be a path without variables such as $HOME. Put quotes around it.",
+        ),
         (
             "sharding_strategy=full_shard",
             "sharding_strategy='full_shard' must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD. Did you "

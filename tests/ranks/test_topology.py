@@ -75,6 +75,29 @@ def test_a_rank_is_known_by_its_variables():
     assert not is_rank({})
 
 
+def test_a_process_of_torchs_own_variables_is_a_rank_alone_on_its_node():
+    pod = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0", "MASTER_PORT": "29500"}
+    topology = Topology.from_environment(pod)
+    assert (topology.rank, topology.local_rank, topology.local_world_size, topology.num_nodes) == (1, 0, 1, 2)
+    assert is_rank(pod)
+    assert is_rank({**pod, "LOCAL_RANK": ""})
+
+
+@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_one_of_several_ranks_that_cannot_meet_the_others_is_refused(missing):
+    pod = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0", "MASTER_PORT": "29500"}
+    for variables in ({**pod, missing: ""}, {name: value for name, value in pod.items() if name != missing}):
+        with pytest.raises(LaunchError, match=missing):
+            is_rank(variables)
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE"])
+def test_a_variable_without_a_number_is_named_and_an_empty_one_is_none(name):
+    with pytest.raises(LaunchError, match=f"{name}='two'"):
+        Topology.from_environment({name: "two"})
+    assert Topology.from_environment({name: ""}).world_size == 1
+
+
 def test_a_topology_does_not_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Topology().rank = 1

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple
 
 from vectorlm.errors import ConfigError, VectorLMError
+from vectorlm.ranks.wait import escape_what_the_console_cannot_show
 
 
 class Command(NamedTuple):
@@ -108,12 +111,17 @@ every setting, engines.md the engines, architecture.md how it works."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 1 (the run failed), 2 (the input was wrong) or 130 (Ctrl-C)."""
-    args = build_parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    # A shell replaces ~ at the beginning of a word, not after an equals sign.
+    args = build_parser().parse_args(
+        [re.sub(r"^(--[\w-]+=)~(?=/|$)", rf"\1{Path.home()}", each) for each in given]
+    )
     return exit_code(lambda: args.run_command(args))
 
 
 def exit_code(command: Callable[[], int]) -> int:
     """Run a command and return its exit code; an error, or Ctrl-C, is one line on the standard error."""
+    escape_what_the_console_cannot_show()
     try:
         code = command()
         sys.stdout.flush()

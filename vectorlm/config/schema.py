@@ -28,7 +28,17 @@ from vectorlm.rl.settings import (
     TeacherSettings,
     UpdateSettings,
 )
-from vectorlm.settings import Length, NonNegativeInt, PositiveInt, ReadIf, Seed, Text, inline, partial
+from vectorlm.settings import (
+    Length,
+    NonNegativeInt,
+    PathText,
+    PositiveInt,
+    ReadIf,
+    Seed,
+    Text,
+    inline,
+    partial,
+)
 from vectorlm.train.settings import (
     WITH_CHECKPOINTS,
     EvaluationSettings,
@@ -62,7 +72,7 @@ class SamplerSettings:
 class TrainSettings:
     """How the model is trained."""
 
-    output_dir: Text
+    output_dir: PathText
     """Folder for checkpoints, metrics, samples, plots and the final model."""
     max_seq_len: Length
     """Longest sequence in tokens; at most the model's own limit, which -1 stands for."""
@@ -73,7 +83,7 @@ class TrainSettings:
     profile: ProfileSettings = inline(ProfileSettings)
     lora_peft_config: Mapping[str, Any] | None = None
     """Arguments of `peft.LoraConfig`; null trains all weights. May also stand at the top of the file."""
-    adapters: Text | None = None
+    adapters: PathText | None = None
     """Folder of LoRA adapters on `model` to go on training. A `model` that is such a folder fills this in."""
     merge_adapters: Annotated[bool, ReadIf("train_parameters.adapters", fix="Name a folder of adapters.")] = (
         False
@@ -163,7 +173,7 @@ class RLSettings:
 class Config:
     """All settings of a run."""
 
-    model: Text
+    model: PathText
     """Folder of the model with its tokenizer, in Hugging Face layout; or its name on the Hub (`google/gemma-2b`); or a
     folder of LoRA adapters, which name their model."""
     enable_wandb_logging: bool = False

@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 from annotated_types import Predicate
 from pydantic import Field
 
-from vectorlm.settings import NonNegativeInt, PositiveInt, ReadIf, Separator, Text
+from vectorlm.settings import NonNegativeInt, PathText, PositiveInt, ReadIf, Separator, Text
 
 Label = Annotated[int, Field(ge=-(2**31), lt=2**31, description="an integer of 32 bits", examples=["-100"])]
 EvaluationFolders = Annotated[
-    Text | Mapping[str, Text],
+    PathText | Mapping[str, PathText],
     Predicate(bool),
     Field(description="the path of a folder, or `NAME: path` lines", examples=["data/eval"]),
 ]
@@ -29,7 +29,7 @@ class DatasetSettings:
     """Sequences per rank in one evaluation batch; null takes `train_bs`."""
     train_bs: PositiveInt
     """Sequences per rank in one training micro-batch."""
-    train_ds: Text
+    train_ds: PathText
     """Folder of the preprocessed training dataset."""
     eval_ds: EvaluationFolders | None = None
     """Folder of the preprocessed evaluation dataset; or several by name, whose losses are `eval/NAME/loss` too. null
@@ -45,10 +45,10 @@ class DatasetSettings:
 class PreprocessSettings:
     """How text becomes the datasets above; only preprocessing reads it."""
 
-    load_path: Text
+    load_path: PathText
     """Folder that `save_to_disk` wrote; JSONL, JSON, Parquet, CSV or plain-text file, or a folder or glob of such
     files; or the name of a dataset on the hub."""
-    save_path: Text
+    save_path: PathText
     """Folder that the processed dataset is saved to; a dataset that it holds is replaced when the new one is
     complete."""
     data_field: Text | None = None

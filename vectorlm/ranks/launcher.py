@@ -37,6 +37,7 @@ from vectorlm.ranks.process_end import (
 )
 from vectorlm.ranks.process_group import process_group
 from vectorlm.ranks.topology import Topology, device_of, is_rank, with_rank_variables
+from vectorlm.ranks.wait import escape_what_the_console_cannot_show
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """SIGUSR1 is SLURM's early warning, by which the process would end without a word."""
@@ -139,6 +140,7 @@ def _end_now() -> None:
 def _call_without_forks(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call the function, and end a fork that comes back from it: result, errors and group are its parent's."""
     pid = os.getpid()
+    escape_what_the_console_cannot_show()
     try:
         return fn(*args)
     finally:

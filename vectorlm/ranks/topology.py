@@ -44,6 +44,7 @@ class Topology:
             LaunchError: The rank lies outside the world, it has no device, or the nodes do not run equally many ranks.
         """
         variables = with_rank_variables(os.environ if environment is None else environment)
+        _require_numbers(variables)
         rank = int(variables.get("RANK", 0))
         world_size = int(variables.get("WORLD_SIZE", 1))
         local_rank = int(variables.get("LOCAL_RANK", rank))
@@ -96,15 +97,41 @@ DRIVER_FILES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")
 
 
 def is_rank(environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether torchrun, a launcher that sets the same variables, or srun made this process a rank."""
+    """Return whether torchrun, a launcher that sets the same variables, or srun made this process a rank.
+
+    Raises:
+        LaunchError: It is one of several ranks, and a variable that they need to meet is missing.
+    """
     variables = with_rank_variables(os.environ if environment is None else environment)
-    return all(name in variables for name in RANK_VARIABLES)
+    _require_numbers(variables)
+    missing = [name for name in RANK_VARIABLES if name not in variables]
+    if missing and int(variables.get("WORLD_SIZE", 1)) > 1:
+        raise LaunchError(
+            f"WORLD_SIZE={variables['WORLD_SIZE']} makes this process one of several ranks, and {', '.join(missing)} "
+            "must be set too. Set them all, or unset WORLD_SIZE."
+        )
+    return not missing
 
 
 def with_rank_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the variables with torchrun's added in a task of srun; a torchrun that srun has started set its own."""
-    is_given = all(name in environment for name in RANK_VARIABLES)
-    return environment if is_given else {**environment, **srun_variables(environment)}
+    """Return the variables with torchrun's added, in a task of srun and in a process of torch's ``env://``.
+
+    A torchrun that srun has started set its own. An empty variable counts as missing. With ``env://`` alone, as a
+    PyTorchJob sets it, there is one rank on each node.
+    """
+    set_here = {name: value for name, value in environment.items() if value or name not in RANK_VARIABLES}
+    if all(name in set_here for name in RANK_VARIABLES):
+        return set_here
+    if all(name in set_here for name in RANK_VARIABLES if name != "LOCAL_RANK"):
+        return {**set_here, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return {**set_here, **srun_variables(environment)}
+
+
+def _require_numbers(variables: Mapping[str, str]) -> None:
+    """Raise `LaunchError` if a variable holds no number."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+        if not variables.get(name, "0").isdecimal():
+            raise LaunchError(f"{name}={variables[name]!r} must be an integer >= 0. Correct it, or unset it.")
 
 
 def srun_variables(environment: Mapping[str, str]) -> dict[str, str]:

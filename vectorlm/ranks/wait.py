@@ -14,6 +14,13 @@ AFTER_S, EVERY_S, TICK_S = 3.0, 15.0, 0.5
 """Silence at first; between two lines; between two looks of a terminal's line."""
 
 
+def escape_what_the_console_cannot_show() -> None:
+    """Print letters that an ASCII console has not as escapes; they would end the process with UnicodeEncodeError."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def say(text: str) -> None:
     """Print a line on standard error, above this process's progress bars."""
     from tqdm import tqdm

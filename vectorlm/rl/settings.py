@@ -17,6 +17,7 @@ from vectorlm.settings import (
     LearningRate,
     NonNegativeFloat,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     PromptSettings,
@@ -195,7 +196,7 @@ class KLSettings:
 class CriticSettings:
     """The critic, for algorithms that need one."""
 
-    model: Text | None = None
+    model: PathText | None = None
     """Folder of the model that the critic starts from, its value head at zero; null means the policy's, without
     adapters that it goes on from or has merged."""
     lr: LearningRate = 1e-5
@@ -212,7 +213,7 @@ class CriticSettings:
 class TeacherSettings:
     """A teacher whose probabilities the policy learns on its own completions: on-policy distillation."""
 
-    model: Text | None = None
+    model: PathText | None = None
     """Folder of a model with the policy's tokenizer, which is frozen and sharded like the reference."""
     server: Text | None = None
     """URL of a vLLM server that scores completions, in place of `model`; its token is `VECTORLM_TEACHER_TOKEN`."""
@@ -232,7 +233,7 @@ class TeacherSettings:
 class SFTSettings:
     """Texts of a dataset, learned in the same optimizer steps as completions."""
 
-    dataset: Text
+    dataset: PathText
     """Folder that `vectorlm preprocess` wrote, with texts, no preference data and its `ignore_index` of -100."""
     rows_per_step: PositiveInt = 8
     """Rows of the dataset in an optimizer step of all ranks; a multiple of the number of ranks."""
@@ -339,7 +340,7 @@ class RolloutSettings:
 
     source: Literal["engine", "file"] = "engine"
     """`engine` samples them with the policy's weights; `file` reads stored ones, of this policy or any other."""
-    path: Text | None = None
+    path: PathText | None = None
     """The `rollouts.jsonl` of a run with `save_tokens`, for `file`."""
     replayed_share: Annotated[Fraction, ReadIf("rl.rollout.source", ("file",))] = 1.0
     """With `file`, share of each step's groups that come from the file; the engine samples the rest."""

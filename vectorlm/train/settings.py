@@ -13,6 +13,7 @@ from vectorlm.settings import (
     ClippingNorm,
     LearningRate,
     NonNegativeFloat,
+    PathText,
     PositiveFloat,
     PositiveInt,
     PromptSource,
@@ -237,7 +238,7 @@ class EvaluationSettings:
     """Optimizer steps between two evaluations (with `rl` steps); null evaluates before and after training alone."""
     prompts: PromptSource | None = None
     """The prompts to evaluate on: texts, or a source like `rl.prompts`. With `rl` null evaluates nothing."""
-    output_jsonl_path: Annotated[Text | None, WITH_QUESTIONS] = None
+    output_jsonl_path: Annotated[PathText | None, WITH_QUESTIONS] = None
     """File of the samples; null means `samples.jsonl` in `output_dir`. A file of another run is kept beside it."""
     reward: Annotated[Text | None, replace(WITH_QUESTIONS, also=())] = None
     """Name of the reward that scores each completion (for example `countdown`), logged as `eval/accuracy`."""
