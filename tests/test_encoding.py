@@ -24,6 +24,7 @@ from vectorlm.encoding import (
     plain_message,
     render_chat,
     shown_prompt,
+    without_thoughts,
 )
 from vectorlm.errors import EngineError
 
@@ -193,6 +194,24 @@ def test_a_completion_is_a_message_or_goes_on_with_the_one_that_has_begun(begun)
     prompt = [USER, {"role": "assistant", "content": begun}]
     assert chat_of(prompt, "4") == [USER, {"role": "assistant", "content": "So, 4"}]
     assert chat_of("2 + 2", "4") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("9", "9"),
+        ("<think>Point 1.</think> 9", " 9"),
+        ("a<think>1</think>b<THINKING>2\n</THINKING>c[THINK]3[/THINK]d<seed:think>4</seed:think>e", "abcde"),
+        ("8 <think>it is 9, because", "8 "),
+        # The template opened the thought.
+        ("it is 9</think>8", "8"),
+        ("<think>I write <think> first</think>8", "8"),
+        ("<think>a<think>b</think>c</think>8", "8"),
+        ("I think <b>8</b> [1]", "I think <b>8</b> [1]"),
+    ],
+)
+def test_thoughts_are_no_part_of_an_answer_even_if_they_never_end(text, answer):
+    assert without_thoughts(text) == answer
 
 
 def test_a_template_that_refuses_messages_is_an_error_that_names_the_prompt():

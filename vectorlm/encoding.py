@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,11 @@ SPOKEN = "(what-the-policy-wrote)"
 OTHER = "(something-else)"
 SHOWN_BY_ALL = {"system", "user", "assistant"}
 """Roles that templates render, or refuse."""
+THOUGHT_END = re.compile(r"[<\[]/(?:\w+:)?think(?:ing)?[>\]]", re.IGNORECASE)
+THOUGHT = re.compile(
+    rf"[<\[](?:\w+:)?think(?:ing)?[>\]].*?(?:{THOUGHT_END.pattern}|\Z)", re.IGNORECASE | re.DOTALL
+)
+"""``<think>…</think>``, also as ``<thinking>``, ``<seed:think>`` and ``[THINK]``."""
 
 
 def has_tokenizer(model: str | Path) -> bool:
@@ -193,6 +199,15 @@ def text_of_message(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     parts = [{"text": content}] if isinstance(content, str) else content or ()
     return "".join(str(part.get("text") or "") for part in parts)
+
+
+def without_thoughts(text: str) -> str:
+    """Return the text of a reasoning model without its thoughts.
+
+    A thought that never ends reaches to the end of the text. Text before an end that nothing began is a thought too:
+    many templates write the ``<think>`` themselves.
+    """
+    return THOUGHT_END.split(THOUGHT.sub("", text))[-1]
 
 
 def chat_of(prompt: Any, text: str) -> list[Mapping[str, Any]] | None:
