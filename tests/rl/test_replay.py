@@ -133,3 +133,16 @@ def test_every_group_once_per_pass_and_any_place_to_go_on_from():
         DatasetError, match=r"group 0 of rl.rollout.path has 2 completions, and rl.group_size=4"
     ):
         replay_order(groups, 4, seed=3)
+
+
+def test_files_of_several_turns_without_the_policys_own_words_are_refused(tmp_path):
+    """Rewards would read the environment's words as the policy's."""
+    path = write(tmp_path, [[rollout(0, 0)]])
+    row = json.loads(path.read_text())
+    del row["turn_texts"]
+    path.write_text(json.dumps(row))
+    with pytest.raises(DatasetError, match="what the policy wrote"):
+        read_rollouts(path, {"completion"})
+    assert len(read_rollouts(path)) == 1
+    path.write_text(json.dumps(row | {"num_turns": 1}))
+    assert len(read_rollouts(path, {"completion"})) == 1

@@ -147,15 +147,16 @@ class _Stopped(Exception):
 def shown(rollout: Rollout) -> Scorable:
     """Return what a reward function is shown of a rollout."""
     record = rollout.prompt_record
-    messages = chat_of(record.prompt, rollout.text) if rollout.messages is None else rollout.messages
+    text, messages = rollout.policy_text, rollout.messages
     return Scorable(
-        rollout.text,
+        text,
         record.prompt,
-        rollout.token_ids,
+        rollout.policy_token_ids,
         record.columns,
-        messages,
+        chat_of(record.prompt, text) if messages is None else messages,
         rollout.num_turns,
         rollout.measured,
+        rollout.policy_contents,
     )
 
 

@@ -118,14 +118,17 @@ class RewardModel:
     def _steps(self, rollout: Rollout) -> tuple[list[int], list[bool]]:
         """Return the tokens of a prompt and its steps, laid out as in training, and which of them end a step.
 
-        With an environment, the prompt is the chat before the last turn.
+        With an environment, the prompt is all that precedes the last turn.
         """
-        prompt, answer = rollout.prompt_record.prompt, rollout.text
+        prompt, whole = rollout.prompt_record.prompt, rollout.text
         if rollout.messages is not None:
             *prompt, last = rollout.messages
-            answer = last["content"]
+            whole = last["content"]
+        *_, answer = rollout.turn_texts or (whole,)
         steps = [each for each in answer.split(self._separator) if each.strip()] or [answer]
         ids = encode(prompt, lambda: self._tokenizer)
+        if before := whole.removesuffix(answer):
+            ids = ids + self._tokenizer(before, add_special_tokens=False)["input_ids"]
         ends = [False] * len(ids)
         (separator, *texts) = self._tokenizer([self._separator, *steps], add_special_tokens=False)[
             "input_ids"

@@ -31,9 +31,10 @@ class Scorable:
     """What a reward function is shown of one completion."""
 
     text: str
-    """The completion, without its prompt."""
+    """What the policy wrote, every turn on a new line."""
     prompt: Any
     token_ids: tuple[int, ...]
+    """The tokens that the policy chose."""
     columns: Mapping[str, Any]
     """The other columns of the prompt's line."""
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -42,6 +43,8 @@ class Scorable:
     """Turns of the policy."""
     environment: Mapping[str, float] = field(default_factory=dict)
     """What the environment measured."""
+    policy_contents: Sequence[tuple[int, str]] = ()
+    """The index in `messages` of every message of the policy, and its content without the environment's words."""
 
     def failure(self, error: str) -> str:
         """Return an error with what the function was shown."""
@@ -76,7 +79,8 @@ def run_reward(
     goes before. It returns a float, or None for a completion that cannot be scored. The calls of a coroutine function
     all run at once, each for `timeout_s` at most; nothing here ends a call of another function. If a parameter is
     called ``completions`` or ``prompts`` it gets lists by name, as TRL passes them, and returns a list of the same
-    length; where a prompt is messages, its completion in such a list is messages too, those of all turns. With
+    length; where a prompt is messages, its completion in such a list is messages too, those of all turns. A completion
+    of several turns is what the policy wrote, every turn on a new line, without the environment's words. With
     `stops_at_error` the first call that fails is the last: the others have no reward and no error.
     """
     results: list[RewardResult] = []
@@ -175,8 +179,15 @@ def _run_lists(
     def in_list(item: Scorable) -> Any:
         if not is_messages(item.prompt):
             return item.text
-        before, _ = split_begun(item.prompt)
         chat = item.messages or chat_of(item.prompt, item.text) or ()
+        if own := dict(item.policy_contents):
+            # An environment or an agent may have written messages of an assistant, too.
+            return [
+                {**each, "content": own[place]} if place in own else each
+                for place, each in enumerate(chat)
+                if place in own or (place > min(own) and each["role"] != "assistant")
+            ]
+        before, _ = split_begun(item.prompt)
         # An environment may have changed or added to what was asked, and an agent may have asked something else.
         is_same = itertools.takewhile(bool, map(operator.eq, before, chat))
         rest = chat[len(list(is_same)) :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class Rollout:
     versions: tuple[int, ...]
     """The weight version that sampled each of `token_ids`; -1 for tokens of the environment."""
     text: str
-    """The same as text."""
+    """`token_ids` as text."""
     finish_reason: str | None
     """How the last turn ended: ``stop``, ``length``, also where there was no room for another turn, or ``abort``."""
     num_turns: int = 1
@@ -44,6 +45,10 @@ class Rollout:
     """The whole chat of a rollout with an environment; None where the prompt is none."""
     measured: Mapping[str, float] = field(default_factory=dict)
     """The environment's metrics, the last of each name."""
+    turn_texts: Sequence[str] = ()
+    """What the policy wrote in each turn; empty if `text` is all of it."""
+    policy_contents: Sequence[tuple[int, str]] = ()
+    """The index in `messages` of every message of the policy, and its content without the environment's words."""
     is_replayed: bool = False
     """Whether it comes from a file; its `versions` count the steps of the run that wrote the file."""
 
@@ -56,6 +61,16 @@ class Rollout:
     def num_policy_tokens(self) -> int:
         """Number of tokens that the policy chose."""
         return sum(self.policy_mask)
+
+    @property
+    def policy_text(self) -> str:
+        """What the policy wrote, every turn on a new line."""
+        return "\n".join(self.turn_texts) or self.text
+
+    @property
+    def policy_token_ids(self) -> tuple[int, ...]:
+        """The tokens that the policy chose."""
+        return tuple(compress(self.token_ids, self.policy_mask))
 
     @property
     def turn_places(self) -> list[tuple[int, int]]:
@@ -80,6 +95,7 @@ class Rollout:
             completion.text,
             completion.finish_reason,
             turn_ends=(len(completion.token_ids),),
+            turn_texts=(completion.text,),
         )
 
     def rewarded(self, reward: float | None) -> Rollout:
@@ -105,6 +121,7 @@ class Rollout:
             (*self.turn_ends, len(self.token_ids) + gap + turn),
             self.turn_rewards,
             measured=self.measured,
+            turn_texts=(*self.turn_texts, completion.text),
         )
 
 

@@ -35,6 +35,8 @@ def record_of(rollout: Rollout) -> dict[str, Any]:
         "turn_rewards": list(rollout.turn_rewards),
         "messages": rollout.messages,
         "measured": dict(rollout.measured),
+        "turn_texts": list(rollout.turn_texts),
+        "policy_contents": list(rollout.policy_contents),
     }
 
 
@@ -134,6 +136,10 @@ def _placed_rollout_of(
     lacks_turns = int(row["num_turns"]) > 1 and "messages" not in row
     if lacks_turns and (asked := of_turns.intersection(reads)):
         raise ValueError(f"a reward reads {min(asked)!r} of its turns, which files of earlier versions lack")
+    if int(row["num_turns"]) > 1 and "turn_texts" not in row and reads:
+        raise ValueError(
+            "rewards read what the policy wrote, which files of earlier versions do not tell from replies"
+        )
     lengths = {len(row[name]) for name in ("token_ids", "policy_mask", "sampler_logprobs", "versions")}
     if len(lengths) != 1:
         raise ValueError("token_ids, policy_mask, sampler_logprobs and versions differ in length")
@@ -155,6 +161,8 @@ def _placed_rollout_of(
         tuple(row.get("turn_rewards", ())),
         messages=row.get("messages"),
         measured={name: math.nan if each is None else each for name, each in row.get("measured", {}).items()},
+        turn_texts=row.get("turn_texts", ()),
+        policy_contents=row.get("policy_contents", ()),
         is_replayed=True,
     )
     return (int(row["train_step"]), int(row["group"])), rollout

@@ -134,6 +134,7 @@ class GroupSampler:
         is_chat = is_messages(prompt)
         # What precedes the policy's message, and what it holds so far: what the prompt has begun, replies of text.
         chat, begun = split_begun(prompt) if is_chat else ([], "")
+        own, contents = begun, []  # The same without replies of text, and the policy's messages so.
         # A truncated turn has not finished what it began to write.
         while not rollout.is_truncated:
             message, reply = await environment.step(completion.text)
@@ -158,15 +159,19 @@ class GroupSampler:
                 rollout = replace(rollout, finish_reason="length")
                 break
             if isinstance(reply.messages, str):
-                begun += completion.text + text
+                begun, own = begun + completion.text + text, f"{own}{completion.text}\n"
             else:
+                contents.append((len(chat), own + message["content"]))
                 chat += [{**message, "content": begun + message["content"]}, *reply.messages]
-                begun = ""
+                begun = own = ""
             seed = self._seed_of_turn(task.position, index, rollout.num_turns)
             (completion,) = await ask(whole, {**self._params, "n": 1, "seed": seed})
             rollout = rollout.continued(tuple(ids), text, completion)
         last = {"role": "assistant", "content": begun + completion.text}
-        return replace(rollout, messages=[*chat, last] if is_chat else None)
+        if not is_chat:
+            return rollout
+        contents.append((len(chat), own + completion.text))
+        return replace(rollout, messages=[*chat, last], policy_contents=contents)
 
     @property
     def _params(self) -> dict[str, Any]:

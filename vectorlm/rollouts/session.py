@@ -284,7 +284,13 @@ def _row(leaf: Turn, record: PromptRecord, trained: set[Turn]) -> Rollout:
             end = len(turn.token_ids) - start
             mask[end - len(turn.completion.token_ids) : end] = [False] * len(turn.completion.token_ids)
     trained.update(path)
-    return replace(row, policy_mask=tuple(mask), messages=leaf.chat)
+    row = replace(row, policy_mask=tuple(mask), messages=leaf.chat)
+    if leaf.chat is None:
+        return row
+    # The agent may have begun the last answer, and written answers itself.
+    *before, last = [len(turn.chat) - 1 for turn in path if turn.chat is not None]
+    contents = [(place, leaf.chat[place]["content"]) for place in before]
+    return replace(row, policy_contents=[*contents, (last, leaf.completion.text)])
 
 
 def _for_template(message: Mapping[str, Any], index: int) -> dict[str, Any]:
