@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from vectorlm.rewards.limited import OverLimit, limited
+
 # Each call would say that its own time limits are off: a reward's worker has one.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -18,6 +20,7 @@ def _drop(name: str, value: Any) -> None:
 def math(completion: str, answer: str | float, log: Callable[[str, Any], None] = _drop) -> float | None:
     r"""Return 1.0 if the completion's final formula equals the answer, else 0.0; None if the answer is no formula.
 
+    A formula that takes more than 3 s of processor time to compare, such as ``9^{9^{9}}``, does not equal the answer.
     The formula is taken from ``\boxed{}``, from ``$...$``, or is the last number or expression of the text.
     *Source*: the package math-verify.
 
@@ -26,16 +29,30 @@ def math(completion: str, answer: str | float, log: Callable[[str, Any], None] =
         answer: A number, an expression or LaTeX, with or without ``$``.
         log: Takes the formula of the completion, as its `answer`.
     """
+    try:
+        reward, found = limited("math_verify", f"{__name__}:compared", completion, str(answer))
+    except OverLimit:
+        return 0.0
+    if found is not None:
+        log("answer", found)
+    return None if reward is None else float(reward)
+
+
+def compared(completion: str, answer: str) -> tuple[bool | None, str | None]:
+    """Return whether the completion's final formula equals the answer, and that formula."""
     from math_verify import parse, verify
 
     # An expression such as x+1 is found between dollars alone.
     gold = parse(f"${answer}$".replace("$$", "$"), parsing_timeout=None)
     if not gold:
-        return None
-    found = parse(completion, parsing_timeout=None)
-    if found:
-        log("answer", str(found[0]))
-    return float(verify(gold, found, timeout_seconds=None))
+        return None, None
+    try:
+        found = parse(completion, parsing_timeout=None)
+        return verify(gold, found, timeout_seconds=None), str(found[0]) if found else None
+    except (
+        Exception
+    ):  # Of numbers of more digits than Python prints, of parentheses that are too deep, and so on.
+        return False, None
 
 
 def boxed(completion: str, answer: str | float, log: Callable[[str, Any], None] = _drop) -> float:

@@ -41,24 +41,31 @@ def format(completion: str, *, pattern: str | None = None, tags: Sequence[str] =
 def json_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
     """Return 1.0 if the completion, or its first fence of JSON, is JSON that the schema allows, else 0.0.
 
-    Such a fence has the tag ``json``; if there is none, the first one without a tag is read.
+    Such a fence has the tag ``json``; if there is none, the first one without a tag is read. JSON that is nested too
+    deeply to be read or compared is 0.0 too.
 
     Args:
         completion: The text of the model.
         schema: A JSON schema, or its text; a column of the prompts or an argument.
     """
+    validator = _validator(schema if isinstance(schema, str) else json.dumps(schema))
     try:
-        value = json.loads(next(iter(fenced(completion, "json")), completion))
-    except ValueError:
+        return float(validator.is_valid(json.loads(next(iter(fenced(completion, "json")), completion))))
+    except Exception as error:
+        # The completion may exceed what Python reads, compares or prints. What these raise themselves is of the schema.
+        if type(error).__module__.partition(".")[0] in ("jsonschema", "referencing", "re"):
+            raise
         return 0.0
-    return float(_validator(schema if isinstance(schema, str) else json.dumps(schema)).is_valid(value))
 
 
-def length(completion_ids: Sequence[int], *, target_tokens: int, tolerance_tokens: int = 0) -> float:
+def length(
+    completion_ids: Sequence[int], completion: str = "", *, target_tokens: int, tolerance_tokens: int = 0
+) -> float:
     r"""Return 1 at the target and less for each token away from it: :math:`-\max(|n - t| - d, 0) / t + 1`, at least 0.
 
     Args:
         completion_ids: The tokens of the completion, of which there are n.
+        completion: Not read; without it the function would be one of lists.
         target_tokens: t, at least 1.
         tolerance_tokens: d, how far from the target costs nothing.
     """
