@@ -3,14 +3,14 @@
 import asyncio
 import json
 import pickle
-import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import openai
 import pytest
+from every_reward import judge_server
 
 from vectorlm.errors import ConfigError
-from vectorlm.rewards import code, ifeval, judge, mathematics, registry, shape
+from vectorlm.rewards import code, ifeval, judge, limited, mathematics, registry, shape
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,43 @@ def test_mathematics_leaves_no_alarm_behind():
 
 
 @pytest.mark.parametrize(
+    "completion",
+    [
+        r"\boxed{9^{9^{9}}}",
+        r"\boxed{(x+1)^{5000}}",
+        "[" * 1100,
+        "9" * 5000,
+    ],
+)
+def test_a_formula_that_takes_for_ever_is_wrong_and_the_next_is_compared_all_the_same(
+    monkeypatch, completion
+):
+    monkeypatch.setattr(limited, "CPU_S", 1.0)
+    assert mathematics.math(completion, "4") == 0.0
+    assert mathematics.math("4", "4") == 1.0
+
+
+def test_what_ends_closes_or_prints_in_a_process_with_limits_changes_no_other_answer():
+    def ask(expression):
+        return limited.limited("json", "builtins:eval", expression)
+
+    assert ask("3 + 4") == 7
+    for ends in (
+        "__import__('os')._exit(0)",
+        "__import__('os').kill(__import__('os').getpid(), 9)",
+        "bytes(1 << 34)",
+    ):
+        with pytest.raises((limited.OverLimit, RuntimeError)):
+            ask(ends)
+        assert ask("3 + 4") == 7
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        ask("exit()")
+    assert ask("print(5) or 6") == 6
+    with pytest.raises(RuntimeError, match="ModuleNotFoundError"):
+        limited.limited("nothing_such", "builtins:eval", "7")
+
+
+@pytest.mark.parametrize(
     ("completion", "reward"),
     [
         (r"\boxed{\frac{1}{2}}", 1.0),
@@ -127,12 +164,24 @@ def test_a_pattern_is_for_the_whole_text():
         ('{"age": "3"}', 0.0),
         ("{}", 0.0),
         ("age: 3", 0.0),
+        ("[" * 1100, 0.0),
+        ('{"age": ' + "1" * 4301 + "}", 0.0),
     ],
 )
 def test_json_fits_its_schema(completion, reward):
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     assert shape.json_schema(completion, schema) == reward
     assert shape.json_schema(completion, json.dumps(schema)) == reward
+
+
+def test_json_that_python_cannot_compare_does_not_fit_and_a_schema_at_fault_is_an_error():
+    tree = {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}
+    assert shape.json_schema("[[]]", tree) == 1.0
+    assert shape.json_schema("[" * 400 + "]" * 400, tree) == 0.0
+    assert shape.json_schema("1e999", {"multipleOf": 0.1}) == 0.0
+    for schema in ({"$ref": "#/$defs/b"}, {"type": "strin"}, {"pattern": "("}):
+        with pytest.raises(Exception, match=r"\$defs|strin|unterminated"):
+            shape.json_schema('"a"', schema)
 
 
 def test_length_falls_off_beside_the_target():
@@ -181,6 +230,25 @@ RIGHT, SHELL, DATA = (
     "```bash\npip install it\n```\n",
     '```json\n{"double": 4}\n```\n',
 )
+
+
+def test_code_may_reserve_memory_that_it_does_not_use_and_says_why_it_fails():
+    """NumPy, SciPy and torch reserve addresses, and memory for every thread."""
+    logged = {}
+    reserves = "import mmap, os\nx = mmap.mmap(-1, 1 << 34, mmap.MAP_PRIVATE, mmap.PROT_READ)\n"
+    one_thread = 'assert os.environ["OMP_NUM_THREADS"] == "1"'
+    assert code.code(reserves, [one_thread], memory_mib=128, log=logged.__setitem__) == 1.0
+    assert logged == {}
+    for source, why in (
+        ("x = bytearray(1 << 28)", "MemoryError"),
+        ("def f(", "SyntaxError"),
+        ("import nothing_such", "ModuleNotFoundError: No module named 'nothing_such'"),
+        ("while True: pass", "no end within 1 s"),
+        ("import os\nos._exit(0)", "exit code 0"),
+        ("import os\nos.kill(os.getpid(), 9)", "SIGKILL"),
+    ):
+        assert code.code(source, ["1"], memory_mib=128, timeout_s=1.0, log=logged.__setitem__) == 0.0
+        assert why in logged["failure"]
 
 
 @pytest.mark.parametrize(
@@ -245,46 +313,23 @@ def test_instructions_are_checked_as_the_harness_checks_them():
     repeat = [{"prompt_to_repeat": "Say hi"}]
     assert ifeval.ifeval("Say hi: hi", ["combination:repeat_prompt"], repeat) == 1.0
     assert ifeval.ifeval("hello", [], []) is None
-
-
-class Judge(BaseHTTPRequestHandler):
-    """Answers with what the test has put in `answers`, and keeps what it was asked."""
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.asked.append(asked["messages"][0]["content"])
-        text = self.server.answers.pop(0)
-        body = json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "j", "choices": [
-            {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-        ]}).encode()  # fmt: skip
-        self.send_response(text if isinstance(text, int) else 200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
+    assert ifeval.ifeval("[" * 1100, ["detectable_format:json_format"], [{}]) == 0.0
+    with pytest.raises(KeyError):
+        ifeval.ifeval("hello", ["no_such:instruction"], [{}])
 
 
 @pytest.fixture
 def ask():
     """Ask a judge that gives some answers, numbers being statuses, and keeps the questions in `ask.server.asked`."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    server.asked = []
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
+    with judge_server() as server:
 
-    def ask(*answers, retries=1, prompt="{completion}?", port=server.server_port):
-        server.answers = list(answers)
-        url = f"http://127.0.0.1:{port}/v1"
-        return asyncio.run(judge.judge("{answer}", prompt, url=url, model="j", retries=retries))
+        def ask(*answers, retries=1, prompt="{completion}?", port=server.server_port, **more):
+            server.answers[:] = answers
+            url = f"http://127.0.0.1:{port}/v1"
+            return asyncio.run(judge.judge("{answer}", prompt, url=url, model="j", retries=retries, **more))
 
-    ask.server = server
-    yield ask
-    server.shutdown()
-    thread.join()
-    server.server_close()
+        ask.server = server
+        yield ask
 
 
 def test_a_judge_is_asked_again_after_an_error_and_gives_none_where_it_gives_no_number(ask):
@@ -306,7 +351,50 @@ def test_a_judge_that_is_not_reached_gives_none(ask):
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
 def test_a_request_that_a_judge_will_never_answer_fails(ask, status):
     with pytest.raises(openai.APIStatusError):
-        ask(status)
+        ask(status, status)
+
+
+def test_a_completion_that_alone_is_refused_cannot_be_scored(ask):
+    """It may be too long for the judge, or break its rules."""
+    assert ask(400, "5") is None
+    assert len(ask.server.asked) == 2
+    assert "{answer}" in ask.server.asked[0]
+    assert "{answer}" not in ask.server.asked[1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("7", 0.7),
+        ("0", 0.0),
+        ("10/10", 1.0),
+        ("I give it 8 out of 10.", 0.8),
+        ("It has 3 mistakes, so 8", 0.8),
+        ("The answer has 3 mistakes. Score: 8", 0.8),
+        ("**Score:** 8/10. It has 3 mistakes.", 0.8),
+        ('{"score": 8, "mistakes": 3}', 0.8),
+        ("<score>8</score> 3 mistakes", 0.8),
+        ("The score is 8, for 3 mistakes", 0.8),
+        ("Score (0-10): 8", 0.8),
+        ("Score: 2? No. Score: 8", 0.8),
+        ("<think>Point 1: fine. Score: 3</think>\n9", 0.9),
+        ("Point 1: fine.</think>9", 0.9),
+        ("<think>Point 1: fine. It is 9", None),
+        ("85", None),
+        ("1000000", None),
+        ("-3", None),
+        ("Score: -3", None),
+        ("1" * 5000, None),
+        ("", None),
+    ],
+)
+def test_a_judges_score_is_its_last_one_outside_its_thoughts_and_on_the_scale(ask, answer, reward):
+    assert ask(answer) == (None if reward is None else pytest.approx(reward))
+
+
+def test_a_pattern_finds_the_score_and_a_word_is_none(ask):
+    assert ask("[[4]] of 5, 2 mistakes", pattern=r"\[\[(.*?)\]\]", scale=5) == pytest.approx(0.8)
+    assert ask("[[good]]", pattern=r"\[\[(.*?)\]\]") is None
 
 
 ASKED = {"role": "user", "content": "2 + 2?"}
