@@ -91,7 +91,7 @@ def test_an_evaluation_samples_with_the_models_weights_scores_first_answers_and_
     assert times == [report.publish_s, report.load_s, report.total_s]
     assert metrics["sampler/tokens_per_s"] * metrics["sampler/generate_s"] == pytest.approx(8)
     answer = " </s>" * 4
-    assert said == [f"step 40: 1/2 right, mean reward 0.55\n  right: abc{answer}\n  wrong: xyz{answer}"]
+    assert said == [f"step 40: 1/2 right, mean reward 0.55\n  right: abc{answer}\n  reward 0.1: xyz{answer}"]
     assert lines(path) == [
         {
             "train_step": 40,
@@ -150,6 +150,22 @@ def test_further_rewards_and_what_most_answers_say_are_logged(folder, tmp_path):
         "eval/maj_at_3": 0.5,
     }
     assert lines(tmp_path / "samples.jsonl")[0]["further_rewards"] == {"size": [0.25] * 4}
+
+
+def test_sources_are_counted_apart_and_a_graded_answer_is_neither_right_nor_wrong(folder, tmp_path):
+    said = []
+    evaluator = Evaluator(
+        turn_of(folder, load_model(folder)),
+        [PromptRecord("abc", source="sums"), PromptRecord("xyz", source="lines")],
+        samples_path=tmp_path / "samples.jsonl",
+        of_source={"sums": RewardFunction(lambda text: 1.0), "lines": RewardFunction(lambda text: 0.25)},
+        say=said.append,
+    )
+    assert evaluator.evaluate(1)["eval/reward"] == 0.625
+    head, first, second = said[0].split("\n")[:3]
+    assert head == "step 1: lines: 0/1 right, mean reward 0.25; sums: 1/1 right"
+    assert first.startswith("  right: abc")
+    assert second.startswith("  reward 0.25: xyz")
 
 
 def test_a_reward_is_shown_the_chat_of_an_evaluation():

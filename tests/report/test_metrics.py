@@ -129,6 +129,19 @@ def test_outside_a_terminal_evaluations_and_the_last_step_are_always_printed() -
     ]
 
 
+@pytest.mark.parametrize(
+    ("accuracy", "reward", "shown"),
+    [(0.25, 0.25, "right 25%"), (0.25, 0.55, "right 25%, mean reward 0.55"), (0.0, 0.55, "mean reward 0.55")],
+)
+def test_the_mean_of_a_reward_is_shown_that_is_not_only_right_or_wrong(
+    accuracy: float, reward: float, shown: str
+) -> None:
+    stream = io.StringIO()
+    with ProgressSink(1, stream=stream) as sink:
+        sink.write(1, {"eval/accuracy": accuracy, "eval/reward": reward})
+    assert stream.getvalue() == f"step 1/1: {shown}\n"
+
+
 @pytest.mark.parametrize(("total", "seconds"), [(6, 0.1), (500, 6.0)])
 def test_a_run_of_few_or_slow_steps_prints_a_line_for_each(total: int, seconds: float) -> None:
     now, stream = [0.0], io.StringIO()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -61,6 +62,7 @@ _SHOWN = {
     "train/tokens_per_s": "{:,.0f} tokens/s",
     "eval/loss": "eval loss {:.4f}",
     "eval/accuracy": "right {:.0%}",
+    "eval/reward": "mean reward {:.3g}",
     "eval/pair_accuracy": "pairs right {:.0%}",
     "eval/step_accuracy": "steps right {:.0%}",
 }
@@ -104,10 +106,16 @@ class ProgressSink:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Show `step` with the newest loss, learning rate, tokens/s and evaluation."""
         self._latest |= {name: (step, value) for name, value in values.items()}
+        _, accuracy = self._latest.get("eval/accuracy", (0, 0.0))
+        _, reward = self._latest.get("eval/reward", (0, accuracy))
+        hidden = "eval/reward"
+        if not math.isclose(reward, accuracy, abs_tol=1e-6):
+            # A graded reward, of a judge for example, may never be 1.
+            hidden = "" if accuracy else "eval/accuracy"
         shown = ", ".join(
             form.format(self._latest[name][1]) + self._since(name, step)
             for name, form in _SHOWN.items()
-            if name in self._latest
+            if name in self._latest and name != hidden
         )
         if self._bar is not None:
             self._bar.set_postfix_str(shown, refresh=False)

@@ -169,12 +169,13 @@ class Evaluator:
         if rewards is None:
             head, marks = f"step {step}: {len(answers)} prompts sampled", [""] * len(answers)
         else:
-            words = {True: "right: ", False: "wrong: "}
-            marks = ["" if math.isnan(first.reward) else words[first.is_right] for first, *_ in rewards]
-            scored = [each for options in rewards for each in options if not math.isnan(each.reward)]
-            head = f"step {step}: {sum(each.is_right for each in scored)}/{len(scored)} right"
-            if any(each.reward != each.is_right for each in scored):
-                head += f", mean reward {sum(each.reward for each in scored) / len(scored):.4g}"
+            marks = [_mark(first) for first, *_ in rewards]
+            counts = [
+                f"{source}: " * (len(self._rewards) > 1)
+                + _counted([rewards[place] for place in self._places[source]])
+                for source in self._rewards
+            ]
+            head = f"step {step}: {'; '.join(counts)}"
         lines = [head]
         num_short = sum(
             each.finish_reason == "length" and len(each.token_ids) < self._max_tokens
@@ -191,6 +192,22 @@ class Evaluator:
             space = "" if isinstance(record.prompt, str) else " "
             lines.append(f"  {mark}{shown_prompt(record.prompt)}{space}{options[0].text}")
         return "\n".join(lines)
+
+
+def _mark(result: RewardResult) -> str:
+    if math.isnan(result.reward):
+        return ""
+    if result.reward in (0, 1) or "acc" in result.logged or result.is_right:
+        return "right: " if result.is_right else "wrong: "
+    return f"reward {result.reward:.3g}: "
+
+
+def _counted(results: Results) -> str:
+    scored = [each for options in results for each in options if not math.isnan(each.reward)]
+    right = f"{sum(each.is_right for each in scored)}/{len(scored)} right"
+    if all(each.reward == each.is_right for each in scored):
+        return right
+    return f"{right}, mean reward {sum(each.reward for each in scored) / len(scored):.4g}"
 
 
 def _graded(name: str, results: Results) -> dict[str, float]:
