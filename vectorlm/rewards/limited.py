@@ -96,8 +96,8 @@ def serve(package: str) -> None:
 
     try:
         import_module(package)
-    except Exception as error:
-        return send(raised_at(error))
+    except Exception as raised:
+        return send(raised_at(raised))
     send(None)
     while pid := os.fork():
         os.waitpid(pid, 0)
@@ -111,14 +111,13 @@ def serve(package: str) -> None:
         is_called[0], function = 1, load_plugin(name)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         try:
-            answer = None, function(*arguments)
-        except (
-            BaseException
-        ) as error:  # Some scorers evaluate what a policy has written, which may be exit().
-            answer = raised_at(error), None
+            error, value = None, function(*arguments)
+        # Some scorers evaluate what a policy has written, which may be exit().
+        except BaseException as raised:
+            error, value = raised_at(raised), None
         signal.setitimer(signal.ITIMER_PROF, 0)
         is_called[0] = 0
-        send(*answer)
+        send(error, value)
     return os.killpg(0, signal.SIGKILL)
 
 
