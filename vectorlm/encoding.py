@@ -182,6 +182,15 @@ def require_whole_characters(value: Any) -> None:
         raise ValueError(f"it holds half a character, {text[error.start]!a}, which no text has") from None
 
 
+def escaped_halves(value: Any) -> Any:
+    """Return a text or JSON value with half characters written as escapes."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, Mapping):
+        return {key: escaped_halves(each) for key, each in value.items()}
+    return [escaped_halves(each) for each in value] if isinstance(value, list) else value
+
+
 def is_messages(prompt: Any) -> bool:
     """Return whether a prompt is chat messages."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)

@@ -103,9 +103,70 @@ def test_an_environment_of_trl():
     assert prompt == [{"role": "user", "content": "Guess. Begin at 3."}]
     message, reply = asyncio.run(game.step('<tool_call>{"name": "add", "arguments": {"by": 2}}</tool_call>'))
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"by": 2}}
-    assert reply.messages == [{"role": "tool", "name": "add", "content": "5"}]
+    assert message["tool_calls"][0]["id"] == "000000000"
+    assert reply.messages == [{"role": "tool", "tool_call_id": "000000000", "name": "add", "content": "5"}]
     assert asyncio.run(game.step("It is 5."))[1].done
     assert asyncio.run(game.close()) == 0.5
+
+
+class Files:
+    """Its tool must not be called by accident."""
+
+    def __init__(self):
+        self.deleted = []
+        self.tools = [self.delete]
+
+    def delete(self, path: str) -> str:
+        """Delete a file.
+
+        Args:
+            path: Which.
+        """
+        self.deleted.append(path)
+        return "deleted"
+
+    def step(self, message):
+        return Reply(reward=1.0, done=True)
+
+
+DELETE = '<tool_call>{"name": "delete", "arguments": {"path": "a"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "deleted"),
+    [
+        (f"<think>Never {DELETE}</think>Done.", f"<think>Never {DELETE}</think>Done.", []),
+        # Its template has begun the thought.
+        (f"Never {DELETE}</think>Done.", f"Never {DELETE}</think>Done.", []),
+        (f"<think>Never {DELETE}", f"<think>Never {DELETE}", []),
+        (f"[THINK]{DELETE}[/THINK]No.", f"[THINK]{DELETE}[/THINK]No.", []),
+        (f"<think>Is {DELETE} right?</think>Yes.{DELETE}", f"<think>Is {DELETE} right?</think>Yes.", ["a"]),
+        (
+            '<think>So.</think>\n{"name": "delete", "arguments": {"path": "a"}}',
+            "<think>So.</think>",
+            ["a"],
+        ),
+    ],
+)
+def test_a_call_that_the_policy_only_thinks_of_is_not_made(text, content, deleted):
+    files = Files()
+    playing = Player(files, "Files")
+    asyncio.run(playing.reset(ASKED, {}))
+    message, reply = asyncio.run(playing.step(text))
+    assert (message["content"], files.deleted) == (content, deleted)
+    assert reply.done == (not deleted)
+
+
+def test_calls_of_a_rollout_have_ids_of_their_own_which_results_repeat():
+    playing = Player(Files(), "Files")
+    asyncio.run(playing.reset(ASKED, {}))
+    ids = []
+    for _ in range(2):
+        message, reply = asyncio.run(playing.step(DELETE + DELETE))
+        ids += [call["id"] for call in message["tool_calls"]]
+        assert [each["tool_call_id"] for each in reply.messages] == ids[-2:]
+    assert len(set(ids)) == 4
+    assert all(len(each) == 9 and each.isalnum() for each in ids)
 
 
 SAID = [{"role": "user", "content": "higher"}]

@@ -8,7 +8,6 @@ import threading
 import pytest
 from websockets.sync.server import serve
 
-from vectorlm.errors import RolloutError
 from vectorlm.preflight.environments import require_environment
 from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment
 from vectorlm.rollouts.openenv import OpenEnv
@@ -75,5 +74,27 @@ def test_an_episode_goes_over_the_socket_in_a_worker():
         assert json.loads(first.messages[0]["content"]) == {"echoed_message": "hello", "message_length": 5}
         assert (first.reward, first.done, last.reward, last.done) == (5, False, 3, True)
         assert [each["type"] for each in seen] == ["reset", "step", "step", "close"]
-        with pytest.raises(RolloutError, match=r"no such field \(VALIDATION_ERROR\)"):
-            asyncio.run(episode(url, ['{"other": 1}']))
+        # The policy is told what is wrong with its action, and the episode goes on.
+        deep = '{"message": ' + "[" * 1100
+        _, replies = asyncio.run(episode(url, ['{"other": 1}', deep, '<think>{"other": 1}</think>end']))
+        assert replies[0].messages == [{"role": "user", "content": "error: no such field (VALIDATION_ERROR)"}]
+        assert json.loads(replies[1].messages[0]["content"])["echoed_message"] == deep
+        assert [reply.metrics["refused_actions"] for reply in replies] == [1, 1, 1]
+        assert (replies[2].reward, replies[2].done) == (3, True)
+
+
+def test_a_reset_that_the_server_refuses_is_an_error():
+    def refuse(socket):
+        for _ in socket:
+            socket.send(
+                json.dumps({"type": "error", "data": {"message": "no seed", "code": "EXECUTION_ERROR"}})
+            )
+
+    with serve(refuse, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match=r"refused 'reset': no seed \(EXECUTION_ERROR\)"):
+            asyncio.run(OpenEnv().reset({"openenv_url": url}))
+        server.shutdown()
+        thread.join()

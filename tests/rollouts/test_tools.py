@@ -67,6 +67,15 @@ def test_calls_of_every_family_are_read(text, said, calls):
         ('{"name": "add", "arguments": {"a": 1', "this call is not JSON"),
         ('{"name": "add", "arguments": [1]}', "the arguments must be an object"),
         ('{"name": "add", "arguments": "{1"}', "the arguments are not JSON"),
+        ('{"name": "add", "arguments": {"a": ' + "1" * 4301 + "}}", "this call is not JSON"),
+        (json.dumps({"name": "add", "arguments": '{"a": ' + "1" * 4301}), "the arguments are not JSON"),
+        (json.dumps({"name": "add", "arguments": "[" * 1100}), "the arguments are not JSON"),
+        # It can be read, and no template or process could hand it on.
+        ('{"name": "add", "arguments": ' + '{"a":' * 400 + "1" + "}" * 401, "this call is not JSON"),
+        (
+            '{"name": "add", "arguments": {"a": "\\ud800"}}',
+            "this call is not JSON: it holds half a character",
+        ),
     ],
 )
 def test_what_begins_like_a_call_and_is_none_is_answered(text, error):
@@ -128,6 +137,81 @@ async def later(a: int) -> dict:
 def test_a_tool_is_called_and_its_errors_are_answered(call, content):
     answer = asyncio.run(call_tool(call, {"add": add, "later": later}, value_of))
     assert answer["content"] == content
+
+
+def exits():
+    exec("exit()")
+
+
+def interrupts():
+    raise KeyboardInterrupt
+
+
+def gives_up():
+    raise asyncio.CancelledError
+
+
+def keys():
+    return {(1, 2): 3}
+
+
+def half():
+    return b"caf\xe9".decode("utf-8", "surrogateescape")
+
+
+def quotes_half():
+    raise ValueError(half())
+
+
+def turns():
+    found = []
+    found.append(found)
+    return found
+
+
+def large():
+    return 10**5000
+
+
+class Unsayable(Exception):
+    def __str__(self):
+        raise KeyError
+
+
+def unsayable():
+    raise Unsayable
+
+
+@pytest.mark.parametrize(
+    ("tool", "content"),
+    [
+        (exits, "error: SystemExit: None"),
+        (interrupts, "error: KeyboardInterrupt: "),
+        (gives_up, "error: CancelledError: "),
+        (keys, "error: TypeError: keys must be str"),
+        (half, "error: ValueError: it holds half a character"),
+        (quotes_half, "error: ValueError: caf\\udce9"),
+        (turns, "error: ValueError: Circular reference"),
+        (large, "error: ValueError: Exceeds the limit"),
+        (unsayable, "error: Unsayable: "),
+    ],
+)
+def test_however_a_tool_fails_the_policy_is_told(tool, content):
+    answer = asyncio.run(call_tool(ToolCall("tool", {}), {"tool": tool}, value_of))
+    assert answer["content"].startswith(content)
+
+
+def test_a_tool_is_cancelled_with_the_call():
+    async def cancelled():
+        waits = asyncio.create_task(
+            call_tool(ToolCall("waits", {}), {"waits": lambda: asyncio.sleep(60)}, value_of)
+        )
+        await asyncio.sleep(0)
+        waits.cancel()
+        await waits
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
 
 
 def untyped(a):

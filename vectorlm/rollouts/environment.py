@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from vectorlm.encoding import is_messages
+from vectorlm.encoding import escaped_halves, is_messages
 from vectorlm.errors import ConfigError
-from vectorlm.rollouts.tools import call_tool, message_of, parse_calls
+from vectorlm.rollouts.tools import CALL_ID_LENGTH, call_tool, message_of, parse_calls
 from vectorlm.types import MAX_REWARD
 
 AGENT = "openai:"
@@ -86,7 +86,9 @@ def to_reply(value: Any) -> Reply:
                 raise TypeError(
                     f"it returned the message {str(each)[:60]}, which needs a `role` and a `content`"
                 )
-        messages = [dict(each) for each in messages]
+        messages = list(messages)
+    # It may repeat what the policy wrote.
+    messages = escaped_halves(messages)
     # Not by its truth: "False" is a text that is not empty.
     if reply.done not in (True, False, None):
         raise TypeError(f"it returned done={reply.done!r}, which must be True or False")
@@ -203,6 +205,7 @@ class Player:
         self._environment, self._kind, self._value_of = environment, kind_of(environment, where), value_of
         self.tools = self._own_tools()
         """What the policy may call, by name."""
+        self._num_calls = 0
 
     async def reset(self, prompt: Any, columns: Mapping[str, Any]) -> Any:
         """Return the whole prompt."""
@@ -235,7 +238,14 @@ class Player:
 
     async def step(self, text: str) -> tuple[Message, Reply]:
         """Return what the policy said as a message, and the reply."""
+        text = escaped_halves(text)
         content, calls = parse_calls(text, list(self.tools)) if self.tools else (text, [])
+        # Of the order of the calls: the tokens of a run that is repeated are the same.
+        calls = [
+            replace(each, id=str(self._num_calls + place).zfill(CALL_ID_LENGTH))
+            for place, each in enumerate(calls)
+        ]
+        self._num_calls += len(calls)
         message = message_of(content if calls else text, calls)
         if calls:
             return message, Reply([await call_tool(each, self.tools, self._value_of) for each in calls])

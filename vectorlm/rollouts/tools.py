@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
@@ -9,11 +10,18 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vectorlm.encoding import escaped_halves, require_whole_characters, without_thoughts
 from vectorlm.errors import ConfigError
+from vectorlm.plugin import text_of
 
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*(?:```)?\Z", re.DOTALL)
 PYTHON_TAG = "<|python_tag|>"
+MAX_DEPTH = 64
+"""Lists and objects within each other that are read: pickle and chat templates fail at some hundred."""
+
+
+CALL_ID_LENGTH = 9
+"""Letters and digits of a call's id: Mistral's templates refuse any other."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,8 @@ class ToolCall:
     arguments: Mapping[str, Any]
     error: str | None = None
     """Why it is not a call."""
+    id: str = ""
+    """What the call and its result have in common."""
 
 
 def parse_calls(text: str, names: Collection[str] = ()) -> tuple[str, list[ToolCall]]:
@@ -33,15 +43,41 @@ def parse_calls(text: str, names: Collection[str] = ()) -> tuple[str, list[ToolC
     ``{"name": …, "parameters": {…}}``, several joined by ``;``, maybe behind ``<|python_tag|>`` (Llama 3); and plain
     JSON, an object or a list of them, maybe in a fence. What begins like a call and is none is a `ToolCall` with an
     error, which the policy is told. Plain JSON with a name that is none of `names` and other keys, none of which are
-    arguments, is an answer.
+    arguments, is an answer. The policy's thoughts hold no calls.
     """
-    if "<tool_call>" in text:
-        return HERMES.sub("", text).strip(), [call for found in HERMES.findall(text) for call in _read(found)]
-    body = text.strip().removeprefix(PYTHON_TAG).strip()
-    body = FENCE.sub(r"\1", body)
+    said = without_thoughts(text)
+    if "<tool_call>" in said:
+        calls = [call for found in HERMES.findall(said) for call in _read(found)]
+        return _without(text, [found[0] for found in HERMES.finditer(said)]), calls
+    body = said.strip().removeprefix(PYTHON_TAG).strip()
+    if body.startswith("```"):
+        body = body.removeprefix("```").removeprefix("json").removesuffix("```").strip()
     if not body.startswith(("{", "[")) or '"name"' not in body or _is_answer(body, names):
         return text, []
-    return "", _read(body)
+    return _without(text, [said]), _read(body)
+
+
+def _without(text: str, parts: Sequence[str]) -> str:
+    """Return a text without some of its parts; a thought that quotes one precedes it."""
+    for part in reversed(parts):
+        text = "".join(text.rsplit(part, 1))
+    return text.strip()
+
+
+def require_plain(value: Any, depth: int = 0) -> Any:
+    """Return a JSON value that the policy wrote.
+
+    Raises:
+        ValueError: It is nested too deeply, or holds half a character: templates and other processes cannot take it.
+    """
+    inner = value if isinstance(value, list) else [*value, *value.values()] if isinstance(value, dict) else []
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    for each in inner:
+        require_plain(each, depth + 1)
+    if isinstance(value, str):
+        require_whole_characters(value)
+    return value
 
 
 def _is_answer(text: str, names: Collection[str]) -> bool:
@@ -61,7 +97,11 @@ def message_of(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": dict(call.arguments)},
+            }
             for call in calls
         ]
     return message
@@ -74,7 +114,8 @@ def _read(text: str) -> list[ToolCall]:
         place += len(text[place:]) - len(text[place:].lstrip(" \n\t;"))
         try:
             value, place = decoder.raw_decode(text, place)
-        except (json.JSONDecodeError, RecursionError) as error:
+            require_plain(value)
+        except (ValueError, RecursionError) as error:
             found.append(ToolCall("", {}, f"this call is not JSON: {error}"))
             break
         found += [_to_call(each) for each in (value if isinstance(value, list) else [value])]
@@ -89,8 +130,8 @@ def _to_call(value: Any) -> ToolCall:
     if isinstance(arguments, str):
         # As OpenAI writes them.
         try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
+            arguments = require_plain(json.loads(arguments))
+        except (ValueError, RecursionError) as error:
             return ToolCall(value["name"], {}, f"the arguments are not JSON: {error}")
     if not isinstance(arguments, Mapping):
         return ToolCall(value["name"], {}, "the arguments must be an object")
@@ -132,7 +173,13 @@ def identity_of(tool: Any) -> tuple[str, str | None, str]:
 
 def tool_message(call: ToolCall, content: str) -> dict[str, Any]:
     """Return what the policy reads for a call."""
-    return {"role": "tool", "name": call.name, "content": content}
+    # Errors may quote half a character.
+    return {
+        "role": "tool",
+        "tool_call_id": call.id,
+        "name": call.name,
+        "content": escaped_halves(content),
+    }
 
 
 async def call_tool(
@@ -148,6 +195,19 @@ async def call_tool(
         return tool_message(call, f"error: there is no tool {call.name!r}, only {', '.join(tools)}")
     try:
         found = await value_of(tools[call.name](**call.arguments))
-    except Exception as error:
-        return tool_message(call, f"error: {type(error).__name__}: {error}")
-    return tool_message(call, found if isinstance(found, str) else json.dumps(found, default=str))
+        content = found if isinstance(found, str) else json.dumps(found, default=str)
+        require_whole_characters(content)
+    except BaseException as error:  # A tool may run what the policy wrote, which raises whatever it likes.
+        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            raise
+        return tool_message(call, f"error: {type(error).__name__}: {text_of(error)}")
+    return tool_message(call, content)
+
+
+def _is_cancelled() -> bool:
+    """Return whether the task of the caller, if it is in one, is itself cancelled."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        return False
+    return task is not None and task.cancelling() > 0
