@@ -44,10 +44,10 @@ class Scripted:
         )
 
 
-def session_of(gateway, engine, sampling=None, **more):
+def session_of(gateway, engine, sampling=None, tokenizer=None, **more):
     session = Session(
         engine.ask,
-        Letters(),
+        tokenizer or Letters(),
         sampling={"temperature": 1.0, "max_tokens": 50} if sampling is None else sampling,
         max_model_len=gateway.max_model_len,
         **more,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import socket
 import sys
 from dataclasses import replace
@@ -326,6 +327,110 @@ def test_a_request_that_cannot_be_answered_is_refused_with_its_field(path, asked
     answer = with_session(work)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+NOTHING = {
+    "response_format": [None, {"type": "text"}],
+    "seed": [None],
+    "logit_bias": [None, {}],
+    "repetition_penalty": [1, 1.0],
+    "presence_penalty": [0],
+    "min_tokens": [0],
+    "modalities": [["text"]],
+    "functions": [None, []],
+    "prediction": [None],
+    "tool_choice": [None, "auto", "none"],
+    "top_logprobs": [0],
+    "stream_options": [{"include_usage": None}],
+    "temperature": [1, None],
+}
+
+
+def test_a_field_that_asks_for_nothing_is_taken():
+    async def work(gateway, session, client):
+        for name, values in NOTHING.items():
+            for value in values:
+                await chat(client, USER, **{name: value})
+        for asked in (
+            {"prompt": ["Hi"]},
+            {"prompt": [[72, 105]]},
+            {"prompt": "Hi", "best_of": 1, "suffix": ""},
+        ):
+            assert (await client.post("/completions", json=asked)).json()["usage"]["prompt_tokens"] == 2
+        several = await client.post("/completions", json={"prompt": ["Hi", "Ho"]})
+        assert several.status_code == 400
+        assert "one prompt" in several.json()["error"]["message"]
+
+    with_session(work)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"seed": 0},
+        {"response_format": {"type": "json_object"}},
+        {"logit_bias": {"1": 5}},
+        {"repetition_penalty": 1.1},
+        {"min_tokens": 3},
+        {"tool_choice": "required"},
+        {"anything": "else"},
+    ],
+)
+def test_a_field_that_is_not_taken_is_explained(asked):
+    async def work(gateway, session, client):
+        answer = await client.post("/chat/completions", json={"messages": USER, **asked})
+        (name,) = asked
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+        message = answer.json()["error"]["message"]
+        assert message.startswith(f"{name}=")
+        assert any(why in message for why in ("another distribution", "the run draws the seed"))
+        assert session.refusal == message
+        await chat(client, USER)
+        assert session.refusal == ""
+
+    with_session(work)
+
+
+class WithoutTemplate(Letters):
+    """A tokenizer of a base model."""
+
+    def apply_chat_template(self, messages, **how):
+        raise ValueError("tokenizer.chat_template is not set")
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "why"),
+    [
+        ("chat/completions", {"messages": USER}, "chat_template is not set"),
+        ("completions", {"prompt": [72, 97, 2**30]}, "ValueError: chr"),
+        ("completions", {"prompt": [72, 2**70]}, "less than 2147483648"),
+        ("completions", {"prompt": [-1]}, "greater than or equal to 0"),
+    ],
+)
+def test_what_cannot_be_rendered_or_decoded_is_refused_with_the_reason(path, asked, why):
+    async def run():
+        with Gateway(WithoutTemplate(), 4000) as gateway:
+            session = session_of(gateway, Scripted(lambda text, index: "a"), tokenizer=WithoutTemplate())
+            async with http(gateway, session) as client:
+                await client.post("/completions", json={"prompt": [72]})
+                return await client.post(f"/{path}", json=asked)
+
+    answer = asyncio.run(run())
+    assert answer.status_code == 400
+    assert re.search(why, answer.json()["error"]["message"])
+
+
+def test_in_an_evaluation_the_parameters_are_the_run_s_whatever_the_agent_asks_for():
+    engine = Scripted(lambda text, index: "a")
+
+    async def work(gateway, session, client):
+        await chat(client, USER, temperature=1.0, top_p=0.5, max_tokens=3)
+
+    with_session(work, engine, sampling={"temperature": 0.0, "max_tokens": 50}, is_trained_on=False)
+    assert engine.params == [{"logprobs": 0, "temperature": 0.0, "max_tokens": 3, "n": 1}]
 
 
 def test_the_seed_and_the_parameters_are_the_run_s():

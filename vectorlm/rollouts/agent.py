@@ -35,10 +35,12 @@ class AgentHost:
         *,
         sampling: Mapping[str, Any],
         timeout_s: float | None,
+        is_trained_on: bool = True,
     ) -> None:
         """Take the agent's name; between two requests it may take `timeout_s`."""
         self._run, self._gateway, self._workers = run, gateway, workers
         self._sampling, self._timeout_s = sampling, math.inf if timeout_s is None else timeout_s
+        self._is_trained_on = is_trained_on
 
     async def rollout(self, record: PromptRecord, ask: Ask, seed_of: Callable[[int], int]) -> Rollout:
         """Return what the agent made of a prompt.
@@ -53,6 +55,7 @@ class AgentHost:
             sampling=self._sampling,
             max_model_len=gateway.max_model_len,
             seed_of=seed_of,
+            is_trained_on=self._is_trained_on,
         )
         gateway.open(session)
         work = asyncio.wrap_future(self._workers.submit(self._work(session, record)))
@@ -64,9 +67,11 @@ class AgentHost:
         except (WorkerLost, RuntimeError) as error:
             # Frameworks raise when there is no room for a further turn, which ends the rollout and not the run.
             if not session.is_full:
+                # Clients that raise for a status may not say what the gateway answered.
+                refusal = session.refusal and f", after its request was refused: {session.refusal}"
                 raise RolloutError(
-                    f"the agent {self._run!r} failed: {error} (prompt {str(record.prompt)[:80]!r}). Catch the error "
-                    "there, and return a reward or None instead."
+                    f"the agent {self._run!r} failed: {error}{refusal} (prompt {str(record.prompt)[:80]!r}). Catch the "
+                    "error there, and return a reward or None instead."
                 ) from error
             reward, measured = None, {}
         finally:

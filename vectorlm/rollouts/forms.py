@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import uuid
@@ -9,28 +10,68 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from vectorlm.backends.transformers.parameters import DEFAULTS, NEUTRAL
 from vectorlm.engine.local_requests import Hear
-from vectorlm.rollouts.session import Session, Turn, spoken
+from vectorlm.rollouts.session import RequestError, Session, Turn, spoken
+from vectorlm.rollouts.tools import CALL_ID_LENGTH
 from vectorlm.types import Completion
 
 MAX_ANSWERS = 64
 """Answers to one request."""
-Zero = Annotated[float, Field(ge=0, le=0)] | None
-"""A penalty would change what is sampled from, and the trainer does not follow it."""
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+CHANGES_NOTHING = {
+    **vars(DEFAULTS),
+    **NEUTRAL,
+    **{
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "length_penalty": 1,
+        "use_beam_search": False,
+    },
+    **{"best_of": 1, "echo": False, "top_logprobs": 0, "stream": False, "max_tokens": None},
+}
+"""What fields are taken with that are not listed, besides null and what is empty."""
+OTHER_DISTRIBUTION = "would sample from another distribution than the one that is trained"
+NOT_TAKEN = {
+    "seed": "cannot be chosen: the run draws the seed of every request, so that a resumed run samples the same. Leave "
+    "it out.",
+    "response_format": f"{OTHER_DISTRIBUTION}. Set structured_outputs in the sampling_params of the run, which the "
+    "trainer follows.",
+    "tool_choice": f"{OTHER_DISTRIBUTION}: the policy must be free to call no tool. Use auto or none.",
+    "max_tokens": "must be a whole number from 1 on, or null for the run's limit, which caps it.",
+}
 
 
 class StreamOptions(BaseModel):
     """How an answer is streamed."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
-class Sampling(BaseModel):
-    """Parameters of a request; fields that are not listed are refused by name."""
+class Strict(BaseModel):
+    """A body whose fields are all known, or ask for nothing."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {
+            name: value
+            for name, value in given.items()
+            if name in cls.model_fields
+            or not (
+                value in (None, {}, [], "") or (name in CHANGES_NOTHING and value == CHANGES_NOTHING[name])
+            )
+        }
+
+
+class Sampling(Strict):
+    """Parameters of a request."""
 
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     temperature: float | None = None
@@ -39,15 +80,13 @@ class Sampling(BaseModel):
     min_p: float | None = None
     max_tokens: int | None = Field(None, ge=1)
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    presence_penalty: Zero = None
-    frequency_penalty: Zero = None
 
     def params(self) -> dict[str, Any]:
         """Return the engine's parameters."""
-        names = set(Sampling.model_fields) - {"presence_penalty", "frequency_penalty"}
+        names = Sampling.model_fields
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
@@ -77,7 +116,7 @@ class Request(Sampling):
     @property
     def with_usage(self) -> bool:
         """Whether a stream ends with the number of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class Function(BaseModel):
@@ -111,7 +150,6 @@ class ChatRequest(Request):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=0)
 
     @property
     def is_streamed(self) -> bool:
@@ -136,8 +174,10 @@ class ChatRequest(Request):
         choices = []
         for index, turn in enumerate(turns):
             message = spoken(turn.completion.text, self.offered)
-            for call in message.get("tool_calls", ()):
-                call["id"] = f"call_{uuid.uuid4().hex[:24]}"
+            for place, call in enumerate(message.get("tool_calls", ())):
+                # Of what the tokens are: a run that is repeated gives templates that show it the same.
+                told = repr((turn.token_ids, place)).encode()
+                call["id"] = hashlib.blake2b(told).hexdigest()[:CALL_ID_LENGTH]
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
             reason = "tool_calls" if "tool_calls" in message else turn.completion.finish_reason
             choice = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
@@ -150,11 +190,17 @@ class ChatRequest(Request):
 class TextRequest(Request):
     """``/v1/completions``."""
 
-    prompt: str | list[int]
+    prompt: str | list[TokenId]
     logprobs: int | None = Field(None, ge=0, le=1)
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    suffix: None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _only(cls, prompt: Any) -> Any:
+        if not isinstance(prompt, list) or not any(isinstance(each, str | list) for each in prompt):
+            return prompt
+        if len(prompt) > 1:
+            raise ValueError("a request has one prompt. Ask for each by itself")
+        return prompt[0]
 
     async def answer(self, session: Session, hear: Hear | None = None) -> list[Turn]:
         """Ask the session."""
@@ -189,14 +235,12 @@ class TokenSampling(Sampling):
     detokenize: bool | None = None
 
 
-class TokenRequest(BaseModel):
+class TokenRequest(Strict):
     """``/inference/v1/generate``: tokens in, tokens out."""
 
-    model_config = ConfigDict(extra="forbid")
-    token_ids: list[int] = Field(min_length=1)
+    token_ids: list[TokenId] = Field(min_length=1)
     sampling_params: TokenSampling = Field(default_factory=lambda: TokenSampling.model_validate({}))
     model: str | None = None
-    stream: Literal[False] | None = None
     request_id: str | None = None
     cache_salt: Any = None
     priority: Any = None
@@ -219,6 +263,22 @@ class TokenRequest(BaseModel):
             for index, turn in enumerate(turns)
         ]
         return {"request_id": self.request_id or uuid.uuid4().hex, "choices": choices}
+
+
+def explained(error: ValidationError) -> RequestError:
+    """Return why a body is refused, with a field at fault."""
+    # Of the forms that a field may have, the one that was tried furthest; pydantic names it in the place.
+    first = max(error.errors(), key=lambda each: len(each["loc"]))
+    names = [each for each in first["loc"] if isinstance(each, int) or each.isidentifier()]
+    place = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in names)
+    place, value = place.removeprefix("."), str(first["input"])[:60]
+    why = NOT_TAKEN.get(str(first["loc"][0]) if len(first["loc"]) == 1 else "")
+    if why is None and first["type"] == "extra_forbidden":
+        why = (
+            f"is not taken by this server: it would have no effect, or {OTHER_DISTRIBUTION}. Leave it out, or set it "
+            "in the sampling_params of the run."
+        )
+    return RequestError(f"{place}: {first['msg']}" if why is None else f"{place}={value} {why}", place)
 
 
 class Form:

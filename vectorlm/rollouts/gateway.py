@@ -22,7 +22,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from vectorlm.errors import VectorLMError
 from vectorlm.ranks.placement import LOOPBACK
-from vectorlm.rollouts.forms import ChatRequest, Events, Form, TextRequest, TokenRequest
+from vectorlm.rollouts.forms import ChatRequest, Events, Form, TextRequest, TokenRequest, explained
 from vectorlm.rollouts.session import RequestError, Session, Turn
 from vectorlm.types import Completion
 
@@ -195,20 +195,16 @@ class _Endpoint:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         turns: list[Turn] = []
         response: Response | _EventStream
+        request = Request(scope, receive)
         try:
-            response, turns = await self._gateway.respond(Request(scope, receive), self._form)
-        except RequestError as error:
-            response = _refusal(error)
-        except ValidationError as error:
-            first = error.errors()[0]
-            response = _refusal(RequestError(f"{_path(first['loc'])}: {first['msg']}", _path(first["loc"])))
-        except VectorLMError as error:
-            # As an engine refuses a request: a step that has a fault of its own fails elsewhere too.
-            response = _refusal(RequestError(str(error)))
+            response, turns = await self._gateway.respond(request, self._form)
         except (ClientDisconnect, asyncio.CancelledError):
             return
         except Exception as error:
-            response = _refusal(RequestError(f"{type(error).__name__}: {error}", status=500))
+            refused = _refused(error)
+            with contextlib.suppress(RequestError):
+                self._gateway.session_of(request).refusal = str(refused)
+            response = _refusal(refused)
 
         async def send_in_time(message: MutableMapping[str, Any]) -> None:
             async with asyncio.timeout(ARRIVES_WITHIN_S):
@@ -285,6 +281,17 @@ async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
         leaving.cancel()
 
 
+def _refused(error: Exception) -> RequestError:
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, ValidationError):
+        return explained(error)
+    if isinstance(error, VectorLMError):
+        # As an engine refuses a request: a step that has a fault of its own fails elsewhere too.
+        return RequestError(str(error))
+    return RequestError(f"{type(error).__name__}: {error}", status=500)
+
+
 def _refusal(error: RequestError) -> Response:
     # The rest of a large body is read and dropped, or a client would never see the answer. What is late is not read.
     headers = {"connection": "close"} if error.status == 408 else None
@@ -294,9 +301,3 @@ def _refusal(error: RequestError) -> Response:
 def _shown(error: RequestError | VectorLMError) -> dict[str, Any]:
     fields = {name: getattr(error, name, None) for name in ("param", "code")}
     return {"error": {"message": str(error), "type": "invalid_request_error", **fields}}
-
-
-def _path(place: tuple[Any, ...]) -> str:
-    """Return a field's place as JSON paths write it: ``messages[0].role``."""
-    found = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in place)
-    return found.removeprefix(".")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import cloudpickle
 
 from vectorlm.encoding import is_messages, tools_of
-from vectorlm.errors import ConfigError, RolloutError, WorkerLost
+from vectorlm.errors import ConfigError, RolloutError, VectorLMError, WorkerLost
 from vectorlm.plugin import load_plugin
 from vectorlm.rollouts import environment as environments
 from vectorlm.rollouts.environment import Message, Player, Reply
@@ -76,6 +76,23 @@ class HostedEnvironment:
         self._key, self._is_shared = next(host.keys), False
         self._num_turns, self._written, self._is_cancelled = 0, "", False
 
+    def failure(self, what: str, fix: str) -> RolloutError:
+        """Return an error that names the environment, the prompt and the turn."""
+        return RolloutError(
+            f"the environment {self._host.where!r} {what} (prompt {str(self._record.prompt)[:80]!r}, turn "
+            f"{self._num_turns}, after {self._written[:80]!r}). {fix}."
+        )
+
+    @contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """Raise what a chat template raises with the names of the environment and the prompt."""
+        try:
+            yield
+        except Exception as error:  # Whatever the template's author chose.
+            kind = "" if isinstance(error, VectorLMError) else f"{type(error).__name__}: "
+            fix = "Change its messages, or the chat template"
+            raise self.failure(f"failed, as {what}: {kind}{error}", fix) from error
+
     async def reset(self) -> Any:
         """Return what the policy is asked first: the prompt with what the environment adds, and its tools."""
         record = self._record
@@ -122,11 +139,8 @@ class HostedEnvironment:
         except (WorkerLost, RuntimeError) as error:
             methods = {"describe": "its import or constructor", "begin": "reset", "end": "close"}
             method = methods.get(what, what.replace("_", " "))
-            raise RolloutError(
-                f"the environment {self._host.where!r} failed in {method}: {error} (prompt "
-                f"{str(self._record.prompt)[:80]!r}, turn {self._num_turns}, after {self._written[:80]!r}). Correct "
-                "it there, or catch the error and return what lets the rollout go on."
-            ) from error
+            fix = "Correct it there, or catch the error and return what lets the rollout go on"
+            raise self.failure(f"failed in {method}: {error}", fix) from error
 
     async def _ask(self, what: str, arguments: tuple[Any, ...]) -> Any:
         if what == "describe":

@@ -66,6 +66,7 @@ class Environments:
         *,
         needs_greedy: bool = False,
         score: Callable[[Sequence[Rollout]], Awaitable[Results]] | None = None,
+        is_trained_on: bool = True,
     ) -> GroupSampler:
         """Return what samples groups, and has these environments played."""
         agents: dict[str, Agent] = {}
@@ -73,7 +74,12 @@ class Environments:
             from vectorlm.rollouts.agent import AgentHost
 
             host = AgentHost(
-                name, self._gateway, self._pool, sampling=settings.sampling, timeout_s=self._timeout_s
+                name,
+                self._gateway,
+                self._pool,
+                sampling=settings.sampling,
+                timeout_s=self._timeout_s,
+                is_trained_on=is_trained_on,
             )
             agents[source] = host.rollout
         return GroupSampler(
@@ -103,7 +109,8 @@ class Environments:
 
         @cache
         def queue() -> GroupQueue:
-            made = GroupQueue(self.engine, self.sampler(settings, sampling_params.get("seed", seed)))
+            sampler = self.sampler(settings, sampling_params.get("seed", seed), is_trained_on=False)
+            made = GroupQueue(self.engine, sampler)
             self.stack.callback(made.close)
             return made
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from vectorlm.encoding import asked, encode_reply, is_messages, split_begun
+from vectorlm.encoding import asked, encode, encode_reply, is_messages, split_begun
 from vectorlm.engine.local_requests import Hear
 from vectorlm.errors import RolloutError
 from vectorlm.rl.rollout import Rollout
@@ -127,8 +127,16 @@ class GroupSampler:
 
     async def _turns(self, task: Task, index: int, environment: HostedEnvironment, ask: Ask) -> Rollout:
         prompt = await environment.reset()
+        with environment.naming("what it begins with cannot be rendered"):
+            first = encode(prompt, lambda: self.tokenizer)
+        if len(first) >= self.max_model_len:
+            raise environment.failure(
+                f"begins with {len(first)} tokens, and the model's length of {self.max_model_len} leaves no room for a "
+                "turn",
+                "Shorten the prompt and what reset() adds, or raise train_parameters.max_seq_len",
+            )
         seed = self._seed_of_turn(task.position, index, 0)
-        (completion,) = await ask(prompt, {**self._params, "n": 1, "seed": seed})
+        (completion,) = await ask(first, {**self._params, "n": 1, "seed": seed})
         rollout = Rollout.begun(task.prompt_record, completion)
         prompt, tools = (prompt["prompt"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
         is_chat = is_messages(prompt)
@@ -146,7 +154,8 @@ class GroupSampler:
             if isinstance(reply.messages, str):
                 ids, text = self.tokenizer.encode(reply.messages, add_special_tokens=False), reply.messages
             elif is_chat:
-                ids = encode_reply(chat, reply.messages, completion.token_ids, self.tokenizer, tools)
+                with environment.naming("what it replied cannot be rendered"):
+                    ids = encode_reply(chat, reply.messages, completion.token_ids, self.tokenizer, tools)
                 text = self.tokenizer.decode(ids)
             else:
                 raise RolloutError(

@@ -7,14 +7,15 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vectorlm.encoding import chat_of, encode, encode_reply, end_tokens, plain_message
+from vectorlm.encoding import chat_of, encode, encode_reply, end_tokens, escaped_halves, plain_message
 from vectorlm.engine.local_requests import Hear
-from vectorlm.errors import RolloutError
+from vectorlm.errors import RolloutError, VectorLMError
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rollouts.sampler import Ask
 from vectorlm.rollouts.tools import message_of, parse_calls
@@ -70,14 +71,21 @@ class Session:
         sampling: Mapping[str, Any],
         max_model_len: int,
         seed_of: Callable[[int], int] | None = None,
+        is_trained_on: bool = True,
     ) -> None:
-        """Sample with `ask` and the parameters `sampling`; `seed_of` draws the seed of a request by its number."""
+        """Sample with `ask` and the parameters `sampling`; `seed_of` draws the seed of a request by its number.
+
+        Unless it `is_trained_on`, `sampling` takes the place of the parameters that a request has.
+        """
         self.key = secrets.token_urlsafe(32)
         """Who holds it makes this session's requests."""
         self._ask, self._loop, self._tokenizer = ask, asyncio.get_running_loop(), tokenizer
         self._sampling, self._seed_of, self.max_model_len = sampling, seed_of, max_model_len
+        self._is_trained_on = is_trained_on
         self._turns: list[Turn] = []
         self._num_requests = 0
+        self.refusal = ""
+        """Why the last request was refused; "" if it was answered."""
         self._in_flight: set[Future[Sequence[Completion]]] = set()
         self._idle_since = math.inf
         self.is_full = False
@@ -110,19 +118,22 @@ class Session:
 
         Of a single answer `hear` gets what is sampled as it is sampled, in another thread.
         """
-        chat = [_for_template(message, index) for index, message in enumerate(messages)]
-        key = [json.dumps(tools), *map(_comparable, chat)]
-        before, ids = None, []
-        if chat[-1]["role"] != "assistant":
-            before = self._longest(lambda said: isinstance(said, list) and key[: len(said)] == said, len(key))
-        if before is None:
-            prompt = {"prompt": chat, "tools": tools} if tools else chat
-            ids = encode(prompt, lambda: self._tokenizer)
-        else:
-            num_known = len(before.said) - 1
-            written = before.completion.token_ids
-            ids = encode_reply(chat[: num_known - 1], chat[num_known:], written, self._tokenizer, tools)
-        text = "" if before is None else self._tokenizer.decode(ids)
+        with _encoding("messages"):
+            chat = [_for_template(message, index) for index, message in enumerate(messages)]
+            key = [json.dumps(tools), *map(_comparable, chat)]
+            before, ids = None, []
+            if chat[-1]["role"] != "assistant":
+                before = self._longest(
+                    lambda said: isinstance(said, list) and key[: len(said)] == said, len(key)
+                )
+            if before is None:
+                prompt = {"prompt": chat, "tools": tools} if tools else chat
+                ids = encode(prompt, lambda: self._tokenizer)
+            else:
+                num_known = len(before.said) - 1
+                written = before.completion.token_ids
+                ids = encode_reply(chat[: num_known - 1], chat[num_known:], written, self._tokenizer, tools)
+            text = "" if before is None else self._tokenizer.decode(ids)
         return await self._continue(
             before, ids, text, params, lambda said: [*key, _comparable(spoken(said, tools))], chat, hear=hear
         )
@@ -139,7 +150,8 @@ class Session:
                 default=None,
             )
             ids = asked if before is None else asked[len(before.token_ids) :]
-            text = "" if before is None else self._tokenizer.decode(ids)
+            with _encoding("prompt"):
+                text = "" if before is None else self._tokenizer.decode(ids)
             return await self._continue(before, ids, text, params, lambda said: None, hear=hear)
 
         def grown(said: str) -> str | None:
@@ -150,7 +162,8 @@ class Session:
             lambda said: isinstance(said, str) and prompt.startswith(said), len(prompt) + 1
         )
         if before is None:
-            whole = encode(prompt, lambda: self._tokenizer)
+            with _encoding("prompt"):
+                whole = encode(prompt, lambda: self._tokenizer)
             return await self._continue(None, whole, "", params, grown, hear=hear)
         rest = prompt[len(before.said) :]
         # The tokens hold what ended the answer, a stop string for example; the agent writes that itself.
@@ -221,7 +234,9 @@ class Session:
         sampled = asyncio.run_coroutine_threadsafe(self._ask(prompt, asked, hear), self._loop)
         self._in_flight.add(sampled)
         try:
-            completions = await asyncio.wrap_future(sampled)
+            answered = await asyncio.wrap_future(sampled)
+            completions = [replace(each, text=escaped_halves(each.text)) for each in answered]
+            self.refusal = ""
             # Answered, and not only asked: it may be one of several at once, of which a refused one ends the agent.
             if goes_on:
                 self.is_full = False
@@ -248,7 +263,8 @@ class Session:
         params = {**self._sampling, "logprobs": 0, "n": given.pop("n", 1)}
         for name, default in FOLLOWED.items():
             fixed = self._sampling.get(name, default)
-            if (wanted := given.pop(name, fixed)) != fixed and {wanted, fixed} != {0, -1}:
+            wanted = given.pop(name, fixed)
+            if self._is_trained_on and wanted != fixed and {wanted, fixed} != {0, -1}:
                 raise RequestError(
                     f"{name}={wanted} would sample from another distribution than the one that is trained, whose "
                     f"{name} is {fixed}. Leave it out, or change it for the whole run in sampling_params.",
@@ -291,6 +307,17 @@ def _row(leaf: Turn, record: PromptRecord, trained: set[Turn]) -> Rollout:
     *before, last = [len(turn.chat) - 1 for turn in path if turn.chat is not None]
     contents = [(place, leaf.chat[place]["content"]) for place in before]
     return replace(row, policy_contents=[*contents, (last, leaf.completion.text)])
+
+
+@contextmanager
+def _encoding(param: str) -> Iterator[None]:
+    """Refuse what a chat template or a tokenizer does not take, with what it says of it."""
+    try:
+        yield
+    except (RequestError, VectorLMError):
+        raise
+    except Exception as error:  # A template may raise whatever its author chose.
+        raise RequestError(f"{param} cannot be encoded: {type(error).__name__}: {error}", param) from error
 
 
 def _for_template(message: Mapping[str, Any], index: int) -> dict[str, Any]:
