@@ -248,6 +248,25 @@ def test_what_a_function_prints_is_in_the_log_up_to_a_limit(pool, tmp_path):
     assert sum(log.stat().st_size for log in logs) <= MAX_LOG_BYTES
 
 
+def test_lines_of_processes_that_print_side_by_side_stay_whole_and_name_their_process(pool, tmp_path):
+    def reward(text):
+        for _ in range(200):
+            for part in (text, text, "é", "\n"):
+                os.write(1, part.encode())
+        subprocess.run(["echo", "-n", f"begun by {os.getpid()}"])
+        return float(os.getpid())
+
+    pids = {each.reward for each in score(reward, pool, "a", "b")}
+    pool.close()
+    lines = (tmp_path / "rewards.log").read_text().splitlines()
+    for pid in map(int, pids):
+        own = [line.removeprefix(f"[{pid}] ") for line in lines if line.startswith(f"[{pid}] ")]
+        assert own[-1] == f"begun by {pid}"
+        assert set(own[:-1]) <= {"aaé", "bbé", f"begun by {pid}aaé", f"begun by {pid}bbé"}
+    assert all(line.startswith("[") for line in lines)
+    assert sum(line.endswith("é") for line in lines) == 400
+
+
 def test_the_log_says_where_a_call_hung(pool, tmp_path):
     score(lambda text: hang_in_c(), pool, "a")
     pool.close()

@@ -29,6 +29,8 @@ STACK_S = 0.1
 """Time for a worker that hangs to write where it is."""
 MAX_LOG_BYTES = 16 * 2**20
 """When the log reaches half of this, it becomes ``<log>.1``, in place of the one before."""
+MAX_LINE_BYTES = 2**16
+"""What is printed without an end of line is written as a line of this length."""
 OOM_SCORE = "800"
 """Where memory runs out, the kernel ends a worker and not the rank."""
 
@@ -59,9 +61,10 @@ class Supervisor:
 
     def __init__(self, control: socket.socket, log: OutputLog | None) -> None:
         self._control, self._log = control, log
-        self._output, self._printed = os.pipe()
-        os.set_blocking(self._output, False)
+        self._selector = selectors.DefaultSelector()
         self._workers: set[int] = set()
+        self._printed: dict[int, tuple[int, bytearray]] = {}
+        """Where to read what workers print, their pids, and lines that they have begun."""
 
     def run(self, parent_pid: int) -> None:
         """Serve until `parent_pid` closes the socket or is gone; end all workers then."""
@@ -72,14 +75,13 @@ class Supervisor:
         os.set_blocking(wake, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake)
-        selector = selectors.DefaultSelector()
-        for file in (self._control, self._output, woken):
-            selector.register(file, selectors.EVENT_READ)
+        for file in (self._control, woken):
+            self._selector.register(file, selectors.EVENT_READ)
         try:
             while os.getppid() == parent_pid:
-                ready = [key.fileobj for key, _ in selector.select(POLL_S)]
-                if self._output in ready:
-                    self._keep_output()
+                ready = [key.fileobj for key, _ in self._selector.select(POLL_S)]
+                for output in self._printed.keys() & ready:
+                    self._keep_output(output)
                 if woken in ready:
                     os.read(woken, 512)
                     self._reap()
@@ -89,22 +91,28 @@ class Supervisor:
             pass  # Nobody is left to tell.
         finally:
             self._end_all()
-            self._keep_output()
+            for output in list(self._printed):
+                self._keep_output(output, is_last=True)
 
     def _obey(self) -> bool:
         message, descriptors, *_ = socket.recv_fds(self._control, 64, 1)
         if descriptors:
+            output, printed = os.pipe()
             pid = os.fork()
             if pid == 0:
-                self._become_worker(descriptors[0])
+                self._become_worker(descriptors[0], printed)
             os.close(descriptors[0])
+            os.close(printed)
+            os.set_blocking(output, False)
+            self._selector.register(output, selectors.EVENT_READ)
+            self._printed[output] = pid, bytearray()
             self._workers.add(pid)
             self._control.send(f"started {pid}".encode())
         elif message:
             self._end(int(message))
         return bool(message)
 
-    def _become_worker(self, descriptor: int) -> None:
+    def _become_worker(self, descriptor: int, printed: int) -> None:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -114,8 +122,8 @@ class Supervisor:
                 Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
             self._control.close()
             if self._log is not None:
-                os.dup2(self._printed, 1)
-                os.dup2(self._printed, 2)
+                os.dup2(printed, 1)
+                os.dup2(printed, 2)
             worker.serve(socket.socket(fileno=descriptor))
         finally:
             os._exit(0)
@@ -162,11 +170,27 @@ class Supervisor:
                     pass
             time.sleep(0.01)
 
-    def _keep_output(self) -> None:
+    def _keep_output(self, output: int, is_last: bool = False) -> None:
+        """Log whole lines of a worker, after its pid; the pipe is closed at its end, or with what `is_last`."""
+        pid, begun = self._printed[output]
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._output, 2**16):
-                if self._log is not None:
-                    self._log.write(data)
+            while data := os.read(output, 2**16):
+                begun += data
+                *lines, begun[:] = begun.split(b"\n")
+                if len(begun) > MAX_LINE_BYTES:
+                    lines.append(bytes(begun))
+                    begun.clear()
+                self._log_lines(pid, lines)
+            is_last = True
+        if is_last:
+            self._log_lines(pid, [begun] if begun else [])
+            self._selector.unregister(output)
+            os.close(output)
+            del self._printed[output]
+
+    def _log_lines(self, pid: int, lines: list[bytearray | bytes]) -> None:
+        if self._log is not None and lines:
+            self._log.write(b"".join(b"[%d] %s\n" % (pid, line) for line in lines))
 
 
 if __name__ == "__main__":
