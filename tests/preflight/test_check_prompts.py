@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from letters import letter_tokenizer
 from rl_runs import config_of, save_files
 from transformers import AutoTokenizer
 
@@ -221,6 +222,73 @@ def test_tools_that_the_policy_is_not_told_of_are_refused_or_noted(
     else:
         notes = check(files, setting, [row], template, chosen).config.notes
         assert any(each.startswith(setting) and NOTED in each for each in notes) is (outcome == NOTED)
+
+
+def calling(call, result="{{ m.content }}"):
+    """A chat template with its form of calls, as `c`, and of their results."""
+    return (
+        "{% if tools %}{{ tools[0].function.name }}{% endif %}{% for m in messages %}{% if m.tool_calls %}"
+        "{% for c in m.tool_calls %}"
+        + call
+        + "{% endfor %}{% elif m.role == 'tool' %}"
+        + result
+        + "{% else %}"
+        "{{ m.content }}{% endif %}{% endfor %}"
+    )
+
+
+NINE = "{% if it | length != 9 %}{{ raise_exception('ids of 9 characters') }}{% endif %}"
+READ = "<tool_call>{{ c.function | tojson }}</tool_call>"
+MISTRAL = calling(
+    NINE.replace("it", "c.id") + "{{ c.function | tojson }}",
+    NINE.replace("it", "m.tool_call_id") + "{{ m.content }}",
+)
+REFUSES = calling(READ, "{{ raise_exception('roles must alternate') }}")
+CODER = calling("<function={{ c.function.name }}><parameter=x>1</parameter></function>")
+AGENT = "def asks(url, key, row):\n    return 1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "template", "refusal", "note"),
+    [
+        ("tools.py:Adds", calling(READ), None, None),
+        ("tools.py:Adds", MISTRAL, None, None),
+        ("tools.py:AddsAlways", REFUSES, "roles must alternate", None),
+        ("tools.py:Adds", REFUSES, "roles must alternate", None),
+        (
+            "tools.py:AddsAlways",
+            CODER,
+            None,
+            "'<function=add><parameter=x>1</parameter></function>', which is not read",
+        ),
+        ("tools.py:Plain", REFUSES, None, None),
+        ("agent.py:asks", calling(READ), None, None),
+        ("agent.py:asks", REFUSES, None, "roles must alternate"),
+        ("agent.py:asks", CODER, None, "which is not read"),
+        ("agent.py:asks", None, None, "the model has no chat template"),
+    ],
+)
+def test_a_call_and_its_result_are_rendered_before_the_run(files, environment, template, refusal, note):
+    (files / "tools.py").write_text(TOOLS + "\nclass Plain:\n    def step(self, message):\n        pass\n")
+    (files / "agent.py").write_text(AGENT)
+    # The other one cannot write the marks of calls.
+    letter_tokenizer().save_pretrained(files / "model")
+    config = files / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 128}))
+    prefix = "openai:" if environment.startswith("agent") else ""
+    chosen = [f"rl.environment={prefix}{files}/{environment}", f"{SAMPLER}={files / 'other.jsonl'}"]
+    rows = [{"prompt": CHAT if template else "abc", "wanted": "a"}]
+    (files / "other.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    if refusal is not None:
+        with pytest.raises(ConfigError, match=f"rl.prompts: .*{refusal}"):
+            check(files, RL, rows, template, chosen)
+        return
+    notes = [
+        each
+        for each in check(files, RL, rows, template, chosen).config.notes
+        if "call" in each or "agent" in each
+    ]
+    assert [note in each for each in notes] == ([True] if note else [])
 
 
 def test_the_tools_of_an_environment_count_in_the_length_of_a_prompt(files):

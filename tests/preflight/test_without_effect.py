@@ -43,6 +43,16 @@ def test_a_setting_without_effect_is_refused(check, override, other):
     assert other in str(caught.value)
 
 
+def test_turns_of_agents_are_not_limited(check):
+    agents = "rl.environment='openai:agents.py:one'"
+    with pytest.raises(ConfigError, match=r"rl\.max_turns=7 has no effect with agents"):
+        check(agents, "rl.max_turns=7")
+    check(agents)
+    # Prompts of another source have turns.
+    sources = ["rl.prompts=null", "rl.sources.a={prompts: [a], environment: 'game.py:Game'}"]
+    check(*sources, agents, "rl.sources.b={prompts: [b]}", "rl.max_turns=7")
+
+
 def test_a_constant_schedule_warms_nothing_up(check):
     with pytest.raises(ConfigError, match="warmup_ratio"):
         check("train_parameters.lr_scheduler_type=constant", "train_parameters.warmup_ratio=0.1")

@@ -17,7 +17,7 @@ from vectorlm.data.summary import Summary, steps_per_epoch
 from vectorlm.data.tasks import Tasks
 from vectorlm.encoding import has_chat_template
 from vectorlm.errors import ConfigError, DatasetError
-from vectorlm.preflight.environments import environment_problems, source_tools, tool_notes
+from vectorlm.preflight.environments import call_notes, environment_problems, source_tools, tool_notes
 from vectorlm.preflight.files import file_problems, package_problems
 from vectorlm.preflight.local_model import description_of, own_length, resolve_model, vocab_size
 from vectorlm.preflight.resume import Resumption, find_resumption
@@ -125,6 +125,9 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
                 place, (tools, may_tell) = _place(name, is_held_out), source_tools(rl, name)
                 check_lengths(each, tokenizer, max_tokens, place, size, tools)
                 notes += tool_notes(each[0], tokenizer, tools, may_tell=may_tell, setting=place)
+                if rl is not None and not is_held_out:
+                    environment = rl.collect.environment_of(name)
+                    notes += call_notes(environment, each[0], tokenizer, tools, setting=place)
     config = replace(config, notes=tuple(notes))
     # Costs more than a minute: checkpoints are looked for after models are loaded.
     return CheckedConfig(config, prompts, evaluation_prompts, find_resumption(config, world_size))

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, takewhile
 from typing import Any
 
 from vectorlm.config.schema import RLSettings
-from vectorlm.encoding import asked, is_messages, render_chat
+from vectorlm.encoding import (
+    SPOKEN,
+    asked,
+    encode_reply,
+    end_tokens,
+    is_messages,
+    render_chat,
+    split_begun,
+)
 from vectorlm.errors import ConfigError
 from vectorlm.plugin import load_plugin
 from vectorlm.rollouts.environment import AGENT, kind_of, tools_of
-from vectorlm.rollouts.tools import schemas_of
+from vectorlm.rollouts.tools import (
+    CALL_ID_LENGTH,
+    ToolCall,
+    message_of,
+    parse_calls,
+    schemas_of,
+    tool_message,
+)
 from vectorlm.settings import nearest
 from vectorlm.types import PromptRecord
 
@@ -133,6 +149,63 @@ def tool_notes(
             "messages, and a chat template that renders `tools`. Use both, or describe the tools in the messages."
         )
     yield f"{setting}: the chat template does not render the tools. Describe them in the prompts, or use another one"
+
+
+def call_notes(
+    environment: str | None, record: PromptRecord, tokenizer: Any, own_tools: Sequence[Any], *, setting: str
+) -> Iterator[str]:
+    """Say what the chat template makes of a call of a tool and of its result, if there may be tools.
+
+    Raises:
+        ConfigError: It refuses them, and the environment has tools.
+    """
+    is_agent = environment is not None and environment.startswith(AGENT)
+    if environment is None or not (is_agent or own_tools or _names_tools(load_plugin(environment))):
+        return
+    if is_agent and not tokenizer.chat_template:
+        yield (
+            f"{setting}: the model has no chat template, so chat requests of the agent will be refused. Let it ask for "
+            "/v1/completions, or add a chat_template.jinja to the model"
+        )
+        return
+    tools = [*own_tools] or [
+        {"type": "function", "function": {"name": "act", "parameters": {"type": "object"}}}
+    ]
+    call = ToolCall(tools[0]["function"]["name"], {"x": 1}, id="1" * CALL_ID_LENGTH)
+    called, told = message_of("", [call]), tool_message(call, "done")
+    chat = (
+        split_begun(record.prompt)[0]
+        if is_messages(record.prompt)
+        else [{"role": "user", "content": "question"}]
+    )
+    try:
+        encode_reply([*chat, called, told], [told], (), tokenizer, tools)
+        with_text, with_call = (
+            render_chat(tokenizer, [*chat, last], tools=tools, tokenize=False)
+            for last in ({"role": "assistant", "content": SPOKEN}, called)
+        )
+    except Exception as error:  # Whatever the template's author chose.
+        why = f"{setting}: the chat template refuses calls of tools and their results ({type(error).__name__}: {error})"
+        if not is_agent:
+            raise ConfigError(f"{why}. Use another template, or an environment without tools.") from error
+        yield f"{why}. Requests of the agent that hold some will fail"
+        return
+    num_same = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(with_text, with_call, strict=False))
+    )
+    ids, ends = tokenizer.encode(with_call[num_same:], add_special_tokens=False), end_tokens(tokenizer)
+    # As engines return it.
+    text = tokenizer.decode([*takewhile(lambda each: each not in ends, ids)], skip_special_tokens=True)
+    if call.name in text and parse_calls(text, [call.name])[1] != [replace(call, id="")]:
+        yield (
+            f"{setting}: the chat template writes calls of tools as {with_call[num_same:][:200]!r}, which is not read: "
+            "such calls of the policy count as text. Describe a form that is read, or use another template"
+        )
+
+
+def _names_tools(make: Any) -> bool:
+    """Return whether the code of a class, which may give its objects tools, speaks of any."""
+    return any("tools" in each.__code__.co_names for _, each in inspect.getmembers(make, inspect.isfunction))
 
 
 def _require_call(function: Any, arguments: Sequence[str], where: str) -> None:

@@ -18,6 +18,7 @@ from vectorlm.rewards.registry import short_name
 from vectorlm.rl.correction import correction_of
 from vectorlm.rl.prompts import SCORE
 from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, CriticSettings
+from vectorlm.rollouts.environment import AGENT
 from vectorlm.train.grammar import KINDS
 
 # Parameters that change which tokens can be drawn, or how likely they are, and that the trainer does not follow; with
@@ -295,6 +296,9 @@ def _unread_settings(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
         unread["reference_sync_every"] = ("rl.kl_coef=0.0, which needs no reference", "rl.kl_coef")
     if not rl.hyperparameters.dynamic_sampling:
         unread["max_sampling_rounds"] = ("rl.dynamic_sampling=false", "rl.dynamic_sampling")
+    environments = {each for source in rl.by_source if (each := rl.collect.environment_of(source))}
+    if environments and all(each.startswith(AGENT) for each in environments):
+        unread["max_turns"] = ("agents, which end their rollouts themselves", "")
     if rl.update.steps_per_batch == 1:
         unread["max_kl"] = ("one optimizer step a batch", "")
     correction = correction_of(rl.correction, spec)
