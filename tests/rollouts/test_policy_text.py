@@ -13,6 +13,7 @@ from letters import letter_tokenizer
 from websockets.sync.server import serve
 from wild_texts import wild_texts
 
+from vectorlm.errors import EngineError, RolloutError
 from vectorlm.report.step_lines import json_text
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.rollouts.environment import Player, Reply, to_reply
@@ -65,6 +66,14 @@ class Acts:
         if not isinstance(said, str):
             return [{"role": "user", "content": "No."}]
         return [{"role": "user", "content": said}] if "3" in said else said
+
+
+class Pages:
+    def reset(self, row):
+        return [{"role": "user", "content": "z" * 20}]
+
+    def step(self, message):
+        return None
 
 
 class Counts:
@@ -147,6 +156,26 @@ def test_no_text_is_an_error_of_a_parser_or_an_environment():
         asyncio.run(played(OpenEnv, {"openenv_url": url}, texts[: NUM_TEXTS // 4]))
 
 
+def rollouts_of(make, tmp_path, engine, tokenizer, num_turns, max_model_len):
+    """Return the rollouts of two environments in workers."""
+    (tmp_path / "acts.py").write_text(PYTHON)
+    settings = CollectSettings(prompts=("q",), prompts_per_step=1, group_size=2, max_turns=num_turns)
+
+    async def run():
+        with WorkerPool(2) as pool:
+            host = EnvironmentHost(f"{tmp_path}/acts.py:{make}", pool, 20.0)
+            sampler = GroupSampler(
+                settings=settings,
+                seed=0,
+                max_model_len=max_model_len,
+                tokenizer=tokenizer,
+                open_environment=lambda record: HostedEnvironment(host, record),
+            )
+            return (await sampler.sample(Task(0, PromptRecord(ASKED)), engine.ask)).rollouts
+
+    return asyncio.run(run())
+
+
 class Writes(Scripted):
     """Answers with the next text, in the tokens of a tokenizer."""
 
@@ -161,28 +190,32 @@ class Writes(Scripted):
 
 
 def test_rollouts_go_on_in_workers_whatever_is_written(tmp_path):
-    (tmp_path / "acts.py").write_text(PYTHON)
     tokenizer = letter_tokenizer(template=TEMPLATE)
-    texts = wild_texts(2, 60)
-    engine = Writes(texts, tokenizer)
-    settings = CollectSettings(prompts=("q",), prompts_per_step=1, group_size=2, max_turns=30)
-
-    async def run():
-        with WorkerPool(4) as pool:
-            host = EnvironmentHost(f"{tmp_path}/acts.py:Acts", pool, 20.0)
-            sampler = GroupSampler(
-                settings=settings,
-                seed=0,
-                max_model_len=10**6,
-                tokenizer=tokenizer,
-                open_environment=lambda record: HostedEnvironment(host, record),
-            )
-            return (await sampler.sample(Task(0, PromptRecord(ASKED)), engine.ask)).rollouts
-
-    rollouts = asyncio.run(run())
+    engine = Writes(wild_texts(2, 60), tokenizer)
+    rollouts = rollouts_of("Acts", tmp_path, engine, tokenizer, 30, 10**6)
     assert [rollout.num_turns for rollout in rollouts] == [30] * 2
     for rollout in rollouts:
         json_text(record_of(rollout)).encode()
+
+
+class Refuses:
+    """An engine whose context is full."""
+
+    async def ask(self, prompt, params, hear=None):
+        raise EngineError(f"a prompt has {len(prompt)} tokens")
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (TEMPLATE, "begins with 48 tokens, and the model's length of 46 leaves no room"),
+        ("{{ raise_exception('roles must alternate') }}", "TemplateError: roles must alternate"),
+    ],
+)
+def test_a_first_prompt_that_cannot_be_asked_names_environment_and_prompt(tmp_path, template, why):
+    tokenizer = letter_tokenizer(template=template)
+    with pytest.raises(RolloutError, match=rf"acts\.py:Pages' .*{why}.*prompt .*Act\."):
+        rollouts_of("Pages", tmp_path, Refuses(), tokenizer, 3, 46)
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])

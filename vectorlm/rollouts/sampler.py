@@ -13,7 +13,7 @@ import numpy as np
 
 from vectorlm.encoding import asked, encode, encode_reply, is_messages, split_begun
 from vectorlm.engine.local_requests import Hear
-from vectorlm.errors import RolloutError
+from vectorlm.errors import EngineError, RolloutError
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.rollouts.hosted import HostedEnvironment
@@ -129,14 +129,17 @@ class GroupSampler:
         prompt = await environment.reset()
         with environment.naming("what it begins with cannot be rendered"):
             first = encode(prompt, lambda: self.tokenizer)
-        if len(first) >= self.max_model_len:
+        seed = self._seed_of_turn(task.position, index, 0)
+        try:
+            (completion,) = await ask(first, {**self._params, "n": 1, "seed": seed})
+        except EngineError as error:
+            if len(first) < self.max_model_len:
+                raise
             raise environment.failure(
                 f"begins with {len(first)} tokens, and the model's length of {self.max_model_len} leaves no room for a "
                 "turn",
                 "Shorten the prompt and what reset() adds, or raise train_parameters.max_seq_len",
-            )
-        seed = self._seed_of_turn(task.position, index, 0)
-        (completion,) = await ask(first, {**self._params, "n": 1, "seed": seed})
+            ) from error
         rollout = Rollout.begun(task.prompt_record, completion)
         prompt, tools = (prompt["prompt"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
         is_chat = is_messages(prompt)
