@@ -133,14 +133,16 @@ def test_with_an_environment_the_questions_are_played(files, tmp_path, capsys):
     assert len(completions) == 16
     for each in completions:
         # The environment saw a turn that was cut off no more, and its own reply is in the text.
-        vowels = sum(each["text"].count(letter) for letter in "aeiou")
+        vowels = sum(each["text"].count(letter) for letter in "aeiou") - each["text"].count("abc")
         assert each["rewards"]["vowels"] == pytest.approx(vowels / 8)
-        assert each["rewards"]["environment"] <= (vowels - each["text"].count("abc")) / 4
+        assert each["rewards"]["environment"] <= vowels / 4
         both = each["rewards"]["vowels"] + each["rewards"]["environment"]
         assert each["rewards"]["sum"] == pytest.approx(both), "as training adds them"
     assert any("abc" in each["text"] for each in completions)
     assert found["rewards"]["environment"]["mean"] > 0
     assert "environment" in capsys.readouterr().out
+    assert evaluate(files, files / "played.yaml", *sets, *reward, "--n", 2, "--pairs", output) == 2
+    assert "--pairs" in capsys.readouterr().err
 
 
 def test_one_question_has_no_error(files, capsys):

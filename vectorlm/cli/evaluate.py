@@ -173,6 +173,10 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from vectorlm.rl.rollout import logged_means
 
     exam = read_exam(args)
+    if args.pairs is not None and exam.environment is not None:
+        raise ConfigError(
+            "--pairs cannot be used with an environment: its words would be trained on as the policy's. Leave it out."
+        )
     # Functions of two files may have one name.
     short = [short_name(name) for name in exam.rewards]
     labels = short if len(set(short)) == len(short) else list(exam.rewards)
