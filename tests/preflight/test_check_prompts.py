@@ -300,3 +300,20 @@ def test_the_tools_of_an_environment_count_in_the_length_of_a_prompt(files):
     check(files, RL, [fits], TELLS, chosen)
     with pytest.raises(DatasetError, match=f"prompt 0 of {RL} has 64 tokens"):
         check(files, RL, [too_long], TELLS, chosen)
+
+
+@pytest.mark.parametrize("setting", [RL, SAMPLER])
+@pytest.mark.parametrize(
+    ("end", "named", "is_said"),
+    [("</s>", {}, False), ("z", {"eos_token_id": 27}, False), ("z", {}, True), ("", {}, True)],
+)
+def test_a_template_without_an_end_is_noted_once_and_for_chats_alone(files, setting, end, named, is_said):
+    path = files / "model" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 1} | named))
+    template = TEMPLATE.replace("}}{% endfor", "}}" + end + "{% endfor")
+
+    def notes(*prompts):
+        found = ask(files, setting, prompts, template).config.notes
+        return sum("does not end assistant turns" in each for each in found)
+
+    assert (notes("abc", "abd"), notes("abc", CHAT)) == (0, int(is_said))

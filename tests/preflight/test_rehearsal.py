@@ -1,7 +1,5 @@
 """What a run could not do at its end is refused before its start, and what passes is exported, merged and sampled."""
 
-import json
-
 import peft
 import pytest
 import torch
@@ -129,17 +127,3 @@ def test_every_rank_hears_of_it(inputs, tmp_path):
     (tmp_path / "run" / ".rehearsal-abc" / "final-model").mkdir(parents=True)
     on_ranks(2, run_tied, replace(config, model=str(tied)))
     assert list((tmp_path / "run").iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("end", "named", "is_said"),
-    [("</s>", {}, False), ("z", {"eos_token_id": 27}, False), ("z", {}, True), ("", {}, True)],
-)
-def test_a_chat_template_whose_turns_nothing_ends_is_named(tmp_path, end, named, is_said):
-    folder = save_tiny_llama(tmp_path / "model")
-    template = "{% for message in messages %}{{ message.content }}" + end + "{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template)
-    settings = json.loads((folder / "generation_config.json").read_text()) | {"eos_token_id": 1} | named
-    (folder / "generation_config.json").write_text(json.dumps(settings))
-    notes = rehearse(make_config(tmp_path, tmp_path / "run"))
-    assert [repr(end) in each for each in notes] == [True] * is_said

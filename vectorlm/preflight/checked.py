@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
@@ -15,7 +16,7 @@ from vectorlm.data.prompts import check_lengths, read_prompts
 from vectorlm.data.source import load_saved
 from vectorlm.data.summary import Summary, steps_per_epoch
 from vectorlm.data.tasks import Tasks
-from vectorlm.encoding import has_chat_template
+from vectorlm.encoding import end_tokens, has_chat_template, is_messages, render_chat
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.preflight.environments import call_notes, environment_problems, source_tools, tool_notes
 from vectorlm.preflight.files import file_problems, package_problems
@@ -29,6 +30,7 @@ from vectorlm.rewards.signature import RESERVED
 from vectorlm.settings import PromptSettings
 from vectorlm.types import PromptRecord
 
+ANSWER = "answer"
 NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 """The values of sampling parameters that change nothing."""
 
@@ -128,6 +130,8 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
                 if rl is not None and not is_held_out:
                     environment = rl.collect.environment_of(name)
                     notes += call_notes(environment, each[0], tokenizer, tools, setting=place)
+                if any(is_messages(record.prompt) for record in each):
+                    notes += [note for note in _end_notes(tokenizer) if note not in notes]
     config = replace(config, notes=tuple(notes))
     # Costs more than a minute: checkpoints are looked for after models are loaded.
     return CheckedConfig(config, prompts, evaluation_prompts, find_resumption(config, world_size))
@@ -154,6 +158,23 @@ def _generation_notes(config: Config, max_tokens: float, is_evaluated: bool) -> 
         yield (
             "train_parameters.sampler.sampling_params: answers to held-out prompts end after 16 tokens, vLLM's "
             "default. Write max_tokens for another length"
+        )
+
+
+def _end_notes(tokenizer: Any) -> Iterator[str]:
+    """Say that the chat template ends an answer with nothing that an engine stops at."""
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        text = str(render_chat(tokenizer, messages, tokenize=False))
+    except Exception:  # A template may raise whatever its author chose, and may want other messages.
+        return
+    end = text.rpartition(ANSWER)[2]
+    if not end_tokens(tokenizer) & set(tokenizer.encode(end, add_special_tokens=False)):
+        # Silent: answers would go on to their longest.
+        yield (
+            "the chat template does not end assistant turns with an end token (eos_token of the tokenizer, or "
+            "eos_token_id in generation_config.json), so the model cannot learn to stop. Correct the template or the "
+            "token"
         )
 
 

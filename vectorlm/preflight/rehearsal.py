@@ -19,7 +19,6 @@ from transformers.utils.logging import disable_progress_bar
 from vectorlm.checkpoint.export import saved_tensors, write_model
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
-from vectorlm.encoding import end_tokens, render_chat
 from vectorlm.errors import ConfigError, VectorLMError
 from vectorlm.lora.folder import merged
 from vectorlm.lora.load import add_lora
@@ -30,13 +29,12 @@ from vectorlm.train.load import load_model, load_scorer, load_tokenizer
 from vectorlm.weights.module_source import manifest_of
 from vectorlm.weights.plan import require_same
 
-ANSWER = "answer"
 REHEARSAL = ".rehearsal-"
 """How the name of the folder begins that a rehearsal removes again."""
 
 
-def rehearse(config: Config) -> list[str]:
-    """Export and merge what a run will train, in a folder that is removed again; return what is to be said of it.
+def rehearse(config: Config) -> None:
+    """Export and merge what a run will train, in a folder that is removed again.
 
     Raises:
         ConfigError: What the run trains could not be exported, merged or sampled from; the text says why.
@@ -76,7 +74,6 @@ def rehearse(config: Config) -> list[str]:
             rule = f"is on a disk with {free:,} bytes left, and the exported model takes {needed:,}"
             fix = "Make room, or name another folder."
             raise ConfigError(refuse(config, "train_parameters.output_dir", rule, fix))
-    return _notes(tokenizer)
 
 
 @contextmanager
@@ -102,21 +99,3 @@ def _naming(config: Config) -> Iterator[None]:
 
 def _save_names(tensors: Mapping[str, torch.Tensor], path: Any, metadata: dict[str, str]) -> None:
     save_file({name: torch.empty(0) for name in tensors}, path, metadata)
-
-
-def _notes(tokenizer: Any) -> list[str]:
-    """Say where the chat template ends an answer with nothing that an engine stops at."""
-    if not tokenizer.chat_template:
-        return []
-    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
-    try:
-        text = render_chat(tokenizer, messages, tokenize=False)
-    except Exception:  # A template may raise whatever its author chose, and may want other messages.
-        return []
-    end = text.rpartition(ANSWER)[2]
-    if end_tokens(tokenizer) & set(tokenizer.encode(end, add_special_tokens=False)):
-        return []
-    return [
-        f"chat template: an answer ends in {end!r}, where engines do not stop: neither eos_token of the tokenizer nor "
-        "eos_token_id in generation_config.json is in it"
-    ]

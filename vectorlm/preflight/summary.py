@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from vectorlm.config.schema import Config, RLSettings
 from vectorlm.packages import is_installed
@@ -14,8 +14,8 @@ from vectorlm.settings import SHORT_FORMS, PromptSettings, in_full
 from vectorlm.types import ENVIRONMENT
 
 
-def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1, notes: Sequence[str] = ()) -> str:
-    """Return what the run will do, one aspect a line, and then `notes`."""
+def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1) -> str:
+    """Return what the run will do, one aspect a line, and then notes."""
     config, train = checked.config, checked.config.train_parameters
     ranks = f"{world_size}" + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
     on_cpu, on_cuda = map(train.model.dtype_on, (False, True))
@@ -41,7 +41,7 @@ def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1, notes
         rows["goes on"] = f"no: {say_finished(config, found)}" if found.is_finished else goes_on
     width = max(map(len, rows))
     lines = [f"  {name:<{width}}  {text}" for name, text in rows.items()]
-    return "\n".join(lines + [f"  {'note':<{width}}  {text}" for text in (*notes_of(config), *notes)])
+    return "\n".join(lines + [f"  {'note':<{width}}  {text}" for text in notes_of(config)])
 
 
 def notes_of(config: Config) -> Iterator[str]:
