@@ -18,6 +18,7 @@ import cloudpickle
 
 from vectorlm.config.load import config_from_keywords
 from vectorlm.config.schema import Config
+from vectorlm.data.prompts import without_added_nulls
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.local_model import with_download
@@ -298,9 +299,11 @@ def _saved(rows: Any, path: Path, *, keeps_tables: bool = True) -> str:
     if isinstance(rows, str):
         return rows
     path.parent.mkdir(parents=True, exist_ok=True)
-    if keeps_tables and hasattr(rows, "save_to_disk"):
-        rows.save_to_disk(path)
-        return str(path)
+    if hasattr(rows, "save_to_disk"):
+        if keeps_tables:
+            rows.save_to_disk(path)
+            return str(path)
+        rows = map(without_added_nulls, rows)
     path = path.with_suffix(".jsonl")
     text = "".join(json.dumps(row, ensure_ascii=False, default=_as_json) + "\n" for row in rows)
     path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ THOUGHT = re.compile(
     rf"[<\[](?:\w+:)?think(?:ing)?[>\]].*?(?:{THOUGHT_END.pattern}|\Z)", re.IGNORECASE | re.DOTALL
 )
 """``<think>…</think>``, also as ``<thinking>``, ``<seed:think>`` and ``[THINK]``."""
+PRINTED_CHAT = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from)\1\s*:.*\}\s*\]\s*", re.DOTALL)
+"""A list of messages as Python or numpy prints it."""
 
 
 def has_tokenizer(model: str | Path) -> bool:
@@ -99,18 +102,21 @@ def _rendered(render: Callable[[list[dict[str, Any]]], Any], messages: Sequence[
         return render([plain_message(each, parses=False) for each in messages])
 
 
-def plain_message(message: Mapping[str, Any], *, parses: bool = True) -> dict[str, Any]:
+def plain_message(
+    message: Mapping[str, Any], *, parses: bool = True, is_data: bool = False
+) -> dict[str, Any]:
     """Return a message as chat templates read it, whichever of OpenAI's forms it has.
 
     Parts of text become one text, and the arguments of calls objects (JSON text without `parses`). Keys that are null
     are left out, since tables give every message the keys of all others; arguments stay as they are.
 
     Raises:
-        ValueError: The content is neither text nor parts of text, or the arguments of a call are not JSON.
+        ValueError: The content is neither text nor parts of text, or the arguments of a call are not JSON. With
+            `is_data` also if they are no object, or hold a number that JSON does not have; a policy may write both.
     """
     found = {key: each for key, each in message.items() if each is not None}
     if "tool_calls" in found:
-        found["tool_calls"] = _plain_calls(found["tool_calls"], parses)
+        found["tool_calls"] = _plain_calls(found["tool_calls"], parses, is_data)
     content = found.get("content", "")
     parts = content if isinstance(content, list) else []
     kinds = [each.get("type") if isinstance(each, Mapping) else None for each in parts]
@@ -123,22 +129,27 @@ def plain_message(message: Mapping[str, Any], *, parses: bool = True) -> dict[st
     return {**found, "content": text_of_message(found)}
 
 
-def _plain_calls(value: Any, parses: bool) -> Any:
+def _plain_calls(value: Any, parses: bool, is_data: bool) -> Any:
     if isinstance(value, list | tuple):
-        return [_plain_calls(each, parses) for each in value]
+        return [_plain_calls(each, parses, is_data) for each in value]
     if not isinstance(value, Mapping):
         return value
-    found = {key: _plain_calls(each, parses) for key, each in value.items() if each is not None}
+    found = {key: _plain_calls(each, parses, is_data) for key, each in value.items() if each is not None}
     if (arguments := value.get("arguments")) is None:
         return found
-    if isinstance(arguments, str) and parses:
-        try:
-            arguments = json.loads(arguments or "{}")
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the arguments of a call are not JSON ({error})") from None
-    elif not isinstance(arguments, str) and not parses:
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**found, "arguments": arguments}
+    try:
+        plain = {} if (plain := decoded(arguments)) is None else plain
+    except ValueError as error:
+        raise ValueError(f"the arguments of a call are not JSON: {error}") from None
+    if is_data:
+        require_json(plain)
+        if not isinstance(plain, Mapping):
+            raise ValueError(f"the arguments of a call are {str(plain)[:60]!r}, and must be a JSON object")
+    if not parses:
+        # The text as it came, unless it was encoded twice.
+        is_text = isinstance(arguments, str) and not arguments.lstrip().startswith('"')
+        plain = arguments if is_text else json.dumps(plain, ensure_ascii=False)
+    return {**found, "arguments": plain}
 
 
 def end_tokens(tokenizer: Any) -> frozenset[int]:
@@ -154,6 +165,56 @@ def end_tokens(tokenizer: Any) -> frozenset[int]:
     return frozenset(end for end in ends if end is not None)
 
 
+def decoded(value: Any) -> Any:
+    """Return what JSON text stands for, also if it was encoded twice; None for an empty text, other values as they are.
+
+    Raises:
+        ValueError: A text is not JSON.
+    """
+    while isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{value[:60]!r} ({error})") from None
+    return value
+
+
+def require_json(value: Any) -> None:
+    """Raise ValueError if a value holds a number that JSON does not have, such as the infinity that 1e400 becomes."""
+    try:
+        json.dumps(value, allow_nan=False, default=str)
+    except ValueError:
+        raise ValueError(f"{str(value)[:60]!r} holds a number that JSON cannot write") from None
+
+
+def chat_in(value: Any) -> Any:
+    """Return the messages of a value that is their JSON text, or one object of lists; any other value as it is.
+
+    Raises:
+        ValueError: A text looks like a printed list of messages, and is not JSON.
+    """
+    found = value
+    if isinstance(value, str):
+        if not value.lstrip().startswith(("[", "{", '"')):
+            return value
+        try:
+            found = decoded(value)
+        except ValueError as error:
+            if PRINTED_CHAT.fullmatch(value):
+                raise ValueError(f"it looks like a list of messages, and is not JSON: {error}") from None
+            return value
+    if isinstance(found, Mapping):
+        lists = list(found.values())
+        if not isinstance(found.get("role"), list) or len({*map(len, lists)}) != 1:
+            lists = [[each] for each in lists]
+        # Tables may hold the roles in one list, and the contents in another.
+        found = [dict(zip(found, each, strict=True)) for each in zip(*lists, strict=True)]
+    is_chat = isinstance(found, list) and all(
+        isinstance(each, Mapping) and not {"role", "from"}.isdisjoint(each) for each in found
+    )
+    return found if found and is_chat else value
+
+
 def without_nulls(value: Any) -> Any:
     """Return a JSON value without the keys of its objects that are null."""
     if isinstance(value, Mapping):
@@ -162,9 +223,19 @@ def without_nulls(value: Any) -> Any:
 
 
 def tools_of(columns: Mapping[str, Any]) -> Any:
-    """Return what a row's column ``tools`` holds, as objects or as JSON, without nulls; None if there is none."""
-    tools = columns.get("tools")
-    return without_nulls(json.loads(tools or "null") if isinstance(tools, str) else tools)
+    """Return the list in a row's column ``tools``, which may be JSON text; None if there is none.
+
+    Raises:
+        ValueError: It is no list, is not JSON, or holds a number that JSON does not have.
+    """
+    try:
+        tools = decoded(columns.get("tools"))
+    except ValueError as error:
+        raise ValueError(f"'tools' is not JSON: {error}") from None
+    if not isinstance(tools, list | tuple | None):
+        raise ValueError(f"'tools' is {str(tools)[:60]!r}, and must be a list of tools")
+    require_json(tools)
+    return tools
 
 
 def asked(record: PromptRecord, own_tools: Sequence[Any] = ()) -> Any:
@@ -321,6 +392,36 @@ def encode_all(prompts: Sequence[Prompt], tokenizer: Callable[[], Any]) -> list[
         except Exception as error:  # A template may raise whatever its author chose.
             raise EngineError(f"prompt {index} cannot be encoded: {type(error).__name__}: {error}") from error
     return found
+
+
+def encode_apart(tokenizer: Any, texts: Sequence[Sequence[str]]) -> Iterator[list[list[int]]]:
+    """Yield the token ids of the pieces of each text, as a model that continues one piece would write the next.
+
+    No token holds characters of two pieces. SentencePiece puts a space before a text, and none before a later piece.
+    """
+
+    def ids_of(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+
+    def behind(start: list[int], whole: list[int], piece: str) -> list[int]:
+        if whole[: len(start)] == start:
+            return whole[len(start) :]
+        # A token lies across the border: encode the piece behind a character that does not merge with it.
+        for anchor in "\na.":
+            start, whole = ids_of([anchor, anchor + piece])
+            if whole[: len(start)] == start:
+                return whole[len(start) :]
+        return ids_of([piece])[0]
+
+    def last(before: str, piece: str) -> str:
+        return piece or before
+
+    befores = [list(accumulate(["", *pieces], last))[:-1] for pieces in texts]
+    pairs = list(zip(chain(*befores), chain(*texts), strict=True))
+    starts, wholes = ids_of([before for before, _ in pairs]), ids_of(["".join(pair) for pair in pairs])
+    found = map(behind, starts, wholes, chain(*texts))
+    for pieces in texts:
+        yield [next(found) for _ in pieces]
 
 
 def shown_prompt(prompt: Prompt) -> str:

@@ -9,6 +9,7 @@ from letters import letter_tokenizer, make, spell
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from vectorlm.data.chat import Chat
 from vectorlm.encoding import encode
 from vectorlm.errors import ConfigError, DatasetError
 
@@ -415,3 +416,218 @@ def test_best_fit_cuts_conversations_apart_unless_it_truncates():
     made, summary = chat_rows(rows, packing_type="best_fit", max_seq_len=12, truncate=True)
     assert made == [("u:x$\na:yyyyy", "u:x$\na:yyyyy"), ("u:q$\na:w$\n", "u:q$\na:w$\n")]
     assert (summary.truncated, summary.lost_tokens, summary.lost_loss_tokens, summary.goes_on) == (1, 9, 9, 0)
+
+
+def save_rows(name, rows):
+    if name.endswith(".parquet"):
+        Dataset.from_list(rows).to_parquet(name)
+    else:
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+OF_LISTS = {key: [each[key] for each in TWO_TURNS] for key in ("role", "content")}
+
+
+@pytest.mark.parametrize("name", ["raw.jsonl", "raw.parquet"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": json.dumps(TWO_TURNS)},
+        {"messages": json.dumps(json.dumps(TWO_TURNS, indent=1))},
+        {"messages": OF_LISTS},
+        {"messages": json.dumps(OF_LISTS)},
+        {"prompt": json.dumps(TWO_TURNS[:3]), "completion": json.dumps(TWO_TURNS[3:])},
+        {"prompt": json.dumps(TWO_TURNS[:3]), "completion": json.dumps(TWO_TURNS[3])},
+    ],
+)
+def test_messages_may_be_json_text_or_one_object_of_lists(name, row):
+    save_rows(name, [row])
+    dataset, _ = make(tokenizer=letter_tokenizer(template=PLAIN), load_path=name)
+    assert spell(dataset[0]["input_ids"]) == WHOLE
+    expected = WHOLE if "messages" in row else "..................w$."
+    assert spell(dataset[0]["labels"]) == expected
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"messages": str(TWO_TURNS)}],
+        [{"messages": str(TWO_TURNS).replace("}, {", "}\n {")}],  # As numpy prints it.
+        [{"prompt": "ab", "completion": str(TWO_TURNS)}],
+        [{"prompt": "ab", "completion": json.dumps(say("ay"))}],
+        [{"prompt": "ab", "completion": "c"}, {"prompt": "ab", "completion": json.dumps(say("ay"))}],
+        [{"messages": json.dumps([{"from": "human", "value": "x"}])}],
+        [{"messages": {"role": ["user"], "content": ["x", "y"]}}],
+    ],
+)
+def test_text_that_looks_like_messages_is_never_trained_on(rows):
+    with pytest.raises(DatasetError, match=rf"raw\.jsonl:{len(rows)}"):
+        chat_rows(rows)
+
+
+def test_json_that_is_no_chat_and_the_column_text_stay_text():
+    calls = '[{"name": "f", "arguments": {"role": "user"}}]'
+    rows, _ = chat_rows([{"prompt": "ab", "completion": calls}, {"prompt": "4", "completion": "[]"}])
+    assert [tokens for tokens, _ in rows] == [f"^ab{calls}$", "^4[]$"]
+    chat = json.dumps(say("ux"))
+    assert chat_rows([{"text": chat}])[0] == [(f"^{chat}$", f".{chat}$")]
+
+
+def test_generation_marks_are_looked_for_in_the_template_that_a_row_gets():
+    templates = {"default": MARKED, "tool_use": "{% for t in tools %}T{% endfor %}" + PLAIN}
+    rows = [{"messages": TWO_TURNS}, {"messages": TWO_TURNS, "tools": [CALL]}]
+    made, _ = chat_rows(rows, templates, assistant_only_loss=True)
+    counted = ".......yz$........w$."
+    assert made == [(WHOLE, counted), ("T" + WHOLE, "." + counted)]
+
+
+def calling(arguments):
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    return [{"messages": [*say("ux"), {"role": "assistant", "content": "", "tool_calls": [call]}]}]
+
+
+@pytest.mark.parametrize("wants", ARGUMENTS)
+def test_arguments_that_were_encoded_twice_are_decoded_twice(wants):
+    template = PLAIN.replace(
+        "{{ m.content }}", "{% for c in m.tool_calls %}" + ARGUMENTS[wants] + "{% endfor %}"
+    )
+    for arguments in ({"x": 1}, '{"x": 1}', '"{\\"x\\": 1}"', '"\\"{\\\\\\"x\\\\\\": 1}\\""'):
+        assert '{"x": 1}' in chat_rows(calling(arguments), template)[0][0][0]
+    assert chat_rows(calling(""), template)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[1, 2], "[1, 2]", "4", '"hello"', {"x": 1e400}, '{"x": 1e400}', '{"x": [NaN]}']
+)
+def test_arguments_that_are_no_json_object_are_refused_by_row(arguments):
+    with pytest.raises(DatasetError, match=r"raw\.jsonl:1: message 1: .*(arguments|number)"):
+        chat_rows(calling(arguments))
+
+
+SCHEMA = {"type": ["string", "null"], "enum": ["a", None], "default": None}
+OPTIONAL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": SCHEMA}}}}
+
+
+def test_nulls_of_a_tool_s_schema_stay_unless_a_table_may_have_added_them():
+    template = "{{ tools | tojson }}" + PLAIN
+    shown = []
+    for tools, name in (
+        ([OPTIONAL], "raw.jsonl"),
+        (json.dumps([OPTIONAL]), "raw.jsonl"),
+        (json.dumps([OPTIONAL]), "raw.parquet"),
+        ([OPTIONAL], "raw.parquet"),
+    ):
+        save_rows(name, [{"messages": TWO_TURNS, "tools": tools}])
+        dataset, _ = make(512, letter_tokenizer(template=template), load_path=name)
+        shown.append(json.loads(spell(dataset[0]["input_ids"]).removesuffix(WHOLE)))
+    assert shown[:3] == [[OPTIONAL]] * 3
+    kept = {"type": ["string", "null"], "enum": ["a", None]}
+    assert shown[3][0]["function"]["parameters"]["properties"]["x"] == kept
+
+
+@pytest.mark.parametrize("tools", ["{1", CALL, json.dumps(CALL), "add", [{"maximum": 1e400}]])
+def test_tools_that_are_no_list_of_json_are_refused_by_row(tools):
+    with pytest.raises(DatasetError, match=r"raw\.jsonl:2: .*"):
+        chat_rows([{"messages": TWO_TURNS}, {"messages": TWO_TURNS, "tools": tools}])
+
+
+def test_a_completion_may_repeat_its_prompt_and_must_else_continue_it():
+    for prompt, completion in (
+        (say("ux", "ayz", "uv"), TWO_TURNS),
+        (say("ux", "ayz"), say("uv", "aw")),
+    ):
+        rows, _ = chat_rows([{"prompt": prompt, "completion": completion}])
+        assert rows[0][0] == WHOLE
+    for prompt, completion in (
+        (say("sb", "ux"), say("ux", "ay")),
+        (say("ux"), say("sb", "ux", "ay")),
+        (say("ux"), say("uv", "ay")),
+        (say("ux", "ay"), say("ux", "az")),
+    ):
+        with pytest.raises(DatasetError, match=r"raw\.jsonl:1.*'prompt'"):
+            chat_rows([{"prompt": prompt, "completion": completion}])
+
+
+def space_tokenizer(template=None):
+    """A tokenizer that puts a space before a text, and joins a space with the word behind it, as SentencePiece does."""
+    pieces = ["<unk>", "<s>", "</s>", "<0x0A>", "▁", *map(chr, range(33, 127)), "he", "hel", "hell", "hello"]
+    merges = [("h", "e"), ("he", "l"), ("hel", "l"), ("hell", "o"), ("▁", "hello"), ("=", "=")]
+    vocabulary = {piece: number for number, piece in enumerate([*pieces, "▁hello", "=="])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    made.chat_template = template
+    return made
+
+
+def pieces_of(tokenizer, row, **options):
+    Path("raw.jsonl").write_text(json.dumps(row) + "\n")
+    dataset, _ = make(512, tokenizer, load_path="raw.jsonl", **options)
+    return [
+        tokenizer.convert_ids_to_tokens([each for each in dataset[0][name] if each != -100])
+        for name in ("input_ids", "labels")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "pieces"),
+    [
+        # The tokens of both together behind those of the prompt, as in TRL.
+        ("x=", "4", ["4"]),
+        ("x:", "\n hello", ["<0x0A>", "▁hello"]),
+        ("x:", " hello", ["▁hello"]),
+        ("x=", "hello", ["hello"]),
+        ("", "hello", ["▁hello"]),
+        # A token lies across the border: what a model writes behind the tokens of the prompt.
+        ("x: ", "hello", ["hello"]),
+        ("x=", "=4", ["=", "4"]),
+    ],
+)
+def test_a_completion_gets_no_space_that_the_data_does_not_have(prompt, completion, pieces):
+    tokenizer = space_tokenizer()
+    whole, counted = pieces_of(tokenizer, {"prompt": prompt, "completion": completion})
+    assert counted == [*pieces, "</s>"]
+    assert whole == ["<s>", *tokenizer.tokenize(prompt), *pieces, "</s>"]
+    if prompt:
+        text = prompt + "|" + completion
+        whole, counted = pieces_of(tokenizer, {"text": text}, seperator="|")
+        assert whole == ["<s>", *tokenizer.tokenize(text), "</s>"]
+    pair = {"prompt": prompt, "chosen": completion, "rejected": completion + "!"}
+    both, _ = pieces_of(tokenizer, pair, examples="pairs")
+    first = ["<s>", *tokenizer.tokenize(prompt), *pieces]
+    assert both == [*first, "</s>", *first, "!", "</s>"]
+
+
+def test_what_the_assistant_says_gets_no_space_behind_a_token_across_a_border():
+    spaced = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    spaced += "{% if add_generation_prompt %}a: {% endif %}"
+    tokenizer = space_tokenizer(spaced)
+    row = {"messages": say("uhello", "ahello", "uhello", "ahello")}
+    whole, counted = pieces_of(tokenizer, row, assistant_only_loss=True)
+    assert counted == ["hello", "</s>"] * 2
+    turns = ["u", ":", "▁hello", "</s>", "a", ":", "▁", "hello", "</s>"]
+    assert whole == ["▁", *turns, *turns]
+
+
+class Counting:
+    """A tokenizer that counts the characters that it reads."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.num_read = tokenizer, 0
+
+    def __call__(self, texts, **how):
+        self.num_read += sum(map(len, [texts] if isinstance(texts, str) else texts))
+        return self.tokenizer(texts, **how)
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+@pytest.mark.parametrize("template", [SPACED, SPACED_MARKED])
+def test_the_work_of_tokenising_grows_with_the_length_of_a_chat_and_not_with_its_square(template):
+    tokenizer = Counting(byte_tokenizer(template))
+    chat = say(*["uhi", "ahello"] * 20)
+    text = Chat(tokenizer).render("row", chat, None)
+    Chat(tokenizer).tokenise("row", chat, None, only_assistant=True)
+    assert tokenizer.num_read < 4 * len(text)

@@ -212,3 +212,23 @@ def test_a_shorter_max_seq_len_cuts_each_text_of_a_pair():
         Collator(0, -100, 4).collate([{"id": 0, **dataset[0], "seq_lengths": [13]}], 2)
     summary = Summary.of(dataset, 4, -100)
     assert (summary.texts, summary.long_rows, summary.longest, summary.cut_tokens) == (2, 2, 8, 5)
+
+
+def test_pairs_of_chats_may_be_json_text():
+    row = {"prompt": say("ux"), "chosen": say("ux", "ayz"), "rejected": say("ux", "aw")}
+    written = {column: json.dumps(value) for column, value in row.items()}
+    assert rows_of([written])[0] == rows_of([{**written, "prompt": "x"}])[0] == [CHAT]
+    label = {"prompt": say("ux"), "completion": json.dumps(say("ayz")), "label": True}
+    other = {"prompt": json.dumps(say("uq")), "completion": json.dumps(say("aw")), "label": False}
+    assert rows_of([label, other], "labels")[0][0][:2] == ("u:x$\na:yz$\n", "u:x$\na:w$\n")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["in French", say("sb", "ux"), say("uq"), json.dumps(say("uq")), {"role": "user"}, 4],
+)
+def test_a_prompt_that_the_chats_neither_repeat_nor_continue_is_refused(prompt):
+    row = {"chosen": say("ux", "ayz"), "rejected": say("ux", "aw")}
+    for said in (row, {column: json.dumps(value) for column, value in row.items()}):
+        with pytest.raises(DatasetError, match=r"raw\.jsonl:1"):
+            rows_of([{**said, "prompt": prompt}])

@@ -221,3 +221,26 @@ def test_only_one_kind_of_source_is_read_with_its_own_settings(monkeypatch):
     monkeypatch.setattr("vectorlm.data.tasksets.is_installed", lambda package: False)
     with pytest.raises(DatasetError, match=r"requirements/verifiers\.txt"):
         read_prompts("verifiers:words")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "saved"])
+def test_a_prompt_may_be_the_json_text_of_messages(tmp_path, name):
+    chat = [{"role": "user", "content": "ab"}]
+    source = write(tmp_path, name, [{"prompt": json.dumps(chat)}, {"prompt": '[{"id": 1}]'}])
+    assert [each.prompt for each in read_prompts(PromptSettings(path=str(source)))] == [chat, '[{"id": 1}]']
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "saved"])
+def test_prompts_whose_calls_no_template_can_write_are_refused(tmp_path, name):
+    call = {"function": {"name": "f", "arguments": "[1]"}}
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [call]}]
+    with pytest.raises(DatasetError, match="must be a JSON object"):
+        read_prompts(PromptSettings(path=str(write(tmp_path, name, [{"prompt": chat}]))))
+
+
+@pytest.mark.parametrize(("name", "is_kept"), [("rows.jsonl", True), ("rows.parquet", False)])
+def test_nulls_of_tools_are_left_out_where_a_table_may_have_added_them(tmp_path, name, is_kept):
+    tool = {"name": "f", "default": None}
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "tools": [tool, {"name": "g", "default": "b"}]}]
+    (record,) = read_prompts(PromptSettings(path=str(write(tmp_path, name, rows))))
+    assert ("default" in asked(record)["tools"][0]) is is_kept

@@ -196,6 +196,7 @@ def test_a_configuration_of_the_hub_is_refused_for_files():
 
 HALF = "a\ud83d"
 SAID, HALVED = ([{"role": "user", "content": text}] for text in ("ab", HALF))
+ANSWER, HALF_ANSWER = ([{"role": "assistant", "content": text}] for text in ("ab", HALF))
 
 
 @pytest.mark.parametrize(
@@ -205,12 +206,13 @@ SAID, HALVED = ([{"role": "user", "content": text}] for text in ("ab", HALF))
         {"prompt": "ab", "completion": HALF},
         {"prompt": HALF, "completion": "ab"},
         {"messages": HALVED},
-        {"prompt": SAID, "completion": HALVED},
-        {"prompt": HALVED, "completion": SAID},
+        {"messages": json.dumps(HALVED)},
+        {"prompt": SAID, "completion": HALF_ANSWER},
+        {"prompt": HALVED, "completion": ANSWER},
     ],
 )
 def test_half_a_character_is_named_with_its_line(row):
-    whole = json.loads(json.dumps(row).replace(r"\ud83d", ""))
+    whole = json.loads(re.sub(r"\\+ud83d", "", json.dumps(row)))
     Path("rows.jsonl").write_text(jsonl([whole, whole, row]))
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(

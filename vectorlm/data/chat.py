@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
-from vectorlm.encoding import end_tokens, marked_spans, plain_message, render_chat
+from vectorlm.encoding import encode_apart, end_tokens, marked_spans, plain_message, render_chat
 from vectorlm.errors import ConfigError, DatasetError
 
 Message = dict[str, Any]
@@ -91,7 +91,7 @@ class Chat:
             first, last = (self._end(name, messages, num, tools, text) for num in (index, index + 1))
             counts[first:last] = bytes(last - first)
         spans = [found.span() for found in re.finditer(rb"[^\0]+", counts)]
-        is_marked = only_assistant and self._marks_generation
+        is_marked = only_assistant and self._marks_generation(tools)
         return self._tokens(text, spans, cut=not is_marked and (only_assistant or num_prompt is not None))
 
     @cached_property
@@ -99,15 +99,13 @@ class Chat:
         """The tokens that end an answer."""
         return end_tokens(self.tokenizer)
 
-    @cached_property
-    def _marks_generation(self) -> bool:
-        templates = self.tokenizer.chat_template
-        text = "".join(templates.values()) if isinstance(templates, dict) else templates
-        text = re.sub(r"\{#.*?#\}", "", text, flags=re.DOTALL)
+    def _marks_generation(self, tools: Any) -> bool:
+        # Rows with tools may get another of several templates.
+        text = re.sub(r"\{#.*?#\}", "", self.tokenizer.get_chat_template(None, tools), flags=re.DOTALL)
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", text))
 
     def _said(self, name: str, messages: Sequence[Message], tools: Any, text: str) -> list[tuple[int, int]]:
-        if self._marks_generation:
+        if self._marks_generation(tools):
             return marked_spans(self.tokenizer, messages, tools)
         return [
             (
@@ -154,13 +152,10 @@ class Chat:
         No token holds characters of both sides: the model continues the tokens of a prompt. With `cut`, what the
         template writes behind the last end in a span does not count, since nobody says it.
         """
-        tokens: list[int] = []
-        borders = [0]
-        for start, end in pairwise([0, *(place for span in spans for place in span), len(text)]):
-            # Where no token lies across a border, these are the tokens of the whole text.
-            until = self._encode(text[:end])
-            tokens = until if until[: len(tokens)] == tokens else tokens + self._encode(text[start:end])
-            borders.append(len(tokens))
+        places = [0, *(place for span in spans for place in span), len(text)]
+        (pieces,) = encode_apart(self.tokenizer, [[text[first:last] for first, last in pairwise(places)]])
+        tokens = list(chain(*pieces))
+        borders = [0, *accumulate(map(len, pieces))]
         counted = [False] * len(tokens)
         for first, last in zip(borders[1:-1:2], borders[2::2], strict=True):
             ends = [place + 1 for place in range(first, last) if tokens[place] in self.ends]
@@ -176,10 +171,6 @@ class Chat:
                 last += 1
             counted[first:last] = [True] * (last - first)
         return tokens, counted
-
-    def _encode(self, text: str) -> list[int]:
-        tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return tokens
 
 
 def messages_of(name: str, value: Any) -> list[Message]:
@@ -198,7 +189,7 @@ def messages_of(name: str, value: Any) -> list[Message]:
                 "Correct it, or remove the row."
             )
         try:
-            plain = plain_message(message)
+            plain = plain_message(message, is_data=True)
         except ValueError as error:
             raise DatasetError(
                 f"{name}: message {number}: {error}. Correct it, or remove the row."

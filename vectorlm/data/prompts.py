@@ -15,7 +15,14 @@ import numpy as np
 from vectorlm.data.source import is_hub_name, load_hub, splits_of, take_split
 from vectorlm.data.tasks import Tasks
 from vectorlm.data.tasksets import read_taskset
-from vectorlm.encoding import asked, encode, require_whole_characters, without_nulls
+from vectorlm.encoding import (
+    asked,
+    chat_in,
+    encode,
+    plain_message,
+    require_whole_characters,
+    without_nulls,
+)
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.settings import SHORT_FORMS, PromptSettings, in_full
 from vectorlm.types import PromptRecord
@@ -184,21 +191,27 @@ def _record_at(path: Path, starts: np.ndarray, index: int) -> PromptRecord:
 
 
 def _record_in_table(table: Any, name: str, number: int) -> PromptRecord:
-    row = table[number]
-    if "prompt" in row:
-        row["prompt"] = without_nulls(row["prompt"])
+    row = without_added_nulls(table[number])
     names = ", ".join(row)
     try:
         return _prompt_record_of(row)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise DatasetError(
             f"row {number} of {name} has the columns {names}, but every row must have a {PROMPT} "
             f"({type(error).__name__}: {error})"
         ) from error
 
 
+def without_added_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a table without nulls in messages and tools, where the table may have added them."""
+    return {
+        column: without_nulls(value) if column in ("prompt", "tools") else value
+        for column, value in row.items()
+    }
+
+
 def _prompt_record_of(columns: Any) -> PromptRecord:
-    prompt = columns.pop("prompt")
+    prompt = chat_in(columns.pop("prompt"))
     # As verl's datasets hold it.
     graded = columns.get("reward_model")
     if isinstance(graded, Mapping) and "ground_truth" in graded:
@@ -214,6 +227,7 @@ def _prompt_record_of(columns: Any) -> PromptRecord:
     for each in prompt if is_list and not of_tokens else ():
         if each.get("content") is None and not each.get("tool_calls"):
             raise TypeError(f"a message has no content: {str(each)[:40]}")
+        plain_message(each, is_data=True)
     if not of_tokens:
         require_whole_characters(prompt)
     return PromptRecord(prompt, columns)

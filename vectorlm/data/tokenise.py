@@ -13,7 +13,15 @@ from vectorlm.data.chat import Chat, Message, messages_of, weight_of
 from vectorlm.data.preference import COLUMNS, READ_BESIDE, common_beginning, value_of
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import Source
-from vectorlm.encoding import encode, end_tokens, require_whole_characters, tools_of
+from vectorlm.encoding import (
+    chat_in,
+    encode,
+    encode_apart,
+    end_tokens,
+    require_whole_characters,
+    text_of_message,
+    tools_of,
+)
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.ranks.wait import Progress
 
@@ -160,13 +168,10 @@ class Tokeniser:
     def _texts(self, rows: Sequence[tuple[str, Any]]) -> list[Tokens]:
         """Tokenise the prompt by itself, as it will be when the model continues it, and leave it out of the loss."""
         pairs = [self._pair(name, row) for name, row in rows]
-        prompts = self._encode([pair[0] if pair else "" for pair in pairs])
-        completions = self._encode([pair[1] if pair else "" for pair in pairs])
+        encoded = encode_apart(self.tokenizer, [pair or ("", "") for pair in pairs])
         return [
-            self._text(prompt, completion)
-            if pair
-            else Tokens([], [], f"no separator {self.settings.seperator!r}")
-            for pair, prompt, completion in zip(pairs, prompts, completions, strict=True)
+            self._text(*tokens) if pair else Tokens([], [], f"no separator {self.settings.seperator!r}")
+            for pair, tokens in zip(pairs, encoded, strict=True)
         ]
 
     def _text(self, prompt: list[int], completion: list[int]) -> Tokens:
@@ -216,17 +221,20 @@ class Tokeniser:
     def _halves(self, name: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Make two rows of a pair, each of a prompt and a completion; with messages the prompt may be in both texts."""
         texts = [self._value(name, row, column) for column in COLUMNS["pairs"]]
-        prompt = row.get("prompt")
-        if not self.is_chat:
-            prompt = "" if prompt is None else self._value(name, row, "prompt")
-        else:
+        prompt = "" if row.get("prompt") is None else self._value(name, row, "prompt")
+        if self.is_chat:
             texts = [messages_of(name, each) for each in texts]
-            given = messages_of(name, prompt) if isinstance(prompt, list) else []
-            if all(each[: len(given)] == given for each in texts):
-                # A prompt as text says again what the messages begin with.
-                given = given or texts[0][: common_beginning(*texts)]
-                texts = [each[len(given) :] for each in texts]
-            prompt = given
+            shared = texts[0][: common_beginning(*texts)]
+            if prompt and not isinstance(prompt, str):
+                prompt = messages_of(name, prompt)
+                texts = [_behind(name, prompt, each) for each in texts]
+            elif prompt and prompt.strip() not in "\n".join(map(text_of_message, shared)):
+                raise DatasetError(
+                    f"{name}: the text in 'prompt', {prompt[:60]!r}, is not in the messages that both begin with. "
+                    "Write it as a list of messages, or remove it."
+                )
+            else:
+                prompt, texts = shared, [each[len(shared) :] for each in texts]
         beside = {each: row[each] for each in ("tools", "weight") if each in row}
         return [{**beside, "prompt": prompt, "completion": each} for each in texts]
 
@@ -256,7 +264,12 @@ class Tokeniser:
             return Tokens([], [], "no messages")
         if weight_of(name, row) == 0:
             return Tokens([], [], "a weight of 0")
-        tools = tools_of(row)
+        if len(parts) == 2 and self.settings.examples != "pairs":
+            parts[1] = _behind(name, *parts)
+        try:
+            tools = tools_of(row)
+        except ValueError as error:
+            raise DatasetError(f"{name}: {error}. Correct it, or remove the row.") from error
         messages = [message for part in parts for message in part]
         left_out = {index for index, message in enumerate(messages) if weight_of(name, message) == 0}
         messages, remarks = self._rendered(name, messages, tools)
@@ -315,12 +328,37 @@ class Tokeniser:
                 f"{name} has no {column!r}, but {', '.join(row) or 'nothing'}. Correct it, or remove the row."
             )
         try:
-            require_whole_characters(row[column])
+            value = _chat_in(column, row[column])
+            require_whole_characters(value)
         except ValueError as error:
             raise DatasetError(
                 f"{name}: {column!r} cannot be read: {error}. Correct it, or remove the row."
             ) from error
-        return row[column]
+        if not self.is_chat and isinstance(row[column], str) and not isinstance(value, str):
+            raise DatasetError(
+                f"{name} holds messages as JSON text in {column!r}, and the first row holds plain text. Write all rows "
+                "in one form. A column called 'text' may hold any text."
+            )
+        return value
+
+
+def _chat_in(column: str, value: Any) -> Any:
+    """Return the messages in a column; the column ``text`` is text whatever it holds."""
+    return value if column == "text" else chat_in(value)
+
+
+def _behind(name: str, prompt: Sequence[Message], messages: list[Message]) -> list[Message]:
+    """Return the messages behind those of `prompt`, which they may repeat."""
+    if messages[: len(prompt)] == prompt:
+        return messages[len(prompt) :]
+    first = messages[0] if messages else {}
+    anew = {"system", "developer"} | ({"user"} & {prompt[-1]["role"]})
+    if first and (first["role"] in anew or first == prompt[0]):
+        raise DatasetError(
+            f"{name}: the messages neither begin with those in 'prompt' nor continue them: the first is "
+            f"{str(first)[:60]!r}. Remove the prompt, or the messages that repeat it."
+        )
+    return messages
 
 
 def _joined(chosen: Tokens, rejected: Tokens, has_prompt: bool) -> Tokens:
@@ -358,7 +396,12 @@ def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings)
         if settings.examples != "texts":
             fix = f"rows of dataset_preprocess.examples={settings.examples} need it, and these have"
         raise DatasetError(f"the dataset has no column {lacks}: {fix} {', '.join(row)}.")
-    is_chat = isinstance(row[columns[0]], list) and settings.examples != "steps"
+    try:
+        first = _chat_in(columns[0], row[columns[0]])
+    except ValueError:
+        first = {}  # The error is raised where the row has a name.
+    is_list = isinstance(first, list) and not any(isinstance(each, str) for each in first)
+    is_chat = (is_list or isinstance(first, Mapping)) and settings.examples != "steps"
     if settings.examples != "texts":
         columns = ("prompt",) if settings.examples == "steps" else ("prompt", "completion")
     share = -(-len(source.dataset) // settings.num_proc)

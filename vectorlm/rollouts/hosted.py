@@ -100,7 +100,7 @@ class HostedEnvironment:
         self._is_shared = await self._call("describe", record)
         begun = await self._call("begin", self._host.make, self._host.where, record.prompt, record.columns)
         prompt, own_tools = begun
-        tools = [*(tools_of(record.columns) or ())]
+        tools = [*(tools_of(record.columns) or ())] if is_messages(prompt) else []
         if own_tools and not is_messages(prompt):
             raise RolloutError(
                 f"the environment {self._host.where!r} has tools, of which a chat template tells the policy, and the "
