@@ -100,10 +100,7 @@ def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
             dtype = config.train_parameters.sampler.engine.vllm_dtype
             if dtype not in shared:
                 # One engine for all runs of a precision: starting one takes longer than some runs.
-                longest = config.train_parameters.max_seq_len
-                shared[dtype] = open_engine(
-                    config, topology, engines, logprobs_mode="processed_logprobs", max_model_len=longest
-                )
+                shared[dtype] = open_engine(config, topology, engines)
             reinforce(config, topology, study.engine(shared[dtype], job))
             after = study.after(shared[dtype], config)
             metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

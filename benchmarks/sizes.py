@@ -14,10 +14,9 @@ from typing import Any
 from report import ROOT
 
 from vectorlm.config import load_config
-from vectorlm.errors import ConfigError
 from vectorlm.preflight.memory import plan_of_config
 from vectorlm.preflight.memory_plan import GIB
-from vectorlm.preflight.memory_report import check_memory
+from vectorlm.preflight.memory_report import find_shortage
 
 PAGE = ROOT / "docs" / "sizes.md"
 BASE = "configs/cuda/1x80gb_sft.yaml"
@@ -168,11 +167,7 @@ def config_of(folder: Path, settings: tuple[str, ...]) -> Any:
 
 def fits(config: Any, num_devices: int, gigabytes: int) -> bool:
     """Whether a run fits on so many devices."""
-    try:
-        check_memory(plan_of_config(config, num_devices, int(device_gib(gigabytes) * GIB)))
-    except ConfigError:
-        return False
-    return True
+    return find_shortage(plan_of_config(config, num_devices, int(device_gib(gigabytes) * GIB))) is None
 
 
 def way_of(folder: Path, kind: str, num_devices: int, gigabytes: int) -> str:

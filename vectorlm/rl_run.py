@@ -17,7 +17,6 @@ from vectorlm.encoding import end_tokens
 from vectorlm.errors import ConfigError, RewardError
 from vectorlm.lora.folder import start_alone
 from vectorlm.preflight.checked import CheckedConfig
-from vectorlm.preflight.rl import longest_sequence
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.step_lines import Timeline
 from vectorlm.rewards.registry import get_reward, short_name
@@ -292,7 +291,7 @@ def _environments(run: Run, rl: RLSettings) -> Environments:
         run.engine,
         # A copy: the actors encode in threads of their own.
         copy.deepcopy(run.tokenizer),
-        max_model_len=longest_sequence(run.config),
+        max_model_len=run.config.train_parameters.longest_rollout,
         timeout_s=rl.collect.environment_timeout_s,
         stack=run.stack,
         log_path=run.output / "rewards.log",

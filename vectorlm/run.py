@@ -25,7 +25,6 @@ from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.errors import ConfigError
 from vectorlm.lora.folder import continue_lora, load_adapters, merged
 from vectorlm.lora.load import add_lora
-from vectorlm.lora.options import engine_arguments
 from vectorlm.packages import is_installed
 from vectorlm.preflight.checked import CheckedConfig, preflight
 from vectorlm.preflight.local_model import resolve_model
@@ -281,9 +280,9 @@ def place_ranks(config: Config, topology: Topology, stack: ExitStack) -> Placeme
 
 
 def open_engine(
-    config: Config, topology: Topology, stack: ExitStack, placement: Placement | None = None, **more: Any
+    config: Config, topology: Topology, stack: ExitStack, placement: Placement | None = None
 ) -> SamplingEngine | None:
-    """Start the engine that the config asks for, whose own arguments win over `more`."""
+    """Start the engine that the config asks for."""
     sampler = config.train_parameters.sampler
     if sampler is None:
         return None
@@ -291,19 +290,7 @@ def open_engine(
 
     settings = sampler.engine
     output = Path(config.train_parameters.output_dir)
-    adapters = config.train_parameters.lora_peft_config
     output.mkdir(parents=True, exist_ok=True)
-    of_run: dict[str, Any] = (
-        {} if config.rl is None else {"max_model_len": config.train_parameters.max_seq_len}
-    )
-    if settings.inference == "vllm":
-        of_run["dtype"] = config.train_parameters.engine_dtype(topology.is_cuda)
-        of_run["enable_sleep_mode"] = sampler.turn.sleep != "none"
-        if config.rl is not None and config.rl.collect.sampling.get("structured_outputs"):
-            # The trainer follows its masks; left alone, vLLM falls back to others.
-            of_run["structured_outputs_config"] = {"backend": "xgrammar"}
-        if adapters is not None and settings.lora_mode_of_run == "adapter":
-            of_run |= engine_arguments(adapters)
     engine = stack.enter_context(
         SamplingEngine(
             config.model,
@@ -311,7 +298,7 @@ def open_engine(
             topology=topology,
             devices=None if placement is None else placement.engine,
             log_path=output / "sampler.log",
-            **{**of_run, **more, **settings.engine_args},
+            **config.engine_arguments(topology.is_cuda),
         )
     )
     if topology.is_cuda:

@@ -1,6 +1,8 @@
 """From a YAML file to a plan, and what `vectorlm check` and a run make of it."""
 
 import json
+import pickle
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -9,13 +11,18 @@ from rank_processes import on_ranks, save_tiny_llama
 from tiny_runs import rows
 
 import vectorlm.run
+from vectorlm import SamplingEngine
+from vectorlm.backends.transformers.backend import Transformers
+from vectorlm.backends.vllm.shim import default_arguments
 from vectorlm.cli import main
 from vectorlm.config import load_config
 from vectorlm.errors import ConfigError
 from vectorlm.preflight.checked import preflight
+from vectorlm.preflight.local_model import resolve_model
 from vectorlm.preflight.memory import host_memory_bytes, memory_report, plan_of_config
 from vectorlm.preflight.memory_plan import GIB
 from vectorlm.ranks.topology import Topology
+from vectorlm.run import open_engine, open_run
 from vectorlm.sft_run import finetune
 
 TEXT = """\
@@ -107,6 +114,129 @@ def test_the_engines_settings_arrive(path):
     assert not demand(path, is_cpu=True).engine.is_packed  # `auto`, and too small to pay
 
 
+RL = "rl={algorithm: grpo, max_steps: 1, prompts: [a], prompts_per_step: 2, group_size: 4, rewards: {r: 1}}"
+SOURCES = (
+    "rl={algorithm: grpo, max_steps: 1, prompts_per_step: 2, rewards: {r: 1},"
+    " sources: {short: {prompts: [a], held_out: [b]}, long: {prompts: [abcabc]}}}"
+)
+ENGINE = "train_parameters.sampler.engine"
+ENGINES = {
+    "fine-tuning": (),
+    "fine-tuning within the model's own length": (f"{ENGINE}={{}}",),
+    "rl": (RL, f"{ENGINE}={{}}"),
+    "rl in a shorter context": (RL, f"{ENGINE}={{max_model_len: 12}}"),
+    "rl in bfloat16": (RL, f"{ENGINE}={{}}", "train_parameters.dtype=bfloat16"),
+    "rl beside adapters": (RL, f"{ENGINE}={{}}", "train_parameters.lora_peft_config={r: 2}"),
+    "sources": (SOURCES, f"{ENGINE}={{}}"),
+    "an engine of chosen sizes": (
+        RL,
+        f"{ENGINE}={{max_num_seqs: 3, max_num_batched_tokens: 40, kv_cache_memory_bytes: 4096, "
+        "tensor_parallel_size: 2}",
+        "train_parameters.sampler.vllm_dtype=half",
+    ),
+    "rl beside transformers": (RL, f"{ENGINE}={{}}", "train_parameters.sampler.inference=transformers"),
+    "fine-tuning beside transformers": (f"{ENGINE}={{}}", "train_parameters.sampler.inference=transformers"),
+    "rl with a server": (
+        RL,
+        f"{ENGINE}={{url: 'http://127.0.0.1:8000'}}",
+        "train_parameters.sampler.inference=server",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_the_plan_has_the_sizes_of_the_engine_that_the_run_starts(path, monkeypatch, kind):
+    starts = []
+
+    def record(engine, start, *args):
+        starts.append(start)
+
+    monkeypatch.setattr(SamplingEngine, "_open_channel", record)
+    config = resolve_model(load_config(path, ENGINES[kind]))
+    with ExitStack() as stack:
+        engine = open_engine(config, Topology(), stack)
+        num_engines = len(engine.engine_ranks.ranks)
+    given, planned = starts[0].engine_args, plan_of_config(config, 1).demand.engine
+    if starts[0].inference == "vllm":
+        given = {**default_arguments(config.model, on_cpu=True), **given}
+        assert planned.kv_cache_bytes == given["kv_cache_memory_bytes"]
+        context = given.get("max_model_len", 64)
+    elif starts[0].inference == "transformers":
+        backend = Transformers(config.model, receiver="live", **given)
+        context, most = backend._context_length, backend.max_num_seqs
+        num_tokens = min(most, 8) * context if config.rl else most * 16
+        per_token = 2 * planned.bytes_per_weight * 3 * 32
+        assert planned.kv_cache_bytes == num_tokens * per_token
+    else:
+        context, num_engines = given["max_model_len"], 0
+    assert planned.max_model_len == context
+    assert planned.step_sequences == given.get("max_num_seqs", 0)
+    assert planned.step_tokens == given.get("max_num_batched_tokens", 0)
+    assert planned.tensor_parallel == given.get("tensor_parallel_size", 1)
+    assert planned.bytes_per_weight == (2 if given.get("dtype") in ("bfloat16", "float16") else 4)
+    assert planned.num_engines == num_engines
+
+
+def test_a_server_holds_its_own_memory_and_workers_on_cpu_add_up(path):
+    def rows(*overrides):
+        plan = plan_of_config(load_config(path, overrides), 4)
+        return {row.name: row.sampling for row in plan.rows}
+
+    alone, server = rows("train_parameters.sampler=null"), rows("train_parameters.sampler.inference=server")
+    assert server == alone
+    one, four = rows(), rows(f"{ENGINE}={{tensor_parallel_size: 2, data_parallel_size: 2}}")
+    assert four["KV cache"] == 4 * one["KV cache"]
+    assert four["engine weights"] == 2 * one["engine weights"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_sequences"),
+    [
+        # Two prompts of at most 16 tokens with four completions, all of them of 16 tokens at most.
+        ((), 8),
+        (("rl.sampling_params={max_tokens: 4}",), 4),  # 2 x (16 + 3 x 4) tokens
+        (("rl.sampling_params={max_tokens: 4}", "train_parameters.pack_rows=false"), 8),
+        (("rl.num_mini_batches=2",), 4),
+        (("rl.max_tokens_per_micro_batch=50",), 3),
+        (("rl.environment=game.py:Game",), 8),
+        (("rl.environment='openai:agent.py:play'",), 64),  # 1,024 tokens: agents make any number of rows
+        (("rl.sft={dataset: train, rows_per_step: 20}",), 20),
+    ],
+)
+def test_a_micro_batch_is_no_larger_than_a_step(path, overrides, num_sequences):
+    config = load_config(path, [RL, f"{ENGINE}={{}}", *overrides])
+    assert plan_of_config(config, 1).demand.micro_batch_size == num_sequences
+    if num_sequences == 8:
+        assert plan_of_config(config, 2).demand.micro_batch_size == 4
+
+
+def test_a_plan_that_does_not_fit_can_be_ignored(path, capsys):
+    ranks = ["check", path, "--device_memory_gib", "0.5"]
+    assert main(ranks) == 2
+    assert "--ignore_memory_plan" in capsys.readouterr().err
+    assert main([*ranks, "--ignore_memory_plan"]) == 0
+    printed = capsys.readouterr().out
+    assert "note: ignore_memory_plan: one sequence of max_model_len=32" in printed
+    assert "  memory of the fullest device, of 0.50 GiB:\n" in printed
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+def test_a_run_that_ignores_its_plan_starts(path, monkeypatch, capsys, ignore):
+    monkeypatch.setattr("vectorlm.preflight.memory.host_memory_bytes", lambda: GIB // 8)
+    config = load_config(path, [f"ignore_memory_plan={ignore}", "train_parameters.sampler=null"])
+    # What the ranks receive.
+    config = pickle.loads(pickle.dumps(config))
+    with (
+        pytest.raises(KeyboardInterrupt if ignore else ConfigError) as caught,
+        open_run(config, Topology()),
+    ):
+        raise KeyboardInterrupt
+    if not ignore:
+        assert "--ignore_memory_plan" in str(caught.value)
+        return
+    assert "this machine has 0.12 GiB. The run starts all the same." in capsys.readouterr().err
+
+
 def test_check_prints_the_plan_of_this_machine_or_of_a_device_that_is_elsewhere(path, capsys):
     assert main(["check", path, "--world_size", "2", "--device_memory_gib", "24"]) == 0
     assert "  memory of the fullest device, of 24.0 GiB:\n" in capsys.readouterr().out
@@ -115,7 +245,7 @@ def test_check_prints_the_plan_of_this_machine_or_of_a_device_that_is_elsewhere(
 def test_check_refuses_what_cannot_fit(path, capsys):
     assert main(["check", path, "--device_memory_gib", "0.5"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("ConfigError: the engine's KV cache has 0.00 MiB")
+    assert error.startswith("ConfigError: one sequence of max_model_len=32 tokens needs 0.01 MiB, and")
 
 
 def test_a_run_that_cannot_fit_ends_before_anything_is_started(path, monkeypatch):

@@ -69,6 +69,15 @@ def num_of(error):
         (1, 1, [f"{LORA}={{init_lora_weights: gaussian}}"]),
         (1, 1, [f"{LORA}={{init_lora_weights: false}}"]),
         (1, 1, [SAMPLER, f"{TRAIN}.sampler.engine={{tensor_parallel_size: 4}}"]),
+        (
+            1,
+            1,
+            [
+                SAMPLER,
+                f"{TRAIN}.sampler.inference=transformers",
+                f"{TRAIN}.sampler.engine={{dtype: bfloat16}}",
+            ],
+        ),
         (1, 1, ["trackers={tensorboard: }"]),
         pytest.param(
             *(1, 1, [SAMPLER, f"{TRAIN}.sampler.tasks=[gsm8k]"]),

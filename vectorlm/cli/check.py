@@ -6,7 +6,12 @@ import argparse
 import math
 from pathlib import Path
 
-from vectorlm.config.load import add_override_arguments, add_path_argument, config_from_arguments
+from vectorlm.config.load import (
+    add_memory_argument,
+    add_override_arguments,
+    add_path_argument,
+    config_from_arguments,
+)
 from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.local_model import missing_files
 from vectorlm.preflight.memory import device_memory_bytes, memory_report
@@ -24,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_path_argument(parser)
     add_override_arguments(parser)
+    add_memory_argument(parser)
     help_text = "number of machines, each with the same number of ranks (default 1)"
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help=help_text)
 

@@ -109,11 +109,8 @@ def _exam_of(config: Config, reads_prompts: bool) -> Exam:
         dtype = config.train_parameters.engine_dtype(has_gpu())
         exam = replace(exam, engine_args={"dtype": dtype, **settings.engine_args})
     if rl is not None:
-        # This imports torch, which other configs do without.
-        from vectorlm.preflight.rl import longest_sequence
-
         # Half an answer is a wrong one: it ends where the run ends it.
-        exam = replace(exam, max_seq_len=longest_sequence(config))
+        exam = replace(exam, max_seq_len=config.train_parameters.longest_rollout)
     if rl is not None and (environment := rl.collect.environment_of("")) is not None:
         exam = replace(exam, environment=environment, collect=rl.collect, seed=config.train_parameters.seed)
     if reads_prompts and held_out.prompts is not None:

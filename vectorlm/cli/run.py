@@ -10,6 +10,7 @@ from pathlib import Path
 from vectorlm.cli import at_interrupt, exit_code
 from vectorlm.config.load import (
     add_config_arguments,
+    add_memory_argument,
     add_override_arguments,
     add_path_argument,
     add_profile_argument,
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm run``."""
     add_path_argument(parser)
     add_override_arguments(parser)
+    add_memory_argument(parser)
     add_profile_argument(parser)
 
 

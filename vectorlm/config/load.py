@@ -303,6 +303,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("--nnodes", "--node_rank", "--rdzv_endpoint"):
         parser.add_argument(name, action=_Torchrun, help=argparse.SUPPRESS)
     add_override_arguments(parser)
+    add_memory_argument(parser)
     add_profile_argument(parser)
 
 
@@ -328,6 +329,17 @@ def add_set_argument(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE",
         help="override one setting, for example train_parameters.epochs=3; may be repeated",
+    )
+
+
+def add_memory_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--ignore_memory_plan``, which is an override of one setting."""
+    parser.add_argument(
+        "--ignore_memory_plan",
+        dest="overrides",
+        action="append_const",
+        const="ignore_memory_plan=true",
+        help="start although the memory plan does not fit: print its numbers and go on",
     )
 
 

@@ -15,6 +15,7 @@ from vectorlm.data.settings import DatasetSettings, PreprocessSettings
 from vectorlm.engine.settings import EngineSettings
 from vectorlm.errors import ConfigError
 from vectorlm.hyperparameters import SETTINGS, AlgorithmSettings, PreferenceSettings
+from vectorlm.lora.options import engine_arguments
 from vectorlm.rl.settings import (
     AsyncSettings,
     CollectSettings,
@@ -108,6 +109,12 @@ class TrainSettings:
         return self.model.dtype_on(is_cuda)
 
     @property
+    def longest_rollout(self) -> int:
+        """Most tokens of a prompt and its completion together, in reinforcement learning."""
+        engine_args = {} if self.sampler is None else self.sampler.engine.engine_args
+        return int(engine_args.get("max_model_len") or self.max_seq_len)
+
+    @property
     def samples_path(self) -> Path:
         """The file that samples are appended to, whether or not it was named."""
         if self.sampler is not None and self.sampler.evaluation.output_jsonl_path is not None:
@@ -182,6 +189,8 @@ class Config:
     """Arguments of `wandb.init`."""
     trackers: Mapping[str, Any] = field(default_factory=dict)
     """More trackers, each with its arguments: `tensorboard` (of tensorboardX's writer), `trackio` (of its `init`)."""
+    ignore_memory_plan: bool = False
+    """Start although the memory plan does not fit: print its numbers and go on (`--ignore_memory_plan`)."""
     train_parameters: TrainSettings
     """How the model is trained."""
     dataset: DatasetSettings | None = None
@@ -220,6 +229,24 @@ class Config:
         train = self.train_parameters
         num_shares = world_size // train.model.context_parallel
         return num_shares * self.text.train_bs * train.loop.gradient_accumulation_steps
+
+    def engine_arguments(self, is_cuda: bool) -> dict[str, Any]:
+        """Return the arguments that the run starts its engine with; the memory plan reads them too."""
+        train = self.train_parameters
+        sampler = train.sampler or SamplerSettings()
+        found: dict[str, Any] = {}
+        if sampler.engine.inference == "vllm":
+            found["dtype"] = train.engine_dtype(is_cuda)
+            found["gpu_memory_utilization"] = sampler.engine.gpu_memory_utilization
+            found["enable_sleep_mode"] = sampler.turn.sleep != "none"
+            if self.rl is not None and self.rl.collect.sampling.get("structured_outputs"):
+                # The trainer follows its masks; left alone, vLLM falls back to others.
+                found["structured_outputs_config"] = {"backend": "xgrammar"}
+            if train.lora_peft_config is not None and sampler.engine.lora_mode_of_run == "adapter":
+                found |= engine_arguments(train.lora_peft_config)
+        if self.rl is not None:
+            found["max_model_len"] = train.longest_rollout
+        return {**found, **sampler.engine.engine_args}
 
     @property
     def overlap(self) -> AsyncSettings | None:

@@ -175,6 +175,20 @@ def value_at(plain: Mapping[str, Any], path: str) -> Any:
     return value
 
 
+def with_value(section: Any, path: str, value: Any) -> Any:
+    """Return a config, or a section of one, in which the setting at a dotted path has another value."""
+    key, _, rest = path.partition(".")
+    if isinstance(section, Mapping):
+        return {**section, key: value}
+    for entry in _fields_of(type(section)):
+        item = getattr(section, entry.name)
+        if "inline" in entry.metadata and is_dataclass(item) and key in settings_of(type(item)):
+            return replace(section, **{entry.name: with_value(item, path, value)})
+        if _key_of(entry) == key:
+            return replace(section, **{entry.name: with_value(item, rest, value) if rest else value})
+    raise KeyError(path)
+
+
 def refuse(config: Config, path: str, rule: str, fix: str, value: Any = _GIVEN) -> str:
     """Say that a setting breaks a rule, with its value in the config (or `value`) and the place that set it."""
     if value is _GIVEN:

@@ -92,12 +92,12 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         problems.append(str(error))
     if rl is not None:
         # These import torch, which the check of a config for fine-tuning does without.
-        from vectorlm.preflight.rl import longest_sequence, rl_problems
+        from vectorlm.preflight.rl import rl_problems
         from vectorlm.preflight.teacher import check_teacher
 
         problems += [*rl_problems(config, rl), *environment_problems(rl, shown, held_out)]
         raise_problems(problems)
-        max_tokens = longest_sequence(config) - 1
+        max_tokens = config.train_parameters.longest_rollout - 1
         check_teacher(config)
     raise_problems(problems)
     notes = list(config.notes)

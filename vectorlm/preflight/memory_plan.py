@@ -25,13 +25,15 @@ class EngineDemand:
     tensor_parallel: int = 1
     """Devices that share one engine's weights and KV cache."""
     num_engines: int = 1
-    """Engines on this node."""
+    """Engines that the run starts on this node; 0 for a server, which runs already."""
     step_tokens: int = 0
     """Most tokens of one engine step; not used on CPU."""
     step_sequences: int = 0
     """Most sequences of one engine step; not used on CPU."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache on each device; None derives it from `device_share`."""
+    reserves_kv_cache: bool = True
+    """Whether the engine allocates its KV cache when it starts; it must then hold one sequence."""
     device_share: float = 0.35
     """Share of the device that the engine takes; not used on CPU."""
     max_model_len: int
@@ -194,15 +196,17 @@ def plan_memory(demand: Demand) -> MemoryPlan:
     rows += [MemoryUse("critic", critic, critic), MemoryUse("frozen models", frozen, frozen)]
     processes = CPU_LAUNCHER_BYTES + ranks * CPU_RANK_BYTES if demand.is_cpu else CUDA_PROCESS_BYTES
     kv_cache = 0
-    if engine is not None:
+    if engine is not None and engine.num_engines:
+        # On CPU, the memory of all workers of all engines adds up.
+        copies = engine.num_engines * engine.tensor_parallel if demand.is_cpu else 1
         kv_cache = kv_cache_bytes(demand, engine)
-        held = engine_weight_bytes(demand, engine)
+        held, reserved = copies * engine_weight_bytes(demand, engine), copies * kv_cache
         sleep = "none" if demand.is_cpu else engine.sleep
         rows.append(MemoryUse("engine weights", 0 if sleep == "all" else held, held))
-        rows.append(MemoryUse("KV cache", kv_cache if sleep == "none" else 0, kv_cache))
-        step = 0 if demand.is_cpu else engine_step_bytes(demand, engine)
+        rows.append(MemoryUse("KV cache", reserved if sleep == "none" else 0, reserved))
+        step = 0 if demand.is_cpu else copies * engine_step_bytes(demand, engine)
         rows.append(MemoryUse("engine step", step if sleep == "none" else 0, step))
-        processes += CPU_SAMPLER_BYTES if demand.is_cpu else CUDA_PROCESS_BYTES
+        processes += copies * (CPU_SAMPLER_BYTES if demand.is_cpu else CUDA_PROCESS_BYTES)
     rows.append(MemoryUse("processes", processes, processes))
     rows = [row for row in rows if row.training or row.sampling]
     return MemoryPlan(demand, tuple(rows), kv_cache, () if demand.is_cpu else host_memory(demand))

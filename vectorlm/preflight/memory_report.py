@@ -2,112 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from vectorlm.errors import ConfigError
-from vectorlm.preflight.memory_plan import (
-    GIB,
-    Demand,
-    EngineDemand,
-    MemoryPlan,
-    plan_memory,
-    sequence_kv_bytes,
-)
+from vectorlm.preflight.memory_plan import GIB, MemoryPlan, sequence_kv_bytes
 
 NUM_FIXES = 3
 """Most settings that one error names."""
 
 
-def check_memory(plan: MemoryPlan) -> None:
-    """Raise a ConfigError where a phase needs more memory than there is, or the KV cache cannot hold one sequence.
+class Change(NamedTuple):
+    """A change of a run that may save memory."""
 
-    The text has the numbers and the settings to change.
-    """
+    text: str
+    """A setting with its value, as in YAML, or an option of the command."""
+    plan: MemoryPlan
+    """The plan of the changed run."""
+    is_allowed: Callable[[], bool]
+    """Whether the changed run passes the check of its settings."""
+
+
+class Shortage(NamedTuple):
+    """A kind of memory of which a plan needs more than there is."""
+
+    kind: str
+    plan: MemoryPlan
+    text: str
+
+    def advice(self, changes: Iterable[Change]) -> str:
+        """Name the first changes that are enough, or those that gain most."""
+        before, found = needs_of(self.plan), []
+        for change in changes:
+            after = needs_of(change.plan)
+            short = {kind for kind, (needed, available) in after.items() if needed > available}
+            needed, available = after.get(self.kind, (0, 0))
+            lacking = needed - available
+            if lacking < before[self.kind][0] - before[self.kind][1] and all(
+                before[kind][0] > before[kind][1] for kind in short
+            ):
+                found.append(
+                    (bool(short), lacking if short else 0, f"{change.text} ({amount(needed)})", change)
+                )
+        found.sort(key=lambda each: each[:2])
+        allowed = (each for each in found if each[3].is_allowed())
+        best = [each for each, _ in zip(allowed, range(NUM_FIXES), strict=False)]
+        if not best:
+            return "No setting helps. Use a smaller model."
+        enough = ", or ".join(text for is_short, _, text, _ in best if not is_short)
+        most = ", or ".join(text for _, _, text, _ in best)
+        return f"Set {enough}." if enough else f"No one setting is enough; most is gained by {most}."
+
+
+def needs_of(plan: MemoryPlan) -> dict[str, tuple[int, int]]:
+    """Return the bytes that are needed, and those that there are, of each kind of memory."""
+    demand, found = plan.demand, {}
+    if demand.engine is not None and demand.engine.reserves_kv_cache:
+        found["KV cache"] = sequence_kv_bytes(demand, demand.engine), plan.kv_cache_bytes
+    if demand.host_bytes is not None:
+        found["host"] = max(plan.loading_host, plan.running_host), demand.host_bytes
+    phases = {"training": plan.training, "sampling": plan.sampling}
+    return found | {phase: (needed, demand.device_bytes) for phase, needed in phases.items()}
+
+
+def find_shortage(plan: MemoryPlan) -> Shortage | None:
+    """Return the first kind of memory of which a run needs more than there is; None where it fits."""
     demand = plan.demand
-    if demand.engine is not None:
-        needed = sequence_kv_bytes(demand, demand.engine)
-        if plan.kv_cache_bytes < needed:
-            raise ConfigError(
-                f"the engine's KV cache has {amount(plan.kv_cache_bytes)}, and one sequence of "
-                f"max_model_len={demand.engine.max_model_len} tokens takes {amount(needed)}. Raise "
-                f"{_kv_cache_setting(demand, demand.engine)}, or lower train_parameters.sampler.engine.max_model_len."
-            )
-    needed = max(plan.loading_host, plan.running_host)
-    if demand.host_bytes is not None and needed > demand.host_bytes:
-        row = max(plan.host, key=lambda row: max(row.loading, row.running))
-        fix = "train_parameters.low_cpu_mem_usage: true" if row.loading else "offload less"
-        raise ConfigError(
-            f"the host of the devices needs {amount(needed)} (an estimate; most of it: {row.name}) and has "
-            f"{amount(demand.host_bytes)}. Set {fix}, or use more nodes."
-        )
-    place = "this machine" if demand.is_cpu else "the device"
-    for phase in ("training", "sampling"):
-        total = getattr(plan, phase)
-        if total > demand.device_bytes:
-            largest = sorted(plan.rows, key=lambda row: -getattr(row, phase))[:3]
-            parts = ", ".join(f"{row.name} {amount(getattr(row, phase))}" for row in largest)
-            raise ConfigError(
-                f"{phase} needs {amount(total)} (an estimate; most of it: {parts}) and {place} has "
-                f"{amount(demand.device_bytes)}. {_advice(plan, phase)}"
-            )
-
-
-def _advice(plan: MemoryPlan, phase: str) -> str:
-    needs = [(getattr(plan_memory(changed), phase), text) for text, changed in _changes(plan.demand)]
-    if not any(need <= plan.demand.device_bytes for need, _ in needs):
-        needs += [
-            (getattr(plan_memory(changed), phase), text) for text, changed in _last_changes(plan.demand)
-        ]
-    helping = sorted(each for each in needs if each[0] < getattr(plan, phase))
-    enough = [each for each in helping if each[0] <= plan.demand.device_bytes]
-    if not helping:
-        return "Use a smaller model."
-    settings = ", or ".join(f"{text} ({amount(need)})" for need, text in (enough or helping)[:NUM_FIXES])
-    return f"Set {settings}." if enough else f"No one setting is enough; most is gained by {settings}."
-
-
-def _changes(demand: Demand) -> Iterator[tuple[str, Demand]]:
-    """Yield the settings that a user can change, as written in YAML, with the resulting demand."""
-    engine = demand.engine
-    if engine is not None:
-        path = "train_parameters.sampler"
-        yield f"{path}.sleep: all", replace(demand, engine=replace(engine, sleep="all"))
-        offload = replace(engine, offload_optimizer=True)
-        yield f"{path}.offload_optimizer: true", replace(demand, engine=offload)
-        half = engine.kv_cache_bytes and engine.kv_cache_bytes // 2
-        smaller_cache = replace(engine, kv_cache_bytes=half, device_share=engine.device_share / 2)
-        yield f"{_kv_cache_setting(demand, engine)} to half of it", replace(demand, engine=smaller_cache)
-    if not demand.recomputes:
-        yield "train_parameters.use_activation_checkpointing: true", replace(demand, recomputes=True)
-    elif demand.recomputes != "offload" and not demand.is_cpu:
-        yield "train_parameters.use_activation_checkpointing: offload", replace(demand, recomputes="offload")
-    if demand.micro_batch_size > 1:
-        smaller = max(1, demand.micro_batch_size // 2)
-        yield f"dataset.train_bs: {smaller}", replace(demand, micro_batch_size=smaller)
-    twice = 2 * demand.context_parallel
-    if demand.packs and not demand.num_ranks % twice and not demand.model.num_heads % twice:
-        yield f"train_parameters.context_parallel: {twice}", replace(demand, context_parallel=twice)
-    if demand.num_shards < demand.num_ranks or demand.keeps_gathered:
-        sharded = replace(demand, num_shards=demand.num_ranks, keeps_gathered=False)
-        yield "train_parameters.sharding_strategy: FULL_SHARD", sharded
-    if not demand.is_cpu:
-        more = replace(demand, num_ranks=2 * demand.num_ranks, num_shards=2 * demand.num_shards)
-        yield f"--world_size {more.num_ranks}", more
-
-
-def _last_changes(demand: Demand) -> Iterator[tuple[str, Demand]]:
-    """Yield the settings that cost time, or change numbers, as `_changes` does."""
-    if not (demand.cpu_offload or demand.is_cpu):
-        yield "train_parameters.cpu_offload: true", replace(demand, cpu_offload=True)
-    if demand.bytes_per_weight == 4:
-        yield "train_parameters.dtype: bfloat16", replace(demand, bytes_per_weight=2, is_mixed=True)
-
-
-def _kv_cache_setting(demand: Demand, engine: EngineDemand) -> str:
-    by_size = demand.is_cpu or engine.kv_cache_bytes is not None
-    setting = "engine.kv_cache_memory_bytes" if by_size else "gpu_memory_utilization"
-    return f"train_parameters.sampler.{setting}"
+    for kind, (needed, available) in needs_of(plan).items():
+        if needed <= available:
+            continue
+        what, place = kind, "this machine" if demand.is_cpu else "the device"
+        uses = {row.name: row.training if kind == "training" else row.sampling for row in plan.rows}
+        if kind == "host":
+            what, place = "loading" if plan.loading_host == needed else "running", "the host of the devices"
+            uses = {row.name: row.loading if what == "loading" else row.running for row in plan.host}
+        largest = sorted(uses, key=lambda name: -uses[name])[:3]
+        parts = ", ".join(f"{name} {amount(uses[name])}" for name in largest)
+        text = f"{what} needs {amount(needed)} (an estimate; most of it: {parts}) and {place} has"
+        if kind == "KV cache" and demand.engine is not None:
+            text = f"one sequence of max_model_len={demand.engine.max_model_len} tokens needs {amount(needed)}, and"
+            text += " the engine's KV cache has"
+        return Shortage(kind, plan, f"{text} {amount(available)}.")
+    return None
 
 
 def memory_table(plan: MemoryPlan) -> str:

@@ -60,13 +60,6 @@ def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     yield from _length_problems(config, rl, spec)
 
 
-def longest_sequence(config: Config) -> int:
-    """Return the largest number of tokens that a prompt and its completion may have together."""
-    settings = config.train_parameters
-    engine_args = {} if settings.sampler is None else settings.sampler.engine.engine_args
-    return int(engine_args.get("max_model_len") or settings.max_seq_len)
-
-
 def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
     collect = rl.collect
     # Silent: every advantage would be 0.
@@ -381,7 +374,7 @@ def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterato
 
 
 def _length_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
-    longest, sampled = config.train_parameters.max_seq_len, longest_sequence(config)
+    longest, sampled = config.train_parameters.max_seq_len, config.train_parameters.longest_rollout
     unit = spec.rows_per_loss(rl.collect.group_size)
     # Costs more than a minute: only the longest completions show it.
     if rl.update.max_tokens_per_micro_batch < longest * unit:

@@ -236,9 +236,9 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
         yield refuse(
             config, f"{_SAMPLER}.further_rewards", rule, "Rename one.", list(evaluation.further_rewards)
         )
-    # Silent: it wins over the other setting, and the memory plan does not see it.
+    # Silent: it wins over the other setting.
     for name, value in sampler.engine.engine_args.items():
-        if name in _ENGINE_SETTINGS_ELSEWHERE:
+        if name in _ENGINE_SETTINGS_ELSEWHERE and (name == "model" or sampler.engine.inference == "vllm"):
             fix = f"Set '{_ENGINE_SETTINGS_ELSEWHERE[name]}' instead."
             yield refuse(config, f"{_SAMPLER}.engine.{name}", "is set in another place", fix, value)
     # Silent: the engine would take devices that belong to no rank of this run.
