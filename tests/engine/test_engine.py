@@ -267,6 +267,15 @@ def test_wrong_arguments_of_the_constructor_are_refused_at_once(folder, tmp_path
             SamplingEngine(tmp_path, inference="transformers", channel="inline", **{name: value})
 
 
+@pytest.mark.parametrize("inference", ["vllm", "vectorlm.backends.vllm.backend:VLLM"])
+def test_vllm_in_the_process_of_a_rank_is_refused_by_name(folder, inference):
+    with (
+        SamplingEngine(folder, inference=inference, channel="inline") as engine,
+        pytest.raises(EngineError, match=r"channel='inline' does not work with vLLM.*channel='process'"),
+    ):
+        engine.sample([[2, 3]])
+
+
 @pytest.mark.parametrize(
     ("step", "error"),
     [

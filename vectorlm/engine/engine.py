@@ -64,7 +64,7 @@ class SamplingEngine:
         devices: Devices of the node that only its engines use: CUDA devices as the ranks count them, cores on CPU.
             The ranks' own devices when omitted.
         channel: `process`: the engine samples in a separate process, while the ranks do something else. `inline`: it
-            samples in the process of the rank that owns it, inside the calls that ask for results (small backends).
+            samples in the process of the rank that owns it, inside the calls that ask for results (not with vLLM).
         start_timeout_s: Longest time that the engine may take to load, in seconds.
         log_path: A file for the sampler process's output.
         **engine_args: Fields of `settings`; vLLM's ``EngineArgs`` (``dtype``, ``max_model_len``,

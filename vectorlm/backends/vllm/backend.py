@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,15 @@ class VLLM:
     def __init__(self, model: str, *, receiver: str, **engine_args: Any) -> None:
         """Build the engine and sample one token with it; raise `EngineError` where vLLM cannot run the model here."""
         import torch
+        from torch import distributed
 
+        # It would take over the threads of a rank, and hang where the ranks have a process group.
+        has_ranks = distributed.is_initialized() and distributed.get_world_size() > 1
+        if has_ranks or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
+            raise EngineError(
+                "channel='inline' does not work with vLLM: it cannot sample in the process of a rank. Use "
+                "channel='process', or inference='transformers'."
+            )
         on_cpu = not torch.cuda.is_available()
         adapt_to_cpu()
         with naming_the_model(model):
