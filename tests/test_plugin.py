@@ -5,8 +5,16 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from vectorlm.errors import ConfigError
+from vectorlm.algorithms.registry import get_algorithm
+from vectorlm.engine.scheduler import backend_class
+from vectorlm.engine.settings import Channels
+from vectorlm.errors import ConfigError, EngineError
+from vectorlm.hyperparameters import Reduction
 from vectorlm.plugin import is_plugin, load_plugin
+from vectorlm.report.plots import metric_panel
+from vectorlm.report.runs import RunFolder
+from vectorlm.rewards.registry import get_reward
+from vectorlm.settings import require_choice
 
 
 def test_what_looks_like_one():
@@ -123,3 +131,34 @@ def test_what_is_installed_goes_before_a_neighbour(tmp_path):
         "import numpy, time\n\ndef now():\n    return numpy.float64(time.time())\n"
     )
     assert load_plugin(f"{tmp_path}/mine.py:now")() > 0
+
+
+def slips(name):
+    """Return a name with two neighbouring letters exchanged, for each pair of neighbours that differ."""
+    pairs = range(len(name) - 1)
+    return {name[:at] + name[at + 1] + name[at] + name[at + 2 :] for at in pairs} - {name}
+
+
+def test_a_name_with_exchanged_letters_is_asked_back(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def score(text):\n    return 1.0\n\ndef Length(text):\n    return 0.0\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/loss": 1.0}\n')
+    run = RunFolder(tmp_path)
+    found = {
+        "score": lambda name: load_plugin(f"{path}:{name}"),
+        "Length": lambda name: load_plugin(f"{path}:{name.lower()}"),
+        "grpo": get_algorithm,
+        "countdown": get_reward,
+        "transformers": backend_class,
+        "train/loss": lambda name: metric_panel(name, [run]),
+        "inline": lambda name: require_choice("channel", name, Channels),
+        "token_mean": lambda name: require_choice("reduction", name, Reduction),
+    }
+    for name, look_up in found.items():
+        for slip in slips(name):
+            with pytest.raises((ConfigError, EngineError, ValueError)) as caught:
+                look_up(slip)
+            assert f"Did you mean {name!r}?" in str(caught.value), slip
+    with pytest.raises(ConfigError) as caught:
+        load_plugin(f"{path}:zzz")
+    assert "mean" not in str(caught.value)

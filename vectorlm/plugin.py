@@ -20,6 +20,7 @@ from typing import Any
 import cloudpickle
 
 from vectorlm.errors import ConfigError
+from vectorlm.settings import nearest
 
 PACKAGE = str(Path(__file__).parent)
 LIBRARIES = (PACKAGE, "<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
@@ -47,7 +48,9 @@ def load_plugin(name: str) -> Any:
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{name!r} cannot be imported: {raised_at(error)}. Correct {where}.") from error
     if not hasattr(module, what):
-        raise ConfigError(f"{name!r} does not exist: {where} has no {what!r}.")
+        raise ConfigError(
+            f"{name!r} does not exist: {where} has no {what!r}. {nearest(what, vars(module))}".rstrip()
+        )
     return getattr(module, what)
 
 

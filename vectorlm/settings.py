@@ -180,10 +180,20 @@ def partial(*sections: type, null: str) -> Any:
 def require_choice(name: str, value: str, kind: Any) -> None:
     """Raise ValueError where `value` is none of the names of the Literal `kind`."""
     if value not in get_args(kind):
-        raise ValueError(f"{name}={value!r} is not known: it must be one of {', '.join(get_args(kind))}.")
+        rule = f"is not known: it must be one of {', '.join(get_args(kind))}."
+        raise ValueError(f"{name}={value!r} {rule} {nearest(str(value), get_args(kind))}".rstrip())
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most like `name`, in upper or lower case; None if no name is."""
+    names = {each.casefold(): each for each in known}
+    near = get_close_matches(name.casefold(), names)
+    # Of names that are equally like it, the one of the same letters: gpro is grpo, not gspo.
+    near.sort(key=lambda each: sorted(each) != sorted(name.casefold()))
+    return names[near[0]] if near else None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Ask for the known name that is most like `name`; empty where none is."""
-    near = get_close_matches(name, list(known), n=1)
-    return f"Did you mean {near[0]!r}?" if near else ""
+    """Ask for the known name that is most like `name`; empty if no name is."""
+    near = closest(name, known)
+    return "" if near is None else f"Did you mean {near!r}?"

@@ -10,6 +10,7 @@ from config_texts import RL, refusal
 from rl_runs import check_rl
 
 from vectorlm.config import load_config, save_config
+from vectorlm.errors import ConfigError
 from vectorlm.hyperparameters import GRPOSettings
 
 MINE = """\
@@ -40,6 +41,11 @@ def load(tmp_path, monkeypatch):
     (tmp_path / "my.yaml").write_text(RL)
     (tmp_path / "mine.py").write_text(MINE)
     return lambda *overrides: load_config("my.yaml", overrides)
+
+
+def test_a_misspelt_setting_of_ones_own_algorithm_is_asked_back(load):
+    with pytest.raises(ConfigError, match=r"unknown setting 'rl.magrin' .* Did you mean 'rl.margin'\?"):
+        load(OWN, "rl.magrin=0.2")
 
 
 def test_a_config_wins_over_where_the_algorithm_starts(load):

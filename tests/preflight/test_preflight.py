@@ -194,6 +194,14 @@ def test_a_dataset_made_with_another_ignore_index_is_refused(complete):
     assert "ignore_index=0" in found
 
 
+@pytest.mark.parametrize("inference", ["vlm", "mine.py:Egnine", "absent.py:Engine"])
+def test_an_engine_that_does_not_exist_is_refused(complete, inference):
+    Path("mine.py").write_text("class Engine: ...\n")
+    assert refused(complete, SAMPLER, f"{TRAIN}.sampler.inference='{inference}'") == [
+        f"{TRAIN}.sampler.inference"
+    ]
+
+
 @pytest.mark.skipif(not fields_of("sampling_params.py", "SamplingParams"), reason="needs vLLM's source")
 def test_a_sampling_parameter_that_vllm_does_not_know_is_refused(complete):
     params = f"{TRAIN}.sampler.sampling_params"

@@ -6,6 +6,7 @@ from vectorlm.algorithms.rows import ROWS
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.errors import ConfigError
 from vectorlm.plugin import is_plugin, load_plugin
+from vectorlm.settings import nearest
 
 _SPECS: dict[str, AlgorithmSpec] = {spec.name: spec for spec in ROWS}
 
@@ -35,9 +36,8 @@ def get_algorithm(name: str) -> AlgorithmSpec:
         if not isinstance(spec, AlgorithmSpec):
             raise ConfigError(f"{name!r} is a {type(spec).__name__}: it must be an AlgorithmSpec.")
         return spec
-    raise ConfigError(
-        f"rl.algorithm={name!r} is not known: use one of {', '.join(algorithm_names())}, or file.py:NAME for your own."
-    )
+    rule = f"is not known: use one of {', '.join(algorithm_names())}, or file.py:NAME for your own."
+    raise ConfigError(f"rl.algorithm={name!r} {rule} {nearest(name, _SPECS)}".rstrip())
 
 
 def algorithm_names() -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from os import PathLike, fspath
@@ -19,6 +18,7 @@ from vectorlm.config.source import Dumper, Entry, parse_yaml
 from vectorlm.config.value import convert, describe_refusal, raise_problems
 from vectorlm.errors import ConfigError
 from vectorlm.hyperparameters import SETTINGS
+from vectorlm.settings import closest
 from vectorlm.train.optimizers import accepted
 from vectorlm.train.settings import PROFILE_STEPS, OptimizerSettings
 
@@ -163,7 +163,7 @@ def _read_section(section: type, entry: Entry, prefix: str, problems: list[str])
         elif key in own:
             beside[key] = child.plain()
         else:
-            problems.append(_describe_unknown(section, prefix, key, child.origin, own))
+            problems.append(_describe_unknown(prefix, key, child.origin, [*known, *sorted(own)]))
     if beside:
         values["arguments"] = {**(values.get("arguments") or {}), **beside}
     missing = [name for name, setting in known.items() if setting.is_required and name not in values]
@@ -266,13 +266,12 @@ def _canonical_path(path: str) -> str:
     return path
 
 
-def _describe_unknown(section: type, prefix: str, key: Any, origin: str, more: Set[str]) -> str:
+def _describe_unknown(prefix: str, key: Any, origin: str, known: Sequence[str]) -> str:
     """Say that a section has no such key, and name what it is called here, or the nearest one that exists."""
     if (foreign := FOREIGN.get(str(key))) is not None:
         return f"unknown setting '{prefix}{key}' ({origin}). {foreign.fix}"
-    known = [*settings_of(section), *sorted(more)]
-    nearest = difflib.get_close_matches(str(key), known, n=1)
-    candidates = [prefix + name for name in nearest]
+    near = closest(str(key), known)
+    candidates = [] if near is None else [prefix + near]
     # A key of the right name in the wrong section: name the section where it belongs.
     candidates += [path for path in all_settings() if path.rpartition(".")[2] == key]
     if candidates:

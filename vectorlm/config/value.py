@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -14,6 +13,7 @@ from pydantic.fields import FieldInfo
 from vectorlm.config.foreign import FOREIGN_VALUES
 from vectorlm.config.source import Entry, parse_yaml
 from vectorlm.errors import ConfigError
+from vectorlm.settings import nearest
 
 STRICT = ConfigDict(strict=True)
 _SHOWN_CHARACTERS = 60
@@ -104,15 +104,10 @@ def _fix(hint: Any, value: Any) -> str:
     if get_origin(base) in _UNIONS and not info.examples:
         return " ".join(filter(None, (_fix(kind, value) for kind in get_args(base))))
     if get_origin(base) is Literal:
-        choices = {str(choice).casefold(): str(choice) for choice in get_args(base)}
+        choices = [str(choice) for choice in get_args(base)]
         # TRL's sigmoid is dpo, and looks like simpo.
         foreign = FOREIGN_VALUES.get(str(value).casefold())
-        near = (
-            [foreign]
-            if foreign in choices
-            else difflib.get_close_matches(str(value).casefold(), choices, n=1)
-        )
-        return f"Did you mean '{choices[near[0]]}'?" if near else ""
+        return f"Did you mean {foreign!r}?" if foreign in choices else nearest(str(value), choices)
     is_text = base is str or (get_origin(base) in _UNIONS and str in get_args(base))
     if is_text and type(value) in (int, float, bool):
         return "Put quotes around it."

@@ -16,6 +16,7 @@ from vectorlm.engine.arguments import one_each
 from vectorlm.engine.packed import pack
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.plugin import is_plugin, load_plugin
+from vectorlm.settings import nearest
 from vectorlm.types import InFlight
 
 BREAK_S = 0.01
@@ -30,15 +31,20 @@ Numbered = tuple[int, messages.Answer | messages.Failed]
 NumberedPart = tuple[int, messages.Part]
 
 
-def open_backend(start: messages.Start) -> Backend:
-    """Build the backend that `start` names; raises `EngineError` for an unknown name or wrong arguments."""
-    name = BACKENDS.get(start.inference, start.inference)
+def backend_class(inference: str) -> Any:
+    """Return the class of the backend of this name; raises `EngineError` or `ConfigError` if there is none."""
+    name = BACKENDS.get(inference, inference)
     if not is_plugin(name):
         raise EngineError(
-            f"inference={start.inference!r} is not known: it must be one of {', '.join(BACKENDS)}, or a class as "
-            "module:Class or file.py:Class."
+            f"inference={inference!r} is not known: it must be one of {', '.join(BACKENDS)}, or a class as "
+            f"module:Class or file.py:Class. {nearest(inference, BACKENDS)}".rstrip()
         )
-    make = load_plugin(name)
+    return load_plugin(name)
+
+
+def open_backend(start: messages.Start) -> Backend:
+    """Build the backend that `start` names; raises as `backend_class`, and `EngineError` for wrong arguments."""
+    make = backend_class(start.inference)
     try:
         inspect.signature(make).bind(start.model, receiver=start.receiver, **start.engine_args)
     except TypeError as error:

@@ -11,7 +11,8 @@ from typing import Any
 from vectorlm.config.schema import Config
 from vectorlm.config.setting import all_settings, refuse, settings_of, to_plain, value_at
 from vectorlm.config.value import describe_refusal, show
-from vectorlm.errors import EngineError
+from vectorlm.contracts import BACKENDS
+from vectorlm.errors import ConfigError, EngineError
 from vectorlm.lora.options import SCORES, WRITES, largest_rank, refused_options, refused_starts
 from vectorlm.packages import fields_of, is_installed
 from vectorlm.plugin import is_plugin, raised_at
@@ -219,6 +220,14 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
             f"missing setting '{_SAMPLER}.prompts' (the prompts to answer during fine-tuning). Add it, or leave the "
             f"section '{_SAMPLER}' out to train without sampling."
         )
+    # Costs more than a minute: the ranks wait for the engine after models are loaded.
+    if sampler.engine.inference not in BACKENDS:
+        from vectorlm.engine.scheduler import backend_class
+
+        try:
+            backend_class(sampler.engine.inference)
+        except (ConfigError, EngineError) as error:
+            yield f"{_SAMPLER}.inference: {error}"
     # Costs more than a minute: the first evaluation comes after models are loaded.
     if sampler.evaluation.tasks and (inference := sampler.engine.inference) in ("transformers", "server"):
         rule = f"needs vLLM's own outputs, which inference: {inference} does not have"

@@ -13,6 +13,7 @@ from vectorlm.errors import ConfigError
 from vectorlm.report.panels import ALL_PANELS, COLOURS, LOGPROB_GAP, PANELS, SAMPLE_SIZE, Panel, short
 from vectorlm.report.phases import GREY, PHASES
 from vectorlm.report.runs import RunFolder, Series, differences, names_of, read_lines
+from vectorlm.settings import nearest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +76,8 @@ def metric_panel(name: str, runs: Sequence[RunFolder]) -> Panel:
     """Return a panel of one metric, which some run must have logged."""
     logged = sorted({each for run in runs for each in run.metric_names})
     if name not in logged:
-        raise ConfigError(f"metric {name!r} was not logged: it must be one of {', '.join(logged)}.")
+        rule = f"was not logged: it must be one of {', '.join(logged)}."
+        raise ConfigError(f"metric {name!r} {rule} {nearest(name, logged)}".rstrip())
     return Panel(name, "", "", {name: name.rpartition("/")[2]})
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vectorlm.errors import ConfigError
+from vectorlm.settings import nearest
 
 FALLING = (
     *("loss", "perplexity", "bits_per_byte"),
@@ -57,9 +58,10 @@ class EarlyStopping:
     def require_logged(self, metrics: Mapping[str, float]) -> None:
         """Raise `ConfigError` where `metrics`, of all evaluations of a step, lack the metric that a config names."""
         if self.is_named and not self._was_logged and self.metric not in metrics:
-            known = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
+            known = sorted(name for name in metrics if name.startswith("eval/"))
+            rule = f"is not logged: it must be one of {', '.join(known) or 'none'}."
             raise ConfigError(
-                f"train_parameters.best_metric={self.metric!r} is not logged: it must be one of {known or 'none'}."
+                f"train_parameters.best_metric={self.metric!r} {rule} {nearest(self.metric, known)}".rstrip()
             )
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
