@@ -108,6 +108,25 @@ def test_the_worst_prompts_are_those_with_the_lowest_mean_reward_over_the_whole_
     assert run["worst"][1]["columns"] == "target: 24"
 
 
+def test_no_spike_of_a_long_curve_is_lost(tmp_path):
+    values = {step: 1.0 + step % 7 / 100 for step in range(1, 4001)}
+    spikes = {23: 46.3, 24: -5.0, 1777: 99.0, 4000: 3.0}
+    gap = dict.fromkeys(range(2000, 2100))
+    folder = tmp_path / "run"
+    run = make_run(folder)
+    write_lines(
+        folder / "metrics.jsonl",
+        [{"step": step, "train/grad_norm": value} for step, value in (values | spikes | gap).items()],
+    )
+    (found,) = data_of(page_of(tmp_path, run))["runs"]
+    points = found["series"]["train/grad_norm"]
+    assert len(points) <= MAX_POINTS
+    assert [list(spike) for spike in spikes.items()] == [point for point in points if point[0] in spikes]
+    assert points == sorted(points, key=lambda point: point[0])
+    assert sum(point[1] is None for point in points) >= 2
+    assert len({point[0] for point in points}) == len(points)
+
+
 def test_prompts_that_begin_alike_stay_apart(tmp_path):
     examples = "1 + 1 = 2\n" * 80
     rows = [rollout(1, f"{examples}{end}", reward) for end, reward in (("2 + 2 =", 1.0), ("9 * 9 =", 0.0))]
@@ -125,7 +144,7 @@ def test_a_long_run_gives_a_page_of_bounded_size(tmp_path):
     page = page_of(tmp_path, make_run(tmp_path / "run", num_steps=2000, rollouts=rows))
     (run,) = data_of(page)["runs"]
     assert len(run["series"]["reward/mean"]) <= MAX_POINTS
-    assert run["series"]["reward/mean"][0] == [6, 3.0]
+    assert run["series"]["reward/mean"][0] == [0, 0.0]
     assert run["series"]["reward/mean"][-1][0] == 1999
     steps = [row["step"] for row in run["rollouts"]["rows"]]
     assert (steps[0], steps[-1], len(set(steps))) == (0, 99, MAX_STEPS)

@@ -7,6 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from vectorlm.cli.watch import frame
 from vectorlm.errors import ConfigError
 from vectorlm.report.metrics import JsonlSink
 from vectorlm.report.panels import short
@@ -91,6 +92,27 @@ def test_a_panel_says_what_to_look_for_and_its_unit(tmp_path, figures):
     assert (kl.get_xlabel(), kl.get_ylabel()) == ("step", "nats per token")
     assert [text.get_text() for text in kl.texts] == ["small and steady; a jump comes before a collapse"]
     assert shown["Throughput"].get_ylim()[0] == 0
+
+
+def test_rewards_by_name_and_source_are_drawn_where_there_are_several(tmp_path, figures):
+    metrics = {"reward/mean": 0.5, "reward/length/mean": 0.2, "reward/length/std": 0.1}
+    alone = write_run(tmp_path / "alone", *((step, metrics) for step in range(3)))
+    more = {"reward/right/mean": 0.8, "source/a/reward/mean": 0.1, "source/b/reward/mean": 0.3}
+    more["source/a/reward/length/mean"] = 0.4
+    several = write_run(tmp_path / "several", *((step, metrics | more) for step in range(3)))
+    plot_runs([alone], tmp_path / "alone.png")
+    plot_runs([several], tmp_path / "several.png")
+    assert list(panels(figures[0])) == ["Reward"]
+    drawn = curves(figures[1])
+    assert {name: points[0][1] for name, points in drawn.items()} == {
+        "Reward: sampled": 0.5,
+        "Rewards by name: length": 0.2,
+        "Rewards by name: right": 0.8,
+        "Rewards by source: a": 0.1,
+        "Rewards by source: b": 0.3,
+    }
+    shown = frame(several, 100, 40)
+    assert any("reward/right/mean" in line.plain for line in shown)
 
 
 def test_a_value_that_is_null_is_a_gap(tmp_path, figures):

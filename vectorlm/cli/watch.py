@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vectorlm.report.panels import ALL_PANELS, Panel, short
+from vectorlm.report.panels import Panel, short
+from vectorlm.report.plots import filled_panels
 from vectorlm.report.runs import NUM_RECENT, RunFolder
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def frame(watched: RunFolder, width: int, height: int) -> list[Text]:
     room = width - LABEL_WIDTH - VALUE_WIDTH - 2
     curves = [
         Text(f"{metric:{LABEL_WIDTH}}{_shown(values[-1], panel):>{VALUE_WIDTH}}  {sparkline(values, room)}")
-        for panel in ALL_PANELS
+        for panel in filled_panels([watched])
         for metric in panel.curves
         if (values := [value / panel.divisor for _, value in watched.series(metric)])
         and (any(values) or metric in ALWAYS_SHOWN)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from html import escape
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from vectorlm.report.runs import RunFolder, Series, differences, names_of, read_
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MAX_POINTS = 300
-"""Points of a curve; of more, each is the mean of its neighbours."""
+"""Most points of a curve that all are shown; a longer one shows its extremes."""
 MAX_STEPS, MAX_ROWS = 20, 50
 """Steps whose samples are shown, spread over the run, and rows of each."""
 MAX_TEXT = 500
@@ -71,14 +72,14 @@ def _describe(run: RunFolder, name: str) -> dict[str, Any]:
 
 
 def _thin(points: Series) -> list[list[float | None]]:
-    """Return the points with values of four digits; of many, the mean of each of `MAX_POINTS` stretches."""
-    width = max(-(-len(points) // MAX_POINTS), 1)
-    found: list[list[float | None]] = []
+    """Return the points with values of four digits; of many, the lowest and the highest in each of equal stretches."""
+    width = 1 if len(points) <= MAX_POINTS else -(-2 * len(points) // (MAX_POINTS - 1))
+    kept: dict[float, float] = {}
     for start in range(0, len(points), width):
         part = points[start : start + width]
-        values = [y for _, y in part if math.isfinite(y)]
-        found.append([part[-1][0], _rounded(sum(values) / len(values)) if values else None])
-    return found
+        finite = [point for point in part if math.isfinite(point[1])] or part[-1:]
+        kept |= sorted({min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))})
+    return [[step, _rounded(y)] for step, y in (kept | dict(points[-1:])).items()]
 
 
 def _timeline(path: Path) -> list[dict[str, Any]]:

@@ -24,6 +24,8 @@ class Panel(NamedTuple):
     logarithmic: bool = False
     always_named: bool = False
     """A single curve gets a legend too."""
+    pattern: str = ""
+    """A regular expression: the metrics that match it are the curves, labelled by its group, if there are several."""
 
 
 PANELS = (
@@ -41,6 +43,20 @@ PANELS = (
         shares=True,
     ),
     Panel("Reward", "should rise, noisily", "mean of the completions", {"reward/mean": "sampled"}),
+    Panel(
+        "Rewards by name",
+        "one that falls as another rises is traded for it",
+        "mean of the completions",
+        {},
+        pattern="reward/(.+)/mean",
+    ),
+    Panel(
+        "Rewards by source",
+        "each should rise; a flat one is too easy or too hard",
+        "mean of the completions",
+        {},
+        pattern="source/(.+)/reward/mean",
+    ),
     Panel(
         "Right answers",
         "should rise with the reward or as the loss falls",

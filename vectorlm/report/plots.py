@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,11 +65,12 @@ def plot_runs(runs: Sequence[RunFolder], output_png: Path, metrics: Sequence[str
 
 def filled_panels(runs: Sequence[RunFolder], panels: Sequence[Panel] = ALL_PANELS) -> list[Panel]:
     """Return the panels that some run has data for, without the curves that none has."""
-    logged = {name for run in runs for name in run.metric_names}
-    found = [
-        panel._replace(curves={name: label for name, label in panel.curves.items() if name in logged})
-        for panel in panels
-    ]
+    logged = sorted({name for run in runs for name in run.metric_names})
+    found = []
+    for panel in panels:
+        curves = {name: label for name, label in panel.curves.items() if name in logged}
+        matches = {name: match[1] for name in logged if (match := re.fullmatch(panel.pattern, name))}
+        found.append(panel._replace(curves=matches if len(matches) > 1 else curves))
     return [panel for panel in found if panel.curves]
 
 
