@@ -91,7 +91,9 @@ def test_an_evaluation_samples_with_the_models_weights_scores_first_answers_and_
     assert times == [report.publish_s, report.load_s, report.total_s]
     assert metrics["sampler/tokens_per_s"] * metrics["sampler/generate_s"] == pytest.approx(8)
     answer = " </s>" * 4
-    assert said == [f"step 40: 1/2 right, mean reward 0.55\n  right: abc{answer}\n  reward 0.1: xyz{answer}"]
+    assert said == [
+        f"step 40: 1/2 right, mean reward 0.55\n  right: 'abc' → {answer!r}\n  reward 0.1: 'xyz' → {answer!r}"
+    ]
     assert lines(path) == [
         {
             "train_step": 40,
@@ -196,7 +198,7 @@ def test_a_swap_that_was_skipped_reports_no_times_and_without_a_reward_nothing_i
     )
     evaluator.evaluate(1)
     assert set(evaluator.evaluate(1)) == {"sampler/generate_s", "sampler/tokens_per_s"}
-    assert said[0].startswith("step 1: 1 prompts sampled\n  abc")
+    assert said[0].startswith("step 1: 1 prompts sampled\n  'abc' → '")
     assert "rewards" not in lines(tmp_path / "samples.jsonl")[0]
 
 

@@ -8,6 +8,7 @@ import math
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from sft_runs import (
 from vectorlm.config import load_config, save_config
 from vectorlm.errors import RankMismatch
 from vectorlm.preflight.resume import find_resumption
+from vectorlm.ranks.topology import Topology
 from vectorlm.sft_run import finetune
 
 
@@ -241,6 +243,49 @@ def test_adapters_are_trained_and_saved_alone(inputs, tmp_path):
     adapters = load_file(tmp_path / "run" / "final-model" / "adapter_model.safetensors")
     assert len(adapters) == 3 * 2 * 2
     assert all("lora_" in name for name in adapters)
+
+
+TRACKERS = """
+import json
+
+class Kept:
+    def __init__(self, config, path, fails_at=()):
+        self.file, self.fails_at = open(path, "w"), fails_at
+        self.file.write(json.dumps(config["train_parameters"]["seed"]) + "\\n")
+
+    def write(self, metrics, step):
+        if step in self.fails_at:
+            raise ConnectionError("no server")
+        self.file.write(json.dumps([step, metrics["train/loss"]] if "train/loss" in metrics else [step]) + "\\n")
+        metrics.clear()
+
+    def close(self):
+        self.file.close()
+        if self.fails_at:
+            raise SystemExit(3)
+"""
+
+
+def test_a_tracker_of_ones_own_gets_every_step_and_its_errors_end_no_run(inputs, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(TRACKERS)
+    name = f"{tmp_path}/mine.py:Kept"
+    arguments = {"path": str(tmp_path / "kept.txt"), "fails_at": [2, 4]}
+    finetune(replace(make_config(inputs, tmp_path / "run"), trackers={name: arguments}), Topology())
+    seed, *kept = lines(tmp_path / "kept.txt")
+    logged = [[line["step"], line["train/loss"]] for line in lines(tmp_path / "run/metrics.jsonl")[1:]]
+    assert seed == 3
+    assert len(logged) == 12
+    assert kept == [[0], *(each for each in logged if each[0] not in (2, 4))]
+    said = capsys.readouterr().err
+    assert said.count("a tracker failed, and the run goes on: ConnectionError: no server") == 1
+    assert "warning: step 2: a tracker failed" in said
+    assert f"({tmp_path}/mine.py:11)" in said
+    assert "a tracker misses 2 steps" in said
+    assert "a tracker could not be closed: SystemExit: 3" in said
+    # What takes long after the last step is announced.
+    words = ["step 12/12", "writing the model of step 12", "drawing the pictures"]
+    places = [said.rindex(word) for word in words]
+    assert places == sorted(places)
 
 
 @pytest.mark.slow

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from vectorlm.checkpoint.folder import steps_in
 from vectorlm.config.load import config_from_keywords
 from vectorlm.config.schema import Config
 from vectorlm.data.prompts import without_added_nulls
-from vectorlm.errors import ConfigError, DatasetError
+from vectorlm.errors import ConfigError, DatasetError, RankFailed
 from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.local_model import with_download
 from vectorlm.preflight.resume import find_resumption, say_finished
@@ -219,7 +220,13 @@ def start(config: Config, world_size: int, on_step: OnStep | None = None) -> str
         from vectorlm.sft_run import finetune as on_dataset
 
     on_rank: Callable[..., None] = on_dataset if config.rl is None else by_rewards
-    launch(partial(on_rank, on_step=on_step), checked or config, world_size=world_size)
+    try:
+        launch(partial(on_rank, on_step=on_step), checked or config, world_size=world_size)
+    except RankFailed as error:
+        steps = steps_in(Path(config.train_parameters.output_dir) / "checkpoints")
+        if steps and config.train_parameters.checkpointing_enabled:
+            error.add_note(f"The same command resumes from step {steps[-1]}.")
+        raise
     return None
 
 

@@ -238,6 +238,7 @@ def open_run(
             tokenizer = load_tokenizer(plain.model, plain.step_separator)
             yield Run(checked, topology, engine, tokenizer, stack, workers, context)
     if topology.is_main and is_installed("matplotlib"):
+        print(f"drawing the pictures in {output}", file=sys.stderr, flush=True)
         _plot(plain)
 
 

@@ -24,7 +24,7 @@ from vectorlm.report.card import card_of
 from vectorlm.report.metrics import FanOut, JsonlSink, ProgressSink, Sink
 from vectorlm.report.profile import ProfileSink, short_run
 from vectorlm.report.runs import save_start
-from vectorlm.report.trackers import WandbSink, open_trackers
+from vectorlm.report.trackers import Guarded, WandbSink, open_trackers
 from vectorlm.rewards.evaluation import Evaluator, Play
 from vectorlm.rewards.function import RewardFunction
 from vectorlm.rewards.registry import short_name
@@ -152,9 +152,7 @@ def _make_tasks(run: Run, turn: DeviceTurn, sampler: SamplerSettings) -> Callabl
     from vectorlm.rewards import harness
 
     tasks = harness.load_tasks(sampler.evaluation.tasks, "train_parameters.sampler.tasks")
-    longest = sampler.engine.engine_args.get("max_model_len")
-    if longest is None and run.config.rl is not None:
-        longest = run.config.train_parameters.max_seq_len
+    longest = run.config.engine_arguments(run.topology.is_cuda).get("max_model_len")
     if longest is None:
         longest = harness.context_length(AutoConfig.from_pretrained(run.config.model), run.tokenizer)
     model = harness.EngineLM(turn.engine, run.tokenizer, longest)
@@ -176,6 +174,7 @@ def finish(run: Run, model: nn.Module, recorder: Recorder, step: int) -> None:
             )
         load_weights(folder, model)
         step = best
+    recorder.say(f"writing the model of step {step} to {run.output / 'final-model'}")
     export(run, model, "final-model", step)
     if run.topology.is_main and settings.checkpointing_enabled:
         mark_finished(checkpoints, recorder.stopping.is_over)
@@ -224,6 +223,7 @@ def _open_sinks(
             WandbSink(run.config.wandb_config, to_plain(run.config), id_file, resumption is not None)
         )
     sinks += open_trackers(run.config.trackers, run.output, to_plain(run.config), resume_step)
+    sinks[2:] = [Guarded(sink, progress.say) for sink in sinks[2:]]
     if num_traced := run.config.train_parameters.profile.profile_steps:
         sinks.append(
             ProfileSink(run.output, num_traced, timer=timer, initial_step=first_step, say=progress.say)

@@ -47,7 +47,7 @@ def found(reward, rows=ROWS):
 def test_trls_signature_passes_the_check_without_a_sampler_section(folder, capsys):
     define("prompts, completions, answer, **kwargs")
     assert main(["check", "my.yaml"]) == 0
-    assert "sampler      rollouts alone, without an evaluation\n" in capsys.readouterr().out
+    assert "evaluation   none (set train_parameters.sampler.prompts)\n" in capsys.readouterr().out
 
 
 def test_the_check_shows_the_environment_and_asks_it_for_its_columns(folder, capsys):

@@ -79,6 +79,7 @@ def num_of(error):
             ],
         ),
         (1, 1, ["trackers={tensorboard: }"]),
+        (1, 1, ["trackers={'mine.py:score': {}}"]),
         pytest.param(
             *(1, 1, [SAMPLER, f"{TRAIN}.sampler.tasks=[gsm8k]"]),
             marks=pytest.mark.skipif(not is_installed("lm_eval"), reason="needs lm_eval"),
@@ -116,6 +117,8 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
         (["trackers={tensorbord: {}}"], {}, ["trackers.tensorbord"]),
         (["trackers={wandb: {}}"], {}, ["trackers.wandb"]),
         (["trackers={tensorboard: logs}"], {}, ["trackers.tensorboard"]),
+        (["trackers={'mine.py:absent': {}}"], {}, ["trackers.mine.py"]),
+        (["trackers={'mine.py:score': {unknown: 1}}"], {}, ["trackers.mine.py"]),
         *(
             (
                 [SAMPLER, f"{TRAIN}.sampler.tasks=[gsm8k]", *(f"{TRAIN}.sampler.{each}" for each in how)],
@@ -358,8 +361,11 @@ def test_fine_tuning_without_held_out_text_follows_no_evaluation_of_it(complete)
 
 def test_a_summary_says_that_settings_of_checkpoints_are_not_read(complete):
     checked = passes(complete, f"{TRAIN}.checkpointing_enabled=false", f"{TRAIN}.save_frequency=3")
-    said = summary.summarise(checked, 1)
-    assert "none, as checkpointing_enabled is off: what the file says of them is not read" in said
+    assert "checkpoints   off (checkpointing_enabled); their settings are not read\n" in summary.summarise(
+        checked, 1
+    )
+    plain = passes(complete, f"{TRAIN}.checkpointing_enabled=false")
+    assert "checkpoints   off (checkpointing_enabled)\n" in summary.summarise(plain, 1)
 
 
 @pytest.mark.parametrize("text", ["{broken", "[]", None])

@@ -188,7 +188,8 @@ class Config:
     wandb_config: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `wandb.init`."""
     trackers: Mapping[str, Any] = field(default_factory=dict)
-    """More trackers, each with its arguments: `tensorboard` (of tensorboardX's writer), `trackio` (of its `init`)."""
+    """More trackers, each with its arguments: `tensorboard` (of tensorboardX's writer), `trackio` (of its `init`), or
+    `file.py:NAME` of your own."""
     ignore_memory_plan: bool = False
     """Start although the memory plan does not fit: print its numbers and go on (`--ignore_memory_plan`)."""
     train_parameters: TrainSettings

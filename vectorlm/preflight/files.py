@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import netrc
 import os
@@ -14,7 +15,9 @@ from vectorlm.config.schema import Config
 from vectorlm.config.setting import refuse
 from vectorlm.data.settings import DatasetSettings
 from vectorlm.data.summary import VALUE_COLUMNS, Summary
+from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
+from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.preflight.local_model import describe_absent, description_of, missing_weights, own_length
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.trackers import PACKAGES
@@ -119,8 +122,14 @@ def package_problems(config: Config) -> Iterator[str]:
         if name == "wandb":
             fix = "Set enable_wandb_logging and wandb_config."
             yield refuse(config, path, "has settings of its own", fix)
+        elif is_plugin(name):
+            try:
+                inspect.signature(load_plugin(name)).bind({}, **(arguments or {}))
+            except (ConfigError, TypeError) as error:
+                rule = f"cannot be made as NAME(config, **arguments): {error}"
+                yield refuse(config, path, rule, "Correct it.", arguments)
         elif package is None:
-            fix = nearest(name, PACKAGES) or f"Use {' or '.join(PACKAGES)}."
+            fix = nearest(name, PACKAGES) or f"Use {', '.join(PACKAGES)}, or file.py:NAME of your own."
             yield refuse(config, path, "is not a tracker that exists", fix, arguments)
         elif not is_installed(package):
             fix = f"Run `pip install {package}`."

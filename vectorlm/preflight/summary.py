@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vectorlm.config.schema import Config, RLSettings
+from vectorlm.config.setting import all_settings
 from vectorlm.packages import is_installed
 from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.preflight.resume import say_finished
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.rollouts.environment import AGENT
 from vectorlm.settings import SHORT_FORMS, PromptSettings, in_full
+from vectorlm.train.settings import WITH_CHECKPOINTS
 from vectorlm.types import ENVIRONMENT
 
 
@@ -30,7 +32,7 @@ def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1) -> st
         **(_text_rows(config, world_size) if config.rl is None else _rl_rows(config.rl, train.max_seq_len)),
         "optimizer": f"{train.optimizer.name}, lr {train.optimizer.lr:g}, {train.schedule.lr_scheduler_type}, "
         f"warmup {train.schedule.warmup_ratio:.0%} of the steps",
-        "sampler": _sampler_row(config),
+        "sampler" if config.rl is None else "evaluation": _sampler_row(config),
         "checkpoints": _checkpoint_row(config),
     }
     if (patience := train.keep.early_stopping_patience) is not None:
@@ -149,7 +151,9 @@ def _rl_rows(rl: RLSettings, max_seq_len: int) -> dict[str, str]:
 def _checkpoint_row(config: Config) -> str:
     every, keep = config.train_parameters.loop.save_frequency, config.train_parameters.keep
     if not config.train_parameters.checkpointing_enabled:
-        return "none, as checkpointing_enabled is off: what the file says of them is not read"
+        known = all_settings().items()
+        is_set = any(WITH_CHECKPOINTS in each.read_if and path in config.origins for path, each in known)
+        return "off (checkpointing_enabled)" + ("; their settings are not read" if is_set else "")
     if config.rl is not None or every > 1:
         text = f"every {_count(round(every) if config.rl is None else config.rl.save_every, 'step')}"
     else:
@@ -171,7 +175,7 @@ def _sampler_row(config: Config) -> str:
         if each is not None
     ]
     if not asked:
-        return "rollouts alone, without an evaluation"
+        return "none (set train_parameters.sampler.prompts)"
     reward = f", scored by {evaluation.reward}" if evaluation.reward else ""
     every, step = evaluation.sample_frequency, "optimizer step" if config.rl is None else "step"
     when = "before and after training" if every is None else f"every {_count(every, step)}"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
+from vectorlm.plugin import is_plugin, load_plugin, raised_at
+
 if TYPE_CHECKING:
     from vectorlm.report.metrics import Sink
 
 PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio"}
-"""The trackers of the setting `trackers`, and the package that each needs."""
+"""The trackers of the setting `trackers` that have a name, and the package that each needs."""
 
 
 def open_trackers(
@@ -24,7 +26,9 @@ def open_trackers(
     """Open the `trackers`, arguments by names in `PACKAGES`, of a run that goes on from `resume_step`, or is new."""
     found: list[Sink] = []
     for name, arguments in trackers.items():
-        if name == "tensorboard":
+        if is_plugin(name):
+            found.append(OwnSink(load_plugin(name)(dict(run_config), **(arguments or {}))))
+        elif name == "tensorboard":
             placed = {"logdir": str(output / "tensorboard"), **(arguments or {})}
             found.append(TensorBoardSink(placed, run_config, resume_step))
         else:
@@ -32,6 +36,52 @@ def open_trackers(
             named = {"project": "vectorlm", "name": output.resolve().name, "resume": resume}
             found.append(TrackioSink({**named, **(arguments or {})}, run_config))
     return found
+
+
+class Guarded:
+    """A tracker whose errors are shown on the console and end neither a step nor the run."""
+
+    def __init__(self, sink: Sink, say: Callable[[str], None]) -> None:
+        self._sink, self._say = sink, say
+        self._missed: list[int] = []
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the values, or say at the first error that the tracker misses some."""
+        try:
+            self._sink.write(step, values)
+        except (Exception, SystemExit) as error:
+            self._missed.append(step)
+            if len(self._missed) == 1:
+                self._say(f"warning: step {step}: a tracker failed, and the run goes on: {raised_at(error)}")
+
+    def __enter__(self) -> Self:
+        self._sink.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._missed:
+            self._say(f"warning: a tracker misses {len(self._missed)} steps, which metrics.jsonl has")
+        try:
+            self._sink.__exit__(*error)
+        except (Exception, SystemExit) as failure:
+            self._say(f"warning: a tracker could not be closed: {raised_at(failure)}")
+
+
+class OwnSink:
+    """Send the metrics to a tracker of the user's, an object with ``write(metrics, step)`` and ``close()``."""
+
+    def __init__(self, tracker: Any) -> None:
+        self._tracker = tracker
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write a copy of the values."""
+        self._tracker.write(dict(values), step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._tracker.close()
 
 
 class WandbSink:

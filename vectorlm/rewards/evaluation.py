@@ -188,9 +188,7 @@ class Evaluator:
                 f"  {num_short} answers met the engine's max_model_len before max_tokens, and were cut off there"
             )
         for mark, record, options in zip(marks[:NUM_SHOWN], self._prompt_records, answers, strict=False):
-            # An answer continues a text, and follows chat messages or ids.
-            space = "" if isinstance(record.prompt, str) else " "
-            lines.append(f"  {mark}{shown_prompt(record.prompt)}{space}{options[0].text}")
+            lines.append(f"  {mark}{shown_prompt(record.prompt)!r} → {options[0].text!r}")
         return "\n".join(lines)
 
 
