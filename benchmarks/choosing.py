@@ -106,8 +106,10 @@ def draw(rows: list[dict[str, Any]], found: list[dict[str, Any]], path: Path) ->
         panel.tick_params(labelsize=7)
     for panel in panels[len(means) :]:
         panel.set_visible(False)
+    num_seeds = len({run["seed"] for run in found})
+    blue = "the only seed" if num_seeds == 1 else f"mean and {num_seeds} seeds"
     figure.suptitle(
-        "Countdown, every algorithm with the same settings: blue its mean and its seeds, gray the others"
+        f"Countdown, every algorithm with the same settings: blue its run ({blue}), gray the others"
     )
     figure.supxlabel("step", fontsize=9)
     figure.supylabel("% of held-out questions right", fontsize=9)
