@@ -19,6 +19,7 @@ from sft_runs import (
     CONFIG,
     ROOT,
     SAMPLER,
+    WITH_CHECKPOINTS,
     are_equal,
     assert_last_answers_are_those_of,
     lines,
@@ -27,6 +28,8 @@ from sft_runs import (
     weights_of,
 )
 
+from vectorlm.calls import start
+from vectorlm.cli import exit_code
 from vectorlm.config import load_config, save_config
 from vectorlm.errors import RankMismatch
 from vectorlm.preflight.resume import find_resumption
@@ -243,6 +246,17 @@ def test_adapters_are_trained_and_saved_alone(inputs, tmp_path):
     adapters = load_file(tmp_path / "run" / "final-model" / "adapter_model.safetensors")
     assert len(adapters) == 3 * 2 * 2
     assert all("lora_" in name for name in adapters)
+
+
+def fails(step, metrics, rows):
+    if step == 3:
+        raise KeyError("mine")
+
+
+def test_a_run_that_fails_says_from_which_step_the_same_command_resumes(inputs, tmp_path, capsys):
+    config = make_config(inputs, tmp_path / "run", WITH_CHECKPOINTS)
+    assert exit_code(lambda: start(config, 1, fails)) == 1
+    assert capsys.readouterr().err.endswith("\nThe same command resumes from step 2.\n")
 
 
 TRACKERS = """
