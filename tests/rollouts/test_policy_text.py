@@ -13,6 +13,7 @@ from letters import letter_tokenizer
 from websockets.sync.server import serve
 from wild_texts import wild_texts
 
+from vectorlm.encoding import encode
 from vectorlm.errors import EngineError, RolloutError
 from vectorlm.report.step_lines import json_text
 from vectorlm.rl.settings import CollectSettings
@@ -183,6 +184,9 @@ class Writes(Scripted):
         super().__init__(lambda text, index: next(self._left))
         self._left, self._tokenizer = iter(texts), tokenizer
 
+    async def ask(self, prompt, params, hear=None):
+        return await super().ask(encode(prompt, lambda: self._tokenizer), params, hear)
+
     def completion(self, prompt, text, index):
         said = self.answer(text, index)
         ids = (*self._tokenizer.encode(said.encode(errors="replace").decode(), add_special_tokens=False), 2)
@@ -201,8 +205,11 @@ def test_rollouts_go_on_in_workers_whatever_is_written(tmp_path):
 class Refuses:
     """An engine whose context is full."""
 
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+
     async def ask(self, prompt, params, hear=None):
-        raise EngineError(f"a prompt has {len(prompt)} tokens")
+        raise EngineError(f"a prompt has {len(encode(prompt, lambda: self._tokenizer))} tokens")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +222,7 @@ class Refuses:
 def test_a_first_prompt_that_cannot_be_asked_names_environment_and_prompt(tmp_path, template, why):
     tokenizer = letter_tokenizer(template=template)
     with pytest.raises(RolloutError, match=rf"acts\.py:Pages' .*{why}.*prompt .*Act\."):
-        rollouts_of("Pages", tmp_path, Refuses(), tokenizer, 3, 46)
+        rollouts_of("Pages", tmp_path, Refuses(tokenizer), tokenizer, 3, 46)
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])

@@ -127,13 +127,13 @@ class GroupSampler:
 
     async def _turns(self, task: Task, index: int, environment: HostedEnvironment, ask: Ask) -> Rollout:
         prompt = await environment.reset()
-        with environment.naming("what it begins with cannot be rendered"):
-            first = encode(prompt, lambda: self.tokenizer)
         seed = self._seed_of_turn(task.position, index, 0)
         try:
-            (completion,) = await ask(first, {**self._params, "n": 1, "seed": seed})
-        except EngineError as error:
-            if len(first) < self.max_model_len:
+            (completion,) = await ask(prompt, {**self._params, "n": 1, "seed": seed})
+        except Exception as error:
+            with environment.naming("what it begins with cannot be rendered"):
+                first = encode(prompt, lambda: self.tokenizer)
+            if not isinstance(error, EngineError) or len(first) < self.max_model_len:
                 raise
             raise environment.failure(
                 f"begins with {len(first)} tokens, and the model's length of {self.max_model_len} leaves no room for a "

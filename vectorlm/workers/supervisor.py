@@ -178,7 +178,7 @@ class Supervisor:
                 begun += data
                 *lines, begun[:] = begun.split(b"\n")
                 if len(begun) > MAX_LINE_BYTES:
-                    lines.append(bytes(begun))
+                    lines.append(begun[:])
                     begun.clear()
                 self._log_lines(pid, lines)
             is_last = True
@@ -188,7 +188,7 @@ class Supervisor:
             os.close(output)
             del self._printed[output]
 
-    def _log_lines(self, pid: int, lines: list[bytearray | bytes]) -> None:
+    def _log_lines(self, pid: int, lines: list[bytearray]) -> None:
         if self._log is not None and lines:
             self._log.write(b"".join(b"[%d] %s\n" % (pid, line) for line in lines))
 
