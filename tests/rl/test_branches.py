@@ -6,11 +6,15 @@ import pytest
 import torch
 from pages import ROOT, blocks
 from rank_processes import on_ranks
-from tiny_rl import build, random_groups, random_rewards, scored
+from tiny_rl import assert_alike, build, distributions, random_groups, random_rewards, scored
 
-from vectorlm.algorithms import get_algorithm
+from vectorlm.algorithms import algorithm_names, get_algorithm, group_advantages
+from vectorlm.algorithms.turns import scaled_as_groups, turn_advantages
 from vectorlm.rl.batch import make_batch
-from vectorlm.rl.settings import KLSettings
+from vectorlm.rl.correction import apply_correction
+from vectorlm.rl.rollout import Rollout, RolloutGroup
+from vectorlm.rl.settings import PRESETS, Correction, KLSettings
+from vectorlm.types import PromptRecord
 
 MEAN = {"reduction": "token_mean"}
 
@@ -173,3 +177,183 @@ def test_an_algorithm_of_ones_own_compares_neither_branches_nor_what_was_rejecte
     torch.testing.assert_close(rejected, unscored, rtol=0, atol=0)
     assert not torch.equal(whole, unscored)
     assert whole.any()
+
+
+def is_cut_up(name):
+    """Whether an algorithm trains on branches, and reads nothing that a cut through a rollout changes by itself.
+
+    The baselines of `otb` are of places, and `clip_cov` draws other tokens where rows lie otherwise.
+    """
+    spec = get_algorithm(name)
+    return spec.level != "group" and not spec.needs_critic and name not in ("otb", "clip_cov")
+
+
+ALGORITHMS = [name for name in algorithm_names() if is_cut_up(name)]
+
+
+def train_twice(topology, folder, algorithm, max_tokens, **more):
+    """Make two optimizer steps on rollouts whole and cut up, the second of another policy than the rollouts'."""
+    found = []
+    for change in (keep, cut):
+        more_of_row = {
+            "max_tokens_per_micro_batch": max_tokens,
+            "num_epochs": 2,
+            "num_mini_batches": 1,
+            **more,
+        }
+        run = build(topology, folder, algorithm, lr=0.5, has_reference=True, **more_of_row)
+        metrics = run.update(run.prepare(rows_of(algorithm, change)), kl_coef=0.1)
+        found.append((run.weights(), metrics))
+    return found
+
+
+def train_all(topology, folder, algorithms, reductions):
+    clips = {"clip_low": 3e-4, "clip_high": 4e-4}
+    runs = {name: train_twice(topology, folder, name, 64) for name in algorithms}
+    for how in reductions:
+        runs[how] = train_twice(topology, folder, "gspo", 64, hyperparameters={**clips, "reduction": how})
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "reductions"),
+    [
+        (("gmpo", "vespo"), ("sequence_mean_token_mean", "sequence_sum_fixed")),
+        pytest.param(ALGORITHMS, ("token_mean", "sequence_mean_token_sum"), marks=pytest.mark.long),
+    ],
+)
+def test_a_rollout_counts_once_however_many_rows_it_has(folder, algorithms, reductions):
+    """In losses and reductions, with the rows of a rollout in several micro-batches and on two ranks."""
+    runs = on_ranks(2, train_all, folder, algorithms, reductions)[0]
+    for name, (whole, parted) in runs.items():
+        try:
+            assert_alike(parted, whole)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+    assert runs[reductions[0]][0][1]["policy/clip_fraction"] > 0
+
+
+def row(logprob=-1.0, branches=(), version=0, prompt=(5, 6), mask=(True,) * 4, **more):
+    tokens, logprobs, versions = (10, 11, 12, 13), (logprob,) * 4, (version,) * 4
+    record = PromptRecord("q", {})
+    return Rollout(record, prompt, tokens, mask, logprobs, versions, "x", "stop", branches=branches, **more)
+
+
+def group_of(*rollouts, rewards=(1.0, 0.0, 0.0, 1.0)):
+    values = torch.tensor(rewards)
+    return RolloutGroup(rollouts, values, {"r": values}, reward_weights={"r": 1.0})
+
+
+def advantages_by_row(rows, algorithm="grpo"):
+    """Return the advantage of the trained tokens of each row, which is one; None for a row without any."""
+    spec = get_algorithm(algorithm)
+    found = rows.with_branches(spec.advantages(rows.for_baselines(), spec.settings))
+    for values, mask in zip(found, rows.mask, strict=True):
+        assert not mask.any() or values[mask].unique().numel() == 1
+    return [
+        float(values[mask][0]) if mask.any() else None for values, mask in zip(found, rows.mask, strict=True)
+    ]
+
+
+TWICE = (row(prompt=(7, 8)), row(prompt=(9, 9)))
+EXPECTED = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]]))[0].tolist()
+
+
+@pytest.mark.parametrize("preset", ["seq_mask_tis", "mis", "icepop"])
+def test_a_rollout_whose_own_row_is_rejected_goes_on_in_its_branches(preset):
+    rows = make_batch([group_of(row(-3.0, TWICE), row(), row(), row())], get_algorithm("grpo"))
+    left, _ = apply_correction(Correction(**PRESETS[preset]), rows, torch.full(rows.mask.shape, -1.0))
+    assert advantages_by_row(left) == pytest.approx([None, *EXPECTED[1:], EXPECTED[0], EXPECTED[0]])
+    # The first branch stands for the rollout, until it is rejected too.
+    assert left.valid.tolist() == [[False, True, True, True, True, False]]
+    rejected = torch.zeros_like(rows.mask)
+    rejected[4] = True
+    assert advantages_by_row(left.without(rejected)) == pytest.approx(
+        [None, *EXPECTED[1:], None, EXPECTED[0]]
+    )
+    rejected[5] = True
+    without = left.without(rejected)
+    assert not without.valid[0, [0, 4, 5]].any()
+    others = group_advantages(torch.tensor([[0.0, 0.0, 1.0]]))[0].tolist()
+    assert advantages_by_row(without) == pytest.approx([None, *others, None, None])
+
+
+def test_a_rollout_whose_own_row_is_too_old_goes_on_in_its_branch():
+    young = row(version=5, prompt=(7, 8))
+    rollouts = (row(branches=(young,)), *[row(version=5)] * 3)
+    rows = make_batch([group_of(*rollouts)], get_algorithm("grpo"), oldest_version=4)
+    assert advantages_by_row(rows) == pytest.approx([None, *EXPECTED[1:], EXPECTED[0]])
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "reinforce_pp", "opo", "reinforce", "gmpo"])
+def test_a_rollout_whose_last_answer_is_empty_learns_in_its_branches(algorithm):
+    def of(first):
+        groups = [group_of(first, row(), row(), row()), group_of(*[row()] * 4, rewards=(0.2, 0.9, 0.1, 0.4))]
+        return advantages_by_row(make_batch(groups, get_algorithm(algorithm)), algorithm)
+
+    silent, whole = of(row(mask=(False,) * 4, branches=TWICE[:1])), of(row())
+    # Rows 0 to 3 are of the first group, 4 is the branch; then come those of the second group, and a filler.
+    assert silent[0] is None
+    assert [silent[4], *silent[1:4], *silent[5:9]] == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_branch_has_the_return_of_its_whole_rollout_where_turns_have_rewards():
+    """An agent's reward is one of its last turn, and a branch is compared as the first turn is."""
+    two_turns = {"num_turns": 2, "turn_ends": (2, 4), "turn_rewards": (0.0, 1.0)}
+    later = row(prompt=(7, 8), mask=(False, False, True, True), num_turns=2, turn_ends=(2, 4))
+    others = [row(turn_ends=(4,), turn_rewards=(reward,)) for reward in (0.5, 0.0, 0.25)]
+    rows = make_batch(
+        [group_of(row(-3.0, (later,), **two_turns), *others, rewards=(1.0, 0.5, 0.0, 0.25))],
+        get_algorithm("grpo"),
+    )
+    rejected = torch.zeros_like(rows.mask)
+    rejected[0] = True
+    first = torch.tensor([1.0, 0.5, 0.0, 0.25], dtype=torch.float64)
+    alone = torch.zeros(4, dtype=torch.int64)[:, None]
+    single = scaled_as_groups(*turn_advantages(first[:, None], alone, alone == 0, 4))[0, :, 0].tolist()
+    found = advantages_by_row(rows.without(rejected))
+    assert found[0] is None
+    assert found[1:] == pytest.approx([*single[1:], single[0]], rel=1e-5)
+    # Beside its own row it has the same baseline; the deviation is of one turn more.
+    assert advantages_by_row(rows)[4] > 0
+
+
+def gspo_ratio_step(topology, folder):
+    """Make one step of a policy that has left the one of the rollouts, with rows in several micro-batches."""
+    more = {"num_epochs": 1, "num_mini_batches": 1, "max_grad_norm": 1e9, "lr": 1.0, "entropy_coef": 0.0}
+    clips = {"clip_low": 9.0, "clip_high": 9.0}
+    run = build(topology, folder, "gspo", max_tokens_per_micro_batch=16, hyperparameters=clips, **more)
+    batch = run.prepare(rows_of("gspo", cut))
+    shift = 0.3 * torch.randn(batch.rows.mask.shape, generator=torch.Generator().manual_seed(3))
+    before = run.weights()
+    old = batch.rows.sampler_logprobs + shift
+    batch = replace(batch, old_logprobs=old)
+    metrics, after = run.update(batch), run.weights()
+    return {name: before[name] - after[name] for name in before}, metrics, batch
+
+
+def test_the_ratio_of_gspo_is_of_the_whole_rollout(folder):
+    """Rollout by rollout and in float64."""
+    gradient, metrics, batch = on_ranks(2, gspo_ratio_step, folder)[0]
+    model, says = distributions(folder)
+    rows, losses = batch.rows, []
+    for owner in rows.owners.unique().tolist():
+        group, column = divmod(owner, rows.rewards.shape[1])
+        places = [
+            (row, place)
+            for row in (rows.owners == owner).nonzero()[:, 0].tolist()
+            for place in rows.mask[row].nonzero()[:, 0].tolist()
+        ]
+        if not places:
+            continue
+        own = torch.stack(
+            [says[4 * group + column][place - 1, rows.input_ids[row, place]] for row, place in places]
+        )
+        old = torch.tensor([batch.old_logprobs[at].item() for at in places], dtype=torch.float64)
+        advantage = batch.advantages[places[0]].double()
+        ratio = (own - old).mean().exp().detach()
+        losses.append(-advantage * (ratio * (own - own.detach()).exp()).mean())
+    torch.stack(losses).mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradient[name].double(), parameter.grad, rtol=1e-3, atol=2e-6)
+    assert metrics["policy/loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)

@@ -9,11 +9,12 @@ import torch
 from rank_processes import on_ranks
 from tiny_rl import assert_alike, build, distributions, gradients, random_rewards, random_rows
 
-from vectorlm.algorithms import Support, group_advantages
+from vectorlm.algorithms import Support, get_algorithm, group_advantages
 from vectorlm.algorithms.registry import algorithm_names
 from vectorlm.errors import ConfigError, NonFiniteLoss
 from vectorlm.ranks.topology import Topology
-from vectorlm.rl.settings import KLSettings
+from vectorlm.rl.correction import apply_correction
+from vectorlm.rl.settings import PRESETS, Correction, KLSettings
 from vectorlm.rl.update import Updater
 from vectorlm.train.load import load_model
 from vectorlm.train.optimizer_step import Schedule
@@ -437,3 +438,111 @@ def test_a_loss_of_another_unit_than_the_row_says_is_refused(folder):
     for level, text in found:
         assert "the loss of the algorithm 'grpo' has the shape (" in text
         assert f"with level={level!r} it must be (" in text
+
+
+def weighted_step(topology, folder, algorithm, weights):
+    """Make one step whose completions have these weights; return the gradient, the metrics and the rows."""
+    run = one_step(topology, folder, algorithm, entropy_coef=0.0)
+    run = replace(run, settings=replace(run.settings, correction=Correction(level="sequence", high=2.0)))
+    rows = random_rows(algorithm)
+    old, count = run.prepare(rows).old_logprobs, rows.mask.sum(dim=1, keepdim=True)
+    ratios = weights.repeat(len(count))[: len(count), None]
+    before = run.weights()
+    batch = run.prepare(replace(rows, sampler_logprobs=old - ratios.log() / count.clamp(min=1)))
+    batch = replace(batch, advantages=torch.where(batch.rows.mask, 1.0, 0.0))
+    metrics, after = run.update(batch), run.weights()
+    return {name: before[name] - after[name] for name in before}, metrics, batch.rows, ratios
+
+
+@pytest.mark.parametrize("algorithm", ["gmpo", "proximal_rloo"])
+def test_a_completion_of_a_small_weight_counts_little(folder, algorithm):
+    """Weights of 0.25 and 1.5 of whole completions, against the formula row by row and in float64."""
+    gradient, metrics, rows, ratios = on_ranks(
+        2, weighted_step, folder, algorithm, torch.tensor([0.25, 1.5])
+    )[0]
+    model, says = distributions(folder)
+    losses, values = [], []
+    for row, mask in enumerate(rows.mask):
+        if places := mask.nonzero()[:, 0].tolist():
+            own = torch.stack([says[row][place - 1, rows.input_ids[row, place]] for place in places])
+            weight = ratios[row].item()
+            losses.append(-weight * (own.mean() if algorithm == "gmpo" else own.sum()))
+            values.append(-weight)
+    torch.stack(losses).mean().backward()
+    assert_gradient(gradient, model)
+    assert metrics["policy/loss"] == pytest.approx(sum(values) / len(values), rel=1e-5)
+
+
+def fill(batch, mask, names):
+    """Return a record whose tensors of these names hold another number wherever nothing is trained on."""
+    found = {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
+    return replace(batch, **{name: torch.where(mask, x, torch.full_like(x, 3)) for name, x in found.items()})
+
+
+def train_filled(topology, folder, algorithms):
+    """Return weights and metrics of updates, and advantages, with numbers and others outside the mask, in pairs."""
+    found = {}
+    for name in algorithms:
+        pairs = []
+        for is_filled in (False, True):
+            more = {"hyperparameters": {"whiten_advantages": True}} if name == "gmpo" else {}
+            weighs = get_algorithm(name).samples_from_policy
+            run = build(topology, folder, name, has_reference=True, off_policy_mask=None, **more)
+            if weighs:
+                run = replace(
+                    run, settings=replace(run.settings, correction=Correction(level="sequence", high=2.0))
+                )
+            rows = random_rows(name)
+            batch = run.prepare(rows, 0.1)
+            if is_filled:
+                inside = batch.rows.mask
+                of_rows = (
+                    "sampler_logprobs",
+                    "weights",
+                    "values",
+                    "old_logprobs",
+                    "gradient_norms",
+                    "token_rewards",
+                )
+                batch = replace(
+                    fill(batch, inside, ("old_logprobs", "reference_logprobs", "marked", "teacher_logprobs")),
+                    rows=fill(batch.rows, inside, of_rows),
+                )
+            advantages = run.spec.advantages(batch.rows.for_baselines(), run.settings.hparams)
+            metrics = run.update(batch, kl_coef=0.1)
+            pairs.append((advantages, metrics, run.weights()))
+        found[name] = pairs
+    return found
+
+
+def test_what_fills_the_places_outside_the_mask_changes_nothing(folder):
+    """Prompts, padding, words of environments and completions without a reward, for every algorithm."""
+    (found,) = on_ranks(1, train_filled, folder, algorithm_names())
+    for name, (whole, filled) in found.items():
+        assert torch.equal(whole[0], filled[0]), f"the advantages of {name}"
+        assert whole[1] == pytest.approx(filled[1], nan_ok=True), f"the metrics of {name}"
+        torch.testing.assert_close(filled[2], whole[2], rtol=0, atol=0, msg=f"the weights of {name}")
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("off", "bypass")])
+def test_what_fills_the_places_outside_the_mask_changes_no_correction(preset):
+    rows = random_rows("grpo")
+    generator = torch.Generator().manual_seed(1)
+    rows = replace(rows, sampler_logprobs=-1 + torch.randn(rows.mask.shape, generator=generator))
+    old, correction = rows.sampler_logprobs.roll(1, 0), Correction(**PRESETS[preset])
+    filled = fill(rows, rows.mask, ("sampler_logprobs",))
+    for extra in (
+        {},
+        {"normalise": True},
+        {"veto": 0.1},
+        {"gate": "k3", "gate_level": "max", "gate_high": 2.0},
+    ):
+        if extra.get("gate") and correction.gate:
+            continue
+        (left, weights), (others, found) = (
+            apply_correction(replace(correction, **extra), each, torch.where(rows.mask, old, fills))
+            for each, fills in ((rows, 0.0), (filled, 5.0))
+        )
+        assert torch.equal(left.mask, others.mask)
+        assert torch.equal(left.valid, others.valid)
+        assert torch.equal(weights[rows.mask], found[rows.mask])

@@ -52,11 +52,11 @@ class RolloutBatch:
     """bool [B, T], `mask` and completions that others are compared with but that are not trained on; None: none."""
 
     owners: torch.Tensor | None = None
-    """int64 [B], the row of the rollout that each row belongs to; None where each is a rollout. The branches of one,
-    which an agent makes, are in `mask` and not in `baseline_mask`."""
+    """int64 [B], the row that stands for the rollout of each row; None where each row is a rollout. Only that row is
+    `valid` and in `baseline_mask`; the other rows of a rollout, which an agent makes, are in `mask` alone."""
     branch_lengths: torch.Tensor | None = None
-    """int64 [B], for `AlgorithmSpec.advantages`: tokens of the branches of each rollout, which are not in its row; None
-    where no rollout has any."""
+    """int64 [B], for `AlgorithmSpec.advantages`: tokens of each rollout that lie in its other rows; None where no
+    rollout has other rows."""
     turns: torch.Tensor | None = None
     """int64 [B, T], the turn of each token that the policy chose, from 0; None where no turn has its own reward."""
     turn_rewards: torch.Tensor | None = None
@@ -79,6 +79,24 @@ class RolloutBatch:
         """The index of each row's first token in the mask; T where there is none."""
         places = torch.where(self.mask, torch.arange(self.mask.shape[1]), self.mask.shape[1])
         return tuple(places.amin(dim=1).tolist())
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """The trained tokens of the rollout that each row belongs to, in all of its rows, int64 [B]."""
+        counts = self.mask.sum(dim=1)
+        if self.owners is None:
+            return counts
+        return torch.zeros_like(counts).index_add(0, self.owners, counts)[self.owners]
+
+    @property
+    def trained_rollouts(self) -> torch.Tensor:
+        """Which rows stand for a rollout that is trained on, bool [B]."""
+        is_trained = self.lengths > 0
+        return (
+            is_trained
+            if self.owners is None
+            else is_trained & (self.owners == torch.arange(len(self.owners)))
+        )
 
     def for_baselines(self) -> RolloutBatch:
         """Return the batch with the completions that are only compared with in its mask.
@@ -107,7 +125,7 @@ class RolloutBatch:
         return self if self.baseline_mask is None else replace(self, mask=self.mask | self.baseline_mask)
 
     def with_branches(self, advantages: torch.Tensor) -> torch.Tensor:
-        """Give the tokens of branches the advantage of the first token of their rollout, [B, T] to [B, T]."""
+        """Give the tokens of branches the advantage of the first token in their rollout's row, [B, T] to [B, T]."""
         if self.owners is None:
             return advantages
         mask = self.for_baselines().mask
@@ -125,12 +143,32 @@ class RolloutBatch:
         return torch.where(self.mask, advantages.flatten(0, 1).gather(1, turns), 0.0)
 
     def without(self, rejected: torch.Tensor) -> RolloutBatch:
-        """Remove the `rejected` tokens, bool [B, T], from the mask; a row that loses all its tokens becomes invalid."""
+        """Remove the `rejected` tokens, bool [B, T], from the mask.
+
+        A rollout that loses all its tokens becomes invalid. If only the row that stands for it does, the first of its
+        rows with tokens left takes its place.
+        """
         mask = self.mask & ~rejected
-        lost = (self.mask.any(dim=1) & ~mask.any(dim=1)).view_as(self.valid)
+        has_tokens = mask.any(dim=1)
+        lost = (self.mask.any(dim=1) & ~has_tokens).view_as(self.valid)
         left = replace(self, mask=mask, valid=self.valid & ~lost)
         if self.baseline_mask is not None:
             left = replace(left, baseline_mask=self.baseline_mask & ~(self.mask & rejected))
+        if self.owners is not None:
+            assert left.baseline_mask is not None
+            rows = torch.arange(len(mask))
+            places = torch.where(has_tokens, rows, len(rows))
+            first = torch.full_like(rows, len(rows)).scatter_reduce(0, self.owners, places, "amin")[
+                self.owners
+            ]
+            owners = torch.where(first < len(rows), first, self.owners)
+            stands = owners == rows
+            left = replace(
+                left,
+                owners=owners,
+                valid=(left.valid | has_tokens.view_as(self.valid)) & stands.view_as(self.valid),
+                baseline_mask=torch.where(has_tokens[:, None], mask, left.baseline_mask) & stands[:, None],
+            )
         placed = place_rewards(left.for_baselines().mask, self.rewards, self.turn_rewards)
         return replace(left, token_rewards=placed)
 

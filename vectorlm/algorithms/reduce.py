@@ -9,7 +9,11 @@ from vectorlm.settings import require_choice
 
 
 def reduce_loss(
-    per_token: torch.Tensor, mask: torch.Tensor, how: Reduction, denominator: float | None = None
+    per_token: torch.Tensor,
+    mask: torch.Tensor,
+    how: Reduction,
+    denominator: float | None = None,
+    lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum up the masked losses of one micro-batch, as a share of the whole optimizer step's loss.
 
@@ -31,6 +35,8 @@ def reduce_loss(
         mask: bool or 0/1 [B, T].
         how: A row of the table.
         denominator: Counted over the whole step; None counts these rows, except for ``sequence_sum_fixed``.
+        lengths: int64 [B], the tokens of the sequence that each row is a part of, if sequences have several rows; None
+            if every row is a sequence.
 
     Raises:
         ValueError: `how` is unknown, or a fixed denominator is missing.
@@ -42,7 +48,7 @@ def reduce_loss(
         denominator = max(count_denominator(mask, how), 1)
     per_sequence = masked_sum(per_token, mask)
     if how == "sequence_mean_token_mean":
-        per_sequence = per_sequence / mask.sum(dim=-1).clamp(min=1)
+        per_sequence = per_sequence / (mask.sum(dim=-1) if lengths is None else lengths).clamp(min=1)
     return per_sequence.sum() / denominator
 
 

@@ -23,6 +23,7 @@ COMPARED = ("policy/loss", "policy/grad_norm", "policy/entropy", "policy/kl", "r
 OF_ROLLOUTS = {
     "prompts": "prompt",
     "tokens": "token_ids",
+    "rows of branches": "branches",
     "texts": "completion",
     "the sampler's log-probabilities": "sampler_logprobs",
     "rewards": "reward",

@@ -96,6 +96,9 @@ def make_batch(
     # A loss of completions has one advantage for all turns.
     if spec.level == "token" and any(any(each.turn_rewards) for each in rollouts):
         turns, turn_rewards = _turns_of(rollouts, shape)
+        if owners is not None:
+            # The tokens of branches have the advantage of the whole rollout.
+            turns[owners != torch.arange(len(owners))] = 0
     compared = mask if owners is None else mask & valid.view(-1, 1)
     batch = RolloutBatch(
         input_ids,
@@ -115,7 +118,8 @@ def make_batch(
         owners=owners,
         turn_starts=_turn_starts_of(rollouts, shape),
     )
-    if is_stale.any():
+    # A rollout's own row may have no token to train on while its branches have.
+    if is_stale.any() or owners is not None:
         batch = batch.without(is_stale)
     return batch if batch.mask.any() else None
 

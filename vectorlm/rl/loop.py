@@ -84,7 +84,7 @@ class RLLoop:
         self.turn, self.recorder, self.topology = turn, recorder, topology
         self.rollout_log, self.timeline = rollout_log, timeline
         self.updater = Updater(models, spec, settings, topology, demonstrations)
-        self.meter = SpeedMeter(models, source.group_size, settings.peak_flops)
+        self.meter = SpeedMeter(models, settings.peak_flops)
         kl = settings.kl
         self.kl_controller = (
             None if kl.kl_target is None else AdaptiveKL(kl.kl_coef, kl.kl_target, kl.kl_horizon)
@@ -159,7 +159,7 @@ class RLLoop:
                     self.recorder.say(
                         f"step {self.step + 1}: nothing to learn, the gradient is 0; the policy stays as it is"
                     )
-        return metrics | self.meter.speeds(timer.seconds, metrics)
+        return metrics | self.meter.speeds(timer.seconds, metrics, groups)
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
         is_warm = self.models.critic is None or self.step >= self.settings.critic.warmup_steps

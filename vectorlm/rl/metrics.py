@@ -55,20 +55,25 @@ def _describe(groups: Sequence[RolloutGroup], step: int, oldest_version: int | N
     metrics |= {f"logged/{name}": value for name, value in logged.items()}
     if rewards.shape[1] > 1:
         is_same = is_constant(rewards, ~rewards.isnan())
-        scored = torch.where(rewards.isnan(), rewards.nanmean(dim=1, keepdim=True), rewards)
+        # One of completions that were not scored must not be filled in: the mean would make the spread smaller.
+        count = (~rewards.isnan()).sum(dim=1)
+        squares = (rewards - rewards.nanmean(dim=1, keepdim=True)).square().nansum(dim=1)
         # Rounding leaves equal rewards a little apart from their mean.
-        within = torch.where(is_same[:, 0], 0.0, scored.std(dim=1))
-        metrics["reward/group_std"] = within.mean().item()
+        within = torch.where(is_same[:, 0], 0.0, (squares / (count - 1).clamp(min=1)).sqrt())
+        if (count > 1).any():
+            metrics["reward/group_std"] = within[count > 1].mean().item()
         metrics["reward/constant_groups"] = is_same.float().mean().item()
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([float(each.num_policy_tokens) for each in rollouts])
-    is_cut = torch.tensor([each.is_truncated for each in rollouts])
+    is_cut = torch.tensor([any(row.is_truncated for row in each.rows) for each in rollouts])
     prompt_lengths = torch.tensor([float(len(each.prompt_token_ids)) for each in rollouts])
     metrics |= _spread("prompt/length", prompt_lengths)
     metrics |= _spread("completion/length", lengths)
     metrics |= _spread("completion/terminated_length", lengths[~is_cut])
     metrics["completion/truncated"] = is_cut.float().mean().item()
-    metrics["rollout/turns_mean"] = sum(each.num_turns for each in rollouts) / len(rollouts)
+    num_turns = sum(each.num_turns + sum(len(row.turn_places) for row in each.branches) for each in rollouts)
+    metrics["rollout/turns_mean"] = num_turns / len(rollouts)
+    metrics["rollout/rows_mean"] = sum(len(each.rows) for each in rollouts) / len(rollouts)
     metrics["rollout/replayed"] = 1 - sum(not each.is_replayed for each in rollouts) / len(rollouts)
     # Dropped groups are not trained on, so their age does not matter.
     trained = [rollout for group in kept_groups(groups) for rollout in group.rollouts]
@@ -78,7 +83,8 @@ def _describe(groups: Sequence[RolloutGroup], step: int, oldest_version: int | N
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     """Describe what is trained on."""
     mask = batch.rows.mask
-    metrics = {"reward/trained_mean": batch.rows.rewards[batch.rows.valid].nanmean().item()}
+    is_trained = batch.rows.trained_rollouts.view_as(batch.rows.rewards)
+    metrics = {"reward/trained_mean": batch.rows.rewards[is_trained].nanmean().item()}
     metrics |= _spread("advantage", batch.advantages[mask], "mean", "std", "min", "max", separator="/")
     if batch.returns is not None and batch.rows.values is not None:
         returns, values = batch.returns[mask], batch.rows.values[mask]
@@ -151,13 +157,12 @@ def count_log_ratios(
 class SpeedMeter:
     """Turns the times of a step into speeds; its only state that outlives a step is `tokens_seen`."""
 
-    def __init__(self, models: RLModels, group_size: int, peak_flops: float | None = None) -> None:
+    def __init__(self, models: RLModels, peak_flops: float | None = None) -> None:
         """Count the weights that every token is multiplied with; `peak_flops` is what all devices could do."""
         policy: Any = models.policy.model
         self._num_weights = num_multiplied(policy, bool(policy.config.tie_word_embeddings))
         if models.critic is not None:
             self._num_weights += num_multiplied(models.critic.model, has_tied_head=False)
-        self._group_size = group_size
         self._peak_flops = peak_flops
         self._device = models.policy_step.topology.device
         self._swapped_at: float | None = None
@@ -172,14 +177,16 @@ class SpeedMeter:
         busy_s = sum(end - max(start, before) for start, end in busy if end > before)
         return {"perf/engine_idle": 1 - busy_s / (swapped_at - before)}
 
-    def speeds(self, times: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return what was done per second of a step."""
+    def speeds(
+        self, times: Mapping[str, float], metrics: Mapping[str, float], groups: Sequence[RolloutGroup]
+    ) -> dict[str, float]:
+        """Return what was done per second of a step, whose rollouts are in `groups`."""
         found: dict[str, float] = {}
-        if "completion/length_mean" in metrics:
-            num_rollouts = metrics["rollout/sampled_groups"] * self._group_size
-            generated = metrics["completion/length_mean"] * num_rollouts
-            read = metrics["prompt/length_mean"] * num_rollouts
-            self.tokens_seen += int(generated + read)
+        if groups:
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            generated = sum(each.num_policy_tokens for each in rollouts)
+            read = sum(len(row.prompt_token_ids) for each in rollouts for row in each.rows)
+            self.tokens_seen += generated + read
             found["perf/tokens_seen"] = float(self.tokens_seen)
             found["perf/tokens_per_s"] = (generated + read) / times["time/step_s"]
             found["perf/generated_tokens_per_s"] = generated / times["time/generate_s"]
@@ -263,8 +270,7 @@ class MetricAccumulator:
 
 def _staleness(rollouts: Sequence[Rollout], step: int, oldest_version: int | None) -> dict[str, float]:
     """Describe how old the tokens are that are trained on."""
-    versions = [[version for version in each.versions if version >= 0] for each in rollouts]
-    versions = [each for each in versions if each]
+    versions = [each for each in (each.sampled_versions for each in rollouts) if each]
     if not versions:
         return {}
     lags = [step - version for each in versions for version in each]

@@ -150,16 +150,22 @@ def micro_batches_of(
 
 
 def map_rows(
-    batch: RolloutBatch, function: RowFunction, topology: Topology, *, max_tokens: int, packs: bool = False
+    batch: RolloutBatch,
+    function: RowFunction,
+    topology: Topology,
+    *,
+    max_tokens: int,
+    packs: bool = False,
+    groups: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Apply a model to every row, split over the ranks; called on all ranks.
+    """Apply a model to every row, or to those of some `groups`, split over the ranks; called on all ranks.
 
     Returns:
         float32 [B, T], or [n, B, T], on the CPU, the same on all ranks; 0 outside the rows.
     """
     found = None
     with torch.no_grad():
-        groups = range(len(batch.rewards))
+        groups = range(len(batch.rewards)) if groups is None else groups
         micro_batches, _ = micro_batches_of(batch, groups, topology, max_tokens=max_tokens, packs=packs)
         for micro_batch in micro_batches:
             values = function(micro_batch.inputs_of(batch))

@@ -77,11 +77,11 @@ def prepare_batch(
         weights = torch.where(batch.mask, weights, 1.0)
     batch = replace(batch, values=values, old_logprobs=old, gradient_norms=gradient_norms, weights=weights)
     compared = batch.for_baselines()
-    advantages = spec.advantages(compared, settings.hparams)
+    advantages = batch.with_branches(spec.advantages(compared, settings.hparams))
     returns = None if values is None else torch.where(batch.mask, advantages + values, 0.0)
     if isinstance(settings.hparams, WhiteningSettings) and settings.hparams.whiten_advantages:
-        advantages = whiten(advantages, compared.mask)
-    advantages = torch.where(batch.mask, batch.with_branches(advantages), 0.0)
+        advantages = whiten(advantages, batch.with_compared().mask)
+    advantages = torch.where(batch.mask, advantages, 0.0)
     if teacher is not None:
         assert old is not None
         assert settings.teacher is not None

@@ -53,14 +53,29 @@ class Rollout:
     """Whether it comes from a file; its `versions` count the steps of the run that wrote the file."""
 
     @property
+    def rows(self) -> tuple[Rollout, ...]:
+        """The rollout's own row, and its branches."""
+        return (self, *self.branches)
+
+    @property
     def is_truncated(self) -> bool:
         """Whether the last turn reached its token limit, or there was no room for another one."""
         return self.finish_reason == "length"
 
     @property
     def num_policy_tokens(self) -> int:
-        """Number of tokens that the policy chose."""
-        return sum(self.policy_mask)
+        """Number of tokens that the policy chose, in all rows."""
+        return sum(sum(row.policy_mask) for row in self.rows)
+
+    @property
+    def sampled_versions(self) -> list[int]:
+        """The weight version of each token that the policy chose, in all rows."""
+        return [
+            version
+            for row in self.rows
+            for version, is_chosen in zip(row.versions, row.policy_mask, strict=True)
+            if is_chosen and version >= 0
+        ]
 
     @property
     def policy_text(self) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from vectorlm.algorithms.batch import LossInputs
 from vectorlm.algorithms.critic import value_loss
@@ -21,7 +22,7 @@ from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.correction import weights_in_update
 from vectorlm.rl.demonstrations import Demonstrations
 from vectorlm.rl.metrics import MetricAccumulator
-from vectorlm.rl.micro_batch import MicroBatch, micro_batches_of
+from vectorlm.rl.micro_batch import MicroBatch, map_rows, micro_batches_of
 from vectorlm.rl.models import RLModels
 from vectorlm.rl.settings import StepSettings
 from vectorlm.rl.teacher import Teacher
@@ -32,6 +33,7 @@ from vectorlm.types import Batch
 class MiniBatch:
     """The groups of one optimizer step, as this rank's micro-batches; the counts are of all ranks."""
 
+    groups: Sequence[int]
     micro_batches: Sequence[MicroBatch]
     denominator: int
     """What the losses are divided by."""
@@ -108,6 +110,13 @@ class Updater:
         return hparams.reduction if isinstance(hparams, ReductionSettings) else "token_mean"
 
     @property
+    def _reads_rollouts(self) -> bool:
+        """Whether the loss of a token reads the other tokens of its rollout."""
+        hparams = self.settings.hparams
+        of_rollouts = isinstance(hparams, LevelSettings) and hparams.importance_sampling_level == "sequence"
+        return of_rollouts or self.spec.level == "completion" or self.spec.reads_weights
+
+    @property
     def _learns_distributions(self) -> bool:
         return self.settings.teacher is not None and self.settings.teacher.kind == "full"
 
@@ -130,7 +139,7 @@ class Updater:
                         packs=self.models.why_padded is None,
                         keep_groups_whole=self.spec.level == "group",
                     )
-                    yield MiniBatch(micro_batches, *self._count(batch, groups), num_computed)
+                    yield MiniBatch(groups, micro_batches, *self._count(batch, groups), num_computed)
 
     def _train_policy(
         self,
@@ -158,8 +167,9 @@ class Updater:
             before = step * self.settings.update.steps_per_batch
             texts, num_targets = self.demonstrations.micro_batches(before + index_in_batch)
         last = len(micro_batches) + len(texts) - 1
+        now = self._logprobs_now(batch, mini_batch)
         for index, micro_batch in enumerate(micro_batches):
-            loss = self._policy_loss(batch, micro_batch, mini_batch, kl_coef, accumulator)
+            loss = self._policy_loss(batch, micro_batch, mini_batch, kl_coef, accumulator, now)
             optimizer_step.backward((1 - share) * loss, is_last=index == last)
             accumulator.add("policy/loss", loss)
         for index, text in enumerate(texts, len(micro_batches)):
@@ -181,6 +191,7 @@ class Updater:
         mini_batch: MiniBatch,
         kl_coef: float,
         accumulator: MetricAccumulator,
+        now: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the loss of one micro-batch, as a share of the loss of the whole step."""
         entropy_coef, kl, teacher = self.settings.update.entropy_coef, self.settings.kl, self.settings.teacher
@@ -193,10 +204,11 @@ class Updater:
         entropy_kind: EntropyKind = "gradient" if entropy_coef > 0 else "value"
         logprobs, entropy, outside, compared = self.models.policy(rows, entropy_kind, compare)
         inputs = self._loss_inputs(batch, micro_batch, logprobs)
-        losses = self.spec.loss(inputs, self.settings.hparams)
+        rollouts = self._whole_rollouts(batch, micro_batch, inputs, now)
+        losses = self.spec.loss(rollouts, self.settings.hparams)
         num_rows = len(inputs.mask)
         wanted = {
-            "token": (*inputs.mask.shape,),
+            "token": (*rollouts.mask.shape,),
             "completion": (num_rows,),
             "group": (num_rows // inputs.rows_per_group,),
         }[self.spec.level]
@@ -206,12 +218,20 @@ class Updater:
                 f"the loss of the algorithm {self.spec.name!r} has the shape {tuple(losses.shape)}: with "
                 f"level={self.spec.level!r} it must be {wanted}, one value for each {self.spec.level}."
             )
+        # Each row of a rollout has the gradient of its own tokens, and their share of the rollout's loss and metrics.
+        lengths = shares = None
+        if batch.rows.owners is not None:
+            lengths = batch.rows.lengths[micro_batch.rows].to(micro_batch.device)
+            shares = inputs.mask.sum(dim=1) / lengths.clamp(min=1)
+            if self.spec.level == "completion":
+                losses = losses + (shares - 1) * losses.detach()
+            losses = losses[:, : inputs.mask.shape[1]] if self.spec.level == "token" else losses
         losses = self._weighted(losses, batch, micro_batch, inputs)
         losses = self._without_others(losses, batch, micro_batch, inputs, accumulator)
         # Penalty and bonus have a value for each token: they are reduced as the losses of tokens are, if there are any.
         if self.spec.level == "token":
             how, count = self._reduction, mini_batch.denominator
-            loss = reduce_loss(losses, inputs.mask, how, count)
+            loss = reduce_loss(losses, inputs.mask, how, count, lengths)
         else:
             how, count = "token_mean", mini_batch.num_tokens
             units = inputs.mask.any(dim=1).view(len(losses), -1).any(dim=1, keepdim=True)
@@ -220,25 +240,25 @@ class Updater:
             penalty = kl_estimate(logprobs, inputs.reference_logprobs, kl.kl_kind, kl.kl_straight_through)
             if kl.kl_importance_weights:
                 penalty = penalty * ratio(logprobs, inputs.old_logprobs)
-            penalty = reduce_loss(penalty, inputs.mask, how, count)
+            penalty = reduce_loss(penalty, inputs.mask, how, count, lengths)
             accumulator.add("policy/kl_loss", penalty)
             loss = loss + kl_coef * penalty
         if entropy_coef > 0:
             bonus = (
                 entropy if batch.learns is None else torch.where(micro_batch.cut(batch.learns), entropy, 0.0)
             )
-            loss = loss - entropy_coef * reduce_loss(bonus, inputs.mask, how, count)
+            loss = loss - entropy_coef * reduce_loss(bonus, inputs.mask, how, count, lengths)
         if compared is not None:
             assert teacher is not None
             divergence, reverse = compared.unbind(-1)
-            penalty = reduce_loss(divergence, inputs.mask, how, count)
+            penalty = reduce_loss(divergence, inputs.mask, how, count, lengths)
             accumulator.add("teacher/loss", penalty)
             accumulator.add_tokens("teacher/kl", reverse, inputs.mask)
             loss = loss + teacher.coef * penalty
         elif batch.teacher_logprobs is not None:
             reverse = kl_estimate(logprobs.detach(), micro_batch.cut(batch.teacher_logprobs), "k1")
             accumulator.add_tokens("teacher/kl", reverse, inputs.mask)
-        self._observe(inputs, entropy, mini_batch.num_units, accumulator)
+        self._observe(inputs, rollouts, shares, entropy, mini_batch.num_units, accumulator)
         if not self.models.policy.support.is_whole:
             accumulator.add_tokens("sampler/outside_support", outside, inputs.mask)
         if batch.old_logprobs is None:
@@ -256,7 +276,12 @@ class Updater:
         log_weights = None
         if self.spec.reads_weights and batch.rows.weights is not None:
             to_row = masked_mean if self.settings.correction.weighs_rows else masked_sum
-            log_weights = to_row(micro_batch.cut(batch.rows.weights).log(), mask)
+            if (owners := batch.rows.owners) is None:
+                log_weights = to_row(micro_batch.cut(batch.rows.weights).log(), mask)
+            else:
+                of_rows = to_row(batch.rows.weights.log(), batch.rows.mask)
+                of_rollouts = torch.zeros_like(of_rows).index_add(0, owners, of_rows)[owners]
+                log_weights = of_rollouts[micro_batch.rows].to(micro_batch.device)
         return LossInputs(
             policy_logprobs=logprobs,
             old_logprobs=logprobs.detach() if old is None else old,
@@ -267,6 +292,61 @@ class Updater:
             rows_per_group=batch.rows.rows_per_group,
             marked=cut(batch.marked),
             log_weights=log_weights,
+        )
+
+    def _logprobs_now(self, batch: TrainBatch, mini_batch: MiniBatch) -> torch.Tensor | None:
+        """Return the policy's log-probabilities [B, T] of all rows of a step, where `_whole_rollouts` needs them."""
+        if batch.rows.owners is None or batch.old_logprobs is None or not self._reads_rollouts:
+            return None
+        found = map_rows(
+            batch.rows,
+            self.models.policy.logprobs,
+            self.topology,
+            max_tokens=self.settings.update.max_tokens_per_micro_batch,
+            packs=self.models.why_padded is None,
+            groups=mini_batch.groups,
+        )
+        self.models.reshard()
+        return found
+
+    def _whole_rollouts(
+        self, batch: TrainBatch, micro_batch: MicroBatch, inputs: LossInputs, now: torch.Tensor | None
+    ) -> LossInputs:
+        """Put the tokens of a rollout's other rows, as constants, behind each row, for losses that read them.
+
+        The other rows may be in other micro-batches, so their log-probabilities come from a pass of their own. In the
+        only optimizer step of a batch they are the old ones, and any numbers that are equal will do.
+        """
+        owners, mask = batch.rows.owners, batch.rows.mask
+        if owners is None or not self._reads_rollouts:
+            return inputs
+        others = [
+            (mask & ((owners == owners[row]) & (torch.arange(len(owners)) != row))[:, None])
+            .flatten()
+            .nonzero()[:, 0]
+            for row in micro_batch.rows.tolist()
+        ]
+        places = pad_sequence(others, batch_first=True, padding_value=-1)
+
+        def joined(own: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+            found = whole.flatten()[places.clamp(min=0)].to(own)
+            return torch.cat([own, found], dim=1)
+
+        sampler = batch.rows.sampler_logprobs
+        old = sampler if batch.old_logprobs is None else batch.old_logprobs
+        reference, marked = inputs.reference_logprobs, inputs.marked
+        if reference is not None and batch.reference_logprobs is not None:
+            reference = joined(reference, batch.reference_logprobs)
+        if marked is not None and batch.marked is not None:
+            marked = joined(marked, batch.marked)
+        return replace(
+            inputs,
+            policy_logprobs=joined(inputs.policy_logprobs, sampler if now is None else now),
+            old_logprobs=joined(inputs.old_logprobs, old),
+            reference_logprobs=reference,
+            advantages=joined(inputs.advantages, batch.advantages),
+            mask=torch.cat([inputs.mask, (places >= 0).to(inputs.mask.device)], dim=1),
+            marked=marked,
         )
 
     def _weighted(
@@ -282,7 +362,10 @@ class Updater:
             weights = None if batch.rows.weights is None else micro_batch.cut(batch.rows.weights)
         if weights is None or self.spec.reads_weights:
             return losses
-        return losses * (weights if self.spec.level == "token" else weights.amax(dim=1))
+        if self.spec.level == "token":
+            return losses * weights
+        # Other tokens, prompts among them, have weights that say nothing about the completion.
+        return losses * torch.where(inputs.mask, weights, 0.0).amax(dim=1)
 
     def _without_others(
         self,
@@ -306,16 +389,24 @@ class Updater:
 
     def _count(self, batch: TrainBatch, groups: Sequence[int]) -> tuple[int, int, int]:
         """Count over the whole optimizer step: the denominator of its losses, its tokens, its completions or groups."""
-        mask = batch.rows.mask.view(-1, batch.rows.rows_per_group, batch.rows.mask.shape[1])[list(groups)]
-        has_tokens = mask.any(dim=2)
-        count = units = int((has_tokens.any(dim=1) if self.spec.level == "group" else has_tokens).sum())
+        rows = batch.rows
+        mask = rows.mask.view(-1, rows.rows_per_group, rows.mask.shape[1])[list(groups)]
+        is_trained = rows.trained_rollouts.view(-1, rows.rows_per_group)[list(groups)]
+        count = units = int((is_trained.any(dim=1) if self.spec.level == "group" else is_trained).sum())
         if self.spec.level == "token":
-            count = count_denominator(mask.flatten(0, 1), self._reduction, self.settings.max_tokens)
+            counted = mask.flatten(0, 1) if self._reduction == "token_mean" else is_trained.view(-1, 1)
+            count = count_denominator(counted, self._reduction, self.settings.max_tokens)
         return max(count, 1), max(int(mask.sum()), 1), max(units, 1)
 
     @torch.no_grad()
     def _observe(
-        self, inputs: LossInputs, entropy: torch.Tensor, num_units: int, accumulator: MetricAccumulator
+        self,
+        inputs: LossInputs,
+        rollouts: LossInputs,
+        shares: torch.Tensor | None,
+        entropy: torch.Tensor,
+        num_units: int,
+        accumulator: MetricAccumulator,
     ) -> None:
         """Add the metrics of a micro-batch: of its tokens, and the algorithm's own of completions or groups."""
         mask = inputs.mask
@@ -327,24 +418,26 @@ class Updater:
         accumulator.add_tokens("policy/ratio_mean", ratios, mask)
         accumulator.add_largest("policy/ratio_max", ratios, mask)
         if self.spec.clips is not None:
-            self._observe_clip(inputs, accumulator)
+            self._observe_clip(inputs, rollouts, accumulator)
         if inputs.reference_logprobs is not None:
             divergence = kl_estimate(inputs.policy_logprobs, inputs.reference_logprobs, "k1")
             accumulator.add_tokens("reference/kl", divergence, mask)
         size = inputs.rows_per_group if self.spec.level == "group" else 1
         units = mask.any(dim=1).view(-1, size).any(dim=1)
-        for name, values in self.spec.observe(inputs, self.settings.hparams).items():
+        for name, values in self.spec.observe(rollouts, self.settings.hparams).items():
+            values = values if shares is None else shares * values
             accumulator.add(name, torch.where(units, values, 0.0).sum() / num_units)
 
-    def _observe_clip(self, inputs: LossInputs, accumulator: MetricAccumulator) -> None:
+    def _observe_clip(self, inputs: LossInputs, rollouts: LossInputs, accumulator: MetricAccumulator) -> None:
         """Count the tokens that a clipped ratio keeps from learning."""
         hparams, mask = self.settings.hparams, inputs.mask
         assert isinstance(hparams, ClipSettings)
         logs = log_ratio(inputs.policy_logprobs, inputs.old_logprobs)
+        of_rollouts = log_ratio(rollouts.policy_logprobs, rollouts.old_logprobs)
         if self.spec.clips == "sum":
-            logs = masked_sum(logs, mask)[:, None]
+            logs = masked_sum(of_rollouts, rollouts.mask)[:, None]
         elif isinstance(hparams, LevelSettings) and hparams.importance_sampling_level == "sequence":
-            logs = masked_mean(logs, mask)[:, None]
+            logs = masked_mean(of_rollouts, rollouts.mask)[:, None]
         clipped = exp_clamped(logs).expand_as(mask)
         low = (clipped < 1 - hparams.clip_low) & (inputs.advantages < 0)
         high = (clipped > 1 + hparams.clip_high) & (inputs.advantages > 0)

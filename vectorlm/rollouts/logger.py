@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vectorlm.algorithms.reduce import masked_mean
+import torch
+
+from vectorlm.algorithms.reduce import masked_sum
 from vectorlm.encoding import shown_prompt
 from vectorlm.report.step_lines import StepLines, json_text
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.rollout import Rollout, RolloutGroup, kept_groups
-from vectorlm.rollouts.replay import record_of
+from vectorlm.rollouts.replay import record_of, row_of
 
 MAX_COLUMNS, MAX_COLUMN = 20, 200
 """Columns of the question in a line, and characters of each; with tokens they are whole, as replaying needs them."""
@@ -115,7 +117,7 @@ class RolloutLogger:
                     "reward": group.rewards[g].item(),
                     "rewards": {name: values[g].item() for name, values in group.rewards_by_name.items()},
                     "advantage": advantages.get((p, g)),
-                    "version": min((v for v in rollout.versions if v >= 0), default=None),
+                    "version": min(rollout.sampled_versions, default=None),
                     "finish_reason": rollout.finish_reason,
                     "num_turns": rollout.num_turns,
                 }
@@ -123,7 +125,17 @@ class RolloutLogger:
                     record["logged"] = dict(group.logged[g])
                 if group.source:
                     record["source"] = group.source
+                if rollout.branches or self._saves_tokens:
+                    record["branches"] = [self._row(branch) for branch in rollout.branches]
                 yield record | record_of(rollout) if self._saves_tokens else record
+
+    def _row(self, branch: Rollout) -> dict[str, Any]:
+        record = {
+            "completion": branch.text,
+            "finish_reason": branch.finish_reason,
+            "num_turns": branch.num_turns,
+        }
+        return record | row_of(branch) if self._saves_tokens else record
 
     def _table(self, step: int, groups: Sequence[RolloutGroup]) -> str:
         rows = [("reward", "prompt", "completion")]
@@ -149,12 +161,15 @@ def _advantages(batch: TrainBatch | None) -> dict[tuple[int, int], float]:
     if batch is None:
         return {}
     rows = batch.rows
-    means = masked_mean(batch.advantages, rows.mask).view(rows.rewards.shape)
+    sums, is_trained = masked_sum(batch.advantages, rows.mask), rows.trained_rollouts.view_as(rows.rewards)
+    if rows.owners is not None:
+        sums = torch.zeros_like(sums).index_add(0, rows.owners, sums)
+    means = (sums / rows.lengths.clamp(min=1)).view(rows.rewards.shape)
     return {
         (p, int(column)): float(means[p, k])
         for p, columns in enumerate(rows.columns.tolist())
         for k, column in enumerate(columns)
-        if rows.valid[p, k]
+        if is_trained[p, k]
     }
 
 

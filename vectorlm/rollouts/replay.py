@@ -24,8 +24,13 @@ RULE = "every line must be as a run with rl.rollout.save_tokens: True writes it.
 
 def record_of(rollout: Rollout) -> dict[str, Any]:
     """Return what `read_rollouts` needs besides ``prompt`` and ``completion``, as JSON values."""
+    measured = {"columns": dict(rollout.prompt_record.columns), "measured": dict(rollout.measured)}
+    return measured | row_of(rollout)
+
+
+def row_of(rollout: Rollout) -> dict[str, Any]:
+    """Return the tokens of a rollout's own row, as JSON values."""
     return {
-        "columns": dict(rollout.prompt_record.columns),
         "prompt_token_ids": list(rollout.prompt_token_ids),
         "token_ids": list(rollout.token_ids),
         "policy_mask": [int(each) for each in rollout.policy_mask],
@@ -34,7 +39,6 @@ def record_of(rollout: Rollout) -> dict[str, Any]:
         "turn_ends": list(rollout.turn_ends),
         "turn_rewards": list(rollout.turn_rewards),
         "messages": rollout.messages,
-        "measured": dict(rollout.measured),
         "turn_texts": list(rollout.turn_texts),
         "policy_contents": list(rollout.policy_contents),
     }
@@ -140,14 +144,23 @@ def _placed_rollout_of(
         raise ValueError(
             "rewards read what the policy wrote, which files of earlier versions do not tell from replies"
         )
+    record = PromptRecord(row["prompt"], dict(row["columns"]), row.get("source", ""))
+    # Files of earlier versions lack "branches" too.
+    branches = tuple(_rollout_of(each, record) for each in row.get("branches", ()))
+    measured = {name: math.nan if each is None else each for name, each in row.get("measured", {}).items()}
+    rollout = replace(_rollout_of(row, record), branches=branches, measured=measured)
+    return (int(row["train_step"]), int(row["group"])), rollout
+
+
+def _rollout_of(row: Mapping[str, Any], record: PromptRecord) -> Rollout:
     lengths = {len(row[name]) for name in ("token_ids", "policy_mask", "sampler_logprobs", "versions")}
     if len(lengths) != 1:
         raise ValueError("token_ids, policy_mask, sampler_logprobs and versions differ in length")
     logprobs = _numbers(row, "sampler_logprobs", int, float)
     if not all(map(math.isfinite, logprobs)):
         raise ValueError("sampler_logprobs must be finite")
-    rollout = Rollout(
-        PromptRecord(row["prompt"], dict(row["columns"]), row.get("source", "")),
+    return Rollout(
+        record,
         _numbers(row, "prompt_token_ids", int),
         _numbers(row, "token_ids", int),
         tuple(bool(each) for each in row["policy_mask"]),
@@ -160,12 +173,10 @@ def _placed_rollout_of(
         tuple(row.get("turn_ends", ())),
         tuple(row.get("turn_rewards", ())),
         messages=row.get("messages"),
-        measured={name: math.nan if each is None else each for name, each in row.get("measured", {}).items()},
         turn_texts=row.get("turn_texts", ()),
         policy_contents=row.get("policy_contents", ()),
         is_replayed=True,
     )
-    return (int(row["train_step"]), int(row["group"])), rollout
 
 
 def _numbers(row: Mapping[str, Any], name: str, *kinds: type) -> tuple[Any, ...]:
