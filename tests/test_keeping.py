@@ -195,6 +195,38 @@ def test_a_run_without_a_single_reward_writes_its_model_and_fails(inputs, tmp_pa
     assert (tmp_path / "run" / "final-model" / "model.safetensors").is_file()
 
 
+def test_a_run_whose_reward_returns_nothing_ends_after_three_steps(inputs, tmp_path):
+    """And after the same step if it is resumed in between."""
+    output = tmp_path / "run"
+    (inputs / "forgetful.py").write_text("def forgot(text):\n    text.count('x')\n")
+    mute = (f"rl.rewards={{'{inputs}/forgetful.py:forgot': 1.0}}", "rl.save_every=1")
+    for _ in ("from the start", "from the checkpoint of step 2"):
+        with pytest.raises(RewardError, match=r"'forgot' returned None for all 12 completions.*`return`"):
+            by_rewards(inputs, output, *mute)
+        assert [line["step"] for line in metrics_of(output)] == [0, 1, 2, 3]
+        assert steps_of(output) == [1, 2]
+    assert not (output / "final-model").exists()
+
+
+@pytest.mark.parametrize("body", ["1.0 if 'b' in prompt else None", "1 / 0"])
+def test_a_run_with_some_rewards_or_failing_calls_goes_on(inputs, tmp_path, body):
+    (inputs / "some.py").write_text(f"def some(text, prompt):\n    return {body}\n")
+    some = (f"rl.rewards={{'{inputs}/some.py:some': 1.0}}", "rl.on_reward_error=skip", "rl.max_steps=4")
+    if "/" in body:
+        with pytest.raises(RewardError, match=r"no completion of this run had a reward.*failed"):
+            by_rewards(inputs, tmp_path / "run", *some)
+    else:
+        by_rewards(inputs, tmp_path / "run", *some)
+    assert metrics_of(tmp_path / "run")[-1]["step"] == 4
+
+
+def test_one_of_two_rewards_that_returns_nothing_is_named(inputs, tmp_path, capsys):
+    (inputs / "forgetful.py").write_text("def forgot(text):\n    text.count('x')\n")
+    both = f"rl.rewards={{'{inputs}/forgetful.py:forgot': 1.0, '{inputs}/rewards.py:right': 1.0}}"
+    by_rewards(inputs, tmp_path / "run", both, "rl.max_steps=4")
+    assert "warning: The reward 'forgot' returned None for all 12 completions" in "".join(capsys.readouterr())
+
+
 def test_a_resumed_rest_without_a_reward_does_not_say_that_the_run_learned_nothing(inputs, tmp_path):
     by_rewards(inputs, tmp_path / "run", "rl.max_steps=2", "rl.save_every=1")
     for gone in ("checkpoints/step-00000002", "final-model"):

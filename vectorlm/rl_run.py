@@ -100,7 +100,7 @@ def reinforce(
         if loop.is_unscored:
             raise RewardError(
                 f"no completion of this run had a reward, so {run.output / 'final-model'} holds the weights that it "
-                "started with. Correct the reward functions: they return None where a completion cannot be scored."
+                f"started with. {loop.why_unscored}"
             )
 
 

@@ -151,3 +151,12 @@ def test_what_an_algorithm_learns_from_rewards_of_turns(name, expected):
     turns, turn_rewards = torch.tensor([[0, 1, 1]] * 2), torch.tensor([[1.5, 0.0, 0.0], [0.0] * 3])
     found = spec.advantages(batch_of(turns, turn_rewards), spec.settings)
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_a_completion_whose_first_turn_was_rejected_is_compared_in_the_turns_that_it_has():
+    """Its later turn, which no other has, is compared as the first one is; the tokens of that are in no mask."""
+    rewards = torch.tensor([[0.0, 0.0, 1.0], [0.25, 0.0, 0.0], [0.5, 0.0, 0.0]], dtype=torch.float64)
+    turns = torch.tensor([[0, 1, 1]]).expand(3, 3)
+    mask = torch.tensor([[False, False, True], [True, False, False], [True, False, False]])
+    found = by_token(rewards, turns, mask, 3)
+    assert found[mask].tolist() == [1.0 - 0.375, 0.25 - 0.75, 0.5 - 0.625]

@@ -88,6 +88,43 @@ def test_an_algorithm_of_ones_own_declares_no_setting_that_rl_has(load):
     assert "mine.py:TAKEN declares 'rl.max_kl'" in refusal("my.yaml", "rl.algorithm=mine.py:TAKEN")
 
 
+@pytest.mark.parametrize(
+    ("settings", "overrides", "key"),
+    [
+        ('reduction="sum_over_length"', [], "rl.reduction='sum_over_length'"),
+        ("margin=-1.0", [], "rl.margin=-1.0"),
+        ('margin="0.5"', [], "rl.margin='0.5'"),
+        ("margin=None", [], "rl.margin=null"),
+        ("dynamic_sampling=1", [], "rl.dynamic_sampling=1"),
+        # Values of the config take the place of defaults.
+        ("margin=-1.0", ["rl.margin=1.0"], None),
+        ("margin=1", ["rl.margin=null"], None),
+    ],
+)
+def test_the_defaults_of_an_algorithm_of_ones_own_are_checked_as_values_of_a_config(
+    load, settings, overrides, key
+):
+    with open("mine.py", "a") as file:
+        file.write(
+            f"from dataclasses import replace\nWRONG = replace(MARGIN, settings=MarginSettings({settings}))\n"
+        )
+    wrong = ["rl.algorithm=mine.py:WRONG", *overrides]
+    if key is None:
+        load(*wrong)
+    else:
+        assert key in refusal("my.yaml", *wrong)
+
+
+def test_a_setting_of_a_type_that_yaml_has_not_is_the_algorithms_own_affair(load):
+    with open("mine.py", "a") as file:
+        file.write("import torch\nfrom dataclasses import replace\n")
+        file.write(
+            "@dataclass(frozen=True, kw_only=True)\nclass Held(TokenSettings):\n    held: torch.Tensor = None\n"
+        )
+        file.write("HELD = replace(MARGIN, settings=Held())\n")
+    assert load("rl.algorithm=mine.py:HELD").rl.hyperparameters.held is None
+
+
 def test_null_stands_for_the_algorithms_own_value_also_where_it_has_none(load):
     assert load("rl.pass_k=null") == load()
 

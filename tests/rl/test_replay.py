@@ -1,6 +1,7 @@
 """Rollouts written and read back, and the order in which they are trained on."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,6 +58,34 @@ def test_rollouts_come_back_as_they_were(tmp_path):
             "measured",
         ):
             assert getattr(mine, name) == getattr(theirs, name)
+
+
+def test_the_further_rows_of_an_agent_come_back_too(tmp_path):
+    branches = [replace(rollout(5, 0), prompt_token_ids=(9,), versions=(8, -1)), rollout(6, 0)]
+    first = replace(rollout(0, 0), branches=tuple(branches), turn_rewards=(0.0, 1.0))
+    path = write(tmp_path, [[first, rollout(1, 0)]])
+    ((found, other),) = read_rollouts(path)
+    assert found == replace(
+        first,
+        is_replayed=True,
+        branches=tuple(replace(each, is_replayed=True, measured={}) for each in branches),
+    )
+    assert other.branches == ()
+    # A file of an earlier version has none.
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        del line["branches"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [each.branches for each in read_rollouts(path)[0]] == [(), ()]
+
+
+def test_a_row_of_an_agent_whose_lists_differ_in_length_is_refused(tmp_path):
+    path = write(tmp_path, [[replace(rollout(0, 0), branches=(rollout(1, 0),))]])
+    row = json.loads(path.read_text())
+    row["branches"][0]["versions"] = [7]
+    path.write_text(json.dumps(row))
+    with pytest.raises(DatasetError, match="differ in length"):
+        read_rollouts(path)
 
 
 def test_groups_of_two_steps_with_one_number_are_two(tmp_path):

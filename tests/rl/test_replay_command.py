@@ -16,6 +16,19 @@ def first(completions, wanted):
     return [float(letter in LETTERS and index % 4 == 0) for index, letter in enumerate(wanted)]
 """
 
+FORKS = """
+import json
+import urllib.request
+
+def forks(url, key, row):
+    for turn in range(3):
+        body = json.dumps({"model": "policy", "prompt": f"{row['prompt']}{turn}"}).encode()
+        request = urllib.request.Request(f"{url}/completions", body, {"Authorization": f"Bearer {key}"})
+        with urllib.request.urlopen(request) as answer:
+            text = json.load(answer)["choices"][0]["text"]
+    return float(len(text) % 3)
+"""
+
 
 def save_run(folder, rows, norms):
     folder.mkdir()
@@ -111,3 +124,33 @@ def test_a_step_that_dropped_all_its_groups_is_made_again_only_on_the_way_to_oth
     for step, num in num_kept.items():
         assert main(["replay", str(run), "--step", str(step)]) == (0 if num else 2)
         assert (f"step {step} of {run} kept none of its groups" in capsys.readouterr().err) == (num == 0)
+
+
+def test_all_rows_of_an_agent_that_starts_afresh_are_logged_and_trained_on_again(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(launcher, "launch", lambda fn, *args, world_size: [fn(*args)])
+    files, run = save_files(tmp_path), tmp_path / "run"
+    save_tiny_llama(files / "model", vocab_size=128)
+    (tmp_path / "agent.py").write_text(FORKS)
+    overrides = [
+        "rl.rewards={}",
+        f"rl.environment='openai:{tmp_path}/agent.py:forks'",
+        "rl.rollout.save_tokens=True",
+        "rl.max_steps=2",
+    ]
+    answers = iter(range(10**6))
+    with FakeEngine(lambda prompt, version: "ab" * (1 + next(answers) % 4)) as engine:
+        reinforce(config_of(files, run, "gspo", overrides), engine=engine)
+    rows, metrics = lines(run / "rollouts.jsonl"), lines(run / "metrics.jsonl")[1]
+    assert {len(row["branches"]) for row in rows} == {2}
+    first = [row for row in rows if row["train_step"] == 1]
+    each = [part for row in first for part in (row, *row["branches"])]
+    lengths = [sum(sum(part["policy_mask"]) for part in (row, *row["branches"])) for row in first]
+    assert metrics["completion/length_mean"] == pytest.approx(sum(lengths) / len(lengths))
+    assert metrics["rollout/turns_mean"] == 3
+    num_read = sum(len(part["prompt_token_ids"]) for part in each)
+    assert metrics["perf/tokens_seen"] == num_read + sum(lengths)
+    assert metrics["perf/trained_tokens"] > 0
+    assert main(["replay", str(run), "--step", "2"]) == 0
+    assert "as logged" in capsys.readouterr().out

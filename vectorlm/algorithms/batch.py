@@ -185,7 +185,10 @@ class RolloutBatch:
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """The inputs of a loss: B rows of a micro-batch, the rows of a group next to each other."""
+    """The inputs of a loss: B rows of a micro-batch, the rows of a group next to each other.
+
+    In losses that read whole rollouts, the tokens of a rollout's other rows follow behind each row, without gradient.
+    """
 
     policy_logprobs: torch.Tensor
     """float [B, T], with gradient."""

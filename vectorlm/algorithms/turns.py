@@ -13,7 +13,7 @@ def turn_advantages(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compare the return of each turn with the mean of the others that came so far.
 
-    With G[i, k] the reward of completion i from turn k on, over the completions j other than i that have a turn k:
+    With G[i, k] the reward of completion i from turn k on, over the completions j other than i that came to a turn k:
 
         A[i, k] = G[i, k] - mean_j G[j, k]
 
@@ -39,6 +39,8 @@ def turn_advantages(
     rewards = empty.scatter_add(1, index, torch.where(mask, token_rewards, 0.0))
     has_turn = empty.scatter_add(1, index, mask.to(empty.dtype)) > 0
     shape = (-1, group_size, num_turns)
+    # A completion came through the turns before one that it has, also where a correction has rejected their tokens.
+    has_turn = has_turn.int().flip(1).cummax(1).values.flip(1).bool()
     returns, has_turn = rewards.flip(1).cumsum(1).flip(1).view(shape), has_turn.view(shape)
     kept = torch.where(has_turn, returns, 0.0)
     num_others = has_turn.sum(dim=1, keepdim=True) - has_turn.int()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import asdict, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import PydanticSchemaGenerationError
 
 from vectorlm.config.foreign import FOREIGN
 from vectorlm.config.schema import ALIASES, Config, RLSettings, SamplerSettings
@@ -192,11 +194,17 @@ def _settings_of_algorithm(
     if algorithm is None or not isinstance(algorithm.value, str):
         return {}
     try:
-        kind: type = type(start_of(algorithm.value))
+        start = start_of(algorithm.value)
     except ConfigError as error:
         problems.append(f"{error} ({algorithm.origin})")
         return {}
-    own = settings_of(kind)
+    own = settings_of(type(start))
+    given = {key for key, child in entry.value.items() if child.value is not None}
+    for key in [] if algorithm.value in SETTINGS else own.keys() - given:
+        # A type that no YAML has, such as a tensor's, has no rule to break.
+        with suppress(PydanticSchemaGenerationError):
+            default = Entry(getattr(start, own[key].field), f"the default in {algorithm.value}")
+            _read_setting(own[key], default, prefix + key, problems)
     # Those of all algorithms are in the schema twice, and may be null.
     for key in [key for key in own if key in known and not known[key].null]:
         problems.append(

@@ -153,7 +153,10 @@ def correction_problems(
     if correction.bypass and (correction.gate or correction.veto is not None or correction.normalise):
         rule = "makes no forward pass of the old policy, which gates, vetoes and normalised weights need"
         yield "bypass", True, rule, "Use another preset, or leave them out."
-    if spec.level == "completion" and correction.level is not None and not correction.weighs_rows:
+    if spec.level == "group" and correction.level is not None:
+        rule = f"gives completions different weights, and {spec.name} has one loss for a whole group"
+        yield "level", correction.level, rule, "Leave it out."
+    elif spec.level == "completion" and correction.level is not None and not correction.weighs_rows:
         rule = f"gives tokens different weights, and {spec.name} has one loss for a whole completion"
         yield "level", correction.level, rule, "Use sequence, or geometric with mode: truncate."
     if not (correction.low or 0) <= 1 <= (1 if correction.high is None else correction.high):

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from vectorlm.algorithms.kl import AdaptiveKL
 from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.errors import RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch, make_batch
 from vectorlm.rl.demonstrations import Demonstrations
@@ -19,6 +20,9 @@ from vectorlm.rl.settings import StepSettings
 from vectorlm.rl.update import Updater
 from vectorlm.train.device_turn import DeviceTurn
 from vectorlm.train.recorder import Recorder, Span, Timer
+
+UNSCORED_STEPS = 3
+"""Steps without any reward after which a run ends."""
 
 
 class Source(Protocol):
@@ -91,7 +95,11 @@ class RLLoop:
         )
         self.step = 0
         self._num_scored = 0
-        """Steps in which a completion had a reward, those before a resumption included."""
+        """Steps in which a completion had a reward, or that trained without one; those before a resumption included."""
+        self._num_unscored = 0
+        """Steps before all of these in which no call of a reward function failed."""
+        self._unscored: dict[str, int] = {}
+        """Completions for which a reward function returned None, by its name; 0 if it has returned a number."""
         self._busy: list[tuple[float, float]] = []
 
     def run(self) -> None:
@@ -99,7 +107,8 @@ class RLLoop:
 
         Raises:
             NonFiniteLoss: Training diverged; the step changed no weights.
-            RewardError: A reward function failed, and the run is set to stop then.
+            RewardError: A reward function failed, and the run is set to stop then; or the functions have returned None
+                for every completion of the first `UNSCORED_STEPS` steps.
         """
         models = self.models.trained(with_reference=self.settings.kl.reference_sync_every is not None)
         saved = self.recorder.resume(models)
@@ -110,7 +119,6 @@ class RLLoop:
         while self.step < self.recorder.num_steps and not self.recorder.stopping.is_over:
             metrics = self._train()
             self.step += 1
-            self._num_scored += "reward/mean" in metrics
             self.updater.follow_run(self.step)
             metrics |= self._follow(metrics) | self._evaluate()
             ends = self.recorder.ends_by_user(self.step, metrics, self.rollout_log.records)
@@ -121,6 +129,12 @@ class RLLoop:
             busy = self._busy + self.turn.busy if is_last else self._busy
             self.timeline.write(self.step, self.recorder.timer.spans, busy)
             self.recorder.write(self.step, metrics)
+            if self.is_unscored and self._num_unscored == UNSCORED_STEPS:
+                raise RewardError(
+                    f"no completion of {UNSCORED_STEPS} steps had a reward. {self.why_unscored}"
+                )
+            if self.step == UNSCORED_STEPS and any(self._unscored.values()):
+                self.recorder.say(f"warning: {self.why_unscored}")
             self.recorder.save_if_due(self.step, models, self._state)
 
     def _train(self) -> dict[str, float]:
@@ -159,6 +173,7 @@ class RLLoop:
                     self.recorder.say(
                         f"step {self.step + 1}: nothing to learn, the gradient is 0; the policy stays as it is"
                     )
+        self._count_scores(groups, metrics)
         return metrics | self.meter.speeds(timer.seconds, metrics, groups)
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
@@ -168,8 +183,33 @@ class RLLoop:
 
     @property
     def is_unscored(self) -> bool:
-        """Whether steps were made, and none of their completions had a reward."""
+        """Whether steps were made, none of their completions had a reward, and nothing was learned without one."""
         return self.step > 0 and self._num_scored == 0
+
+    @property
+    def why_unscored(self) -> str:
+        """What is wrong where `is_unscored`, and what to do."""
+        if not any(self._unscored.values()):
+            return "Correct the reward functions, whose calls failed: reward/errors counts them."
+        found = ", ".join(
+            f"{name!r} returned None for all {count} completions"
+            for name, count in self._unscored.items()
+            if count
+        )
+        return f"The reward {found}. Did it forget `return`?"
+
+    def _count_scores(self, groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
+        if "reward/mean" in metrics or "policy/loss" in metrics:
+            self._num_scored += 1
+        # A call that failed, and is skipped, has not returned None.
+        if not groups or metrics["reward/errors"]:
+            return
+        self._num_unscored += self._num_scored == 0
+        for group in groups:
+            for name, values in group.rewards_by_name.items():
+                before = self._unscored.get(name)
+                has_scored = before == 0 or not values.isnan().all()
+                self._unscored[name] = 0 if has_scored else (before or 0) + len(values)
 
     @property
     def kl_coef(self) -> float:
@@ -204,6 +244,7 @@ class RLLoop:
             "rollouts": self.source.state(),
             "tokens_seen": self.meter.tokens_seen,
             "num_scored": self._num_scored,
+            "unscored": (self._num_unscored, dict(self._unscored)),
             "kl": None if self.kl_controller is None else self.kl_controller.state_dict(),
         }
 
@@ -218,3 +259,5 @@ class RLLoop:
         self.step = self.recorder.resume_step or 0
         # Checkpoints of earlier versions lack it; most of their steps had rewards.
         self._num_scored = state.get("num_scored", self.step)
+        self._num_unscored, counts = state.get("unscored", (0, {}))
+        self._unscored = dict(counts)

@@ -328,25 +328,20 @@ class Updater:
         ]
         places = pad_sequence(others, batch_first=True, padding_value=-1)
 
-        def joined(own: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-            found = whole.flatten()[places.clamp(min=0)].to(own)
-            return torch.cat([own, found], dim=1)
+        def joined(own: torch.Tensor, whole: torch.Tensor | None) -> torch.Tensor:
+            assert whole is not None
+            return torch.cat([own, whole.flatten()[places.clamp(min=0)].to(own)], dim=1)
 
-        sampler = batch.rows.sampler_logprobs
+        sampler, reference, marked = batch.rows.sampler_logprobs, inputs.reference_logprobs, inputs.marked
         old = sampler if batch.old_logprobs is None else batch.old_logprobs
-        reference, marked = inputs.reference_logprobs, inputs.marked
-        if reference is not None and batch.reference_logprobs is not None:
-            reference = joined(reference, batch.reference_logprobs)
-        if marked is not None and batch.marked is not None:
-            marked = joined(marked, batch.marked)
         return replace(
             inputs,
             policy_logprobs=joined(inputs.policy_logprobs, sampler if now is None else now),
             old_logprobs=joined(inputs.old_logprobs, old),
-            reference_logprobs=reference,
+            reference_logprobs=None if reference is None else joined(reference, batch.reference_logprobs),
             advantages=joined(inputs.advantages, batch.advantages),
             mask=torch.cat([inputs.mask, (places >= 0).to(inputs.mask.device)], dim=1),
-            marked=marked,
+            marked=None if marked is None else joined(marked, batch.marked),
         )
 
     def _weighted(
