@@ -91,12 +91,8 @@ class RolloutBatch:
     @property
     def trained_rollouts(self) -> torch.Tensor:
         """Which rows stand for a rollout that is trained on, bool [B]."""
-        is_trained = self.lengths > 0
-        return (
-            is_trained
-            if self.owners is None
-            else is_trained & (self.owners == torch.arange(len(self.owners)))
-        )
+        rows = torch.arange(len(self.mask))
+        return (self.lengths > 0) & (rows == (rows if self.owners is None else self.owners))
 
     def for_baselines(self) -> RolloutBatch:
         """Return the batch with the completions that are only compared with in its mask.
@@ -158,10 +154,8 @@ class RolloutBatch:
             assert left.baseline_mask is not None
             rows = torch.arange(len(mask))
             places = torch.where(has_tokens, rows, len(rows))
-            first = torch.full_like(rows, len(rows)).scatter_reduce(0, self.owners, places, "amin")[
-                self.owners
-            ]
-            owners = torch.where(first < len(rows), first, self.owners)
+            first = torch.full_like(rows, len(rows)).scatter_reduce(0, self.owners, places, "amin")
+            owners = torch.where(first < len(rows), first, self.owners)[self.owners]
             stands = owners == rows
             left = replace(
                 left,

@@ -320,12 +320,11 @@ class Updater:
         owners, mask = batch.rows.owners, batch.rows.mask
         if owners is None or not self._reads_rollouts:
             return inputs
-        others = [
-            (mask & ((owners == owners[row]) & (torch.arange(len(owners)) != row))[:, None])
-            .flatten()
-            .nonzero()[:, 0]
-            for row in micro_batch.rows.tolist()
-        ]
+        others = []
+        for row in micro_batch.rows.tolist():
+            rows = torch.nonzero((owners == owners[row]) & (torch.arange(len(owners)) != row))[:, 0]
+            index, place = torch.nonzero(mask[rows], as_tuple=True)
+            others.append(rows[index] * mask.shape[1] + place)
         places = pad_sequence(others, batch_first=True, padding_value=-1)
 
         def joined(own: torch.Tensor, whole: torch.Tensor | None) -> torch.Tensor:
