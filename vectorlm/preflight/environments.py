@@ -173,11 +173,8 @@ def call_notes(
     ]
     call = ToolCall(tools[0]["function"]["name"], {"x": 1}, id="1" * CALL_ID_LENGTH)
     called, told = message_of("", [call]), tool_message(call, "done")
-    chat = (
-        split_begun(record.prompt)[0]
-        if is_messages(record.prompt)
-        else [{"role": "user", "content": "question"}]
-    )
+    prompt: Any = record.prompt
+    chat = split_begun(prompt)[0] if is_messages(prompt) else [{"role": "user", "content": "question"}]
     try:
         encode_reply([*chat, called, told], [told], (), tokenizer, tools)
         with_text, with_call = (
