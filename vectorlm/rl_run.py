@@ -34,6 +34,7 @@ from vectorlm.rl.models import (
     load_critic,
     load_reference,
     num_logits,
+    require_quiet,
 )
 from vectorlm.rl.prompts import Curriculum, PromptMixture
 from vectorlm.rl.settings import CPU_PASS_TOKENS, StepSettings
@@ -191,6 +192,7 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         device=run.topology.device,
         context=run.context,
     )
+    require_quiet("policy", model, policy.untruncated())
     num_batches = max(rl.max_steps - warmup_steps, 1)
     policy_step = optimizer_step(policy.model, num_batches, settings.loop.max_grad_norm, "policy", None)
     reference = critic = critic_step = None
@@ -202,6 +204,7 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
     if spec.needs_critic:
         critic_model = load_critic(rl.critic.model or path, run.load_sharded, settings.model.dtype)
         critic = Critic(critic_model, policy)
+        require_quiet("critic", critic_model, critic)
         critic_step = optimizer_step(
             critic.model, rl.max_steps, rl.critic.max_grad_norm, "critic", rl.critic.lr
         )

@@ -12,7 +12,7 @@ from vectorlm.config import Config
 from vectorlm.data.loader import StepLoader
 from vectorlm.preflight.checked import CheckedConfig
 from vectorlm.ranks.topology import Topology
-from vectorlm.rl.models import disable_dropout
+from vectorlm.rl.models import disable_dropout, require_quiet
 from vectorlm.run import Run, open_run
 from vectorlm.run_output import export, finish, open_recorder
 from vectorlm.train.language_model import LanguageModel
@@ -104,6 +104,7 @@ def _objective(
     packs, ignore_index = run.config.train_parameters.model.pack_rows, run.config.text.ignore_index
     if (reward_model := run.config.reward_model) is not None:
         scorer = Scorer(model, packs=packs, device=run.topology.device, context=run.context)
+        require_quiet("reward model", model, scorer)
         if reward_model.step_separator is not None:
             return Steps(scorer, ignore_index), scorer.why_padded
         return RewardPairs(scorer, reward_model.center_coef, ignore_index), scorer.why_padded
@@ -111,6 +112,7 @@ def _objective(
     preference = run.config.preference
     if preference is None:
         return NextTokens(language_model, ignore_index), language_model.why_padded
+    require_quiet("policy", model, language_model)
     spec = PAIR_LOSSES.get(preference.loss)
     averages = spec is not None and spec.averages
     if preference.length_normalised is not None:

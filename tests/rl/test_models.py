@@ -1,11 +1,13 @@
 """Critic, reference and reward models: what they say, on one rank and on two."""
 
+import copy
 import json
 import shutil
 from functools import partial
 
 import pytest
 import torch
+import transformers
 from batches import rollout_of
 from peft import PeftModel
 from rank_processes import on_ranks, save_adapters
@@ -22,7 +24,7 @@ from vectorlm.lora.folder import STARTING, continue_lora, options_of, start_alon
 from vectorlm.lora.load import add_lora
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.reward_model import RewardModel
-from vectorlm.rl.models import Critic, Reference, disable_dropout, load_critic
+from vectorlm.rl.models import Critic, Reference, disable_dropout, load_critic, require_quiet
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import STEP_SEPARATOR, load_model
 from vectorlm.train.optimizer_step import OptimizerStep
@@ -188,6 +190,105 @@ def test_without_dropout_two_passes_agree(folder):
     disable_dropout(model)
     assert torch.equal(policy.logprobs(ROWS), policy.logprobs(ROWS))
     assert model.training, "activation checkpointing needs training mode"
+
+
+SMALL = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+NOISY = {
+    "class defaults": transformers.SeedOssConfig(**SMALL, head_dim=8),
+    "three kinds": transformers.Starcoder2Config(
+        **SMALL, residual_dropout=0.1, embedding_dropout=0.1, attention_dropout=0.1
+    ),
+    "layers": transformers.OPTConfig(
+        vocab_size=48,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        dropout=0.0,
+        layerdrop=0.02,
+    ),
+    "router": transformers.MixtralConfig(**SMALL, **EXPERTS, router_jitter_noise=0.1),
+    "input of the router": transformers.PhimoeConfig(
+        **SMALL, **EXPERTS, router_jitter_noise=0.01, input_jitter_noise=0.01
+    ),
+    "read in each pass": transformers.GPTNeoConfig(
+        vocab_size=48,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global"], 2]],
+        attention_dropout=0.1,
+    ),
+}
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("name", NOISY)
+def test_noise_by_any_name_is_seen_and_turned_off_and_exported_as_it_was(folder, tmp_path, name, packs):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(NOISY[name])).train()
+    before = model.config.to_dict()
+    policy = LanguageModel(model, packs=packs)
+    with pytest.raises(ConfigError, match="the policy draws at random"):
+        require_quiet("policy", model, policy)
+    state = torch.get_rng_state()
+    require_quiet("policy", disable_dropout(model), policy)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training, "activation checkpointing needs training mode"
+    export_model(model, folder, tmp_path / "model")
+    after = transformers.AutoConfig.from_pretrained(tmp_path / "model").to_dict()
+    noisy = {name for name in before if "drop" in name or "jitter" in name}
+    assert {name: after[name] for name in noisy} == {name: before[name] for name in noisy}
+    require_quiet("policy", model, policy)
+
+
+class Shaky(torch.nn.Module):
+    """A layer that leaves out one pass in fifty, by a number that no config has."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.rate = inner, 0.02
+
+    def forward(self, states):
+        kept = self.inner(states)
+        return kept if torch.rand([]) >= self.rate else kept * 0.0
+
+
+def shaken(topology, folder, packs):
+    def load(is_empty):
+        model = disable_dropout(load_model(folder, is_empty=is_empty))
+        model.model.layers[1].mlp = Shaky(model.model.layers[1].mlp)
+        return model
+
+    model = load_sharded(load, topology, ModelSettings())
+    policy = LanguageModel(model, packs=packs)
+    state = torch.get_rng_state()
+    with pytest.raises(ConfigError, match=r"first differ at model\.layers\.1\.mlp \(Shaky\)"):
+        require_quiet("policy", model, policy)
+    return torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_ranks_refuse_noise_that_no_config_names(folder, packs):
+    assert on_ranks(2, shaken, folder, packs) == [True, True]
+
+
+def test_dropout_before_a_head_of_zeros_is_seen(folder):
+    model = load_critic(str(folder), lambda load: load(False))
+    critic = Critic(model, LanguageModel(disable_dropout(load_model(folder))))
+    require_quiet("critic", model, critic)
+    model.dropout.p = 0.5
+    with pytest.raises(ConfigError, match="the critic draws at random"):
+        require_quiet("critic", model, critic)
 
 
 @pytest.mark.parametrize("packs", [True, False])

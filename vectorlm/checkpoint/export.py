@@ -155,9 +155,14 @@ def write_model(
     if is_whole:
         # transformers would refuse to write some that it reads.
         model.generation_config = type(generation_config)()
+    noise: Any = getattr(model, "training_noise", ())
+    for config, name, value in noise:
+        setattr(config, name, value)
     try:
         model.save_pretrained(work, state_dict=dict(weights), max_shard_size=MAX_SHARD, **of_adapters)
     finally:
+        for config, name, _ in noise:
+            setattr(config, name, 0.0)
         if is_whole:
             model.generation_config = generation_config
     if is_whole:

@@ -14,7 +14,7 @@ from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rewards.function import shown
 from vectorlm.rl.micro_batch import map_rows
-from vectorlm.rl.models import LoadSharded, disable_dropout
+from vectorlm.rl.models import LoadSharded
 from vectorlm.rl.rollout import Rollout
 from vectorlm.train.load import STEP_SEPARATOR, load_pretrained
 from vectorlm.train.packing import Rows
@@ -63,7 +63,7 @@ class RewardModel:
                 raise ConfigError(
                     f"reward model {path!r} has {model.config.num_labels} labels: it must have one."
                 )
-            return disable_dropout(model).requires_grad_(False)
+            return model.eval().requires_grad_(False)
 
         self._model: Any = load_sharded(load)
         self._config: Any = self._model.config

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig
 
 from vectorlm.algorithms.logprobs import align
+from vectorlm.checkpoint.state import capture_rng, restore_rng
 from vectorlm.errors import ConfigError
 from vectorlm.rl.teacher import ServerTeacher, Teacher, beside
 from vectorlm.train.attention import PACKED
-from vectorlm.train.language_model import LanguageModel, inner_model, require_packed
+from vectorlm.train.language_model import LanguageModel, inner_model, probe, require_packed
 from vectorlm.train.load import load_pretrained
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
 from vectorlm.train.packing import Rows, pack
@@ -24,6 +32,12 @@ from vectorlm.weights.plan import reshard
 
 LoadSharded = Callable[[Callable[[bool], nn.Module]], nn.Module]
 """Shards a model over the ranks, in place."""
+NOISE = re.compile("drop|jitter|noise")
+"""Part of the names of most settings of noise."""
+NUM_SMALL, NUM_DRAWS = 64, 256
+"""Up to how many numbers a draw counts as small, and how many draws `require_quiet` makes of it."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes: the integers that show a number's bits."""
 
 
 class Reference:
@@ -155,7 +169,8 @@ def load_reference(
         model = read(is_empty=is_empty)
         if num_tokens is not None and num_logits(model) > num_tokens:
             model.resize_token_embeddings(num_tokens, mean_resizing=False)
-        return disable_dropout(model).requires_grad_(False)
+        # Frozen: noise of training mode is of no use to it.
+        return model.eval().requires_grad_(False)
 
     return load_sharded(load)
 
@@ -193,11 +208,102 @@ def load_critic(path: str, load_sharded: LoadSharded, dtype: str = "float32") ->
 
 
 def disable_dropout(model: Any) -> Any:
-    """Turn off all dropout, so that two forward passes agree; the model stays in training mode."""
+    """Set noise of training mode to 0, as far as its name tells; the model stays in training mode.
+
+    ``model.training_noise`` keeps what the config had, for the export. `require_quiet` shows whether noise is left.
+    """
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout_p", "dropout"):
-            if isinstance(inspect.getattr_static(module, name, None), float):
+        names = {*_noise_names(type(module)), *filter(NOISE.search, vars(module))}
+        for name in names | ({"p"} if "drop" in type(module).__name__.lower() else set()):
+            if _is_noise(inspect.getattr_static(module, name, None)):
                 setattr(module, name, 0.0)
+    inner, found = inner_model(model), []
+    configs: list[Any] = [inner.config]
+    for config in configs:
+        # Some models read their config in each pass.
+        values = vars(config)
+        for name in {*_noise_names(type(config)), *filter(NOISE.search, values)}:
+            if _is_noise(value := inspect.getattr_static(config, name, None)):
+                found.append((config, name, value))
+                setattr(config, name, 0.0)
+        configs += [each for each in values.values() if isinstance(each, PreTrainedConfig)]
+    inner.training_noise = found
     return model
+
+
+@cache
+def _noise_names(kind: type) -> list[str]:
+    return list(filter(NOISE.search, dir(kind)))
+
+
+def _is_noise(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value <= 1
+
+
+class _Extremes(TorchDispatchMode):
+    """Replaces small random draws by the least or the largest of many, which shows noise that is seldom drawn."""
+
+    def __init__(self, pick: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self._pick = pick
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        is_draw = torch.Tag.nondeterministic_seeded in func.tags and isinstance(found, torch.Tensor)
+        if is_draw and found.numel() <= NUM_SMALL:
+            draws = [found.clone(), *(func(*args, **(kwargs or {})).clone() for _ in range(NUM_DRAWS))]
+            found.copy_(self._pick(torch.stack(draws), dim=0))
+        return found
+
+
+@torch.no_grad()
+def require_quiet(role: str, model: nn.Module, compute: Callable[[Rows], Any]) -> None:
+    """Raise unless two passes of a model in training mode agree bit for bit; called on all ranks.
+
+    The random generators stay as they are.
+
+    Raises:
+        ConfigError: The passes differ; the text names the first module whose outputs do.
+    """
+    rows, before = probe(model), capture_rng()
+    passes: list[list[tuple[str, torch.Tensor]]] = []
+
+    def note(name: str, module: nn.Module, _: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor):
+                bits = tensor.detach().reshape(-1).view(BITS[tensor.dtype.itemsize])
+                passes[-1].append((f"{name} ({type(module).__name__})", bits.sum(dtype=torch.int64)))
+
+    hooks = [each.register_forward_hook(partial(note, name)) for name, each in model.named_modules()]
+    try:
+        for pick in (torch.amin, torch.amax):
+            passes.append([])
+            with _Extremes(pick), torch.compiler.set_stance("force_eager"):
+                compute(rows)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        after = capture_rng()
+        restore_rng(before)
+    reshard(model)
+    sums = [torch.stack([value for _, value in each]).tolist() for each in passes]
+    first, second = (
+        [(name, value) for (name, _), value in zip(each, values, strict=True)]
+        for each, values in zip(passes, sums, strict=True)
+    )
+    where = next((one[0] for one, two in zip_longest(first, second, fillvalue=("", 0)) if one != two), None)
+    if after["cuda"] is not None and all(
+        torch.equal(after[each], before[each]) for each in ("torch", "cuda")
+    ):
+        # Nothing was drawn; some kernels of CUDA add in another order each time.
+        where = None
+    found: list[str | None] = [where]
+    if dist.is_initialized():
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, where)
+    if where := next((each for each in found if each is not None), None):
+        raise ConfigError(
+            f"model: the {role} draws at random in training mode, and its log-probabilities or scores would be noise: "
+            f"two passes of the same tokens first differ at {where}. Set the noise that it draws, such as a dropout "
+            "or a jitter, to 0 in its config.json, or choose another model."
+        )

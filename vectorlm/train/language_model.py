@@ -265,12 +265,7 @@ def prepare_packing(
         register_fsdp_forward_method(model, "packed_pass")
     reason = _why_not_packed(causal) if packs else "pack_rows is False"
     if reason is None:
-        input_ids = torch.arange(40).view(4, 10) % causal.config.get_text_config().vocab_size
-        input_ids[1:3, :5] = input_ids[0, :5]
-        lengths = torch.tensor([7, 10, 6, 9])[:, None]
-        attention_mask = (torch.arange(10) < lengths).long()
-        is_asked = attention_mask.bool() & (torch.arange(10) > 4)
-        rows = Rows(input_ids, attention_mask, is_asked, (0, 0, 0, 1))
+        rows = probe(model)
         was_training = model.training
         before = causal.config._attn_implementation
         model.eval()
@@ -290,6 +285,15 @@ def prepare_packing(
             causal.set_attn_implementation(before)
     require_packed(context, reason)
     return reason
+
+
+def probe(model: nn.Module) -> Rows:
+    """Return a few short rows of two groups, to try a model with."""
+    input_ids = torch.arange(40).view(4, 10) % inner_model(model).config.get_text_config().vocab_size
+    input_ids[1:3, :5] = input_ids[0, :5]
+    attention_mask = (torch.arange(10) < torch.tensor([7, 10, 6, 9])[:, None]).long()
+    is_asked = attention_mask.bool() & (torch.arange(10) > 4)
+    return Rows(input_ids, attention_mask, is_asked, (0, 0, 0, 1))
 
 
 def inner_model(model: nn.Module) -> Any:
