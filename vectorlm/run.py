@@ -255,8 +255,7 @@ def _look(
     stack.enter_context(held(output))
     for leftover in output.glob(f"{REHEARSAL}*"):  # Of a run that was killed at its start.
         shutil.rmtree(leftover, ignore_errors=True)
-    rehearse(checked.config)
-    notes = [f"  note: {note}" for note in notes_of(checked.config)]
+    notes = [f"  note: {note}" for note in (*notes_of(checked.config), *rehearse(checked.config))]
     print(*notes, report, sep="\n", file=sys.stderr, flush=True)
     # Of an earlier run: `vectorlm watch` shows this one as starting until its models are loaded.
     (output / START).unlink(missing_ok=True)

@@ -45,14 +45,15 @@ def run(args: argparse.Namespace) -> int:
         device_bytes=device_bytes,
         ranks_per_node=args.world_size // args.nnodes,
     )
+    notes: list[str] = []
     # A description alone is planned with.
     if not missing_files(Path(checked.config.model)):
         # It imports torch and transformers.
         from vectorlm.preflight.rehearsal import rehearse
 
-        rehearse(checked.config)
+        notes = rehearse(checked.config)
     print(f"{args.yaml_path}: ok")
-    print(summarise(checked, args.world_size, args.nnodes))
+    print(summarise(checked, args.world_size, args.nnodes, notes))
     print(report)
     return 0
 

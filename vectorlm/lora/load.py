@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,50 @@ def add_lora(model: PreTrainedModel, lora_config: Mapping[str, Any]) -> nn.Modul
             f"train_parameters.lora_peft_config={dict(lora_config)} cannot be used: {error} "
             "It takes the arguments of peft.LoraConfig."
         ) from error
+
+
+def unmatched_names(model: Any, options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names in these options of a model's adapters that no layer has, as PEFT compares them."""
+    from peft.utils.other import get_pattern_key
+
+    modules = list(model.get_base_model().named_modules())
+    adapted = [name for name, module in modules if is_lora_layer(module)]
+    tests: dict[str, Callable[[Any], bool]] = {
+        name: lambda given: any(f".{each}".endswith(f".{given}") for each, _ in modules)
+        for name in ("target_modules", "exclude_modules", "modules_to_save")
+    }
+    for name in ("rank_pattern", "alpha_pattern"):
+        tests[name] = lambda given: any(
+            each == given or get_pattern_key([given], each) != each for each in adapted
+        )
+    tests["layers_to_transform"] = lambda given: any(f".{given}." in each for each in adapted)
+    tests["layers_pattern"] = lambda given: any(re.search(rf"(^|\.){given}\.\d+\.", each) for each in adapted)
+    for option, has in tests.items():
+        names = options.get(option) or ()
+        is_alone = isinstance(names, str | int)
+        if is_alone and option.endswith("_modules"):
+            # An expression for whole names. PEFT refuses one that targets nothing, and writes a list in a short form.
+            if option == "exclude_modules" and not any(re.fullmatch(names, each) for each, _ in modules):
+                yield f"{option} {names!r}"
+            continue
+        if option == "layers_to_transform" and options.get(option) == 0:
+            names, is_alone = 0, True
+        for given in (names,) if is_alone else names:
+            if not has(given):
+                yield f"{option} {given!r}"
+
+
+def is_still(model: Any) -> bool:
+    """Whether no trained weight of a model with adapters can get a gradient other than 0."""
+    layers = [module for module in model.modules() if is_lora_layer(module)]
+    still = {
+        id(parameter)
+        for layer in layers
+        if not any(layer.scaling.values())
+        or all(getattr(each, "p", 0) == 1 for each in layer.lora_dropout.values())
+        for parameter in layer.parameters()
+    }
+    return all(id(each) in still for each in model.parameters() if each.requires_grad)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from vectorlm.config.schema import Config, RLSettings
 from vectorlm.config.setting import all_settings
@@ -16,8 +16,8 @@ from vectorlm.train.settings import WITH_CHECKPOINTS
 from vectorlm.types import ENVIRONMENT
 
 
-def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1) -> str:
-    """Return what the run will do, one aspect a line, and then notes."""
+def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1, notes: Sequence[str] = ()) -> str:
+    """Return what the run will do, one aspect a line, and then the config's notes and `notes`."""
     config, train = checked.config, checked.config.train_parameters
     ranks = f"{world_size}" + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
     on_cpu, on_cuda = map(train.model.dtype_on, (False, True))
@@ -43,7 +43,7 @@ def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1) -> st
         rows["goes on"] = f"no: {say_finished(config, found)}" if found.is_finished else goes_on
     width = max(map(len, rows))
     lines = [f"  {name:<{width}}  {text}" for name, text in rows.items()]
-    return "\n".join(lines + [f"  {'note':<{width}}  {text}" for text in notes_of(config)])
+    return "\n".join(lines + [f"  {'note':<{width}}  {text}" for text in (*notes_of(config), *notes)])
 
 
 def notes_of(config: Config) -> Iterator[str]:
