@@ -249,3 +249,24 @@ def test_blocks_of_a_rank_s_shard_are_of_this_number_of_ranks_and_replicas_round
         "name=adamw4bit", "bf16_stochastic_round=true", "train_parameters.sharding_strategy=NO_SHARD"
     )
     assert text.startswith("train_parameters.sharding_strategy='NO_SHARD'")
+
+
+def thin(topology):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4))
+    model = add_lora(model, {"r": 1, "target_modules": ["q_proj"]})
+    shard_model(model, topology)
+    optimizer = make_optimizer(OptimizerSettings(name="muon", lr=3e-3), model, False)
+    training = OptimizerStep(
+        model, optimizer, Schedule("constant", optimizer, num_warmup_steps=0, num_steps=9), 1.0, topology
+    )
+    steps(training, range(1, 4))
+    return trained_weights(model)
+
+
+def test_muon_leaves_matrices_of_one_row_or_column_to_its_adamw():
+    alone, *ranks = (*on_ranks(1, thin), *on_ranks(2, thin))
+    for weights in ranks:
+        for mine, expected in zip(weights, alone, strict=True):
+            torch.testing.assert_close(mine, expected)

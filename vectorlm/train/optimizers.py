@@ -93,8 +93,10 @@ def make_optimizer(
         inside = {
             each for block in transformer_blocks(model) for each in block.parameters() if each.ndim == 2
         }
-        matrices = [each for each in trained if each in inside]
-        rest = [each for each in trained if each not in inside]
+        # One row or column is orthogonal as it is, and ranks cannot share the iteration on it.
+        matrices = [each for each in trained if each in inside and min(each.shape) > 1]
+        chosen = set(matrices)
+        rest = [each for each in trained if each not in chosen]
         # So that one learning rate fits both.
         parts = [kind(matrices, **{"adjust_lr_fn": "match_rms_adamw", **own})] if matrices else []
         return Parts([*parts, torch.optim.AdamW(rest, **of_adamw)] if rest else parts)
