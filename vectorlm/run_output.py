@@ -68,6 +68,7 @@ def open_recorder(
         settings.keep.early_stopping_min_delta,
         is_named=best_metric is not None,
         keeps_best=settings.keep.keep_best,
+        mode=settings.keep.best_metric_mode,
         say=say,
     )
     store = None
@@ -83,7 +84,7 @@ def open_recorder(
         num_steps=num_steps,
         sink=sink,
         say=say,
-        evaluation=_make_evaluator(run, turn, resume_step, say, play or {}),
+        evaluation=_make_evaluator(run, turn, resume_step, say, play or {}, stopping.falling),
         evaluate_every=(sampler and sampler.evaluation.sample_frequency) or num_steps,
         checkpoints=store,
         save_every=save_every,
@@ -117,13 +118,14 @@ def _make_evaluator(
     resume_step: int | None,
     say: Callable[[str], None],
     play: Mapping[str, Play],
+    falling: dict[str, bool],
 ) -> Evaluator | None:
     """Return what answers held-out prompts; None without any."""
     settings = run.config.train_parameters
     sampler = settings.sampler
     if turn is None or sampler is None:
         return None
-    run_tasks = _make_tasks(run, turn, sampler) if sampler.evaluation.tasks else None
+    run_tasks = _make_tasks(run, turn, sampler, falling) if sampler.evaluation.tasks else None
     if run_tasks is None and not run.checked.evaluation_prompts:
         return None
     timeout_s = sampler.engine.timeout_s
@@ -147,8 +149,10 @@ def _make_evaluator(
     )
 
 
-def _make_tasks(run: Run, turn: DeviceTurn, sampler: SamplerSettings) -> Callable[[], dict[str, float]]:
-    """Return what runs the harness's tasks on the engine, on all ranks alike."""
+def _make_tasks(
+    run: Run, turn: DeviceTurn, sampler: SamplerSettings, falling: dict[str, bool]
+) -> Callable[[], dict[str, float]]:
+    """Return what runs the harness's tasks on the engine, on all ranks alike, and notes in `falling` which fall."""
     from vectorlm.rewards import harness
 
     tasks = harness.load_tasks(sampler.evaluation.tasks, "train_parameters.sampler.tasks")
@@ -156,7 +160,13 @@ def _make_tasks(run: Run, turn: DeviceTurn, sampler: SamplerSettings) -> Callabl
     if longest is None:
         longest = harness.context_length(AutoConfig.from_pretrained(run.config.model), run.tokenizer)
     model = harness.EngineLM(turn.engine, run.tokenizer, longest)
-    return lambda: harness.scores_of(harness.run_tasks(model, tasks)[0]["results"])
+
+    def answer() -> dict[str, float]:
+        found = harness.run_tasks(model, tasks)[0]
+        falling.update(harness.falling_of(found))
+        return harness.scores_of(found["results"])
+
+    return answer
 
 
 def finish(run: Run, model: nn.Module, recorder: Recorder, step: int) -> None:

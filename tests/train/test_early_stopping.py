@@ -125,3 +125,33 @@ def test_any_metric_of_an_evaluation_is_followed_by_its_name():
         ):
             EarlyStopping(metric, is_named=True).require_logged({"eval/loss": 1.0, "time/step_s": 1.0})
     EarlyStopping("eval/accuracy").require_logged({})
+
+
+@pytest.mark.parametrize(
+    ("metric", "more", "is_falling"),
+    [
+        ("eval/reward/no_loss", {}, False),
+        ("eval/accuracy/anti_kl", {}, False),
+        ("eval/accuracy/loss", {}, False),
+        ("eval/kl", {}, True),
+        ("eval/held_out/kl", {}, True),
+        ("eval/held_out/loss", {}, True),
+        ("eval/task/brier_score", {"falling": {"eval/task/brier_score": True}}, True),
+        ("eval/task/loss", {"falling": {"eval/task/loss": False}}, False),
+        ("eval/wikitext/mean_error", {"mode": "min"}, True),
+        ("eval/loss", {"mode": "max"}, False),
+    ],
+)
+def test_the_direction_of_a_metric_is_set_or_declared_and_not_guessed_for_rewards(metric, more, is_falling):
+    stopping = EarlyStopping(metric, keeps_best=True, **more)
+    observe(stopping, [0.9, 0.1, 0.5], metric)
+    assert stopping.best_step == (2 if is_falling else 1)
+
+
+def test_the_harness_says_which_metrics_fall():
+    harness = pytest.importorskip("vectorlm.rewards.harness")
+    found = {
+        "results": {"task": {"alias": "task", "wer,none": 0.5, "acc,strict": 0.1, "odd,none": 0.0}},
+        "higher_is_better": {"task": {"wer": False, "acc": True, "odd": None}},
+    }
+    assert harness.falling_of(found) == {"eval/task/wer": True, "eval/task/acc_strict": False}

@@ -28,8 +28,12 @@ class KeepSettings:
     best_metric: Annotated[
         Text | None, ReadIf("train_parameters.keep_best", also=("train_parameters.early_stopping_patience",))
     ] = None
-    """Metric of the evaluations that says which is the best, such as `eval/pass_at_4`: the lowest of a loss, a
-    perplexity or an error, the highest of others."""
+    """Metric of the evaluations that says which is the best, such as `eval/pass_at_4`."""
+    best_metric_mode: Annotated[
+        Literal["max", "min"] | None, ReadIf("train_parameters.best_metric", fix="Name best_metric.")
+    ] = None
+    """Whether the highest or the lowest value of `best_metric` is the best. null takes the
+    lowest of a loss or a perplexity, what the harness says of its tasks, and the highest of rewards and all others."""
     early_stopping_patience: PositiveInt | None = None
     """Stop after this many evaluations in a row without improvement; null trains to the end."""
     early_stopping_min_delta: Annotated[

@@ -193,13 +193,28 @@ def load_tasks(names: Sequence[str], where: str = "--tasks") -> Any:
 
 def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return the numbers of `run_tasks`' results as metrics, ``eval/TASK/METRIC``."""
-    found = {}
-    for task, numbers in results.items():
-        for key, value in numbers.items():
-            metric, comma, filtered = key.partition(",")
-            if comma and isinstance(value, int | float):
-                found[f"eval/{task}/{metric}{'' if filtered == 'none' else f'_{filtered}'}"] = float(value)
-    return found
+    return {
+        _metric(task, key): float(value)
+        for task, numbers in results.items()
+        for key, value in numbers.items()
+        if "," in key and isinstance(value, int | float)
+    }
+
+
+def falling_of(found: Mapping[str, Any]) -> dict[str, bool]:
+    """Return whether the lowest value is the best, of the metrics of `run_tasks`' results for which tasks say it."""
+    return {
+        _metric(task, key): not rises
+        for task, numbers in found["results"].items()
+        for key in numbers
+        if (rises := (found.get("higher_is_better", {}).get(task) or {}).get(key.partition(",")[0]))
+        is not None
+    }
+
+
+def _metric(task: str, key: str) -> str:
+    metric, _, filtered = key.partition(",")
+    return f"eval/{task}/{metric}{'' if filtered == 'none' else f'_{filtered}'}"
 
 
 def run_tasks(model: Any, tasks: Any, limit: int | None = None) -> tuple[dict[str, Any], str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -14,9 +14,11 @@ from vectorlm.settings import nearest
 
 FALLING = (
     *("loss", "perplexity", "bits_per_byte"),
-    *("step_brier", "eval/kl", "rejected_reward", "wrong_probability"),
+    *("step_brier", "/kl", "rejected_reward", "wrong_probability"),
 )
-"""How metrics end of which the lowest is the best."""
+"""How metrics end of which the lowest is the best, unless a setting or the harness says otherwise."""
+OWN = ("eval/accuracy", "eval/reward/")
+"""How metrics of rewards begin, which are never guessed to fall."""
 
 
 @dataclass
@@ -24,7 +26,7 @@ class EarlyStopping:
     """Follows one metric of a run; the evaluation before training does not count. All ranks call each method alike."""
 
     metric: str = "eval/loss"
-    """Of those that end in one of `FALLING` the lowest is the best, of others the highest."""
+    """Its direction is `mode`, that of a task in the harness, or falling for the names in `FALLING`."""
     patience: int | None = None
     """Training is over after this many evaluations in a row without improvement; None lets it run to its end."""
     min_delta: float = 0.0
@@ -33,17 +35,26 @@ class EarlyStopping:
     """Whether the config names the metric."""
     keeps_best: bool = False
     """Whether the best evaluation has a checkpoint."""
+    mode: Literal["max", "min"] | None = None
+    """Whether the highest or the lowest value is the best."""
+    falling: dict[str, bool] = field(default_factory=dict)
+    """Of metrics of the harness: whether the lowest is the best; evaluations fill it."""
     say: Callable[[str], None] = print
     is_asked: bool = False
     """Whether the user has ended the run."""
 
     def __post_init__(self) -> None:
-        self._sign = 1.0 if self.metric.endswith(FALLING) else -1.0
         self._best: tuple[float, int | None] = (math.inf, None)
         # What the next evaluation must beat by min_delta, in the direction that falls.
         self._to_beat: tuple[float, int | None] = (math.inf, None)
         self._num_without = 0
         self._was_logged = False
+
+    @property
+    def _sign(self) -> float:
+        by_name = self.metric.endswith(FALLING) and not self.metric.startswith(OWN)
+        is_falling = self.mode == "min" if self.mode else self.falling.get(self.metric, by_name)
+        return 1.0 if is_falling else -1.0
 
     @property
     def best_step(self) -> int | None:
