@@ -1,5 +1,6 @@
 import errno
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from peft import LoraConfig
 from rank_processes import on_ranks, save_tiny_llama
 from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 import vectorlm
 from vectorlm.checkpoint import export
@@ -315,3 +316,19 @@ def save_where_one_cannot(topology, model_dir, path):
 
 def test_every_rank_hears_that_rank_0_could_not_save(tmp_path):
     on_ranks(2, save_where_one_cannot, save_tiny_llama(tmp_path / "llama"), tmp_path / "file")
+
+
+def test_an_exported_tokenizer_names_the_class_that_it_came_with(folder, tmp_path):
+    source = shutil.copytree(folder, tmp_path / "source")
+    path = source / "tokenizer_config.json"
+    came = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name in ("is_local", "local_files_only"):
+        came.pop(name, None)
+    path.write_text(json.dumps(came))
+    tokenizer = load_tokenizer(source)
+    tokenizer.chat_template = "{{ messages }}"
+    export_model(load_model(source), tokenizer, tmp_path / "model")
+    saved = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    assert saved["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert not {"is_local", "local_files_only"} & saved.keys()
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == "{{ messages }}"

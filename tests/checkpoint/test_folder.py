@@ -4,6 +4,8 @@ import errno
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -231,3 +233,19 @@ def test_folders_that_only_look_alike_are_an_error_on_every_rank(tmp_path):
 def test_one_node_asks_nobody(tmp_path, world_size):
     assert on_ranks(world_size, see, [tmp_path / "not made"]) == [None] * world_size
     assert not (tmp_path / "not made").exists()
+
+
+def test_a_limit_of_the_size_of_files_is_named(tmp_path):
+    code = (
+        "import resource, sys, torch; from pathlib import Path; from vectorlm.checkpoint import folder\n"
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "path = Path(sys.argv[1])\n"
+        "with folder.naming(path, 'write'):\n"
+        "    torch.save(torch.zeros(9999), folder.begin(path) / 'file.pt')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "step-1")], capture_output=True, text=True, check=False
+    )
+    assert "CheckpointError" in done.stderr
+    assert "File too large: this process may write files of 4,096 bytes" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import json
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
@@ -174,10 +175,23 @@ def write_model(
         written.to_json_file(work / "generation_config.json", keys_to_pop=["compile_config"])
     if tokenizer is not None:
         tokenizer.save_pretrained(work)
+        _restore_class(tokenizer, work / "tokenizer_config.json")
     # peft leaves a template of a card.
     (work / "README.md").unlink(missing_ok=True)
     if card is not None:
         (work / "README.md").write_text(card, encoding="utf-8")
+
+
+def _restore_class(tokenizer: Any, path: Path) -> None:
+    """Let a saved tokenizer_config.json name the class that the tokenizer came with, which older releases know."""
+    source = Path(str(getattr(tokenizer, "name_or_path", "")), path.name)
+    if not (source.is_file() and path.is_file()):
+        return
+    came, saved = (json.loads(each.read_text(encoding="utf-8")) for each in (source, path))
+    kept = {name: value for name, value in saved.items() if name not in ("is_local", "local_files_only")}
+    if "tokenizer_class" in came:
+        kept["tokenizer_class"] = came["tokenizer_class"]
+    path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _require_all_in_adapters(

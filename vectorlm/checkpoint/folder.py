@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import time
 import uuid
@@ -126,6 +127,10 @@ def naming(path: Path, doing: Literal["read", "write", "export"]) -> Iterator[No
         if doing != "read" and not shutil.disk_usage(disk).free:
             # Not every library that writes says so.
             text = f"No space left on device: {text}"
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        written = (each.stat().st_size for each in unfinished(path).rglob("*") if each.is_file())
+        if doing != "read" and limit != resource.RLIM_INFINITY and max(written, default=0) >= limit:
+            text = f"File too large: this process may write files of {limit:,} bytes (ulimit -f): {text}"
         what, fix = FAILURES[doing]
         notes = " ".join(["", *getattr(error, "__notes__", ())])
         text = f"{what.format(path)} ({text}). {fix}{notes}"
