@@ -198,7 +198,8 @@ def _settings_of_algorithm(
     except ConfigError as error:
         problems.append(f"{error} ({algorithm.origin})")
         return {}
-    own = settings_of(type(start))
+    kind: type = type(start)
+    own = settings_of(kind)
     given = {key for key, child in entry.value.items() if child.value is not None}
     for key in [] if algorithm.value in SETTINGS else own.keys() - given:
         # A type that no YAML has, such as a tensor's, has no rule to break.

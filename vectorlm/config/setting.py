@@ -182,7 +182,8 @@ def with_value(section: Any, path: str, value: Any) -> Any:
         return {**section, key: value}
     for entry in _fields_of(type(section)):
         item = getattr(section, entry.name)
-        if "inline" in entry.metadata and is_dataclass(item) and key in settings_of(type(item)):
+        kind: Any = type(item)
+        if "inline" in entry.metadata and is_dataclass(item) and key in settings_of(kind):
             return replace(section, **{entry.name: with_value(item, path, value)})
         if _key_of(entry) == key:
             return replace(section, **{entry.name: with_value(item, rest, value) if rest else value})

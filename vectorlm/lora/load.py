@@ -55,7 +55,7 @@ def unmatched_names(model: Any, options: Mapping[str, Any]) -> Iterator[str]:
     tests["layers_to_transform"] = lambda given: any(f".{given}." in each for each in adapted)
     tests["layers_pattern"] = lambda given: any(re.search(rf"(^|\.){given}\.\d+\.", each) for each in adapted)
     for option, has in tests.items():
-        names = options.get(option) or ()
+        names: Any = options.get(option) or ()
         is_alone = isinstance(names, str | int)
         if is_alone and option.endswith("_modules"):
             # An expression for whole names. PEFT refuses one that targets nothing, and writes a list in a short form.

@@ -88,7 +88,8 @@ def _crowded(config: Config, policy: Any) -> Iterator[str]:
     longest = train.max_seq_len if rl is None else train.longest_rollout
     models = {"model": policy}
     if rl is not None:
-        paths = {"rl.critic.model": rl.critic.model, "rl.teacher.model": rl.teacher and rl.teacher.model}
+        teacher = None if rl.teacher is None else rl.teacher.model
+        paths = {"rl.critic.model": rl.critic.model, "rl.teacher.model": teacher}
         paths |= {f"rl.reward_models.{path}": path for path in rl.reward.reward_models}
         for name, path in paths.items():
             if path is not None and (Path(path) / "config.json").is_file():

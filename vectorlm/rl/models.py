@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -231,7 +231,6 @@ def disable_dropout(model: Any) -> Any:
     return model
 
 
-@cache
 def _noise_names(kind: type) -> list[str]:
     return list(filter(NOISE.search, dir(kind)))
 
