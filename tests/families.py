@@ -117,6 +117,39 @@ WITH_BUFFERS = {
 """What these models compute with and no optimizer trains."""
 
 
+_MAMBA_2 = {"mamba_n_groups": 1, "mamba_d_state": 32, "mamba_chunk_size": 16}
+_HYBRID = {**_MAMBA_2, "mamba_d_head": 32, "mamba_expand": 2, "mamba_n_heads": 4}
+
+REFUSED = {
+    "Mamba-2": Family(
+        "Mamba2Config",
+        "vLLM computes `-exp(A_log)` once, when it loads `A_log`",
+        {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 32, "expand": 2, "chunk_size": 16}
+        | {"intermediate_size": 128, "hidden_act": "silu"},
+    ),
+    "Falcon-H1": Family(
+        "FalconH1Config",
+        "the same, in layers that also have attention",
+        {**_MAMBA_2, "head_dim": 32, "mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32},
+    ),
+    "Granite 4 hybrid": Family(
+        "GraniteMoeHybridConfig",
+        "the same, in layers between those with attention",
+        {**_HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96}
+        | {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
+    ),
+    "Nemotron-H": Family(
+        "NemotronHConfig",
+        "the same, between layers with experts",
+        {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 32}
+        | {"n_groups": 1, "ssm_state_size": 32, "chunk_size": 16, "head_dim": 32, **_EXPERTS}
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 32}
+        | {"moe_shared_expert_intermediate_size": 32},
+    ),
+}
+"""Families that no engine can be updated with: its loader computes with what it has loaded."""
+
+
 def save_family(family: Family, path: Path, *, tied: bool = False) -> Path:
     """Save a model of `family` with random weights and no tokenizer; with `tied`, its head is the embedding table."""
     import torch

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from families import FAMILIES
+from families import FAMILIES, REFUSED
 
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS, PAGE = DOCS / "families.json", DOCS / "families.md"
@@ -41,6 +41,9 @@ class Result:
     """The share of the weights that the engine copies out of the arena at each update."""
     vllm: str
     transformers: str
+    fresh_equal: bool | None = None
+    """After the updates, tokens and log-probabilities have the bits of an engine that starts from these weights.
+    None if the run was recorded before this was compared."""
 
 
 # Tied heads are what packing gets wrong, untied ones what aliasing could: each family meets both receivers.
@@ -84,18 +87,21 @@ def page(results: Sequence[Result]) -> str:
     lines = [
         "# Model families",
         "",
-        "Tiny random models, swapped twice into a running engine in fp32 on CPU, and compared with transformers after",
-        "each update: greedy completions must be equal, and no log-probability of a token may differ by 1e-4 or more.",
+        "Look up whether vectorlm can update a vLLM engine that runs your model.",
+        "",
+        "Each row is a tiny random model in fp32 on CPU. The test swaps new weights into a running engine twice and",
+        "compares the engine with transformers after each update. Greedy completions must be equal, and no",
+        "log-probability may differ by 1e-4 or more. Then the test starts a fresh engine from the same weights. Both",
+        "engines must return tokens and log-probabilities with the same bits.",
         f"Versions: {'; '.join(versions)}. Made by `python tests/family_runs.py` from what",
         "`python -m pytest tests/engine/test_families.py --record-families` wrote to `families.json`.",
         "",
-        "Path *direct*: every parameter of the engine is a view of the memory that the trainer writes to. *direct, n %",
-        "copied*: the recorded copies of vLLM's loader move that share of the weights once more. None of these needs",
-        "vLLM's own loading at an update, so that there is no *load* path: a loader that computes with a tensor is",
-        "refused when the engine is connected. With the receiver `packed`, matrices are packed again after either.",
+        "Path *direct* means that every parameter of the engine is a view of the memory that the trainer writes to.",
+        "*direct, n % copied* means that the engine copies that share of the weights at each update. With the receiver",
+        "`packed`, the engine packs its matrices again after either.",
         "",
-        "| family | what is odd about it | head | receiver | ranks | path | largest log-prob gap | greedy |",
-        "| --- | --- | --- | --- | ---: | --- | ---: | --- |",
+        "| family | what is odd about it | head | receiver | ranks | path | largest log-prob gap | greedy | fresh |",
+        "| --- | --- | --- | --- | ---: | --- | ---: | --- | --- |",
     ]
     for each in results:
         run = each.run
@@ -109,8 +115,27 @@ def page(results: Sequence[Result]) -> str:
             path,
             f"{each.gap:.0e}",
             "equal" if each.greedy_equal else "**differs**",
+            {True: "same bits", False: "**differs**", None: "not recorded"}[each.fresh_equal],
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "## Refused families",
+        "",
+        "vLLM computes with some weights of these families when it loads them, and keeps only the result. An update",
+        "cannot reach the result. The first `update` raises `WeightMismatch`, and the engine keeps its weights.",
+        "",
+        "**Earlier versions reported updates of these families as proven, and the updates were wrong**: the engine's",
+        "log-probabilities were 0.76 to 2.35 off. The checksums matched because they compare the bytes that were sent",
+        "with the bytes that arrived, and not with what vLLM computes from them. Do not trust runs that sampled from",
+        "one of these families.",
+        "",
+        "| family | reason |",
+        "| --- | --- |",
+        *(f"| {name} | {family.layout} |" for name, family in REFUSED.items()),
+        "",
+        "Other models whose loader computes with a loaded weight are refused in the same way, whatever their name.",
+    ]
     return "\n".join([*lines, ""])
 
 

@@ -2,14 +2,15 @@
 
 import pytest
 import transformers
-from families import FAMILIES, Family, save_family
+from families import FAMILIES, REFUSED, Family, save_family
 from family_runs import ALWAYS, PAGE, RUNS, Result, page, read_results, record
 from rank_processes import forked
-from swap_cases import FP32_GAP, compare, perturb, publishing
+from swap_cases import FP32_GAP, GREEDY, PROMPTS, SAMPLED, compare, perturb, publishing
 from tiny_engine import TINY_ENGINE
 
 from vectorlm import SamplingEngine
-from vectorlm.errors import ChecksumMismatch, EngineError
+from vectorlm.errors import ChecksumMismatch, EngineError, WeightMismatch
+from vectorlm.testing import EngineUnderTest
 from vectorlm.train.load import load_model
 from vectorlm.train.shard import transformer_blocks
 
@@ -17,7 +18,11 @@ NUM_UPDATES = 2
 
 
 def swap(folder, receiver):
-    """Update an engine twice, then send it a spoiled tensor; return what was seen after each update."""
+    """Update an engine twice, compare it with a fresh one, and send it a spoiled tensor.
+
+    Returns:
+        What was seen after each update, the answers of both engines, and what `spoil` returns.
+    """
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
@@ -37,9 +42,24 @@ def swap(folder, receiver):
             engine.update(model, step)
             equal, gap, tokens = compare(engine, reference)
             seen.append((all(equal), gap, tokens))
+        answers = answers_of(engine)
         copied, caught = spoil(engine, model)
         assert engine.receiver == receiver
-    return seen, copied, caught
+    with (
+        EngineUnderTest(engine, folder).saved(reference) as path,
+        SamplingEngine(path, receiver=receiver, **TINY_ENGINE) as fresh,
+    ):
+        return seen, (answers, answers_of(fresh)), copied, caught
+
+
+def answers_of(engine):
+    """Return tokens and log-probabilities of greedy and of sampled completions."""
+    return [
+        (completion.token_ids, completion.sampler_logprobs)
+        for parameters in (GREEDY, SAMPLED)
+        for completions in engine.sample(PROMPTS, parameters)
+        for completion in completions
+    ]
 
 
 def spoil(engine, model):
@@ -78,7 +98,8 @@ def test_after_each_update_the_engine_is_the_trainer_and_a_spoiled_tensor_is_nam
         outcomes = [swap(folder, run.receiver)]
     else:
         outcomes = forked(swap, folder, run.receiver, world_size=run.world_size)
-    for seen, _, (spoiled, text) in outcomes:
+    for seen, (swapped, fresh), _, (spoiled, text) in outcomes:
+        assert swapped == fresh, "the engine is not the one that starts from these weights"
         assert all(equal for equal, _, _ in seen), "greedy completions differ"
         assert max(gap for _, gap, _ in seen) < FP32_GAP
         assert seen[0][2] != seen[1][2], "the updates changed nothing, so equality proves nothing"
@@ -86,9 +107,25 @@ def test_after_each_update_the_engine_is_the_trainer_and_a_spoiled_tensor_is_nam
     if request.config.getoption("--record-families"):
         import vllm
 
-        gap = max(gap for seen, _, _ in outcomes for _, gap, _ in seen)
-        copied = outcomes[0][1]
-        record(Result(run, True, gap, copied, vllm.__version__, transformers.__version__))
+        gap = max(gap for seen, *_ in outcomes for _, gap, _ in seen)
+        copied = outcomes[0][2]
+        record(Result(run, True, gap, copied, vllm.__version__, transformers.__version__, True))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "Mamba-2" else pytest.mark.long)
+        for name in REFUSED
+    ],
+)
+def test_a_family_whose_loader_computes_is_refused_and_its_engine_stays_as_it_was(name, tmp_path):
+    folder = str(save_family(REFUSED[name], tmp_path / "model"))
+    with SamplingEngine(folder, **TINY_ENGINE) as engine:
+        before = answers_of(engine)
+        with pytest.raises(WeightMismatch, match="A_log"):
+            engine.update(load_model(folder), 0)
+        assert answers_of(engine) == before
 
 
 def test_the_table_is_made_of_the_recorded_results_and_holds_every_family():
