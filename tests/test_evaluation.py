@@ -166,8 +166,8 @@ def test_sources_are_counted_apart_and_a_graded_answer_is_neither_right_nor_wron
     assert evaluator.evaluate(1)["eval/reward"] == 0.625
     head, first, second = said[0].split("\n")[:3]
     assert head == "step 1: lines: 0/1 right, mean reward 0.25; sums: 1/1 right"
-    assert first.startswith("  right: abc")
-    assert second.startswith("  reward 0.25: xyz")
+    assert first.startswith("  right: 'abc'")
+    assert second.startswith("  reward 0.25: 'xyz'")
 
 
 def test_a_reward_is_shown_the_chat_of_an_evaluation():

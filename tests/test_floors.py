@@ -27,8 +27,8 @@ CORE = (
 )
 FLOORS = [
     {"errors"},
-    {"types", "plugin", "settings", "packages"},
-    {"hyperparameters"},
+    {"types", "settings", "packages"},
+    {"hyperparameters", "plugin"},
     {"ranks", "algorithms", "encoding"},
     {"weights", "workers"},
     {"contracts"},
@@ -119,12 +119,14 @@ def test_the_core_never_imports_an_optional_room():
 
 
 def test_reading_a_config_imports_settings_alone():
-    """But for an algorithm or an optimizer of one's own, which brings its settings."""
+    """But for an algorithm or an optimizer of one's own, which brings its settings, and the options of adapters."""
     wrong = [
         f"{path.relative_to(PACKAGE)} imports {name}"
         for path, name in imports()
         if room_of(path) == "config"
-        and not name.endswith((".settings", ".hyperparameters", ".errors", ".registry", ".optimizers"))
+        and not name.endswith(
+            (".settings", ".hyperparameters", ".errors", ".registry", ".optimizers", ".options")
+        )
     ]
     assert wrong == []
 

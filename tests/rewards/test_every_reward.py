@@ -1,6 +1,7 @@
 """Checks of every reward that the package brings: what it is shown, that it never raises, and that runs take it."""
 
 import asyncio
+import contextlib
 import json
 import math
 
@@ -64,6 +65,9 @@ class Local:
 
     async def step(self, text):
         return await self.player.step(text)
+
+    def naming(self, what):
+        return contextlib.nullcontext()
 
     async def close(self):
         return await self.player.close()

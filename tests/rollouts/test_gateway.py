@@ -120,7 +120,9 @@ def test_what_is_rewritten_becomes_a_row_of_its_own_and_each_token_is_trained_on
         "<u>Hi\n<a> yes \n<u>B\n<a> yes ",
         "<u>Hi\n<a> yes \n<u>A\n<a> yes ",
     ]
-    assert [row.num_policy_tokens for row in rows] == [5, 10, 5]
+    assert [row.num_policy_tokens for row in rows] == [20, 10, 5], (
+        "a rollout counts the tokens of all its rows"
+    )
     assert rows[2].policy_mask[:5] == (False,) * 5
 
 

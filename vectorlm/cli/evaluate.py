@@ -199,17 +199,7 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if len(scored) > 1:
         # As in training, where an environment's rewards have no other weight.
         weights = [*exam.rewards.values(), *[1.0] * (exam.environment is not None)]
-
-        def total(found: Sequence[RewardResult]) -> RewardResult:
-            addends = [weight * each.reward for weight, each in zip(weights, found, strict=True)]
-            known = [each for each in addends if not math.isnan(each)]
-            return RewardResult(sum(known) if known else math.nan)
-
-        # As in training, a None is left out.
-        scored["sum"] = [
-            [total(answer) for answer in zip(*question, strict=True)]
-            for question in zip(*scored.values(), strict=True)
-        ]
+        scored["sum"] = _weighted_sums([*scored.values()], weights)
     grades = {name: grade(results, exam.at_k) for name, results in scored.items()}
     lines = []
     for name, each in grades.items():
@@ -251,6 +241,21 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "answers": rows,
     }
     return found, "\n".join(lines)
+
+
+def _weighted_sums(
+    scored: Sequence[Sequence[Sequence[RewardResult]]], weights: Sequence[float]
+) -> list[list[RewardResult]]:
+    """Add up the rewards of each answer; as in training, a None is left out."""
+
+    def total(found: Sequence[RewardResult]) -> RewardResult:
+        addends = [weight * each.reward for weight, each in zip(weights, found, strict=True)]
+        known = [each for each in addends if not math.isnan(each)]
+        return RewardResult(sum(known) if known else math.nan)
+
+    return [
+        [total(answer) for answer in zip(*question, strict=True)] for question in zip(*scored, strict=True)
+    ]
 
 
 def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:

@@ -53,10 +53,7 @@ class CheckedConfig:
 def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedConfig:
     """Check whether a config can be carried out here; reads each file once, and touches no device.
 
-    Args:
-        config: As `load_config` returns it.
-        world_size: Number of ranks of the run, on all nodes together.
-        num_nodes: Number of machines of the run.
+    The run has `world_size` ranks on `num_nodes` machines together.
 
     Raises:
         ConfigError: Lists every problem found, or a prompt cannot be encoded.
@@ -109,32 +106,49 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
     notes += _prompt_notes(config, prompts, held_out)
     notes += reward_notes(config, shown, held_out)
     notes += _generation_notes(config, max_tokens, bool(evaluation_prompts))
-    # Costs more than a minute: the prompt may be one of the last, and models are loaded first. The tokenizer is loaded
-    # (which imports torch) where it matters: no text has more tokens than bytes, but for those put around it.
-    is_long = any(
-        not isinstance(each.prompt, str) or len(each.prompt.encode()) + 2 > max_tokens
-        for each in evaluation_prompts
-    )
-    if rl is not None or is_long or any(each.get("stop") for each in config.sampling_params.values()):
-        from vectorlm.train.load import load_tokenizer
-
-        tokenizer = load_tokenizer(config.model)
-        # Silent: answers would go on to their longest.
-        raise_problems(list(stop_problems(config.sampling_params, config.origins, tokenizer)))
-        size = vocab_size(Path(config.model))
-        for is_held_out, found in ((False, shown), (True, held_out)):
-            for name, each in found.items():
-                place, (tools, may_tell) = _place(name, is_held_out), source_tools(rl, name)
-                check_lengths(each, tokenizer, max_tokens, place, size, tools)
-                notes += tool_notes(each[0], tokenizer, tools, may_tell=may_tell, setting=place)
-                if rl is not None and not is_held_out:
-                    environment = rl.collect.environment_of(name)
-                    notes += call_notes(environment, each[0], tokenizer, tools, setting=place)
-                if any(is_messages(record.prompt) for record in each):
-                    notes += [note for note in _end_notes(tokenizer) if note not in notes]
+    notes += _rendered_notes(config, shown, held_out, max_tokens)
     config = replace(config, notes=tuple(notes))
     # Costs more than a minute: checkpoints are looked for after models are loaded.
     return CheckedConfig(config, prompts, evaluation_prompts, find_resumption(config, world_size))
+
+
+def _rendered_notes(
+    config: Config,
+    shown: Mapping[str, Sequence[PromptRecord]],
+    held_out: Mapping[str, Sequence[PromptRecord]],
+    max_tokens: float,
+) -> list[str]:
+    """Check prompts and stop strings with the model's tokenizer; return what is to be said of its chat template.
+
+    The tokenizer is loaded, which imports torch, if it matters: no text has more tokens than bytes, but for those put
+    around it.
+    """
+    rl, notes = config.rl, []
+    # Costs more than a minute: the prompt may be one of the last, and models are loaded first.
+    is_long = any(
+        not isinstance(each.prompt, str) or len(each.prompt.encode()) + 2 > max_tokens
+        for some in held_out.values()
+        for each in some
+    )
+    if rl is None and not is_long and not any(each.get("stop") for each in config.sampling_params.values()):
+        return []
+    from vectorlm.train.load import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model)
+    # Silent: answers would go on to their longest.
+    raise_problems(list(stop_problems(config.sampling_params, config.origins, tokenizer)))
+    size = vocab_size(Path(config.model))
+    for is_held_out, found in ((False, shown), (True, held_out)):
+        for name, each in found.items():
+            place, (tools, may_tell) = _place(name, is_held_out), source_tools(rl, name)
+            check_lengths(each, tokenizer, max_tokens, place, size, tools)
+            notes += tool_notes(each[0], tokenizer, tools, may_tell=may_tell, setting=place)
+            if rl is not None and not is_held_out:
+                environment = rl.collect.environment_of(name)
+                notes += call_notes(environment, each[0], tokenizer, tools, setting=place)
+            if any(is_messages(record.prompt) for record in each):
+                notes += [note for note in _end_notes(tokenizer) if note not in notes]
+    return notes
 
 
 def _generation_notes(config: Config, max_tokens: float, is_evaluated: bool) -> Iterator[str]:

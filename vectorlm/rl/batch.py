@@ -68,9 +68,8 @@ def make_batch(
     owners, is_trained = None, valid
     # A loss of pairs compares whole rollouts, and a critic values places in one row.
     if spec.level != "group" and not spec.needs_critic and any(each.branches for each in rollouts):
-        rollouts, owners, columns, rewards, is_trained, valid = _with_branches(
-            rollouts, columns, rewards, valid
-        )
+        found = _with_branches(rollouts, columns, rewards, valid)
+        rollouts, owners, columns, rewards, is_trained, valid = found
     lengths = [len(each.prompt_token_ids) + len(each.token_ids) for each in rollouts]
     shape = (len(rollouts), max(lengths))
     input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
@@ -95,10 +94,7 @@ def make_batch(
     turns = turn_rewards = None
     # A loss of completions has one advantage for all turns.
     if spec.level == "token" and any(any(each.turn_rewards) for each in rollouts):
-        turns, turn_rewards = _turns_of(rollouts, shape)
-        if owners is not None:
-            # The tokens of branches have the advantage of the whole rollout.
-            turns[owners != torch.arange(len(owners))] = 0
+        turns, turn_rewards = _turns_of(rollouts, shape, owners)
     compared = mask if owners is None else mask & valid.view(-1, 1)
     batch = RolloutBatch(
         input_ids,
@@ -173,7 +169,9 @@ def _turn_starts_of(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> torc
     return found
 
 
-def _turns_of(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _turns_of(
+    rollouts: Sequence[Rollout], shape: tuple[int, int], owners: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the turn of each token, int64 [B, T], and the reward of each turn at its last token, float32 [B, T]."""
     turns, rewards = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
     for row, rollout in enumerate(rollouts):
@@ -184,4 +182,7 @@ def _turns_of(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> tuple[torc
             if turn < len(rollout.turn_rewards) and start:
                 # At the last token of what was written up to here: a turn may be empty.
                 rewards[row, start - 1] += rollout.turn_rewards[turn]
+    if owners is not None:
+        # The tokens of branches have the advantage of the whole rollout.
+        turns[owners != torch.arange(len(owners))] = 0
     return turns, rewards

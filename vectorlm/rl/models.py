@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
 from vectorlm.algorithms.logprobs import align
-from vectorlm.checkpoint.state import capture_rng, restore_rng
 from vectorlm.errors import ConfigError
 from vectorlm.rl.teacher import ServerTeacher, Teacher, beside
 from vectorlm.train.attention import PACKED
@@ -27,6 +26,7 @@ from vectorlm.train.language_model import LanguageModel, inner_model, probe, req
 from vectorlm.train.load import load_pretrained
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
 from vectorlm.train.packing import Rows, pack
+from vectorlm.train.random_state import capture_rng, restore_rng
 from vectorlm.types import TrainedModel
 from vectorlm.weights.plan import reshard
 

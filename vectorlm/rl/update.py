@@ -206,18 +206,7 @@ class Updater:
         inputs = self._loss_inputs(batch, micro_batch, logprobs)
         rollouts = self._whole_rollouts(batch, micro_batch, inputs, now)
         losses = self.spec.loss(rollouts, self.settings.hparams)
-        num_rows = len(inputs.mask)
-        wanted = {
-            "token": (*rollouts.mask.shape,),
-            "completion": (num_rows,),
-            "group": (num_rows // inputs.rows_per_group,),
-        }[self.spec.level]
-        if losses.shape != wanted:
-            # Broadcast, it would be averaged over the wrong number, which depends on the micro-batches.
-            raise ConfigError(
-                f"the loss of the algorithm {self.spec.name!r} has the shape {tuple(losses.shape)}: with "
-                f"level={self.spec.level!r} it must be {wanted}, one value for each {self.spec.level}."
-            )
+        self._require_shape(losses, rollouts)
         # Each row of a rollout has the gradient of its own tokens, and their share of the rollout's loss and metrics.
         lengths = shares = None
         if batch.rows.owners is not None:
@@ -267,6 +256,21 @@ class Updater:
             accumulator.add_tokens("sampler/logprob_gap_mean", gap, inputs.mask)
             accumulator.add_largest("sampler/logprob_gap_max", gap, inputs.mask)
         return loss
+
+    def _require_shape(self, losses: torch.Tensor, inputs: LossInputs) -> None:
+        """Raise unless there is one loss for each token, completion or group of `inputs`."""
+        num_rows = len(inputs.mask)
+        wanted = {
+            "token": (*inputs.mask.shape,),
+            "completion": (num_rows,),
+            "group": (num_rows // inputs.rows_per_group,),
+        }[self.spec.level]
+        if losses.shape != wanted:
+            # Broadcast, it would be averaged over the wrong number, which depends on the micro-batches.
+            raise ConfigError(
+                f"the loss of the algorithm {self.spec.name!r} has the shape {tuple(losses.shape)}: with "
+                f"level={self.spec.level!r} it must be {wanted}, one value for each {self.spec.level}."
+            )
 
     def _loss_inputs(self, batch: TrainBatch, micro_batch: MicroBatch, logprobs: torch.Tensor) -> LossInputs:
         def cut(x: torch.Tensor | None) -> torch.Tensor | None:

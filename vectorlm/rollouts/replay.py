@@ -173,8 +173,8 @@ def _rollout_of(row: Mapping[str, Any], record: PromptRecord) -> Rollout:
         tuple(row.get("turn_ends", ())),
         tuple(row.get("turn_rewards", ())),
         messages=row.get("messages"),
-        turn_texts=row.get("turn_texts", ()),
-        policy_contents=row.get("policy_contents", ()),
+        turn_texts=tuple(row.get("turn_texts", ())),
+        policy_contents=tuple(row.get("policy_contents", ())),
         is_replayed=True,
     )
 
