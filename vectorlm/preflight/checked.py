@@ -123,7 +123,8 @@ def _rendered_notes(
     The tokenizer is loaded, which imports torch, if it matters: no text has more tokens than bytes, but for those put
     around it.
     """
-    rl, notes = config.rl, []
+    rl = config.rl
+    notes: list[str] = []
     # Costs more than a minute: the prompt may be one of the last, and models are loaded first.
     is_long = any(
         not isinstance(each.prompt, str) or len(each.prompt.encode()) + 2 > max_tokens
