@@ -23,7 +23,7 @@ from vectorlm.data.prompts import without_added_nulls
 from vectorlm.errors import ConfigError, DatasetError, RankFailed
 from vectorlm.preflight.checked import preflight
 from vectorlm.preflight.local_model import with_download
-from vectorlm.preflight.resume import find_resumption, say_finished
+from vectorlm.preflight.resume import content_of, find_resumption, say_finished
 from vectorlm.ranks.launcher import launch
 from vectorlm.ranks.placement import without_gc
 from vectorlm.ranks.topology import Topology
@@ -326,12 +326,9 @@ def _as_json(value: Any) -> Any:
 
 
 def _digest(source: str) -> Any:
-    """Tell apart what `source` may hold: names, sizes and times of its files, or the content of a single file."""
-    if os.path.isfile(source):
-        with open(source, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    if os.path.isfile(state := os.path.join(source, "state.json")):
-        return json.loads(Path(state).read_text())["_fingerprint"]
+    """Return a digest of a file or a saved dataset, or the names, sizes and times of the files in a folder."""
+    if (content := content_of(source)) is not None:
+        return content
     pattern = os.path.join(glob.escape(source), "**") if os.path.isdir(source) else source
     files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(name)]
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -101,7 +101,7 @@ def settings_of_rank(config: Config) -> dict[str, Any]:
     """Return what every rank must have alike: all settings, digests of the files that they name, and versions."""
     settings = _settings(config)
     named = {
-        each: _content(each.removeprefix(AGENT).rpartition(":")[0] if is_plugin(each) else each)
+        each: content_of(each.removeprefix(AGENT).rpartition(":")[0] if is_plugin(each) else each)
         for name, value in settings.items()
         if not name.startswith(OUTPUTS)
         # Rewards are keys.
@@ -203,8 +203,8 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-def _content(name: str) -> Any:
-    """Tell apart what may be the path of a model, a saved dataset or a file; None where there is none."""
+def content_of(name: str) -> Any:
+    """Return a digest of a model, a saved dataset or a file; None for any other path."""
     if os.path.isfile(name):  # Not of `Path`, which raises for long texts.
         return _digest(name)
     is_model = any(os.path.isfile(os.path.join(name, each)) for each in DESCRIPTIONS)
